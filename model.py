@@ -240,7 +240,7 @@ def fetch(path_or_hub_id):
     if path.is_dir():
         return path
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
-        raise FileNotFoundError(f"--model {name}: no such folder (give a checkpoint folder or a hub id like Qwen/Qwen2.5-3B-Instruct)")
+        raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a hub id")
     from huggingface_hub import snapshot_download
 
     wanted = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -249,7 +249,7 @@ def fetch(path_or_hub_id):
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as e:  # the hub client raises many kinds: no network, no such repository, no access
         raise FileNotFoundError(f"--model {name}: not a local folder, and the hub did not give it "
-                                f"({type(e).__name__}: {str(e).splitlines()[0]}); check the id, the network or your login") from None
+                                f"({type(e).__name__}: {str(e).splitlines()[0]}); check id, network and login") from None
 
 
 class Checkpoint:
@@ -263,10 +263,10 @@ class Checkpoint:
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
-            raise FileNotFoundError(f"{self.folder}: no model.safetensors and no model.safetensors.index.json; is the download complete?")
+            raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is there; is the download complete?")
         for shard in sorted(set(self.where.values())):
             if not (self.folder / shard).is_file():
-                raise FileNotFoundError(f"{self.folder / shard}: the shard is named in {index.name} but missing; download it again")
+                raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} is missing; download it again")
         self.unused, self.files = set(self.where), {}
 
     def _open(self, shard):
@@ -325,7 +325,7 @@ def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none"):
         model = Qwen2(config)
     for path, m in list(model.named_modules()):
         if isinstance(m, RMSNorm):
-            m.weight = nn.Parameter(source.get(f"model.{path.replace('.attn', '.self_attn')}.weight", m.weight.shape, dtype, device))
+            m.weight = nn.Parameter(source.get(f"model.{path}.weight", m.weight.shape, dtype, device))
             m.noise = torch.zeros_like(m.weight, dtype=torch.float32)
         elif isinstance(m, nn.Embedding):
             m.weight = nn.Parameter(source.get("model.embed_tokens.weight", m.weight.shape, dtype, device))

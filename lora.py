@@ -1,0 +1,157 @@
+"""
+LoRA beside a frozen linear, in float32, saved and loaded in PEFT's layout.
+
+    y = base(x) + (alpha / r) * (x A^T) B^T          A (r, K) random, B (N, r) zero: the first step starts at the base model
+
+q,k,v and gate,up are fused in the base model, but each original projection keeps its own A and B, as in the checkpoints that
+PEFT reads and writes: A is stacked to (parts * r, K), one GEMM for all, and B (N, r) is stacked by rows, so that part i uses
+columns i*r .. (i+1)*r of x A^T. The adapter is never merged into four-bit weights: rounding would erase it.
+
+    add_lora(model, rank=32, alpha=32); train; save_adapter(model, "runs/x/adapter")
+    load_adapter(model, "runs/x/adapter"); with disabled(model): ...     # the KL reference is the same model, adapter off
+
+Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
+"""
+import json
+import math
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from model import prefix
+
+# fields of adapter_config.json that change what an adapter computes, and the only value of each that this file honours
+PLAIN = {"peft_type": "LORA", "bias": "none", "lora_bias": False, "use_dora": False, "fan_in_fan_out": False,
+         "modules_to_save": None, "rank_pattern": None, "alpha_pattern": None, "layers_to_transform": None,
+         "layer_replication": None, "trainable_token_indices": None}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoRALinear(nn.Module):
+    """`base` (model.Linear or nvfp4.QuantLinear) plus a low-rank term. A (P*R, K) and B (N, R) are float32 parameters."""
+
+    def __init__(self, base, in_features, rank, scaling, generator):
+        super().__init__()
+        self.base, self.parts, self.rank, self.scaling, self.enabled = base, base.parts, rank, scaling, True
+        device = base.bias.device if base.bias is not None else next(iter([*base.parameters(), *base.buffers()])).device
+        bound = 1 / math.sqrt(in_features)  # what PEFT's kaiming_uniform_(a=sqrt(5)) comes to
+        A = (torch.rand(len(self.parts) * rank, in_features, generator=generator) * 2 - 1) * bound
+        self.A = nn.Parameter(A.to(device))
+        self.B = nn.Parameter(torch.zeros(sum(self.parts.values()), rank, device=device))
+
+    def forward(self, x):
+        y = self.base(x)
+        if not self.enabled:
+            return y
+        xa = x @ self.A.to(x.dtype).T  # (..., K) -> (..., P*R)
+        B = self.B.to(x.dtype).split(list(self.parts.values()))  # P x (N_p, R)
+        delta = [h @ b.T for h, b in zip(xa.split(self.rank, dim=-1), B, strict=True)]  # P x (..., N_p)
+        return y + self.scaling * (torch.cat(delta, dim=-1) if len(delta) > 1 else delta[0])
+
+
+def lora_layers(model):
+    """[(path, LoRALinear)] in module order."""
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, LoRALinear)]
+
+
+def add_lora(model, rank, alpha, seed=0):
+    """Put a LoRALinear around every projection of every block, in place; returns the trainable parameters.
+
+    rank >= 1; scaling is alpha / rank. Everything else in the model is frozen."""
+    if rank < 1:
+        raise ValueError(f"--lora-rank {rank}: must be at least 1 (0 with --quant none trains all parameters)")
+    if lora_layers(model):
+        raise ValueError("the model has an adapter already")
+    model.requires_grad_(False)
+    g = torch.Generator().manual_seed(seed)
+    for block in model.layers:
+        attn, mlp = block.attn, block.mlp
+        for owner, name in ((attn, "qkv_proj"), (attn, "o_proj"), (mlp, "gate_up_proj"), (mlp, "down_proj")):
+            base = getattr(owner, name)
+            K = base.shape[1] if hasattr(base, "shape") else base.weight.shape[1]
+            setattr(owner, name, LoRALinear(base, K, rank, alpha / rank, g))
+    return [p for _, m in lora_layers(model) for p in (m.A, m.B)]
+
+
+@contextmanager
+def disabled(model):
+    """The base model inside the `with`: every adapter off, restored on the way out."""
+    layers = [m for _, m in lora_layers(model)]
+    before = [m.enabled for m in layers]
+    for m in layers:
+        m.enabled = False
+    try:
+        yield
+    finally:
+        for m, on in zip(layers, before, strict=True):
+            m.enabled = on
+
+
+def adapter_state(model):
+    """PEFT's names -> the A (R, K) and B (N_p, R) of each original projection, as views of the parameters."""
+    state = {}
+    for path, m in lora_layers(model):
+        A, B = m.A.detach().split(m.rank), m.B.detach().split(list(m.parts.values()))
+        for i, part in enumerate(m.parts):
+            state[f"base_model.model.{prefix(path)}.{part}.lora_A.weight"] = A[i]
+            state[f"base_model.model.{prefix(path)}.{part}.lora_B.weight"] = B[i]
+    return state
+
+
+def save_adapter(model, folder, base_model=""):
+    """Write adapter_config.json and adapter_model.safetensors (PEFT's layout, float32) to `folder`."""
+    layers = lora_layers(model)
+    if not layers:
+        raise ValueError("the model has no adapter to save; call add_lora first")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    m = layers[0][1]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "r": m.rank,
+              "lora_alpha": m.scaling * m.rank, "lora_dropout": 0.0, "bias": "none", "target_modules": list(TARGETS),
+              "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "inference_mode": True}
+    state = {k: v.cpu().contiguous() for k, v in adapter_state(model).items()}
+    save_file(state, folder / "adapter_model.safetensors.tmp", metadata={"format": "pt"})
+    (folder / "adapter_model.safetensors.tmp").replace(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_adapter(model, folder):
+    """Load a PEFT-layout adapter into `model`, adding LoRA if it has none. A subset of the targets leaves the others' B at
+    zero; what cannot be honoured (DoRA, biases, other targets, a rank or shape that does not fit) is a ValueError."""
+    folder = Path(folder)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"--adapter {folder}: {name} is missing; give the folder that train.py calls adapter/")
+    config_file, weights_file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    config = json.loads(config_file.read_text())
+    rank, alpha = config["r"], config["lora_alpha"]
+    refused = [f"{k} {config[k]!r}" for k, plain in PLAIN.items() if config.get(k, plain) not in (plain, None, {}, [])]
+    if refused:
+        raise ValueError(f"{config_file}: only plain LoRA is supported, this adapter has {', '.join(refused)}")
+    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    if not lora_layers(model):
+        add_lora(model, rank, alpha)
+    for _, m in lora_layers(model):
+        if m.rank != rank:
+            raise ValueError(f"{config_file}: r = {rank}, but the model's adapter has rank {m.rank}; set --lora-rank {rank}")
+        m.scaling = scaling
+    state = adapter_state(model)
+    with safe_open(weights_file, framework="pt") as f, torch.no_grad():
+        names = set(f.keys())
+        strangers = sorted(names - set(state))
+        if strangers or not names:
+            raise ValueError(f"{weights_file}: {strangers[0] if strangers else 'nothing in it'} fits this model nowhere")
+        for name, parameter in state.items():
+            if name not in names:  # not a target: no contribution
+                if name.endswith("lora_B.weight"):
+                    parameter.zero_()
+                continue
+            t = f.get_tensor(name)
+            if t.shape != parameter.shape:
+                raise ValueError(f"{weights_file}: {name} is {tuple(t.shape)}, the model's is {tuple(parameter.shape)}")
+            parameter.copy_(t)
+    return model
