@@ -1,0 +1,141 @@
+"""
+Adaptive Quantization Noise (QeRL, Sec. 3.3): scheduled Gaussian noise folded into the RMSNorm weights, so that a policy whose
+quantization error is static explores more, early, and less, late.
+
+Why a norm: y = x / rms(x) * (w + Z) feeds W as y W^T. Channel k of y is multiplied by (w + Z)[k] / w[k] = 1 + Z[k] / w[k], which
+is the same as multiplying input channel k of W by it (a row of W^T, hence "row-wise" in the paper). So adding Z (C,) to a norm
+is multiplicative noise on the quantized weights behind it, with no new GEMM and no 4-bit weight touched. q,k,v share the Z of
+input_layernorm and gate,up that of post_attention_layernorm; o, down and the LM head get none.
+
+The noise is state of its own (`norm.noise`), never added to the weight: redrawing replaces it, sigma 0 restores the clean model
+bit for bit, and a run cannot random-walk. It is written in place, so CUDA graphs that captured the buffers see it.
+
+    aqn.set_noise(model, aqn.sigma(step, total_steps, 1e-2, 5e-4), aqn.noise_seed(seed, step))  # once an optimizer step
+    with aqn.clean(model): update(...)                                                         # Algorithm 1: the update is clean
+
+To try a noise of your own, write to the buffers (z is a (C,) tensor; here: only the second half of the layers, and scaled by w):
+
+    for pre, post in aqn.norms(model)[len(model.layers) // 2:]:
+        for norm in (pre, post):
+            norm.noise.copy_(my_sigma * torch.randn_like(norm.noise) * norm.weight.float())
+
+    python aqn.py --aqn-start 1e-2 --aqn-end 1e-4      # print the schedule
+    python -m pytest tests/test_aqn.py
+
+Left out: noise on the activations of o and down (no norm precedes them), and redrawing within a rollout.
+"""
+import argparse
+import contextlib
+import hashlib
+import math
+
+import torch
+
+SCHEDULES = ("exponential", "linear", "cosine", "logarithmic", "eq8")
+
+
+def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
+    """Standard deviation of the noise at optimizer step `step` of `total_steps`: a pure function, so a resume cannot restart it.
+
+    Training is cut into `stages` equal intervals. The first has no added noise (quantization noise alone explores); the other
+    stages - 1 go from start to exactly end: geometrically ("exponential", the paper's best), or as start + (end - start) * f with
+    f = x ("linear"), (1 - cos pi x) / 2 ("cosine"), log(1 + i) / log(stages - 1) ("logarithmic"), where x = i / (stages - 2) and
+    i counts the noisy stages from 0. (Two stages leave one noisy level: end.) "eq8" is the paper's Eq. 8 as printed: all
+    `stages` are noisy, geometric from start to end. Steps past the end keep the last level. ValueError for bad arguments.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"--aqn-schedule {schedule}: choose one of {', '.join(SCHEDULES)}")
+    for flag, value in (("--aqn-start", start), ("--aqn-end", end)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{flag} {value}: must be a positive number (turn the noise off rather than setting it to 0)")
+    if stages < 2:
+        raise ValueError(f"--aqn-stages {stages}: must be at least 2")
+    if total_steps < 1 or step < 0:
+        raise ValueError(f"step {step} of {total_steps}: --steps must be at least 1 and a step is never negative")
+    stage = min(step * stages // total_steps, stages - 1)
+    if schedule == "eq8":
+        i, last = stage, stages - 1
+    elif stage == 0:
+        return 0.0
+    else:
+        i, last = stage - 1, stages - 2
+    x = i / last if last else 1.0
+    if schedule in ("exponential", "eq8"):  # AQN, Eq. 8; in this form both ends are hit to the last bit
+        return start ** (1 - x) * end**x
+    f = {"linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2,
+         "logarithmic": math.log1p(i) / math.log1p(last) if last else 1.0}[schedule]
+    return start * (1 - f) + end * f
+
+
+def norms(model):
+    """[(input_layernorm, post_attention_layernorm)] of every layer: all that get noise. The final norm gets none.
+
+    By name, not by type: a type test that matches nothing trains without noise and says nothing. ValueError if there is none."""
+    found = [(block.input_layernorm, block.post_attention_layernorm) for block in model.layers]
+    if not found or not all(hasattr(norm, "noise") for pair in found for norm in pair):
+        raise ValueError("the model has no layer norms with a noise buffer; AQN works on model.Qwen2 as model.load returns it")
+    return found
+
+
+def noise_seed(*key):
+    """A 63-bit seed from integers: of (run seed, optimizer step), noise is redrawn each step and the same again after a resume.
+
+    A hash, because seed + step would give run 0 at step 1 the noise of run 1 at step 0."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+@torch.no_grad()
+def set_noise(model, sigma, seed=0):
+    """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`, in place of what was there -> the number of norms written.
+
+    Float32, from a CPU generator seeded by (seed, layer, norm): the same on every rank and device. sigma = 0 writes zeros.
+    """
+    if not 0 <= sigma < math.inf:
+        raise ValueError(f"sigma {sigma}: must be a finite number >= 0")
+    pairs = norms(model)
+    for layer, pair in enumerate(pairs):
+        for which, norm in enumerate(pair):
+            if sigma == 0:
+                norm.noise.zero_()
+                continue
+            gen = torch.Generator().manual_seed(noise_seed(seed, layer, which))
+            norm.noise.copy_(sigma * torch.randn(norm.noise.shape, generator=gen, dtype=torch.float32))
+    return 2 * len(pairs)
+
+
+@contextlib.contextmanager
+def clean(model):
+    """Without noise inside the block, with the same noise again after it, also when the block raises."""
+    buffers = [norm.noise for pair in norms(model) for norm in pair]
+    saved = [b.clone() for b in buffers]
+    try:
+        set_noise(model, 0.0)
+        yield
+    finally:
+        with torch.no_grad():
+            for b, s in zip(buffers, saved, strict=True):
+                b.copy_(s)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Print the noise schedule: one line a stage, steps and sigma.",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--aqn-start", type=float, default=1e-2, help="sigma of the first noisy stage")
+    parser.add_argument("--aqn-end", type=float, default=5e-4, help="sigma of the last stage")
+    parser.add_argument("--aqn-stages", type=int, default=10, help="equal intervals of training")
+    parser.add_argument("--aqn-schedule", default="exponential", help=f"one of {', '.join(SCHEDULES)}")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of the whole training")
+    a = parser.parse_args(argv)
+    try:
+        levels = [sigma(s, a.steps, a.aqn_start, a.aqn_end, a.aqn_stages, a.aqn_schedule) for s in range(max(a.steps, 1))]
+    except ValueError as e:
+        parser.error(str(e))
+    first = 0
+    for s in range(1, a.steps + 1):
+        if s == a.steps or levels[s] != levels[first]:
+            print(f"steps {first:5d} to {s - 1:5d}  sigma {levels[first]:.3e}")
+            first = s
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Noise schedules and noise as separate state on the RMSNorms of a tiny random model."""
+import copy
+
+import pytest
+import torch
+
+import aqn
+import model as qwen
+
+IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+
+def tiny(seed=0, dtype=torch.float32):
+    """Three layers, norm weights away from 1 (so that Z / w is not Z)."""
+    torch.manual_seed(seed)
+    m = qwen.Qwen2(qwen.Config(31, 32, 48, 3, 4, 2, 8)).requires_grad_(False)
+    for name, p in m.named_parameters():
+        if "norm" in name:
+            p.uniform_(0.5, 1.5)
+        elif "weight" in name:
+            p.normal_(0, 0.2)
+    for p in m.parameters():
+        p.data = p.data.to(dtype)
+    return m
+
+
+def test_schedule_gives_the_published_levels():
+    """An off-by-one in the stage: noise in the first interval, or a last level that never reaches the end."""
+    want = [0, 1e-2, 5.62e-3, 3.16e-3, 1.78e-3, 1e-3, 5.62e-4, 3.16e-4, 1.78e-4, 1e-4]
+    got = [aqn.sigma(s, 600, 1e-2, 1e-4) for s in range(600)]
+    for stage, level in enumerate(want):
+        assert len(set(got[60 * stage : 60 * stage + 60])) == 1
+        assert got[60 * stage] == pytest.approx(level, rel=1e-3)
+    assert got[59] == 0 and got[60] == 1e-2 and got[-1] == 1e-4
+
+
+def test_eq8_is_noisy_from_the_first_stage():
+    """Eq. 8 as printed has K noisy levels; the released code's form has K - 1 and a clean stage."""
+    got = [aqn.sigma(k, 5, 1e-2, 1e-4, stages=5, schedule="eq8") for k in range(5)]
+    assert got == pytest.approx([1e-2 * (1e-4 / 1e-2) ** (k / 4) for k in range(5)], rel=1e-12)
+    assert got[0] == 1e-2 and got[-1] == 1e-4
+
+
+@pytest.mark.parametrize("schedule", aqn.SCHEDULES)
+def test_every_schedule_decays_from_start_to_exactly_the_end(schedule):
+    """A schedule that stops above its end level, or rises on the way."""
+    for stages in (3, 10, 37):
+        got = [aqn.sigma(s, 111, 5e-2, 5e-4, stages, schedule) for s in range(111)]
+        noisy = [x for x in got if x]
+        assert noisy[0] == 5e-2 and noisy[-1] == 5e-4
+        assert noisy == sorted(noisy, reverse=True) and len(set(noisy)) == stages - (schedule != "eq8")
+    assert aqn.sigma(1, 2, 5e-2, 5e-4, stages=2, schedule=schedule) == 5e-4
+    assert aqn.sigma(500, 100, 5e-2, 5e-4, 10, schedule) == 5e-4  # past the end: the last level
+
+
+def test_schedules_by_hand_at_one_inner_stage():
+    """A formula swapped for another one: they agree at both ends and differ only between."""
+    got = {s: aqn.sigma(4, 10, 1.0, 0.01, 10, s) for s in aqn.SCHEDULES}  # noisy stage i = 3 of 0..8, x = 3/8
+    assert got["exponential"] == pytest.approx(0.17782794)
+    assert got["linear"] == pytest.approx(0.62875)
+    assert got["cosine"] == pytest.approx(0.69442830)
+    assert got["logarithmic"] == pytest.approx(0.37537954)
+    assert got["eq8"] == pytest.approx(0.12915497)
+
+
+def test_schedule_is_a_pure_function_of_the_step():
+    """Defect 6: a schedule with a counter of its own restarts each epoch and after a resume."""
+    forward = [aqn.sigma(s, 50, 1e-2, 5e-4) for s in range(50)]
+    assert [aqn.sigma(s, 50, 1e-2, 5e-4) for s in reversed(range(50))] == forward[::-1]
+    assert [aqn.sigma(s, 50, 1e-2, 5e-4) for s in range(20, 50)] == forward[20:]  # resumed at step 20
+
+
+@pytest.mark.parametrize("kw,flag", [
+    ({"start": 0.0}, "--aqn-start"), ({"start": float("nan")}, "--aqn-start"), ({"end": -1e-4}, "--aqn-end"),
+    ({"end": float("inf")}, "--aqn-end"), ({"stages": 1}, "--aqn-stages"), ({"schedule": "step"}, "--aqn-schedule"),
+    ({"total_steps": 0}, "--steps"), ({"step": -1}, "step -1")])
+def test_bad_schedule_arguments_name_the_flag(kw, flag):
+    """A sigma of nan or a complex number hours into a run."""
+    with pytest.raises(ValueError, match=flag):
+        aqn.sigma(**{"step": 0, "total_steps": 10, "start": 1e-2, "end": 1e-4, **kw})
+
+
+def test_noise_reaches_every_layer_norm_and_only_those():
+    """Defect 1: a type test that matches no module, so that the noise never fires."""
+    m = tiny()
+    before = {k: v.clone() for k, v in m.state_dict().items()}
+    clean_logits = m(IDS)
+    assert aqn.set_noise(m, 0.1, seed=3) == 6
+    layer_norms = [n for block in m.layers for n in (block.input_layernorm, block.post_attention_layernorm)]
+    for norm in layer_norms:
+        assert norm.noise.dtype == torch.float32 and norm.noise.count_nonzero() == 32
+        assert 0.05 < norm.noise.std() < 0.15
+    assert len({tuple(n.noise.tolist()) for n in layer_norms}) == 6  # each norm draws its own
+    assert not m.norm.noise.any()
+    assert (m(IDS) - clean_logits).abs().max() > 1e-3
+    assert all(v.equal(before[k]) for k, v in m.state_dict().items())  # no weight was touched
+
+
+def test_a_model_without_noisy_norms_is_an_error():
+    """Defect 1 again: nothing to write to must not pass in silence."""
+    m = tiny()
+    m.layers = m.layers[:0]
+    with pytest.raises(ValueError, match="no layer norms"):
+        aqn.set_noise(m, 0.1)
+    m = tiny()
+    m.layers[1].input_layernorm = torch.nn.LayerNorm(32)
+    with pytest.raises(ValueError, match="no layer norms"):
+        aqn.set_noise(m, 0.1)
+
+
+@pytest.mark.parametrize("bad", [-1e-3, float("nan"), float("inf")])
+def test_bad_sigma_is_an_error(bad):
+    """nan noise makes every logit nan."""
+    with pytest.raises(ValueError, match="sigma"):
+        aqn.set_noise(tiny(), bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sigma_zero_restores_the_clean_output_bit_for_bit(dtype):
+    """Invariant 4, defect 2: noise added to the weight and taken off again leaves rounding behind."""
+    m = tiny(dtype=dtype)
+    want = m(IDS)
+    for seed in range(5):
+        aqn.set_noise(m, 0.3, seed)
+        assert not m(IDS).equal(want)
+    aqn.set_noise(m, 0.0)
+    assert m(IDS).equal(want)
+
+
+def test_noise_does_not_accumulate():
+    """Defect 2: noise on a norm that is never restored random-walks; after 50 draws it would be 7 times too large."""
+    m, fresh = tiny(), tiny()
+    for step in range(50):
+        aqn.set_noise(m, 0.1, aqn.noise_seed(0, step))
+    aqn.set_noise(fresh, 0.1, aqn.noise_seed(0, 49))
+    for a, b in zip(m.layers, fresh.layers, strict=True):
+        assert a.input_layernorm.noise.equal(b.input_layernorm.noise)
+        assert a.post_attention_layernorm.noise.equal(b.post_attention_layernorm.noise)
+
+
+def test_noise_is_written_in_place():
+    """A CUDA graph that captured the buffers would go on reading the old noise."""
+    m = tiny()
+    where = [n.noise.data_ptr() for pair in aqn.norms(m) for n in pair]
+    aqn.set_noise(m, 0.1, 1)
+    with aqn.clean(m):
+        pass
+    aqn.set_noise(m, 0.0)
+    assert [n.noise.data_ptr() for pair in aqn.norms(m) for n in pair] == where
+
+
+def test_noise_depends_on_seed_and_step_only():
+    """Ranks that disagree about the noise sample from different policies; a resume must redraw the same."""
+    a, b = tiny(), tiny(seed=7, dtype=torch.bfloat16)  # other weights, other dtype
+    aqn.set_noise(a, 0.1, aqn.noise_seed(5, 12))
+    torch.manual_seed(99)
+    torch.randn(3)
+    aqn.set_noise(b, 0.1, aqn.noise_seed(5, 12))
+    for p, q in zip(aqn.norms(a), aqn.norms(b), strict=True):
+        assert all(x.noise.equal(y.noise) for x, y in zip(p, q, strict=True))
+    seen = {aqn.noise_seed(s, t) for s in range(30) for t in range(30)}
+    assert len(seen) == 900 and all(0 <= s < 2**63 for s in seen)
+    first = a.layers[0].input_layernorm.noise.clone()
+    aqn.set_noise(a, 0.1, aqn.noise_seed(5, 13))
+    assert not a.layers[0].input_layernorm.noise.equal(first)
+    state = torch.get_rng_state()
+    aqn.set_noise(a, 0.1, 1)
+    assert torch.get_rng_state().equal(state)  # drawing leaves the sampler's stream alone
+
+
+def test_noise_equals_row_scaling_of_the_weights_behind_it():
+    """Sec. 3.3, Eq. 10: noise on the norm is (Z / w + 1) on the input channels of q,k,v and of gate,up, nothing else."""
+    noisy = tiny()
+    scaled = copy.deepcopy(noisy)
+    aqn.set_noise(noisy, 0.2, 11)
+    for (pre, post), block in zip(aqn.norms(noisy), scaled.layers, strict=True):
+        block.attn.qkv_proj.weight *= pre.noise / pre.weight + 1  # (N, C) * (C,)
+        block.mlp.gate_up_proj.weight *= post.noise / post.weight + 1
+    torch.testing.assert_close(noisy(IDS), scaled(IDS), rtol=1e-4, atol=1e-4)
+    assert (noisy(IDS) - tiny()(IDS)).abs().max() > 1e-2
+
+
+def test_clean_block_is_clean_and_restores_the_noise():
+    """Algorithm 1: the update must see the clean policy, and the next rollout of the same step the same noise."""
+    m = tiny()
+    want = m(IDS)
+    aqn.set_noise(m, 0.1, 2)
+    noisy = m(IDS)
+    with aqn.clean(m):
+        assert m(IDS).equal(want)
+    assert m(IDS).equal(noisy)
+    with pytest.raises(KeyError), aqn.clean(m):
+        raise KeyError
+    assert m(IDS).equal(noisy)
+
+
+def test_command_prints_the_schedule(capsys):
+    """`python aqn.py` disagreeing with what training uses; a bad value must exit with code 2 and name the flag."""
+    aqn.main(["--aqn-start", "1e-2", "--aqn-end", "1e-4", "--steps", "20"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and "0.000e+00" in lines[0] and "1.000e-02" in lines[1]
+    assert lines[-1] == "steps    18 to    19  sigma 1.000e-04"
+    for bad in (["--aqn-end", "0"], ["--steps", "0"], ["--no-such-flag"]):
+        with pytest.raises(SystemExit) as e:
+            aqn.main(bad)
+        assert e.value.code == 2 and bad[0] in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_gpu_noise_equals_the_cpus():
+    """A device generator would give every kind of device its own noise."""
+    a, b = tiny(), tiny().cuda()
+    aqn.set_noise(a, 0.1, 4)
+    aqn.set_noise(b, 0.1, 4)
+    for p, q in zip(aqn.norms(a), aqn.norms(b), strict=True):
+        assert all(x.noise.equal(y.noise.cpu()) for x, y in zip(p, q, strict=True))
