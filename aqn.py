@@ -78,7 +78,7 @@ def norms(model):
 
 
 def noise_seed(*key):
-    """A 63-bit seed from integers: of (run seed, optimizer step), noise is redrawn each step and the same again after a resume.
+    """A 63-bit seed from integers or strings: of (run seed, step), noise is redrawn each step and the same again after a resume.
 
     A hash, because seed + step would give run 0 at step 1 the noise of run 1 at step 0."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
