@@ -80,7 +80,7 @@ def sample_ids(logits, u, temperature=1.0, top_p=1.0):
         logp = (logits.float() / temperature).log_softmax(-1)
         p, order = logp.exp(), None
         if top_p < 1:
-            p, order = p.sort(-1, descending=True, stable=True)
+            p, order = p.sort(dim=-1, descending=True, stable=True)
             before = p.cumsum(-1) - p  # mass of the ids that are likelier
             p = p.masked_fill(before >= top_p, 0)
         cdf = p.cumsum(-1)
