@@ -168,25 +168,28 @@ class Prompts:
     """Training prompts in an order that is a function of (seed, epoch); `cursor` counts the prompts handed out."""
 
     def __init__(self, rows, seed):
-        self.rows, self.seed, self.cursor = rows, seed, 0
+        self.rows, self.seed, self.cursor, self.epoch, self.order = rows, seed, 0, None, None
 
     def take(self, n):
         chosen = []
-        for i in range(self.cursor, self.cursor + n):
-            epoch, place = divmod(i, len(self.rows))
-            order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.rows)), len(self.rows))
-            chosen.append(self.rows[order[place]])
-        self.cursor += n
+        for _ in range(n):
+            epoch, place = divmod(self.cursor, len(self.rows))
+            if epoch != self.epoch:
+                self.epoch, self.order = epoch, list(range(len(self.rows)))
+                random.Random(f"{self.seed}/{epoch}").shuffle(self.order)
+            chosen.append(self.rows[self.order[place]])
+            self.cursor += 1
         return chosen
 
 
 def rollout(model, tok, prompts, args, draw, progress):
-    """G completions of each prompt with their rewards -> a list of groups, each a list of G row dicts. `draw` names the samples:
-    another draw, other samples."""
+    """G completions of each prompt with their rewards -> (a list of groups, each a list of G row dicts; seconds of grading).
+    `draw` names the samples: another draw, other samples."""
     seed = aqn.noise_seed(args.seed, f"samples/{draw}")
     groups = sample.generate(model, [row["ids"] for row in prompts], n=args.group_size, max_new_tokens=args.max_new_tokens,
                              temperature=args.temperature, eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows,
                              progress=progress)
+    begin = time.time()
     for row, group in zip(prompts, groups, strict=True):
         for i, s in enumerate(group):
             text = tok.decode(s.ids)
@@ -196,24 +199,25 @@ def rollout(model, tok, prompts, args, draw, progress):
                 score["reward"] += grpo.soft_overlong_penalty(length, args.max_new_tokens, args.overlong_buffer).item()
             group[i] = {"question": row["question"], "answer": row["answer"], "text": text, "prompt": row["ids"], "ids": s.ids,
                         "logprobs": s.logprobs, "finished": s.finished, **score}
-    return groups
+    return groups, time.time() - begin
 
 
 def collect(model, tok, prompts, args, step, progress):
     """A step's groups. DAPO's dynamic sampling: groups without variance are replaced from further prompts, at most
-    --max-resample times. Returns (groups to train on, groups of the first rollout for honest statistics, prompts sampled)."""
-    first = rollout(model, tok, prompts.take(args.prompts_per_step), args, step, progress)
+    --max-resample times. Returns (groups to train on, groups of the first rollout for honest statistics, prompts sampled,
+    seconds of grading)."""
+    first, seconds = rollout(model, tok, prompts.take(args.prompts_per_step), args, step, progress)
     if not args.dynamic_sampling:
-        return first, first, len(first)
+        return first, first, len(first), seconds
     kept, sampled = [g for g in first if has_signal(g)], len(first)
     for again in range(args.max_resample):
         missing = args.prompts_per_step - len(kept)
         if not missing:
             break
-        more = rollout(model, tok, prompts.take(missing), args, f"{step}/{again + 1}", progress)
+        more, extra = rollout(model, tok, prompts.take(missing), args, f"{step}/{again + 1}", progress)
         kept += [g for g in more if has_signal(g)]
-        sampled += missing
-    return kept, first, sampled
+        sampled, seconds = sampled + missing, seconds + extra
+    return kept, first, sampled, seconds
 
 
 def has_signal(group):
@@ -425,7 +429,7 @@ def train(argv):
         test = data.load(args.data, "test", n=args.eval_limit or None)
         return evaluation.evaluate(model, tok, test, style=args.prompt_style, n=args.eval_n, temperature=args.eval_temperature,
                                    top_p=args.eval_top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
-                                   max_rows=args.max_rows, progress=True)
+                                   max_rows=args.max_rows, progress=sys.stderr.isatty())
 
     if state["before"] is None and args.eval_n:
         state["before"] = evaluate()["accuracy"]
@@ -439,7 +443,7 @@ def train(argv):
             schedule = (args.aqn_start, args.aqn_end, args.aqn_stages, args.aqn_schedule)
             sigma = aqn.sigma(step, steps, *schedule) if args.aqn else 0.0
             aqn.set_noise(model, sigma, aqn.noise_seed(args.seed, step))
-            groups, first, sampled = collect(model, tok, prompts, args, step, progress=f"step {step}")
+            groups, first, sampled, grading = collect(model, tok, prompts, args, step, progress=sys.stderr.isatty())
             t1 = time.time()
             interrupt.busy = True
 
@@ -482,7 +486,8 @@ def train(argv):
             if updates:  # the gap is between policies only before the first update of the step moves one of them
                 row |= {k: v for k, v in grpo.mean_metrics(updates[0][0]).items() if k.startswith(("logp_gap", "ratio"))}
             generated = sampled * args.group_size * mean(lengths)
-            row |= {"rollout_tok_s": generated / (t1 - t0), "seconds": resumed_seconds + t2 - started, "seconds_rollout": t1 - t0,
+            row |= {"seconds": resumed_seconds + t2 - started, "seconds_rollout": t1 - t0 - grading, "seconds_reward": grading,
+                    "rollout_tok_s": generated / (t1 - t0 - grading),
                     "update_tok_s": sum(len(r["prompt"]) + len(r["ids"]) for r in used) / (t2 - t1), "seconds_update": t2 - t1,
                     "peak_gib": peak_gib(device)}
             append(out / "metrics.jsonl", [row])
