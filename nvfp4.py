@@ -29,15 +29,16 @@ Shapes: N rows (outputs), K columns (inputs), K/block scales a row.
 """
 from dataclasses import dataclass
 
-import marlin_triton
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import marlin_triton
 from model import read_linear
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 FORMATS = tuple(BLOCK)
+CHUNK = 1 << 25  # weights that encode rounds at a time
 
 
 @dataclass
@@ -56,34 +57,46 @@ class Quantized:
 
 def quantize(w, fmt="nvfp4", name="weight"):
     """Round w (N, K), any float dtype, to `fmt`. ValueError if K is no multiple of the block, or w is not finite."""
+    return encode(w, fmt, *block_scales(w, fmt, name))
+
+
+def block_scales(w, fmt, name="weight"):
+    """(scale (N, K/block) in its stored type, global_scale (N,) float32) of w (N, K), as round-to-nearest takes them."""
     if fmt not in BLOCK:
         raise ValueError(f"--quant {fmt}: unknown format, choose from none, {', '.join(FORMATS)}")
     N, K = w.shape
     if K % BLOCK[fmt]:
         raise ValueError(f"{name}: K = {K} is not divisible by {fmt}'s block of {BLOCK[fmt]}; choose another --quant")
-    w = w.detach().float()
-    if not torch.isfinite(w).all():
+    low, high = w.detach().reshape(N, K // BLOCK[fmt], BLOCK[fmt]).aminmax(dim=-1)  # NaN and inf come through
+    amax = torch.maximum(-low, high).float()  # (N, K/block)
+    if not torch.isfinite(amax).all():
         raise ValueError(f"{name}: the weight holds NaN or inf, it cannot be quantized; check the checkpoint")
-    blocks = w.view(N, K // BLOCK[fmt], BLOCK[fmt])  # (N, K/block, block)
-    amax = blocks.abs().amax(-1)  # (N, K/block)
     one = torch.ones(N, device=w.device)
     if fmt == "nf4":
-        table = torch.tensor(marlin_triton.NF4, device=w.device)
-        x = blocks / torch.where(amax > 0, amax, 1)[..., None]
-        codes = torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
-        return Quantized(fmt, (N, K), marlin_triton.pack(codes.view(N, K)), amax, one)
+        return amax, one
     if fmt == "mxfp4":  # the OCP rule: 2^(floor(log2 amax) - 2), 2 being the exponent of the largest E2M1 value
         _, exponent = torch.frexp(amax)  # amax = m * 2^exponent with m in [0.5, 1)
-        scale = torch.where(amax > 0, exponent - 3 + 127, 1).clamp(1, 254).to(torch.uint8)
-        step, global_scale = scale_value(scale, fmt), one
-    else:
-        # the floor keeps 1/global finite when a whole tensor is (almost) zero
-        top = (w.abs().amax() / (6 * 448) if w.numel() else w.new_zeros(())).clamp(min=torch.finfo(torch.float32).tiny)
-        scale = (amax / 6 / top).clamp(max=448).to(torch.float8_e4m3fn)  # the cast rounds to nearest even
-        step, global_scale = scale.float() * top, one * top
-    # a block whose scale is zero holds nothing that E4M3 can scale: its codes are 0, not 0/0
-    x = torch.where(step[..., None] > 0, blocks / step[..., None], 0)
-    return Quantized(fmt, (N, K), marlin_triton.pack(round_e2m1(x).view(N, K)), scale, global_scale)
+        return torch.where(amax > 0, exponent - 3 + 127, 1).clamp(1, 254).to(torch.uint8), one
+    # the floor keeps 1/global finite when a whole tensor is (almost) zero. Checkpoints store the reciprocal; taking it twice
+    # makes global a number whose reciprocal leads back to it, so that saving and loading changes no bit
+    top = (amax.max() / (6 * 448)).clamp(min=torch.finfo(torch.float32).tiny)
+    top = 1 / (1 / top)
+    return (amax / 6 / top).clamp(max=448).to(torch.float8_e4m3fn), one * top  # the cast rounds to nearest even
+
+
+def encode(w, fmt, scale, global_scale):
+    """w (N, K) rounded to the grid of given scales (as from block_scales) -> Quantized. A few rows at a time: the
+    temporaries are several times a chunk, and a 72B model's projection has 5e8 weights."""
+    N, K = w.shape
+    codes = torch.empty(N, (K + 31) // 32 * 16, dtype=torch.uint8, device=w.device)
+    rows = max(1, CHUNK // K)
+    for i in range(0, N, rows):
+        blocks = w[i : i + rows].detach().float().reshape(-1, K // BLOCK[fmt], BLOCK[fmt])  # (n, K/block, block)
+        step = (scale_value(scale[i : i + rows], fmt) * global_scale[i : i + rows, None])[..., None]  # (n, K/block, 1)
+        # a block whose scale is zero holds nothing that the scale's format can hold: its codes are 0, not 0/0
+        x = torch.where(step > 0, blocks / step, 0).view(-1, K)
+        codes[i : i + rows] = marlin_triton.pack(round_nf4(x) if fmt == "nf4" else round_e2m1(x))
+    return Quantized(fmt, (N, K), codes, scale, global_scale)
 
 
 def round_e2m1(x):
@@ -95,19 +108,25 @@ def round_e2m1(x):
     return code + ((x < 0) & (code > 0)).to(torch.uint8) * 8
 
 
+def round_nf4(x):
+    """Codes (uint8) of the NF4 codebook entries nearest to x, which lies in [-1, 1]."""
+    table = torch.tensor(marlin_triton.NF4, device=x.device)
+    return torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+
+
 def scale_value(scale, fmt):
     """Stored block scales (N, K/block) as float32."""
-    if fmt == "mxfp4":
-        return torch.ldexp(torch.ones((), device=scale.device), scale.int() - 127)
+    if fmt == "mxfp4":  # the byte is a float32's exponent field; 0 stands for 2^-127, which float32 writes as a subnormal
+        return torch.where(scale > 0, scale.int() << 23, 1 << 22).view(torch.float32)
     return scale.float()
 
 
 def dequantize(q):
-    """w_hat (N, K) float32 of a Quantized: value[code] * block scale * global scale."""
+    """w_hat (N, K) float32 of a Quantized: value[code] * block scale, which is exact, * global scale."""
     N, K = q.shape
     table = torch.tensor(marlin_triton.NF4 if q.fmt == "nf4" else marlin_triton.E2M1, device=q.codes.device)
     w = table[marlin_triton.unpack(q.codes, K).int()].view(N, K // BLOCK[q.fmt], BLOCK[q.fmt])
-    return (w * (scale_value(q.scale, q.fmt) * q.global_scale[:, None])[..., None]).view(N, K)
+    return (w * scale_value(q.scale, q.fmt)[..., None]).view(N, K) * q.global_scale[:, None]
 
 
 class QuantLinear(nn.Module):
