@@ -32,11 +32,6 @@ def advantages(rewards, scale=True, eps=1e-4):
     return (centred / (r.std(1, keepdim=True) + eps) if scale else centred).float()
 
 
-def has_signal(rewards):
-    """(P, G) -> (P,) bool: groups whose rewards differ. The others have no gradient; DAPO's dynamic sampling drops them."""
-    return rewards.amax(1) != rewards.amin(1)
-
-
 def soft_overlong_penalty(lengths, max_len, buffer):
     """DAPO's soft length penalty, added to the reward: 0 up to max_len - buffer tokens, then linear down to -1 at max_len."""
     if not 0 < buffer <= max_len:
