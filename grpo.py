@@ -2,7 +2,7 @@
 The RL mathematics of QeRL: advantages, policy objectives, log-probs through a chunked LM head. Pure functions on tensors.
 
 Here: group advantages; GRPO, DAPO, Dr.GRPO and GSPO with clip-higher, an optional KL term (k3) and truncated importance
-weights between sampler and trainer; the overlong mask and soft penalty of DAPO; log-probs and entropy without a (B, T, V) tensor.
+weights between sampler and trainer; DAPO's soft length penalty; log-probs and entropy without a (B, T, V) tensor.
 Left out: value networks and GAE (a group's mean is the baseline), entropy bonuses (the paper uses none: quantization noise
 explores), and DAPO's re-sampling loop, which needs the sampler and so stands in train.py.
 
@@ -46,11 +46,6 @@ def lengths_to_mask(lengths, width=None):
     never be taught to stop."""
     width = int(lengths.max()) if width is None else width
     return torch.arange(width, device=lengths.device) < lengths[:, None]  # (B, width)
-
-
-def overlong_mask(mask, finished):
-    """DAPO's overlong filtering: mask (B, T) with the rows that were cut at the limit (finished (B,) false) taken out."""
-    return mask & finished[:, None]
 
 
 # --- objectives
