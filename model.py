@@ -52,8 +52,10 @@ class Config:
             raise FileNotFoundError(f"{path}: no such file; --model takes a Hugging Face checkpoint folder or a hub id")
         try:
             raw = json.loads(path.read_text())
-        except json.JSONDecodeError as e:
+        except ValueError as e:
             raise ValueError(f"{path}: not valid JSON ({e})") from None
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path}: not a model's configuration (a JSON object)")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         refused = {
@@ -70,10 +72,18 @@ class Config:
             if bad:
                 raise ValueError(f"{path}: {what} is not supported (Qwen2.5 and Llama-shaped models are)")
         try:
-            heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+            needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+            sizes = {k: raw[k] for k in needed}
+            for k, v in sizes.items():
+                if type(v) is not int or v < 1:
+                    raise ValueError(f"{path}: {k} {v!r} must be a whole number of at least 1")
+            heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+            kv_heads = raw.get("num_key_value_heads") or heads
+            if heads % kv_heads:
+                raise ValueError(f"{path}: {heads} attention heads do not divide among {kv_heads} key-value heads")
             return cls(
                 raw["vocab_size"], hidden, raw["intermediate_size"], raw["num_hidden_layers"], heads,
-                raw.get("num_key_value_heads") or heads, raw.get("head_dim") or hidden // heads,
+                kv_heads, raw.get("head_dim") or hidden // heads,
                 raw.get("rms_norm_eps", 1e-6), float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
                 raw.get("tie_word_embeddings", False), raw["model_type"] == "qwen2",
                 raw.get("max_position_embeddings", 32768), raw.get("quantization_config"),
@@ -259,7 +269,12 @@ class Checkpoint:
         self.folder = Path(folder)
         index, single = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
         if index.is_file():
-            self.where = json.loads(index.read_text())["weight_map"]
+            try:
+                self.where = dict(json.loads(index.read_text())["weight_map"].items())
+            except (ValueError, KeyError, TypeError, AttributeError):
+                self.where = {}
+            if not self.where:
+                raise ValueError(f"{index}: not an index of tensors to shards (a JSON object with weight_map); download it again")
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:

@@ -1,0 +1,316 @@
+"""The forward pass against Hugging Face transformers (tests/fixtures/make_fixtures.py), the KV cache against the full forward,
+and every way in which a checkpoint folder can be wrong."""
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import model as M
+
+FIXTURES = Path(__file__).parent / "fixtures"
+MODELS = ("qwen2_tied", "qwen2_sharded", "llama_head_dim")
+
+
+def load(name, **kw):
+    return M.load(FIXTURES / name, dtype=torch.float32, **kw)
+
+
+def copy(tmp_path, name="qwen2_tied", **changes):
+    """A writable copy of a fixture, config.json changed (a value of ... deletes the field)."""
+    folder = tmp_path / name
+    shutil.copytree(FIXTURES / name, folder)
+    raw = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
+    return folder
+
+
+def edit(folder, change, name="model.safetensors"):
+    state = load_file(folder / name)
+    change(state)
+    save_file(state, folder / name)
+
+
+# ---- the forward pass
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(name):
+    """RoPE halves interleaved, a lost QKV bias, eps from the wrong field, heads mapped to the wrong kv head: all show here."""
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    logits = load(name)(expected["ids"])
+    assert logits.shape == expected["logits"].shape and expected["logits"].std() > 0.5
+    assert (logits - expected["logits"]).abs().max() < 1e-4
+
+
+def test_the_fixtures_cover_what_they_are_for():
+    """Tied and untied, one file and shards, bias and none, head_dim that is not hidden / heads."""
+    configs = {n: M.Config.read(FIXTURES / n) for n in MODELS}
+    assert [configs[n].tie_word_embeddings for n in MODELS] == [True, False, False]
+    assert [configs[n].qkv_bias for n in MODELS] == [True, True, False]
+    llama = configs["llama_head_dim"]
+    assert llama.head_dim * llama.num_attention_heads != llama.hidden_size and llama.rope_theta == 5e5
+    assert len(list((FIXTURES / "qwen2_sharded").glob("model-*.safetensors"))) > 1
+    assert sum(p.stat().st_size for p in FIXTURES.rglob("*") if "__pycache__" not in p.parts) < 400_000
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_cache_step_by_step_is_the_full_forward(name):
+    """A prefill of 5, then single tokens, then a chunk of 3: positions, masks and writes of each kind."""
+    model, ids = load(name), load_file(FIXTURES / name / "expected.safetensors")["ids"]
+    want, cache, at = model(ids), M.KVCache(model, 2, 16), 0
+    for n in (5, 1, 1, 3, 1, 3):
+        got = model(ids[:, at : at + n], cache)
+        cache.length += n
+        at += n
+        assert torch.allclose(got, want[:, at - n : at], atol=1e-5)
+    assert at == ids.shape[1] and cache.used == at
+
+
+def test_rows_of_one_cache_may_have_different_lengths():
+    """Row 0 has 9 tokens, row 1 has 4: each new token sits at its own row's position and sees only its own row's past."""
+    model, ids = load("qwen2_tied"), load_file(FIXTURES / "qwen2_tied" / "expected.safetensors")["ids"]
+    want, cache = model(ids), M.KVCache(model, 2, 16)
+    padded = ids[:, :9].clone()
+    padded[1, 4:] = 0
+    model(padded, cache)
+    cache.length = torch.tensor([9, 4])
+    for step in range(4):
+        got = model(torch.stack([ids[0, 9 + step : 10 + step], ids[1, 4 + step : 5 + step]]), cache)
+        cache.length += 1
+        assert torch.allclose(got[0, 0], want[0, 9 + step], atol=1e-5)
+        assert torch.allclose(got[1, 0], want[1, 4 + step], atol=1e-5)
+
+
+def test_padding_on_the_right_changes_nothing():
+    """Trap: pad tokens leak into real positions through the mask."""
+    model, ids = load("qwen2_tied"), load_file(FIXTURES / "qwen2_tied" / "expected.safetensors")["ids"]
+    want = model(ids[:, :6])
+    for pad in (0, 1, 47):
+        assert torch.allclose(model(F.pad(ids[:, :6], (0, 5), value=pad))[:, :6], want, atol=1e-6)
+
+
+def test_checkpointing_gives_the_same_loss_and_gradient():
+    model, ids = load("qwen2_tied"), torch.arange(12).view(2, 6)
+    model.requires_grad_(True)
+    grads = []
+    for on in (False, True):
+        model.checkpointing = on
+        model.zero_grad()
+        model(ids).square().mean().backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    assert len(grads[0]) == sum(1 for _ in model.parameters())
+    assert all(torch.equal(grads[0][n], grads[1][n]) and grads[0][n].any() for n in grads[0])
+
+
+def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not():
+    tied, untied = load("qwen2_tied"), load("qwen2_sharded")
+    assert tied.lm_head.weight is tied.embed.weight
+    assert untied.lm_head.weight.data_ptr() != untied.embed.weight.data_ptr()
+    assert not torch.equal(untied.lm_head.weight, untied.embed.weight)
+
+
+def test_bfloat16_loads_in_bfloat16_and_stays_close():
+    model, expected = M.load(FIXTURES / "qwen2_tied"), load_file(FIXTURES / "qwen2_tied" / "expected.safetensors")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and not any(p.requires_grad for p in model.parameters())
+    assert model.layers[0].input_layernorm.noise.dtype == torch.float32
+    assert (model(expected["ids"]).float() - expected["logits"]).abs().max() < 0.15
+
+
+# ---- loading: every tensor counts
+
+
+def names(folder):
+    return [n for f in sorted(folder.glob("model*.safetensors")) for n in load_file(f)]
+
+
+def test_each_tensor_reaches_the_logits(tmp_path):
+    """A tensor read into the wrong place, or not at all, leaves the logits as they were when it changes."""
+    folder = copy(tmp_path)
+    ids = torch.randint(0, 48, (1, 12), generator=torch.Generator().manual_seed(0))
+    before = M.load(folder, dtype=torch.float32)(ids)
+    original = load_file(folder / "model.safetensors")
+    for name, t in original.items():
+        change = -t if "bias" in name else t + 0.5
+        save_file(original | {name: change}, folder / "model.safetensors")
+        assert not torch.allclose(M.load(folder, dtype=torch.float32)(ids), before, atol=1e-4), name
+
+
+def test_each_missing_tensor_is_named(tmp_path):
+    folder = copy(tmp_path)
+    original = load_file(folder / "model.safetensors")
+    for name in original:
+        save_file({k: v for k, v in original.items() if k != name}, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=f"qwen2_tied: the tensor {name} is missing"):
+            M.load(folder)
+
+
+def test_each_wrong_shape_is_named(tmp_path):
+    """Transposed weights of a square projection cannot be told apart, but every other shape can."""
+    folder = copy(tmp_path)
+    original = load_file(folder / "model.safetensors")
+    for name, t in original.items():
+        save_file(original | {name: t[:-1].clone()}, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=f"{name} has shape .* config.json asks for"):
+            M.load(folder)
+
+
+def test_a_tensor_that_fits_nowhere_is_an_error(tmp_path):
+    folder = copy(tmp_path)
+    edit(folder, lambda s: s.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
+    with pytest.raises(ValueError, match="1 tensors fit nowhere .* model.layers.0.self_attn.q_norm.weight"):
+        M.load(folder)
+
+
+def test_a_tied_head_stored_twice_and_old_rope_buffers_are_no_error(tmp_path):
+    folder = copy(tmp_path)
+    edit(folder, lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"].clone(),
+                                     "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    M.load(folder)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
+def test_a_truncated_file_is_named(tmp_path, keep):
+    folder = copy(tmp_path)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(ValueError, match="model.safetensors: not a readable safetensors file .* download it again"):
+        M.load(folder)
+
+
+def test_missing_shards_and_indices_are_named(tmp_path):
+    folder = copy(tmp_path, "qwen2_sharded")
+    (folder / "model-00002-of-00003.safetensors").rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00003.safetensors: the shard named in .*index.json is missing"):
+        M.load(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor model.safetensors.index.json is there"):
+        M.load(folder)
+
+
+def test_an_index_that_lies_is_named(tmp_path):
+    folder = copy(tmp_path, "qwen2_sharded")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    wrong = {k: "model-00001-of-00003.safetensors" for k in index["weight_map"]}
+    path.write_text(json.dumps({"weight_map": wrong}))
+    with pytest.raises(ValueError, match="model-00001-of-00003.safetensors: cannot read model.*"):
+        M.load(folder)
+    for text in ("{", "{}", "[]", '{"weight_map": {}}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="model.safetensors.index.json: not an index"):
+            M.load(folder)
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+    ({"model_type": ...}, "model_type None is not supported"),
+    ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding layer in layer_types is not supported"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": ...}, "rope scaling 'yarn' is not supported"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope scaling 'llama3' is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ({"mlp_bias": True}, "mlp_bias is not supported"),
+    ({"model_type": "llama", "attention_bias": True}, "attention_bias is not supported"),
+    ({"hidden_size": ...}, "the field 'hidden_size' is missing"),
+    ({"num_attention_heads": ...}, "the field 'num_attention_heads' is missing"),
+    ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 key-value heads"),
+    ({"hidden_size": "32"}, "hidden_size '32' must be a whole number of at least 1"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers 0 must be a whole number of at least 1"),
+])
+def test_a_config_that_cannot_be_honoured_is_an_error(tmp_path, change, message):
+    """Ignoring any of these loads a model that talks nonsense, or one that is subtly another."""
+    folder = copy(tmp_path, **change)
+    with pytest.raises(ValueError, match="config.json") as e:
+        M.load(folder)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_config_that_is_no_config_is_an_error(tmp_path):
+    folder = copy(tmp_path)
+    for text in ("{", "[1]", ""):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ValueError, match="config.json: not"):
+            M.load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json: no such file"):
+        M.load(folder)
+
+
+def test_fields_that_older_configs_write_mean_the_same(tmp_path):
+    """rope_theta on the top level, rope_scaling null, no layer_types, no head_dim: what Qwen2.5's own checkpoints have."""
+    folder = copy(tmp_path, rope_parameters=..., rope_theta=1e6, rope_scaling=None, layer_types=..., use_sliding_window=False)
+    expected = load_file(folder / "expected.safetensors")
+    assert (M.load(folder, dtype=torch.float32)(expected["ids"]) - expected["logits"]).abs().max() < 1e-4
+    other = copy(tmp_path / "other", rope_parameters=..., rope_theta=1e2)
+    assert (M.load(other, dtype=torch.float32)(expected["ids"]) - expected["logits"]).abs().max() > 1e-2
+
+
+def test_a_changed_config_is_caught_by_shapes(tmp_path):
+    for change in ({"vocab_size": 64}, {"intermediate_size": 48}, {"num_key_value_heads": 1}, {"head_dim": 16}):
+        with pytest.raises(ValueError, match="config.json asks for"):
+            M.load(copy(tmp_path / str(change), **change))
+    with pytest.raises(ValueError, match="fit nowhere"):
+        M.load(copy(tmp_path / "fewer", num_hidden_layers=1))
+    with pytest.raises(ValueError, match="model.layers.2.input_layernorm.weight is missing"):
+        M.load(copy(tmp_path / "more", num_hidden_layers=3))
+    with pytest.raises(ValueError, match="lm_head.weight is missing"):
+        M.load(copy(tmp_path / "untied", tie_word_embeddings=False))
+
+
+# ---- where a model comes from
+
+
+def test_a_path_that_is_no_folder_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for name in (tmp_path / "nowhere", tmp_path / "file", "./org/name", "just-a-word"):
+        with pytest.raises(FileNotFoundError, match="--model .*: no such folder; give a checkpoint folder or a hub id"):
+            M.load(name)
+    with pytest.raises(FileNotFoundError, match="config.json: no such file"):
+        M.load(tmp_path)
+
+
+def test_a_hub_id_fetches_only_what_is_read_and_says_when_it_cannot(monkeypatch):
+    """Checkpoints also hold .bin copies twice the size; a failure must name the flag and the cause in one line."""
+    import huggingface_hub
+
+    asked = {}
+
+    def give(name, allow_patterns):
+        asked.update(name=name, patterns=allow_patterns)
+        return str(FIXTURES / "qwen2_tied")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", give)
+    assert M.load("Qwen/Qwen2.5-0.5B-Instruct").config.hidden_size == 32
+    assert asked["name"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    import fnmatch
+
+    def fetched(file):
+        return any(fnmatch.fnmatch(file, p) for p in asked["patterns"])
+
+    assert all(fetched(f) for f in ("config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "model.safetensors"))
+    assert not any(fetched(f) for f in ("pytorch_model.bin", "original/consolidated.00.pth", "consolidated.safetensors"))
+
+    def fail(name, allow_patterns):
+        raise OSError("cannot reach the hub\nand a long trace")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(FileNotFoundError) as e:
+        M.load("nobody/nothing")
+    assert "--model nobody/nothing" in str(e.value) and "cannot reach the hub" in str(e.value) and "\n" not in str(e.value)
+
+
+def test_random_weights_of_true_shapes_load_everywhere():
+    """What the speed and memory measurements run on: seeded, finite, as large as the checkpoint would be."""
+    config = M.Config.read(FIXTURES / "llama_head_dim")
+    a, b, c = (M.build(config, M.RandomCheckpoint(s), dtype=torch.float32) for s in (0, 0, 1))
+    ids = torch.arange(8)[None]
+    assert torch.equal(a(ids), b(ids)) and not torch.equal(a(ids), c(ids)) and torch.isfinite(a(ids)).all()
+    assert {n: p.shape for n, p in a.named_parameters()} == {n: p.shape for n, p in load("llama_head_dim").named_parameters()}
