@@ -26,15 +26,15 @@ import sys
 import time
 from pathlib import Path
 
-import eval as evaluation
-import plot
 import torch
 
 import aqn
 import data
+import eval as evaluation
 import grpo
 import lora
 import model as qwen
+import plot
 import sample
 
 TINY = Path(__file__).parent / "assets" / "tiny"
