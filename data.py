@@ -12,6 +12,7 @@ Left out: tool calls, chat histories, learned reward models, and streaming sets 
 
 import argparse
 import hashlib
+import http.client
 import json
 import os
 import random
@@ -272,7 +273,7 @@ def _gsm8k(split):
                 try:
                     with urllib.request.urlopen(url, timeout=60) as r:
                         f.write(r.read())
-                except OSError as e:
+                except (OSError, http.client.HTTPException) as e:
                     raise ConnectionError(
                         f"--data gsm8k: cannot download {url} ({e}); pass a local folder with train.jsonl and test.jsonl"
                     ) from None

@@ -150,7 +150,8 @@ def run(args, argv):
         kept, _ = data.prompts(tok, sets[0][1][:1], args.prompt_style)
         check_adapter(model, kept[0]["ids"], args.adapter)
     options = {"style": args.prompt_style, "n": args.n, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed,
-               "max_new_tokens": args.max_new_tokens, "max_prompt": args.max_prompt, "max_rows": args.batch, "progress": True}
+               "max_new_tokens": args.max_new_tokens, "max_prompt": args.max_prompt, "max_rows": args.batch,
+               "progress": sys.stderr.isatty()}
     results, gains = [], []
     for name, rows in sets:
         with lora.disabled(model):

@@ -1,0 +1,405 @@
+"""Data sets, prompts and rewards. CPU, no network, no model."""
+import http.server
+import json
+import os
+import random
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import data
+import grade
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "assets" / "tiny"
+SHARED = ROOT.parent / "shared" / "data"
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+# ---- numbers and answers
+
+SAME = [
+    ("1,000", "1000"), ("$1000.00", "1000"), ("1000 dollars", "1,000"), ("1000.", "1000"), ("-5", "−5"), ("x = 5", "5"),
+    ("0.5", "1/2"), ("\\frac{1}{2}", "0.5"), ("\\dfrac12", "1/2"), ("3\\frac{1}{2}", "3.5"), ("-\\frac{33}{2}", "-16.5"),
+    ("1e3", "1000"), ("3 million", "3000000"), ("18 per day", "$18"), ("5 cm", "5"), ("5cm", "5"), ("90", "90^\\circ"),
+    ("50%", "50"), ("50%", "1/2"), ("50\\%", "50%"), ("\\boxed{42}", "42"), ("$42$", "42"), ("\\(42\\)", "42"), ("**42**", "42"),
+    ("11,\\! 111", "11111"), ("1{,}000", "1000"), ("42409", "\\$42409"), ("6 \\text{ units}", "6"), ("evelyn", "\\text{Evelyn}"),
+]
+DIFFERENT = [
+    ("50", "0.5"), ("42 pi", "42"), ("2x", "2"), ("3+4", "7"), ("7 or 8", "7"), ("12,34", "1234"), ("3 million", "3"), ("", "5"),
+    ("1/0", "5"), ("nan", "0"), ("inf", "1e9"), ("٤٢", "42"), ("0.33", "1/3"), ("4", "42"), ("42", "4"), ("2", "2x"), ("-5", "5"),
+]
+
+
+@pytest.mark.parametrize(("given", "gold"), SAME)
+def test_numbers_are_compared_as_numbers(given, gold):
+    """A right answer written another way is right, in both prompt styles."""
+    assert grade.same(given, gold)
+    assert data.reward(f"<think>so</think><answer>{given}</answer>", gold)["reward"] == pytest.approx(1.2)
+    assert data.reward(f"so \\boxed{{{given}}}", gold, "boxed")["correct"]
+
+
+@pytest.mark.parametrize(("given", "gold"), DIFFERENT)
+def test_what_is_another_number_is_wrong(given, gold):
+    """Neither digits alone, nor an unevaluated expression, nor a prefix of the number passes."""
+    assert not grade.same(given, gold)
+    assert data.reward(f"<think>so</think><answer>{given}</answer>", gold)["reward"] == pytest.approx(0.2)
+
+
+def test_plain_answer_passes_the_latex_grader():
+    """A plain <answer>42</answer> used to fail a grader that only reads LaTeX."""
+    for given, gold in [("42", "42"), ("p-q", "p - q"), ("14/3", "\\frac{14}{3}"), ("0.5x", "\\frac{1}{2}x"),
+                        ("(3, pi/2)", "\\left( 3, \\frac{\\pi}{2} \\right)"), ("3sqrt(13)", "$3\\sqrt{13}$"),
+                        ("(x+1)^2", "x^2+2x+1")]:
+        assert data.reward(f"<think>.</think><answer>{given}</answer>", gold)["correct"], (given, gold)
+    for given, gold in [("q-p", "p - q"), ("(0,3)", "[0,3)"), ("x^2", "x^3")]:
+        assert not data.reward(f"<think>.</think><answer>{given}</answer>", gold)["correct"], (given, gold)
+
+
+def test_latex_is_graded_off_the_main_thread():
+    """math-verify's time limits are signals, which raise in any thread but the main one."""
+    out = []
+    t = threading.Thread(target=lambda: out.append(grade.same("1+y", "y + 1")))
+    t.start()
+    t.join()
+    assert out == [True]
+
+
+def test_a_hanging_grader_is_killed_and_the_next_answer_graded(monkeypatch):
+    """An answer that sympy cannot finish is wrong, and costs neither the run nor the grader."""
+    grader = grade._Grader(seconds=0.3)
+    grader._start()
+    os.kill(grader.child.pid, 19)  # SIGSTOP: what never returns
+    assert grader.ask("x", "x") is False
+    grader.seconds = 30.0
+    assert grader.ask("x", "x") is True
+    grader.stop()
+
+
+# ---- reward
+
+def test_the_last_answer_counts():
+    reward = data.reward("<think>a</think><answer>1</answer> no: <think>b</think><answer>2</answer>", "2")
+    assert reward["correct"] and reward["format"]
+    assert not data.reward("<think>a</think><answer>2</answer> no: <answer>1</answer>", "2")["correct"]
+
+
+def test_an_answer_cut_off_is_no_answer():
+    """A completion that ends inside <answer> must not be graded by its first digits, nor by an answer it took back."""
+    assert data.reward("<think>a</think><answer>4", "4")["reward"] == 0
+    assert data.reward("<think>a</think><answer>4</answer> wait <answer>7", "4")["reward"] == 0
+
+
+@pytest.mark.parametrize("text", ["42", "<answer>42</answer>", "<think>42", "<answer>42</answer><think>a</think>",
+                                  "</think><answer>42</answer>", "<think><answer>42</answer></think>",
+                                  "<think>a<answer>42</answer>"])
+def test_format_needs_thought_then_answer(text):
+    assert not data.reward(text, "42")["format"]
+
+
+def test_format_and_correctness_add_up():
+    def value(text, style="tags"):
+        return data.reward(text, "42", style)["reward"]
+
+    assert value("<think>a</think>\n<answer> 42 </answer>") == pytest.approx(1.2)
+    assert value("<think>a</think><answer>41</answer>") == pytest.approx(0.2)
+    assert value("<answer>42</answer>") == pytest.approx(1.0)
+    assert value("42") == 0
+    assert value("it is \\boxed{42}", "boxed") == pytest.approx(1.2)
+    assert value("it is 42.", "boxed") == pytest.approx(1.0)
+    assert value("\\boxed{41}, then 42", "boxed") == pytest.approx(0.2)
+
+
+def test_boxed_braces_balance_and_the_last_box_counts():
+    assert grade.last_boxed("\\boxed{\\frac{1}{2}} and \\boxed{\\{1, 2\\}}") == "\\{1, 2\\}"
+    assert grade.last_boxed("\\boxed{7} then \\boxed{8") == "7"
+    assert grade.last_boxed("\\boxed{\\boxed{5}}") == "5"
+    assert grade.last_boxed("no box {5}") is None
+    assert data.reward("= 10-3 = 7", "7", "boxed")["correct"]
+    assert data.reward("it fell by -3 in all", "-3", "boxed")["correct"]
+    assert data.reward("costs $1,234.50.", "1234.5", "boxed")["correct"]
+
+
+def test_no_completion_can_crash_or_hang_the_reward(monkeypatch):
+    """Anything a model may emit is graded, in linear time: deep braces, huge numbers and exponents, odd bytes, half tags."""
+    rng = random.Random(0)
+    parts = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "\\frac", "1", "9", "/", "e", ",", ".", "$",
+             "%", "\\", "^", "x", "\u221a", "\u0664", "\x00", "\ud800", " ", "\n", "-"]
+    texts = ["".join(rng.choice(parts) for _ in range(rng.randint(0, 40))) for _ in range(1500)]
+    texts += [p * 40000 for p in (*parts, "<think></think><answer>", "1,000", "1/", "\\boxed{1}", "- ")]
+    for inside in ("9" * 100000, "1e999999", "1e-999999", "9" * 4301, "9^{9^{9^{9}}}", "{" * 5000, "1/" + "0" * 50, "nan", "inf"):
+        texts += [f"<think>a</think><answer>{inside}</answer>", f"\\boxed{{{inside}}}", inside]
+    texts += [bytes(rng.randrange(256) for _ in range(200)).decode("utf-8", "replace") for _ in range(50)]
+    for text in texts:
+        for style in ("tags", "boxed"):
+            score = data.reward(text, "5", style)
+            assert score["reward"] in (0, 0.2, 1.0, 1.2)
+    monkeypatch.setattr(grade._grader, "seconds", 1.0)
+    begin = time.time()
+    for inside in ("9^{9^{9^{9}}}", "x^" * 150, "(" * 300, "\\frac{" * 60, "x" * 100000, "\\sqrt" * 50, "\x00", "\ud800"):
+        assert not data.reward(f"<think>a</think><answer>{inside}</answer>", "y^2")["correct"]
+    assert time.time() - begin < 60  # a hang, not a speed: each answer has its second, then the grader is killed
+
+
+# ---- data sets
+
+def test_jsonl_columns_of_the_usual_sets(tmp_path):
+    """question/answer, problem/answer (with a worked solution beside it), prompt/solution, and GSM8K's ####."""
+    rows = [{"question": "q", "answer": "work <<1+1=2>>\n#### 1,234"}, {"problem": "q", "solution": "long", "answer": 7},
+            {"prompt": "q", "solution": "0"}, {"problem": "q", "solution": "so \\boxed{\\frac{1}{2}}."}]
+    got = data.load(write(tmp_path / "a.jsonl", rows))
+    assert [r["answer"] for r in got] == ["1,234", "7", "0", "\\frac{1}{2}"]
+    assert {r["question"] for r in got} == {"q"}
+
+
+def test_folder_and_parquet(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    write(tmp_path / "train.jsonl", [{"question": "a", "answer": "1"}])
+    pq.write_table(pa.table({"question": ["b"], "answer": ["2"]}), tmp_path / "test.parquet")
+    assert data.load(tmp_path, "train")[0]["question"] == "a"
+    assert data.load(str(tmp_path), "test")[0] == {"question": "b", "answer": "2"}
+    assert data.load(tmp_path / "test.parquet")[0]["answer"] == "2"
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"train\.jsonl"):
+        data.load(tmp_path, "train")
+
+
+@pytest.mark.parametrize(("lines", "says"), [
+    (["{}"], r"a\.jsonl, row 1"), (['{"question": "q", "answer": "1"}', '{"question": "q"}'], "row 2: needs question and answer"),
+    (['{"question": "q", "answer"'], "row 1: not JSON"), (["[1]"], "row 1: not an object"), ([], "no rows"),
+    (['{"question": ["q"], "answer": "1"}'], "row 1: needs")])
+def test_a_bad_row_is_named(tmp_path, lines, says):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=says):
+        data.load(path)
+
+
+def test_rows_without_a_gold_answer_are_left_out_aloud(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "solution": ""}, {"prompt": "b", "solution": "1"}])
+    assert [r["question"] for r in data.load(path)] == ["b"]
+    assert "1 of 2 rows" in capsys.readouterr().err
+
+
+def test_unknown_data_and_bad_arguments_are_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--data nonsense"):
+        data.load("nonsense")
+    with pytest.raises(ValueError, match="split"):
+        data.load("arithmetic", "validation")
+    with pytest.raises(ValueError, match="at least 1"):
+        data.load("arithmetic", "test", 0)
+
+
+def test_levels_are_quintiles_of_the_solve_rate(tmp_path):
+    """Level 5 is hardest: the fifth of the rows that an 8B model solves least often."""
+    rows = [{"prompt": str(i), "solution": "1", "llama8b_solve_rate": i / 100} for i in range(100)]
+    random.Random(0).shuffle(rows)
+    path = write(tmp_path / "a.jsonl", rows)
+    got = data.load(path)
+    assert {r["level"] for r in got if r["llama8b_solve_rate"] < 0.2} == {5}
+    assert {r["level"] for r in got if r["llama8b_solve_rate"] >= 0.8} == {1}
+    assert len(data.load(path, levels={3, 4, 5})) == 60
+    given = write(tmp_path / "b.jsonl", [{"prompt": p, "solution": "1", "level": l} for p, l in [("a", 2), ("b", 5)]])
+    assert [r["question"] for r in data.load(given, levels=[5])] == ["b"]
+    with pytest.raises(ValueError, match="level"):
+        data.load(given, levels=[1])
+
+
+def test_n_rows_are_drawn_by_the_seed(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"question": str(i), "answer": "1"} for i in range(50)])
+
+    def questions(seed):
+        return [r["question"] for r in data.load(path, n=9, seed=seed)]
+
+    assert questions(1) == questions(1) != questions(2)
+    assert len(set(questions(1))) == 9
+
+
+@pytest.fixture
+def gsm8k_server(tmp_path, monkeypatch):
+    """GSM8K's address, served from here: `files` holds what it sends, by name."""
+    files = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = files.get(self.path.strip("/"))
+            self.send_response(200 if body is not None else 404)
+            self.send_header("Content-Length", str(len(body or b"") + files.get("missing", 0)))
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setattr(data, "GSM8K_URL", f"http://127.0.0.1:{server.server_port}/{{}}.jsonl")
+    monkeypatch.setattr(data, "GSM8K_ROWS", {"train": 20, "test": 5})
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield files
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def gsm8k_rows(n):
+    return "".join(json.dumps({"question": f"q{i}", "answer": f"so\n#### {i}"}) + "\n" for i in range(n)).encode()
+
+
+def test_gsm8k_is_downloaded_once_and_checked(gsm8k_server):
+    gsm8k_server["train.jsonl"] = gsm8k_rows(20)
+    assert [r["answer"] for r in data.load("gsm8k", "train")] == [str(i) for i in range(20)]
+    gsm8k_server.clear()  # from the cache now
+    assert len(data.load("gsm8k", "train")) == 20
+
+
+def test_half_a_download_is_never_taken_for_the_whole(gsm8k_server, tmp_path):
+    """A connection that ends early, a short file and a page of HTML leave nothing in the cache."""
+    for body, missing in [(gsm8k_rows(7), 0), (gsm8k_rows(20)[:-30], 0), (b"<html>", 0), (gsm8k_rows(20)[:-30], 30)]:
+        gsm8k_server.update({"train.jsonl": body, "missing": missing})
+        with pytest.raises((ValueError, ConnectionError)):
+            data.load("gsm8k", "train")
+        assert list((tmp_path / "cache" / "gsm8k").iterdir()) == []
+    gsm8k_server.clear()
+    with pytest.raises(ConnectionError, match="pass a local folder"):
+        data.load("gsm8k", "train")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real sets are not beside the repository")
+def test_real_sets_load_and_their_own_answers_are_right():
+    """Each gold answer graded against itself, as boxed and in tags: the grader can read all of them."""
+    for name, split, count in [("gsm8k", "test", 1319), ("math500", "test", 500), ("aime24", "test", 30), ("aime25", "test", 30),
+                               ("amc23", "test", 40)]:
+        rows = data.load(SHARED / name, split)
+        assert len(rows) == count
+        for row in rows:
+            assert data.reward(f"\\boxed{{{row['answer']}}}", row["answer"], "boxed")["reward"] == pytest.approx(1.2), row
+            assert data.reward(f"<think>.</think><answer>{row['answer']}</answer>", row["answer"])["correct"], row
+
+
+# ---- arithmetic
+
+def test_arithmetic_train_and_test_are_disjoint():
+    """By construction: a chain's hash says which split it belongs to, in every form and for every seed."""
+    train = {r["chain"] for seed in range(3) for r in data.arithmetic("train", 3000, seed)}
+    test = {r["chain"] for seed in range(3) for r in data.arithmetic("test", 300, seed)}
+    assert not train & test
+    assert len(train) > 6000 and len(test) > 600
+
+
+def test_arithmetic_is_a_function_of_its_seed():
+    assert data.load("arithmetic", "train", 50, seed=1) == data.load("arithmetic", "train", 50, seed=1)
+    assert data.load("arithmetic", "train", 50, seed=1) != data.load("arithmetic", "train", 50, seed=2)
+
+
+def test_arithmetic_answers_are_right_and_the_worked_solution_earns_full_reward():
+    rows = data.load("arithmetic", "test", 400)
+    assert {r["form"] for r in rows} == set(data.FORMS)
+    for row in rows:
+        assert 2 <= len(data.steps(row["chain"])) <= 4
+        assert data.reward(data.solution(row), row["answer"])["reward"] == pytest.approx(1.2)
+        if row["form"] == "symbols":  # an answer worked out another way
+            expression = re.fullmatch(r"What is ([0-9+*()-]+)\?", row["question"])[1]
+            assert eval(expression) == int(row["answer"])
+
+
+# ---- tokenizer and prompts
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of the embedded model's text files, to spoil."""
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((TINY / name).read_text())
+    return tmp_path
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_prompt_is_the_checkpoints_own_template():
+    tok = data.Tokenizer(TINY)
+    ids = tok.prompt_ids("What is 1+1?", "boxed")
+    assert tok.tokenizer.decode(ids, skip_special_tokens=False) == (
+        f"<|im_start|>user\nWhat is 1+1?\n{data.SUFFIX['boxed']}<|im_end|>\n<|im_start|>assistant\n")
+    assert tok.encode("1234") == [tok.encode(d)[0] for d in "1234"]
+    text = "<think>1+1=2</think><answer>2</answer>"
+    assert tok.decode([*tok.encode(text), tok.eos_ids[-1]]) == text
+    assert len(tok) <= json.loads((TINY / "config.json").read_text())["vocab_size"]
+
+
+def test_every_way_to_end_a_turn_is_an_eos(checkpoint):
+    tok = data.Tokenizer(checkpoint)
+    assert tok.eos_ids == sorted(tok.tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>"))
+    (checkpoint / "generation_config.json").unlink()
+    (checkpoint / "config.json").unlink()
+    assert data.Tokenizer(checkpoint).eos_ids == [tok.tokenizer.token_to_id("<|im_end|>")]
+
+
+def test_a_template_runs_in_a_sandbox(checkpoint):
+    """A checkpoint's template is code from a download; it must not reach Python."""
+    edit(checkpoint / "tokenizer_config.json", chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(ValueError, match="chat_template failed"):
+        data.Tokenizer(checkpoint).prompt_ids("hi")
+    edit(checkpoint / "tokenizer_config.json", chat_template="{{ messages.append(1) }}")
+    with pytest.raises(ValueError, match="chat_template failed"):
+        data.Tokenizer(checkpoint).prompt_ids("hi")
+
+
+def test_template_functions_of_hub_checkpoints(checkpoint):
+    template = ("{% for m in messages %}\n  {% if loop.last %}\n{{ m | tojson }}\n  {% break %}\n{% endif %}{% endfor %}"
+                "{{ strftime_now('%Y')[:2] }}")
+    edit(checkpoint / "tokenizer_config.json", chat_template=[{"name": "default", "template": template}])
+    tok = data.Tokenizer(checkpoint)
+    assert tok.chat([{"role": "user", "content": "<é>"}]) == '{"role": "user", "content": "<é>"}\n20'
+    edit(checkpoint / "tokenizer_config.json", chat_template="{{ raise_exception('no tools') }}")
+    with pytest.raises(ValueError, match="no tools"):
+        data.Tokenizer(checkpoint).chat([])
+
+
+@pytest.mark.parametrize(("spoil", "says"), [
+    (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json: not found"),
+    (lambda d: (d / "tokenizer.json").write_text("{}"), r"tokenizer\.json: not a tokenizer"),
+    (lambda d: (d / "tokenizer_config.json").unlink(), r"tokenizer_config\.json: not found"),
+    (lambda d: (d / "tokenizer_config.json").write_text("{"), r"tokenizer_config\.json: not JSON"),
+    (lambda d: edit(d / "tokenizer_config.json", chat_template=None), "no chat_template"),
+    (lambda d: edit(d / "tokenizer_config.json", chat_template="{% if %}"), "does not compile"),
+    (lambda d: edit(d / "config.json", vocab_size=100), r"tokenizer\.json has [0-9]+ ids but .*config\.json says vocab_size 100"),
+])
+def test_a_bad_tokenizer_folder_is_named(checkpoint, spoil, says):
+    spoil(checkpoint)
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        data.Tokenizer(checkpoint)
+
+
+def test_long_prompts_are_skipped_and_counted():
+    tok = data.Tokenizer(TINY)
+    rows = [{"question": "What is 1+1?", "answer": "2"}, {"question": "1" * 500, "answer": "2"}]
+    kept, skipped = data.prompts(tok, rows, "tags", 200)
+    assert (len(kept), skipped) == (1, 1) and kept[0]["ids"] == tok.prompt_ids("What is 1+1?")
+    with pytest.raises(ValueError, match="--max-prompt 5"):
+        data.prompts(tok, rows, "tags", 5)
+    with pytest.raises(ValueError, match="--prompt-style"):
+        data.prompts(tok, rows, "poem", 200)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="Qwen2.5's tokenizer is not beside the repository")
+def test_qwen_tokenizer_and_template():
+    """Qwen2.5: 151,665 ids, its default system prompt, both end tokens, one token a digit."""
+    tok = data.Tokenizer(SHARED / "qwen2.5-tokenizer")
+    assert len(tok) == 151665 and tok.eos_ids == [151645]
+    text = tok.tokenizer.decode(tok.prompt_ids("Hi", "boxed"), skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud.")
+    assert text.endswith(f"<|im_start|>user\nHi\n{data.SUFFIX['boxed']}<|im_end|>\n<|im_start|>assistant\n")
+    assert len(tok.encode("1234")) == 4
