@@ -19,27 +19,38 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from model import prefix
 
-# fields of adapter_config.json that change what an adapter computes, and the only value of each that this file honours
-PLAIN = {"peft_type": "LORA", "bias": "none", "lora_bias": False, "use_dora": False, "fan_in_fan_out": False,
-         "modules_to_save": None, "rank_pattern": None, "alpha_pattern": None, "layers_to_transform": None,
-         "layer_replication": None, "trainable_token_indices": None}
+# Fields of adapter_config.json with the values that leave plain LoRA plain. Which layers are adapted is read off the tensors,
+# so the fields that choose layers are free. A field that is in neither list, and set, is something PEFT learned later.
+PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+         "fan_in_fan_out": (), "lora_bias": (), "use_dora": (), "modules_to_save": (), "rank_pattern": (), "alpha_pattern": (),
+         "layer_replication": (), "trainable_token_indices": (), "target_parameters": (), "alora_invocation_tokens": (),
+         "use_qalora": (), "use_bdlora": (), "loftq_config": (), "corda_config": (), "arrow_config": ()}
+FREE = {"r", "lora_alpha", "use_rslora", "lora_dropout", "task_type", "base_model_name_or_path", "revision", "inference_mode",
+        "auto_mapping", "peft_version", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+        "megatron_config", "megatron_core", "qalora_group_size", "eva_config", "runtime_config", "ensure_weight_tying"}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def in_features(base):
+    """K of a model.Linear or an nvfp4.QuantLinear."""
+    return base.shape[1] if hasattr(base, "shape") else base.weight.shape[1]
 
 
 class LoRALinear(nn.Module):
     """`base` (model.Linear or nvfp4.QuantLinear) plus a low-rank term. A (P*R, K) and B (N, R) are float32 parameters."""
 
-    def __init__(self, base, in_features, rank, scaling, generator):
+    def __init__(self, base, rank, scaling, generator):
         super().__init__()
         self.base, self.parts, self.rank, self.scaling, self.enabled = base, base.parts, rank, scaling, True
         device = base.bias.device if base.bias is not None else next(iter([*base.parameters(), *base.buffers()])).device
-        bound = 1 / math.sqrt(in_features)  # what PEFT's kaiming_uniform_(a=sqrt(5)) comes to
-        A = (torch.rand(len(self.parts) * rank, in_features, generator=generator) * 2 - 1) * bound
+        K = in_features(base)
+        bound = 1 / math.sqrt(K)  # what PEFT's kaiming_uniform_(a=sqrt(5)) comes to
+        A = (torch.rand(len(self.parts) * rank, K, generator=generator) * 2 - 1) * bound
         self.A = nn.Parameter(A.to(device))
         self.B = nn.Parameter(torch.zeros(sum(self.parts.values()), rank, device=device))
 
@@ -72,9 +83,7 @@ def add_lora(model, rank, alpha, seed=0):
     for block in model.layers:
         attn, mlp = block.attn, block.mlp
         for owner, name in ((attn, "qkv_proj"), (attn, "o_proj"), (mlp, "gate_up_proj"), (mlp, "down_proj")):
-            base = getattr(owner, name)
-            K = base.shape[1] if hasattr(base, "shape") else base.weight.shape[1]
-            setattr(owner, name, LoRALinear(base, K, rank, alpha / rank, g))
+            setattr(owner, name, LoRALinear(getattr(owner, name), rank, alpha / rank, g))
     return [p for _, m in lora_layers(model) for p in (m.A, m.B)]
 
 
@@ -111,48 +120,75 @@ def save_adapter(model, folder, base_model=""):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     m = layers[0][1]
+    alpha = round(m.scaling * m.rank, 9)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model), "r": m.rank,
-              "lora_alpha": m.scaling * m.rank, "lora_dropout": 0.0, "bias": "none", "target_modules": list(TARGETS),
-              "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "inference_mode": True}
+              "lora_alpha": int(alpha) if alpha == int(alpha) else m.scaling * m.rank, "lora_dropout": 0.0, "bias": "none",
+              "target_modules": list(TARGETS), "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,
+              "inference_mode": True}
     state = {k: v.cpu().contiguous() for k, v in adapter_state(model).items()}
     save_file(state, folder / "adapter_model.safetensors.tmp", metadata={"format": "pt"})
     (folder / "adapter_model.safetensors.tmp").replace(folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "adapter_config.json.tmp").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "adapter_config.json.tmp").replace(folder / "adapter_config.json")
+
+
+def read_config(path):
+    """(rank, scaling) of an adapter_config.json; ValueError for anything but plain LoRA (rank-stabilised scaling included)."""
+    try:
+        config = json.loads(path.read_text())
+        rank, alpha = config["r"], config["lora_alpha"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path}: not a PEFT adapter's configuration ({type(e).__name__}: {e})") from None
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        raise ValueError(f"{path}: r = {rank!r}, lora_alpha = {alpha!r}; a rank of at least 1 and a number are needed")
+    refused = [f"{k} = {v!r}" for k, v in config.items() if k not in FREE and v and v not in PLAIN.get(k, ())]
+    if refused:
+        raise ValueError(f"{path}: only plain LoRA is supported, this adapter has {', '.join(refused)}")
+    return rank, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
 def load_adapter(model, folder):
     """Load a PEFT-layout adapter into `model`, adding LoRA if it has none. A subset of the targets leaves the others' B at
-    zero; what cannot be honoured (DoRA, biases, other targets, a rank or shape that does not fit) is a ValueError."""
+    zero; what cannot be honoured (DoRA, biases, other targets, a rank or shape that does not fit) is a ValueError, and the
+    model is then as it was."""
     folder = Path(folder)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"--adapter {folder}: {name} is missing; give the folder that train.py calls adapter/")
     config_file, weights_file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    config = json.loads(config_file.read_text())
-    rank, alpha = config["r"], config["lora_alpha"]
-    refused = [f"{k} {config[k]!r}" for k, plain in PLAIN.items() if config.get(k, plain) not in (plain, None, {}, [])]
-    if refused:
-        raise ValueError(f"{config_file}: only plain LoRA is supported, this adapter has {', '.join(refused)}")
-    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    if not lora_layers(model):
-        add_lora(model, rank, alpha)
+    for file in (config_file, weights_file):
+        if not file.is_file():
+            raise FileNotFoundError(f"--adapter {folder}: {file.name} is missing; give the folder that train.py calls adapter/")
+    rank, scaling = read_config(config_file)
+    has = lora_layers(model)
+    if has and has[0][1].rank != rank:
+        raise ValueError(f"{config_file}: r = {rank}, but the model's adapter has rank {has[0][1].rank}; set --lora-rank {rank}")
+    try:
+        new = load_file(weights_file)
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f"{weights_file}: not a readable safetensors file ({e})") from None
+    shapes = {}
+    for path, m in model.named_modules():
+        if hasattr(m, "parts") and not isinstance(m, LoRALinear) and path != "lm_head":
+            for part, n in m.parts.items():
+                name = f"base_model.model.{prefix(path.removesuffix('.base'))}.{part}"
+                shapes |= {f"{name}.lora_A.weight": (rank, in_features(m)), f"{name}.lora_B.weight": (n, rank)}
+    strangers = sorted(set(new) - set(shapes))
+    if strangers or not new:
+        raise ValueError(f"{weights_file}: {strangers[0] if strangers else 'nothing in it'} fits this model nowhere")
+    for name, t in new.items():
+        partner = name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A")
+        if partner not in new:
+            raise ValueError(f"{weights_file}: {name} is there, but {partner} is missing")
+        if tuple(t.shape) != shapes[name]:
+            raise ValueError(f"{weights_file}: {name} is {tuple(t.shape)}, the model's is {shapes[name]}")
+        if not torch.isfinite(t).all():
+            raise ValueError(f"{weights_file}: {name} holds NaN or inf")
+    if not has:
+        add_lora(model, rank, scaling * rank)
     for _, m in lora_layers(model):
-        if m.rank != rank:
-            raise ValueError(f"{config_file}: r = {rank}, but the model's adapter has rank {m.rank}; set --lora-rank {rank}")
         m.scaling = scaling
-    state = adapter_state(model)
-    with safe_open(weights_file, framework="pt") as f, torch.no_grad():
-        names = set(f.keys())
-        strangers = sorted(names - set(state))
-        if strangers or not names:
-            raise ValueError(f"{weights_file}: {strangers[0] if strangers else 'nothing in it'} fits this model nowhere")
-        for name, parameter in state.items():
-            if name not in names:  # not a target: no contribution
-                if name.endswith("lora_B.weight"):
-                    parameter.zero_()
-                continue
-            t = f.get_tensor(name)
-            if t.shape != parameter.shape:
-                raise ValueError(f"{weights_file}: {name} is {tuple(t.shape)}, the model's is {tuple(parameter.shape)}")
-            parameter.copy_(t)
+    with torch.no_grad():
+        for name, parameter in adapter_state(model).items():
+            if name in new:
+                parameter.copy_(new[name])
+            elif "lora_B" in name:  # not a target: no contribution
+                parameter.zero_()
     return model

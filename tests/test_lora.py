@@ -1,0 +1,245 @@
+"""LoRA: the base model until B moves, off when disabled, and PEFT's layout both ways (tests/fixtures/make_fixtures.py)."""
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lora
+import model as M
+from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
+
+FIXTURES = Path(__file__).parent / "fixtures"
+BASE = FIXTURES / "qwen2_tied"
+IDS = torch.randint(0, 48, (2, 10), generator=torch.Generator().manual_seed(3))
+
+
+def base(quant="none"):
+    if quant == "none":
+        return M.load(BASE, dtype=torch.float32)
+    config = M.Config.read(BASE)
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # nf4 needs blocks of 64
+    return M.build(config, M.RandomCheckpoint(5), dtype=torch.float32, quant=quant)
+
+
+def with_random_adapter(rank=3, alpha=5, seed=0):
+    model = base()
+    g = torch.Generator().manual_seed(seed)
+    for p in add_lora(model, rank, alpha):
+        p.data = torch.randn(p.shape, generator=g) * 0.2
+    return model
+
+
+def change(folder, tmp_path, config=None, weights=None):
+    """A copy of an adapter folder with fields of its config (... deletes one) or its tensors changed."""
+    out = tmp_path / "adapter"
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(folder, out)
+    if config:
+        raw = json.loads((out / "adapter_config.json").read_text()) | config
+        (out / "adapter_config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
+    if weights:
+        state = load_file(out / "adapter_model.safetensors")
+        weights(state)
+        save_file(state, out / "adapter_model.safetensors")
+    return out
+
+
+# ---- what the module computes
+
+
+@pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
+def test_a_fresh_adapter_is_the_base_model_bit_for_bit_and_learns(quant):
+    """Invariant 5. A random B, or an A of zeros, would break one half of this or the other."""
+    model = base(quant)
+    before = model(IDS)
+    params = add_lora(model, 4, 8)
+    assert torch.equal(model(IDS), before)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    model(IDS).square().mean().backward()
+    optimizer.step()
+    for path, m in lora_layers(model):
+        for part, rows in zip(m.parts, m.B.detach().split(list(m.parts.values())), strict=True):
+            assert rows.abs().max() > 0, f"{path}.{part} did not move"
+    assert not torch.equal(model(IDS), before)
+    with disabled(model):
+        assert torch.equal(model(IDS), before)
+    assert not torch.equal(model(IDS), before)
+
+
+def test_only_the_adapter_is_trainable_and_all_of_it_gets_a_gradient():
+    model = with_random_adapter()
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trainable == {f"layers.{i}.{m}.{x}" for i in range(2) for x in "AB"
+                         for m in ("attn.qkv_proj", "attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")}
+    model(IDS).square().mean().backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is not None and p.grad.abs().max() > 0) == (name in trainable)
+        assert name not in trainable or p.dtype == torch.float32
+
+
+def test_each_projection_of_a_fused_group_has_its_own_a_and_b():
+    """k's B applied to q's A x is a model that trains, and an adapter that no other tool can load."""
+    model, x = with_random_adapter(), torch.randn(4, 32)
+    m, state = model.layers[0].attn.qkv_proj, lora.adapter_state(model)
+    at, y = 0, m(x)
+    for part, n in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16)):
+        A, B = (state[f"base_model.model.model.layers.0.self_attn.{part}.lora_{k}.weight"] for k in "AB")
+        w = m.base.weight[at : at + n] + 5 / 3 * B @ A  # (n, R) @ (R, K)
+        assert torch.allclose(y[:, at : at + n], x @ w.T + m.base.bias[at : at + n], atol=1e-5)
+        at += n
+    assert at == y.shape[1]
+
+
+def test_disabled_restores_each_layer_as_it_was_even_after_an_error():
+    model = with_random_adapter()
+    lora_layers(model)[0][1].enabled = False
+    with pytest.raises(RuntimeError, match="inside"), disabled(model):
+        assert not any(m.enabled for _, m in lora_layers(model))
+        raise RuntimeError("inside")
+    assert [m.enabled for _, m in lora_layers(model)] == [False] + [True] * 7
+
+
+def test_a_bfloat16_base_keeps_a_float32_adapter():
+    """AdamW on bfloat16 parameters loses updates below 2^-8 of a weight: at the paper's rates that is all of them."""
+    model = M.load(BASE)
+    params = add_lora(model, 4, 4)
+    assert {p.dtype for p in params} == {torch.float32} and model(IDS).dtype == torch.bfloat16
+
+
+def test_same_seed_same_adapter_and_the_spread_of_a_is_pefts():
+    a, b, c = ([p.detach().clone() for p in add_lora(base(), 8, 8, seed=s)] for s in (1, 1, 2))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) and not torch.equal(a[0], c[0])
+    assert a[0].abs().max() <= 1 / math.sqrt(32) and a[0].abs().max() > 0.95 / math.sqrt(32)
+
+
+def test_a_second_adapter_and_a_rank_of_zero_are_errors():
+    model = base()
+    with pytest.raises(ValueError, match="--lora-rank 0: must be at least 1"):
+        add_lora(model, 0, 8)
+    add_lora(model, 2, 2)
+    with pytest.raises(ValueError, match="has an adapter already"):
+        add_lora(model, 2, 2)
+    with pytest.raises(ValueError, match="no adapter to save"):
+        save_adapter(base(), "unused")
+
+
+# ---- files
+
+
+def test_saved_names_and_shapes_are_pefts(tmp_path):
+    """Checked by hand against an adapter that PEFT wrote: same keys, same shapes, float32."""
+    save_adapter(with_random_adapter(rank=4), tmp_path, "some/model")
+    ours, theirs = (load_file(d / "adapter_model.safetensors") for d in (tmp_path, FIXTURES / "peft_all"))
+    assert {k: (v.shape, v.dtype) for k, v in ours.items()} == {k: (v.shape, v.dtype) for k, v in theirs.items()}
+    assert ours["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape == (4, 64)
+    assert ours["base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"].shape == (32, 4)
+    assert ours["base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"].shape == (16, 4)
+    assert len(ours) == 2 * 7 * 2
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    known = json.loads((FIXTURES / "peft_all" / "adapter_config.json").read_text())
+    assert set(config) <= set(known) and config["peft_type"] == "LORA" and config["base_model_name_or_path"] == "some/model"
+    assert (config["r"], config["lora_alpha"]) == (4, 5) and len(config["target_modules"]) == 7
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("rank,alpha", [(3, 5), (4, 32), (7, 1.3)])
+def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, rank, alpha):
+    model = with_random_adapter(rank, alpha)
+    want = model(IDS)
+    save_adapter(model, tmp_path / "a")
+    again = load_adapter(base(), tmp_path / "a")
+    assert torch.equal(again(IDS), want)
+    save_adapter(again, tmp_path / "b")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    other = with_random_adapter(rank, 99, seed=1)  # loading over an adapter replaces it, its scaling included
+    assert torch.equal(load_adapter(other, tmp_path / "a")(IDS), want)
+
+
+@pytest.mark.parametrize("name", ["peft_all", "peft_rslora"])
+def test_an_adapter_that_peft_saved_gives_pefts_logits(name):
+    """peft_all: every projection, alpha 6 over rank 4. peft_rslora: alpha 5 over sqrt(3), on q, v and down only."""
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    model = base()
+    assert (model(expected["ids"]) - expected["logits"]).abs().max() > 1
+    load_adapter(model, FIXTURES / name)
+    assert (model(expected["ids"]) - expected["logits"]).abs().max() < 1e-4
+    with disabled(model):
+        assert (model(expected["ids"]) - base()(expected["ids"])).abs().max() == 0
+
+
+def test_a_subset_of_targets_clears_what_an_earlier_adapter_left():
+    expected = load_file(FIXTURES / "peft_rslora" / "expected.safetensors")
+    model = load_adapter(with_random_adapter(rank=3), FIXTURES / "peft_rslora")
+    assert (model(expected["ids"]) - expected["logits"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("field,value", [
+    ("use_dora", True), ("bias", "all"), ("lora_bias", True), ("fan_in_fan_out", True), ("modules_to_save", ["lm_head"]),
+    ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("layer_replication", [[0, 1]]), ("peft_type", "LOHA"),
+    ("trainable_token_indices", [1]), ("init_lora_weights", "pissa"), ("alora_invocation_tokens", [5]),
+    ("target_parameters", ["x"]), ("a_field_of_next_year", 1),
+])
+def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, field, value):
+    """Ignoring one of these loads an adapter that computes something else than it was trained to."""
+    model = base()
+    with pytest.raises(ValueError, match="adapter_config.json: only plain LoRA is supported") as e:
+        load_adapter(model, change(FIXTURES / "peft_all", tmp_path, {field: value}))
+    assert f"{field} = {value!r}" in str(e.value) and not lora_layers(model)
+
+
+@pytest.mark.parametrize("config", [
+    {"target_modules": "all-linear"}, {"target_modules": r".*self_attn.*"}, {"layers_to_transform": [0, 1]},
+    {"lora_dropout": 0.05}, {"init_lora_weights": "gaussian"}, {"bias": ...}, {"use_dora": ...}, {"rank_pattern": None},
+])
+def test_fields_that_change_nothing_load(tmp_path, config):
+    expected = load_file(FIXTURES / "peft_all" / "expected.safetensors")
+    model = load_adapter(base(), change(FIXTURES / "peft_all", tmp_path, config))
+    assert (model(expected["ids"]) - expected["logits"]).abs().max() < 1e-4
+
+
+Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Q_B = Q_A.replace("lora_A", "lora_B")
+
+
+@pytest.mark.parametrize("config,weights,message", [
+    (None, lambda s: s.update({Q_A: torch.ones(5, 32)}), r"q_proj.lora_A.weight is \(5, 32\), the model's is \(4, 32\)"),
+    (None, lambda s: s.update({Q_B: torch.ones(16, 4)}), r"q_proj.lora_B.weight is \(16, 4\), the model's is \(32, 4\)"),
+    (None, lambda s: s.update({Q_B: torch.full((32, 4), float("nan"))}), "q_proj.lora_B.weight holds NaN or inf"),
+    (None, lambda s: s.pop(Q_B), "q_proj.lora_A.weight is there, but .*q_proj.lora_B.weight is missing"),
+    (None, lambda s: s.update({Q_A.replace("q_proj", "qkv"): torch.ones(4, 32)}), "self_attn.qkv.lora_A.weight fits this model"),
+    (None, lambda s: s.update({Q_A.replace("layers.0", "layers.9"): torch.ones(4, 32)}), "layers.9.* fits this model nowhere"),
+    (None, lambda s: s.clear(), "nothing in it fits this model nowhere"),
+    ({"r": 8}, None, r"lora_A.weight is \(4, .*, the model's is \(8, "),
+    ({"r": 0}, None, "r = 0, .* a rank of at least 1"),
+    ({"r": "4"}, None, "r = '4', .* a rank of at least 1"),
+    ({"r": ...}, None, "adapter_config.json: not a PEFT adapter's configuration"),
+    ({"lora_alpha": None}, None, "lora_alpha = None"),
+])
+def test_adapters_that_do_not_fit_are_refused_before_the_model_changes(tmp_path, config, weights, message):
+    model = base()
+    before = model(IDS)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(model, change(FIXTURES / "peft_all", tmp_path, config, weights))
+    assert torch.equal(model(IDS), before) and not lora_layers(model)
+
+
+def test_missing_broken_and_half_written_adapter_files_are_named(tmp_path):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        folder = change(FIXTURES / "peft_all", tmp_path)
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2])
+        with pytest.raises(ValueError, match=name):
+            load_adapter(base(), folder)
+        (folder / name).unlink()
+        with pytest.raises(FileNotFoundError, match=f"--adapter .*: {name} is missing"):
+            load_adapter(base(), folder)
+
+
+def test_another_rank_than_the_models_says_which_flag_to_set():
+    with pytest.raises(ValueError, match="r = 4, but the model's adapter has rank 2; set --lora-rank 4"):
+        load_adapter(with_random_adapter(rank=2), FIXTURES / "peft_all")
