@@ -338,7 +338,16 @@ def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none"):
     nvfp4.QuantLinear at once (a checkpoint that is quantized already says so in its config.json)."""
     with torch.device("meta"):
         model = Qwen2(config)
+    fill(model, "", source, device, dtype, quant)
+    return finish(model, source)
+
+
+def fill(model, within, source, device, dtype, quant):
+    """Load the modules of a meta `model` whose path begins with `within` ("" is all, "layers.3." is one block)."""
+    config = model.config
     for path, m in list(model.named_modules()):
+        if not path.startswith(within):
+            continue
         if isinstance(m, RMSNorm):
             m.weight = nn.Parameter(source.get(f"model.{path}.weight", m.weight.shape, dtype, device))
             m.noise = torch.zeros_like(m.weight, dtype=torch.float32)
@@ -348,15 +357,18 @@ def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none"):
             if not config.tie_word_embeddings:
                 m.weight = nn.Parameter(source.get("lm_head.weight", m.weight.shape, dtype, device))
         elif isinstance(m, Linear):
-            parent, name = model.get_submodule(path.rsplit(".", 1)[0]), path.rsplit(".", 1)[1]
             if quant == "none" and not config.quantization:
                 weight, bias = read_linear(source, path, m, dtype, device)
                 m.weight, m.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
             else:
                 import nvfp4
 
-                setattr(parent, name, nvfp4.load_linear(source, path, m, config, quant, dtype, device))
-    if config.tie_word_embeddings:
+                model.set_submodule(path, nvfp4.load_linear(source, path, m, config, quant, dtype, device))
+
+
+def finish(model, source):
+    """Tie the head, check that every tensor found its place, freeze."""
+    if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embed.weight
         source.unused.discard("lm_head.weight")  # some exports store the tied head a second time
     unused = sorted(n for n in source.unused if not n.endswith("rotary_emb.inv_freq"))
