@@ -1,0 +1,494 @@
+"""
+The decode step on the GPU: one token for each of B rows, in about nine kernels a layer, none of which waits for the host.
+
+A decode step moves bytes, it computes little: the weights once, the live keys and values once. What is not that is overhead, and
+most of it is kernels that do almost nothing. So everything between two GEMMs is one kernel:
+
+    norm     residual + the last GEMM's output -> residual, RMSNorm (with AQN's noise) -> x     and x A^T of the next LoRA
+    attend   RoPE of q and k, k and v into the cache, attention over the live tokens, split over the sequence when rows are few
+    merge    the splits' partial results -> y                                                   and y A^T
+    silu     silu(gate) * up -> y                                                               and y A^T
+    stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new state
+
+x A^T of LoRA is split over K among the programs that make x; the partial sums (float32) are added up where B is applied.
+All reads of what a previous kernel wrote come after gdc_wait(), so that on Hopper a kernel may be launched while its
+predecessor still runs (programmatic dependent launch) and fetch its weights meanwhile.
+
+`Step` owns the persistent state, so that a CUDA graph of it (sample.py) stays valid while LoRA, noise, temperature and rows
+change. model.py's modules are the reference that each kernel is tested against, on the CPU too (TRITON_INTERPRET=1).
+
+    TRITON_INTERPRET=1 pytest tests/test_decode.py
+    python bench.py rollout --sizes 7b --rows 1,8 --profile
+
+Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size, S cache slots, V vocabulary,
+R rank, P parts of a fused projection, W splits of a sequence, Z slices of K in x A^T.
+"""
+import os
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+import marlin_triton
+from model import rope_tables
+
+STEPS = 8  # steps between two looks of the host at the tokens
+EOS_SLOTS = 16  # most stop tokens that a step compares with
+NEVER = 1 << 30
+
+GOLDEN, MIX1, MIX2 = (tl.constexpr(v - (1 << 64) if v >> 63 else v)
+                      for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+LOG2E = tl.constexpr(1.4426950408889634)
+MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
+
+
+# ----------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def lora_a(h, a, out, r, live, p, PR, Z, B, scale, IEEE: tl.constexpr):
+    """Store scale * h a^T of one slice of K: h (RB, SLICE), a (PP, SLICE) -> out[Z, r, p] (Z, B, P*R) float32."""
+    part = tl.dot(a, tl.trans(h), input_precision="ieee" if IEEE else "tf32")  # (PP, RB)
+    tl.store(out + (Z * B + r[None, :]) * PR + p[:, None], part * scale, mask=(p[:, None] < PR) & live[None, :])
+
+
+@triton.jit
+def add(x, y):
+    return (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)  # rounded to the residual's type, as the modules round it
+
+
+@triton.jit
+def norm_kernel(x, delta, token, weight, noise, x_out, h_out, a, xa, B, eps, scale, C: tl.constexpr, EMBED: tl.constexpr,
+                DELTA: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr,
+                CHUNK: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+    """x (+ delta) -> x_out, RMSNorm -> h_out, scale * h A^T -> xa (Z, B, PR). Each program does SLICE columns of RB rows, and
+    reads the whole rows for their mean square. EMBED: x is the embedding (V, C), its rows chosen by token (B,)."""
+    z = tl.program_id(1)
+    r = tl.program_id(0) * RB + tl.arange(0, RB)
+    live = r < B
+    c = z * SLICE + tl.arange(0, SLICE)
+    p = tl.arange(0, PP)
+    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
+    if PR:
+        at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, SLICE)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.load(token + r, mask=live, other=0) if EMBED else r.to(tl.int64)
+    square = tl.zeros((RB,), tl.float32)
+    for i in tl.static_range((C + CHUNK - 1) // CHUNK):
+        k = i * CHUNK + tl.arange(0, CHUNK)
+        ok = live[:, None] & (k[None, :] < C)
+        v = tl.load(x + row[:, None] * C + k[None, :], mask=ok, other=0)
+        if DELTA:
+            v = add(v, tl.load(delta + r[:, None] * C + k[None, :], mask=ok, other=0))
+        v = v.to(tl.float32)
+        square += tl.sum(v * v, 1)
+    ok = live[:, None] & (c[None, :] < C)
+    v = tl.load(x + row[:, None] * C + c[None, :], mask=ok, other=0)
+    if DELTA:
+        v = add(v, tl.load(delta + r[:, None] * C + c[None, :], mask=ok, other=0))
+    if DELTA or EMBED:
+        tl.store(x_out + r[:, None] * C + c[None, :], v, mask=ok)
+    h = v.to(tl.float32) * tl.rsqrt(square / C + eps)[:, None]
+    h = (h * w[None, :]).to(h_out.dtype.element_ty)
+    tl.store(h_out + r[:, None] * C + c[None, :], h, mask=ok)
+    if PR:
+        lora_a(h, at, xa, r, live, p, PR, z, B, scale, IEEE)
+
+
+@triton.jit
+def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out, B, stride_b, stride_h, scale,
+                  HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+                  BLOCK: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+    """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax over the split's live tokens.
+
+    qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> acc (W, B, H*D), m, l (W, B, H)
+    float32, m in units of log2. Split 0 also takes the new token, which it has in registers."""
+    b, h, s = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    g, d, e = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    n = tl.load(length + b)  # tokens in the cache; the new one goes to position n
+    co, si = tl.load(cos + n * HALF + d), tl.load(sin + n * HALF + d)
+    base = qkv + b.to(tl.int64) * ((HKV * G + 2 * HKV) * D)
+    q1 = tl.load(base + (h * G + g[:, None]) * D + d[None, :], mask=g[:, None] < G, other=0).to(tl.float32)
+    q2 = tl.load(base + (h * G + g[:, None]) * D + HALF + d[None, :], mask=g[:, None] < G, other=0).to(tl.float32)
+    dtype = k_cache.dtype.element_ty
+    r1, r2 = (q1 * co - q2 * si).to(dtype), (q2 * co + q1 * si).to(dtype)  # (GP, HALF)
+    keys = k_cache + b.to(tl.int64) * stride_b + h * stride_h
+    values = v_cache + b.to(tl.int64) * stride_b + h * stride_h
+    m = tl.full((GP,), -float("inf"), tl.float32)
+    l = tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, D), tl.float32)
+    if s == 0:
+        k1 = tl.load(base + (HKV * G + h) * D + d).to(tl.float32)
+        k2 = tl.load(base + (HKV * G + h) * D + HALF + d).to(tl.float32)
+        n1, n2 = (k1 * co - k2 * si).to(dtype), (k2 * co + k1 * si).to(dtype)
+        v = tl.load(base + (HKV * G + HKV + h) * D + e)
+        tl.store(keys + n * D + d, n1)
+        tl.store(keys + n * D + HALF + d, n2)
+        tl.store(values + n * D + e, v)
+        m = tl.sum(r1.to(tl.float32) * n1.to(tl.float32)[None, :] + r2.to(tl.float32) * n2.to(tl.float32)[None, :], 1) * scale
+        l += 1
+        acc += v.to(tl.float32)[None, :]
+    chunk = tl.cdiv(tl.cdiv(n, W), BLOCK) * BLOCK
+    end = tl.minimum(n, (s + 1) * chunk)
+    for t0 in range(s * chunk, end, BLOCK):
+        t = t0 + tl.arange(0, BLOCK)
+        ok = t[:, None] < end
+        k1 = tl.load(keys + t[:, None] * D + d[None, :], mask=ok, other=0)  # (BLOCK, HALF)
+        k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok, other=0)
+        score = tl.dot(r1, tl.trans(k1), input_precision=precision)
+        score = tl.dot(r2, tl.trans(k2), acc=score, input_precision=precision) * scale  # (GP, BLOCK)
+        score = tl.where(t[None, :] < end, score, -float("inf"))
+        new = tl.maximum(m, tl.max(score, 1))
+        p = tl.exp2(score - new[:, None])
+        fade = tl.exp2(m - new)
+        v = tl.load(values + t[:, None] * D + e[None, :], mask=ok, other=0)  # (BLOCK, D)
+        acc = acc * fade[:, None] + tl.dot(p.to(dtype), v, input_precision=precision)
+        l = l * fade + tl.sum(p, 1)
+        m = new
+    head = (s * B + b) * (HKV * G) + h * G + g
+    tl.store(acc_out + head[:, None] * D + e[None, :], acc, mask=g[:, None] < G)
+    tl.store(m_out + head, m, mask=g < G)
+    tl.store(l_out + head, l, mask=g < G)
+
+
+@triton.jit
+def merge_kernel(acc, m, l, out, a, xa, B, scale, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PR: tl.constexpr,
+                 PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+    """attend's W splits -> out (B, H*D), always summed in the same order, and scale * out A^T -> xa."""
+    C: tl.constexpr = H * D
+    z = tl.program_id(1)
+    r = tl.program_id(0) * RB + tl.arange(0, RB)
+    c = z * SLICE + tl.arange(0, SLICE)
+    p = tl.arange(0, PP)
+    live = r < B
+    ok = live[:, None] & (c[None, :] < C)
+    if PR:
+        at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    head = r[:, None] * H + (c // D)[None, :]
+    top = tl.full((RB, SLICE), -float("inf"), tl.float32)
+    for s in tl.static_range(W):
+        top = tl.maximum(top, tl.load(m + s * B * H + head, mask=ok, other=0))
+    y = tl.zeros((RB, SLICE), tl.float32)
+    total = tl.zeros((RB, SLICE), tl.float32)
+    for s in tl.static_range(W):
+        f = tl.exp2(tl.load(m + s * B * H + head, mask=ok, other=0) - top)
+        total += f * tl.load(l + s * B * H + head, mask=ok, other=1)
+        y += f * tl.load(acc + (s * B + r[:, None]) * C + c[None, :], mask=ok, other=0)
+    y = (y / total).to(out.dtype.element_ty)
+    tl.store(out + r[:, None] * C + c[None, :], y, mask=ok)
+    if PR:
+        lora_a(tl.where(ok, y, 0), at, xa, r, live, p, PR, z, B, scale, IEEE)
+
+
+@triton.jit
+def silu_kernel(gate_up, out, a, xa, B, scale, F: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr,
+                SLICE: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+    """gate_up (B, 2F) -> silu(gate) * up -> out (B, F), and scale * out A^T -> xa."""
+    z = tl.program_id(1)
+    r = tl.program_id(0) * RB + tl.arange(0, RB)
+    c = z * SLICE + tl.arange(0, SLICE)
+    p = tl.arange(0, PP)
+    live = r < B
+    ok = live[:, None] & (c[None, :] < F)
+    if PR:
+        at = tl.load(a + p[:, None] * F + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < F), other=0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(gate_up + r[:, None] * (2 * F) + c[None, :], mask=ok, other=0)
+    up = tl.load(gate_up + r[:, None] * (2 * F) + F + c[None, :], mask=ok, other=0)
+    g = gate.to(tl.float32)
+    y = (g / (1 + tl.exp(-g))).to(up.dtype)
+    y = (y.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
+    tl.store(out + r[:, None] * F + c[None, :], y, mask=ok)
+    if PR:
+        lora_a(y, at, xa, r, live, p, PR, z, B, scale, IEEE)
+
+
+@triton.jit
+def lora_b_kernel(y, xa, b, B, N, split1, split2, R: tl.constexpr, RP: tl.constexpr, PR: tl.constexpr, Z: tl.constexpr,
+                  RB: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+    """y (B, N) += sum over Z of xa (Z, B, PR), times b (N, R); rows of b from split1 (split2) on belong to part 1 (2)."""
+    rows = tl.program_id(1) * RB + tl.arange(0, RB)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, RP)
+    bt = tl.load(b + n[:, None] * R + k[None, :], mask=(n[:, None] < N) & (k[None, :] < R), other=0)  # (BN, RP)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    part = (n >= split1).to(tl.int32) + (n >= split2).to(tl.int32)
+    first, last = tl.min(part, 0), tl.max(part, 0)
+    ok = (rows[None, :] < B) & (n[:, None] < N)
+    at = y + rows[None, :].to(tl.int64) * N + n[:, None]
+    acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
+    for i in range(first, last + 1):  # a block that straddles two parts takes both
+        h = tl.zeros((RP, RB), tl.float32)
+        for z in tl.static_range(Z):
+            h += tl.load(xa + (z * B + rows[None, :]) * PR + i * R + k[:, None], mask=(rows[None, :] < B) & (k[:, None] < R),
+                         other=0)
+        term = tl.dot(bt, h.to(bt.dtype), input_precision="ieee" if IEEE else "tf32")  # (BN, RB)
+        acc += tl.where((part == i)[:, None], term, 0)
+    tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Per row and block of the vocabulary: the largest tempered logit, the sum of exponentials below it, its index."""
+    b, j = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    v = j * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + b.to(tl.int64) * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    x *= tl.load(inverse_temperature)
+    m = tl.max(x, 0)
+    tl.store(top + b * NB + j, m)
+    tl.store(total + b * NB + j, tl.sum(tl.exp(x - m), 0))
+    tl.store(best + b * NB + j, tl.min(tl.where(x == m, v, 1 << 30), 0))  # ties: the lowest id, as torch on the CPU
+
+
+@triton.jit
+def mix(z):
+    z = (z ^ (z >> 30 & MASK30)) * MIX1
+    z = (z ^ (z >> 27 & MASK27)) * MIX2
+    return z ^ (z >> 31 & MASK31)
+
+
+@triton.jit
+def finish_row(b, ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS: tl.constexpr):
+    """Record the drawn id and move the row on; a row that ended stands still."""
+    at = tl.load(count + b)
+    tl.store(out_ids + at * S + b, ids)
+    tl.store(out_logp + at * S + b, logp)
+    tl.store(count + b, at + 1)
+    ended = tl.max((tl.load(eos + tl.arange(0, EOS)) == ids).to(tl.int32), 0)
+    n = tl.load(length + b) + 1
+    go = (tl.load(alive + b) != 0) & (ended == 0) & (n < tl.load(stop + b))
+    tl.store(alive + b, go.to(tl.int32))
+    if go:
+        tl.store(token + b, ids)
+        tl.store(length + b, n)
+
+
+@triton.jit
+def pick_kernel(logits, inverse_temperature, top, total, best, key, token, length, stop, alive, count, out_ids, out_logp, eos,
+                V, stride, NB, S, NBP: tl.constexpr, BLOCK: tl.constexpr, EOS: tl.constexpr, GREEDY: tl.constexpr,
+                PDL: tl.constexpr):
+    """One row: the first id at which the cumulative distribution exceeds u (or the likeliest id), and its log-prob."""
+    b = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i, w = tl.arange(0, NBP), tl.arange(0, BLOCK)
+    m = tl.load(top + b * NB + i, mask=i < NB, other=-float("inf"))
+    mass = tl.load(total + b * NB + i, mask=i < NB, other=0)
+    best_of = tl.load(best + b * NB + i, mask=i < NB, other=1 << 30)
+    peak = tl.max(m, 0)
+    mass = mass * tl.exp(m - peak)
+    whole = tl.sum(mass, 0)
+    if GREEDY:
+        ids = tl.min(tl.where(m == peak, best_of, 1 << 30), 0)
+        x = peak
+    else:
+        z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # sample.uniform(key, length + 1)
+        u = ((mix(z) >> 41 & 8388607).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+        cdf = tl.cumsum(mass, 0)
+        target = u * whole
+        j = tl.min(tl.where((cdf > target) & (mass > 0), i, NBP), 0)
+        j = tl.minimum(j, tl.max(tl.where(mass > 0, i, 0), 0))  # rounding may leave u past the last block
+        before = tl.sum(tl.where(i == j - 1, cdf, 0), 0)
+        v = j * BLOCK + w
+        xs = tl.load(logits + b.to(tl.int64) * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        xs *= tl.load(inverse_temperature)
+        p = tl.exp(xs - peak)
+        inside = tl.cumsum(p, 0) + before
+        at = tl.min(tl.where((inside > target) & (p > 0), w, BLOCK), 0)
+        at = tl.minimum(at, tl.max(tl.where(p > 0, w, 0), 0))
+        x = tl.max(tl.where(w == at, xs, -float("inf")), 0)
+        ids = j * BLOCK + at
+    finish_row(b, ids.to(tl.int64), x - peak - tl.log(whole), token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS)
+
+
+@triton.jit
+def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS: tl.constexpr):
+    """pick's second half, for ids (B,) and logp (B,) that torch drew."""
+    b = tl.program_id(0)
+    finish_row(b, tl.load(ids + b), tl.load(logp + b), token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS)
+
+
+# ----------------------------------------------------------------------------- the step
+
+
+def power(n):
+    return triton.next_power_of_2(n)
+
+
+class Projection:
+    """A (LoRA) linear as the step uses it: the base weight where it lies, and 16-bit copies of A (P*R, K) and B (N, R)."""
+
+    def __init__(self, m, dtype):
+        self.lora = m if hasattr(m, "base") and m.enabled else None
+        self.base = m.base if hasattr(m, "base") else m
+        self.quantized = hasattr(self.base, "codes")
+        self.N, self.K = self.base.shape if self.quantized else self.base.weight.shape
+        self.PR, self.scaling, self.A, self.B = 0, 0.0, None, None
+        if self.lora is not None:
+            self.rank, self.PR, self.scaling = m.rank, m.A.shape[0], float(m.scaling)
+            self.A, self.B = torch.empty_like(m.A, dtype=dtype), torch.empty_like(m.B, dtype=dtype)
+            rows = list(m.parts.values())
+            self.splits = [sum(rows[:i]) for i in (1, 2)] if len(rows) > 2 else [rows[0], NEVER] if len(rows) > 1 else [NEVER] * 2
+
+    def key(self):
+        """Changes when a captured graph would read the wrong memory."""
+        weight = self.base.codes if self.quantized else self.base.weight
+        return weight.data_ptr(), self.lora is not None
+
+
+class Step:
+    """One decode step of a model over persistent state; `step(rows)` launches it for the first `rows` slots.
+
+    cache: model.KVCache of S slots. State, by slot: token (the last one, not yet in the cache), cache.length, key (of the
+    random numbers), stop (length at which the row ends), alive, count (where the next result goes in out_ids, out_logp)."""
+
+    def __init__(self, model, cache):
+        self.cache, S, dev = cache, cache.k.shape[1], cache.k.device
+        self.config, self.valid_vocab, self.dtype = model.config, model.valid_vocab, model.embed.weight.dtype
+        self.token, self.key, self.stop = (torch.zeros(S, dtype=torch.long, device=dev) for _ in range(3))
+        self.alive, self.count = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(2))
+        self.out_ids = torch.zeros(STEPS, S, dtype=torch.long, device=dev)
+        self.out_logp = torch.zeros(STEPS, S, device=dev)
+        self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
+        self.inverse_temperature = torch.ones(1, device=dev)
+        pos = torch.arange(cache.k.shape[3], device=dev)
+        self.cos, self.sin = rope_tables(pos, model.config.head_dim, model.config.rope_theta)  # (tokens, D/2)
+        self.embed, self.norm, self.head = model.embed.weight, model.norm, model.lm_head.weight
+        self.layers = [(b.input_layernorm, Projection(b.attn.qkv_proj, self.dtype), Projection(b.attn.o_proj, self.dtype),
+                        b.post_attention_layernorm, Projection(b.mlp.gate_up_proj, self.dtype),
+                        Projection(b.mlp.down_proj, self.dtype)) for b in model.layers]
+        self.adapters = [p for layer in self.layers for p in layer if isinstance(p, Projection) and p.lora is not None]
+        hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
+        self.launch = {"PDL": hopper and os.environ.get("QERL_PDL", "1") == "1", "IEEE": self.dtype == torch.float32}
+        self.extra = {"launch_pdl": True} if self.launch["PDL"] else {}
+        self.sms = torch.cuda.get_device_properties(dev).multi_processor_count if dev.type == "cuda" else 4
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self):
+        """Copy LoRA's float32 parameters into the 16-bit buffers that the kernels read."""
+        if self.adapters:
+            torch._foreach_copy_([t for p in self.adapters for t in (p.A, p.B)],
+                                 [t.detach() for p in self.adapters for t in (p.lora.A, p.lora.B)])
+
+    def row_block(self, rows):
+        return min(power(rows), 8 if rows <= 32 else 16)
+
+    def norm_step(self, x, delta, norm, nxt, token=None):
+        """(x + delta, its norm, the LoRA partials of `nxt`) for x (B, C); token: x is the embedding table."""
+        C, B = x.shape[1], x.shape[0] if token is None else token.shape[0]
+        PR = nxt.PR if nxt else 0
+        RB, SLICE = self.row_block(B), min(128, power(C))
+        Z = triton.cdiv(C, SLICE)
+        changed = delta is not None or token is not None
+        x_out = x.new_empty(B, C) if changed else x
+        h, xa = x.new_empty(B, C), self.partials(Z, B, PR)
+        norm_kernel[triton.cdiv(B, RB), Z](
+            x, x if delta is None else delta, self.token if token is None else token, norm.weight, norm.noise, x_out, h,
+            nxt.A if PR else x, xa, B, norm.eps, nxt.scaling if PR else 0.0, C=C, EMBED=token is not None,
+            DELTA=delta is not None, PR=PR, PP=max(16, power(PR)), RB=RB, SLICE=SLICE, CHUNK=min(1024, power(C)), num_warps=4,
+            **self.launch, **self.extra)
+        return x_out, h, xa
+
+    def partials(self, Z, B, PR):
+        return torch.empty(Z, B, max(PR, 1), dtype=torch.float32, device=self.token.device)
+
+    def linear(self, p, x, xa):
+        """base(x) + LoRA for x (B, K), its partials xa (Z, B, P*R)."""
+        bias = p.base.bias
+        if p.quantized and hasattr(marlin_triton, "linear_decode"):
+            return marlin_triton.linear_decode(x, p.base.q, bias, xa if p.PR else None, p.B)
+        y = p.base(x)
+        if p.PR:
+            self.add_lora(p, y, xa)
+        return y
+
+    def add_lora(self, p, y, xa):
+        """y (B, N) += the LoRA term of projection p, in place."""
+        B, BN, RB = y.shape[0], 128, min(16, power(y.shape[0]))
+        lora_b_kernel[triton.cdiv(p.N, BN), triton.cdiv(B, RB)](
+            y, xa, p.B, B, p.N, *p.splits, R=p.rank, RP=max(16, power(p.rank)), PR=p.PR, Z=xa.shape[0], RB=RB, BN=BN,
+            num_warps=4, **self.launch, **self.extra)
+
+    def attention(self, layer, qkv, nxt):
+        """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D) and the LoRA partials of `nxt`; writes the cache."""
+        c, B, k, v = self.config, qkv.shape[0], self.cache.k[layer], self.cache.v[layer]
+        H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        W = 1
+        while W < 32 and B * HKV * W * 2 <= 2 * self.sms:  # enough programs to fill the card twice
+            W *= 2
+        acc = torch.empty(W, B, H * D, dtype=torch.float32, device=qkv.device)
+        m, l = (torch.empty(W, B, H, dtype=torch.float32, device=qkv.device) for _ in "ml")
+        attend_kernel[B * HKV, W](
+            qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, B, k.stride(0), k.stride(1),
+            D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=32 if W > 4 else 64,
+            num_warps=4, num_stages=3, **self.launch, **self.extra)
+        out, RB, SLICE = qkv.new_empty(B, H * D), self.row_block(B), min(128, power(H * D))
+        Z = triton.cdiv(H * D, SLICE)
+        xa = self.partials(Z, B, nxt.PR)
+        merge_kernel[triton.cdiv(B, RB), Z](
+            acc, m, l, out, nxt.A if nxt.PR else out, xa, B, nxt.scaling, H=H, D=D, W=W, PR=nxt.PR, PP=max(16, power(nxt.PR)),
+            RB=RB, SLICE=SLICE, num_warps=4, **self.launch, **self.extra)
+        return out, xa
+
+    def silu(self, gate_up, nxt):
+        """silu(gate) * up (B, F) and the LoRA partials of `nxt`."""
+        B, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out, RB, SLICE = gate_up.new_empty(B, width), self.row_block(B), min(512, power(width))
+        Z = triton.cdiv(width, SLICE)
+        xa = self.partials(Z, B, nxt.PR)
+        silu_kernel[triton.cdiv(B, RB), Z](
+            gate_up, out, nxt.A if nxt.PR else out, xa, B, nxt.scaling, F=width, PR=nxt.PR, PP=max(16, power(nxt.PR)), RB=RB,
+            SLICE=SLICE, num_warps=4, **self.launch, **self.extra)
+        return out, xa
+
+    def hidden(self, rows):
+        """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are in the cache after it."""
+        x, delta = self.embed, None
+        for i, (norm1, qkv_proj, o_proj, norm2, gate_up_proj, down_proj) in enumerate(self.layers):
+            x, h, xa = self.norm_step(x, delta, norm1, qkv_proj, self.token[:rows] if i == 0 else None)
+            y, xa = self.attention(i, self.linear(qkv_proj, h, xa), o_proj)
+            delta = self.linear(o_proj, y, xa)  # (B, H*D) -> (B, C)
+            x, h, xa = self.norm_step(x, delta, norm2, gate_up_proj)
+            y, xa = self.silu(self.linear(gate_up_proj, h, xa), down_proj)  # (B, C) -> (B, 2F) -> (B, F)
+            delta = self.linear(down_proj, y, xa)  # (B, F) -> (B, C)
+        return self.norm_step(x, delta, self.norm, None)[1]
+
+    def step(self, rows, greedy=False, draw=None):
+        """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs replaces the fused sampler."""
+        logits = F.linear(self.hidden(rows), self.head)  # (B, C) @ (C, V)
+        state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids, self.out_logp, self.eos)
+        S = self.token.shape[0]
+        if draw is not None:
+            ids, logp = draw(logits[:, : self.valid_vocab], self.key[:rows], self.cache.length[:rows] + 1)
+            record_kernel[(rows,)](ids, logp, *state, S, EOS=EOS_SLOTS)
+            return
+        BLOCK = min(4096, power(self.valid_vocab))
+        NB = triton.cdiv(self.valid_vocab, BLOCK)
+        top, total = (torch.empty(rows, NB, dtype=torch.float32, device=logits.device) for _ in range(2))
+        best = torch.empty(rows, NB, dtype=torch.int32, device=logits.device)
+        common = {"BLOCK": BLOCK, "PDL": self.launch["PDL"], "num_warps": 8, **self.extra}
+        blocks = (logits, self.inverse_temperature, top, total, best)
+        stats_kernel[rows, NB](*blocks, self.valid_vocab, logits.stride(0), NB, **common)
+        pick_kernel[(rows,)](*blocks, self.key, *state, self.valid_vocab, logits.stride(0), NB, S, NBP=power(NB), EOS=EOS_SLOTS,
+                             GREEDY=greedy, **common)
