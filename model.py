@@ -381,9 +381,14 @@ def read_linear(source, path, m, dtype, device):
     """(weight (N, K), bias (N,) or None) of the fused projection at `path`, its parts read in row order."""
     K, where = m.weight.shape[1], prefix(path)
     weight = torch.cat([source.get(f"{where}.{p}.weight", (n, K), dtype, device) for p, n in m.parts.items()])
+    return weight, read_bias(source, path, m, dtype, device)
+
+
+def read_bias(source, path, m, dtype, device):
+    """The bias (N,) of the fused projection at `path`, or None where the model has none."""
     if m.bias is None:
-        return weight, None
-    return weight, torch.cat([source.get(f"{where}.{p}.bias", (n,), dtype, device) for p, n in m.parts.items()])
+        return None
+    return torch.cat([source.get(f"{prefix(path)}.{p}.bias", (n,), dtype, device) for p, n in m.parts.items()])
 
 
 def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none"):

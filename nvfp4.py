@@ -33,8 +33,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import checkpoint
 import marlin_triton
-from model import read_linear
+from model import Linear, prefix, read_bias, read_linear
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 FORMATS = tuple(BLOCK)
@@ -99,6 +100,22 @@ def encode(w, fmt, scale, global_scale):
     return Quantized(fmt, (N, K), codes, scale, global_scale)
 
 
+def snap(w, fmt, scale, global_scale):
+    """w (N, K) rounded to the grid of given scales and back: dequantize(encode(...)) without the packing, float32."""
+    N, K = w.shape
+    out = torch.empty(N, K, device=w.device)
+    table = torch.tensor(marlin_triton.NF4 if fmt == "nf4" else marlin_triton.E2M1, device=w.device)
+    rows = max(1, CHUNK // K)
+    for i in range(0, N, rows):
+        step = scale_value(scale[i : i + rows], fmt)[..., None]  # (n, K/block, 1)
+        g = global_scale[i : i + rows, None]
+        blocks = w[i : i + rows].float().view(-1, K // BLOCK[fmt], BLOCK[fmt])  # (n, K/block, block)
+        x = torch.where(step * g[..., None] > 0, blocks / (step * g[..., None]), 0)
+        codes = round_nf4(x) if fmt == "nf4" else round_e2m1(x)
+        out[i : i + rows] = (table[codes.int()] * step).view(-1, K) * g
+    return out
+
+
 def round_e2m1(x):
     """Codes (uint8) of the E2M1 values nearest to x, ties to the even mantissa, saturating at 6."""
     a, code = x.abs(), torch.zeros_like(x, dtype=torch.uint8)
@@ -155,6 +172,20 @@ class QuantLinear(nn.Module):
 
 
 def load_linear(source, path, m, config, quant, dtype, device):
-    """The QuantLinear of the fused projection at `path` (a meta model.Linear `m` tells its shape), read from `source`."""
-    weight, bias = read_linear(source, path, m, dtype, device)
-    return QuantLinear(quantize(weight, quant, path), m.parts, bias)
+    """The linear for the fused projection at `path` (a meta model.Linear `m` tells its shape), read from `source`: 16-bit weights
+    are rounded to `quant`; in a checkpoint that is quantized already they are taken as they are. A projection that such a
+    checkpoint left in 16 bits stays a model.Linear."""
+    if not config.quantization:
+        weight, bias = read_linear(source, path, m, dtype, device)
+        return QuantLinear(quantize(weight, quant, path), m.parts, bias)
+    fmt = checkpoint.packed_format(config.quantization, source.folder)
+    if quant not in ("none", fmt):
+        raise ValueError(f"--quant {quant}: {source.folder} is quantized to {fmt} already; leave --quant out")
+    if all(f"{prefix(path)}.{p}.weight" in source for p in m.parts):
+        weight, bias = read_linear(source, path, m, dtype, device)
+        with torch.device("meta"):
+            plain = Linear(m.weight.shape[1], m.parts, bias is not None)
+        plain.weight, plain.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+        return plain
+    q = Quantized(fmt, tuple(m.weight.shape), *checkpoint.read_packed(source, path, m, fmt, device))
+    return QuantLinear(q, m.parts, read_bias(source, path, m, dtype, device))

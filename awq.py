@@ -1,0 +1,261 @@
+"""
+AWQ: activation-aware weight quantization (Lin et al., arXiv 2306.00978), for all three formats.
+
+Rounding errors of a weight column are multiplied by that input channel's activations, and few channels are large. AWQ scales
+the columns up where activations are large, W diag(s), and the activations down, diag(s)^-1 x, before rounding. The second
+factor is folded into whatever makes x, so that the model stays the same function and gets no new operation:
+
+    q,k,v   <- input_layernorm's weight              o     <- the v rows of qkv (one s for all heads that share a kv head)
+    gate,up <- post_attention_layernorm's weight     down  <- the up rows of gate_up
+
+s = mean|x|^a, normalised; a goes over a grid in [0, 1] and the one with the least output error || (Q(W s) / s - W) X ||^2 on
+calibration text wins. a = 0 is s = 1, plain rounding. Then each block's scale is searched for among its neighbours (AWQ calls
+its form of this weight clipping): the largest weight need not sit on the grid's end, if the other 15 gain by it.
+
+The error needs no stored activations: with H = X^T X it is sum((D H) * D), D = Q(W s) / s - W. One block's 16-bit weights are
+on the device at a time, and calibration text passes through the original blocks.
+
+    model = awq.load("Qwen/Qwen2.5-3B-Instruct", device="cuda", fmt="nvfp4", calib="train.jsonl")
+    python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --awq --calib train.jsonl --out q/
+
+Shapes: N rows, K columns, B sequences, T tokens, C hidden, H query heads, Hkv kv heads, D head size, G = H / Hkv.
+"""
+import json
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import data
+import grpo
+import model as qwen
+from nvfp4 import BLOCK, QuantLinear, block_scales, encode, snap
+
+GRID = 20  # exponents tried: 0, 1/20, ..., 1
+FINALISTS = 3  # exponents whose block scales are searched, besides 0
+BATCH = 8  # calibration sequences that go through a block together
+
+
+class Stats:
+    """H = X^T X / n (K, K) and mean|x| (K,) of a linear's inputs, gathered by a forward hook."""
+
+    def __init__(self, K, device):
+        self.H, self.mean, self.n = torch.zeros(K, K, device=device), torch.zeros(K, device=device), 0
+
+    def __call__(self, module, args):
+        x = args[0].reshape(-1, self.mean.numel()).float()  # (B*T, K)
+        self.H += x.T @ x  # (K, M) @ (M, K)
+        self.mean += x.abs().sum(0)
+        self.n += x.shape[0]
+
+
+def output_error(D, H):
+    """sum over rows of d H d^T: the squared output error of a weight error D (N, K), for inputs with X^T X = H (K, K)."""
+    return ((D @ H) * D).sum().item()  # (N, K) @ (K, K)
+
+
+def neighbours(scale, fmt):
+    """Block scales near `scale`, in the stored type: what `search_blocks` tries."""
+    if fmt == "nf4":
+        return [scale * f for f in (0.7, 0.75, 0.8, 0.85, 0.9, 0.95)]
+    byte = scale.view(torch.uint8).int()  # neighbouring bytes are neighbouring values
+    top, deltas = (254, (-1, 1)) if fmt == "mxfp4" else (126, (-4, -3, -2, -1, 1, 2, 3, 4, 5))
+    return [(byte + d).clamp(1, top).to(torch.uint8).view(scale.dtype) for d in deltas]
+
+
+def search_blocks(w, fmt, scale, global_scale, H):
+    """The block scale (N, K/block) with the least output error per block, over the neighbours of `scale`."""
+    N, K = w.shape
+    b = BLOCK[fmt]
+    diagonal = torch.stack([H[i : i + b, i : i + b] for i in range(0, K, b)])  # (K/b, b, b)
+
+    def errors(s):
+        d = (snap(w, fmt, s, global_scale) - w).view(N, K // b, b).transpose(0, 1)  # (K/b, N, b)
+        return ((d @ diagonal) * d).sum(-1).T  # (N, K/b)
+
+    best, least = scale.clone(), errors(scale)
+    raw = best.view(torch.uint8) if fmt != "nf4" else best
+    for s in neighbours(scale, fmt):
+        e = errors(s)
+        better = e < least
+        least = torch.where(better, e, least)
+        raw[better] = (s.view(torch.uint8) if fmt != "nf4" else s)[better]
+    return best
+
+
+class Search:
+    """One linear: the best scales of its input channels, and its quantized weight.
+
+    w (N, K) float32, H (K, K), magnitude (K,) = mean|x| (shared over tied channels already), exact: s -> the s that folding can
+    realise without rounding, divide (N,): what w's rows will be divided by, because they feed a scaled consumer. Errors are
+    relative to || W X ||^2: `rtn` of plain rounding, `scaled` after the channel scales, `awq` after the block scales too."""
+
+    def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=GRID):
+        power = output_error(w, H) or 1.0
+        divide = torch.ones(len(w), 1, device=w.device) if divide is None else divide[:, None]
+        self.rtn = output_error(snap(w, fmt, *block_scales(w, fmt)) - w, H) / power
+
+        def error(t, s, scales):
+            return output_error(snap(t, fmt, *scales) * divide / s - w, H) / power
+
+        tried = []
+        for a in [i / grid for i in range(grid + 1)] if grid else [0.0]:
+            s = magnitude.clamp(min=1e-8) ** a
+            s = exact(s / (s.max() * s.min()).sqrt()) if a else torch.ones_like(magnitude)
+            t = w * s / divide
+            tried.append((error(t, s, block_scales(t, fmt)), a, s))
+        self.awq = float("inf")
+        # searching blocks costs ten times a trial, and evens out some of what the exponents differ by: only for the best of them
+        for scaled, a, s in sorted(tried[1:], key=lambda x: x[0])[:FINALISTS] + tried[:1]:
+            t = w * s / divide
+            scale, top = block_scales(t, fmt)
+            searched = search_blocks(t, fmt, scale, top, H / s / s[:, None])
+            for e, best in ((scaled, scale), (error(t, s, (searched, top)), searched)):
+                if e < self.awq:
+                    self.exponent, self.s, self.scaled, self.awq, final = a, s, scaled, e, (t, fmt, best, top)
+        self.q = encode(*final)
+
+
+def quantize_block(block, stats, config, fmt, search=Search):
+    """Replace the four linears of `block` (model.Block, 16-bit weights) by QuantLinears, its norms by folded ones.
+
+    stats: {name: Stats} of its linears. Returns a row {"linear", "exponent", "rtn", "scaled", "awq"} for each."""
+    attn, mlp, c = block.attn, block.mlp, config
+    G, D = c.num_attention_heads // c.num_key_value_heads, c.head_dim
+    q_k = (c.num_attention_heads + c.num_key_value_heads) * D  # rows of qkv above the v rows
+    rows = []
+
+    def per_kv_head(x):  # mean over the query heads that read the same v: (H*D) -> (Hkv*D)
+        return x.view(-1, G, D).mean(1).flatten()
+
+    def to_query_heads(x):  # (Hkv*D) -> (H*D)
+        return x.view(-1, 1, D).expand(-1, G, D).flatten()
+
+    for owner, first, then, norm, above, share, spread in (
+        (attn, "qkv_proj", "o_proj", block.input_layernorm, q_k, per_kv_head, to_query_heads),
+        (mlp, "gate_up_proj", "down_proj", block.post_attention_layernorm, c.intermediate_size, lambda x: x, lambda x: x),
+    ):
+        producer, consumer = getattr(owner, first), getattr(owner, then)
+        gain = norm.weight
+
+        def foldable(s, gain=gain):  # the s for which weight / s is exact in the norm's own dtype; 1 where the norm is zero
+            folded = (gain / s).to(gain.dtype)
+            return torch.where((folded != 0) & torch.isfinite(folded), gain.float() / folded.float(), 1.0)
+
+        H, mean = stats[then].H, spread(share(stats[then].mean))
+        out = search(consumer.weight.float(), H, mean, fmt)
+        for s in (out.s, torch.ones_like(out.s)):
+            divide = torch.ones(len(producer.weight), device=s.device)
+            divide[above:] = share(s)  # rows of v, or of up
+            into = search(producer.weight.float(), stats[first].H, stats[first].mean, fmt, foldable, divide)
+            if into.awq <= into.rtn:
+                break
+        if not torch.equal(s, out.s):  # scaling the consumer would make its producer worse than plain rounding
+            out = search(consumer.weight.float(), H, mean, fmt, grid=0)
+        folded = (gain / into.s).to(gain.dtype)
+        norm.weight.data = torch.where((folded != 0) & torch.isfinite(folded), folded, gain)
+        bias = None if producer.bias is None else (producer.bias.float() / divide).to(producer.bias.dtype)
+        setattr(owner, first, QuantLinear(into.q, producer.parts, bias))
+        setattr(owner, then, QuantLinear(out.q, consumer.parts, consumer.bias))
+        for name, s in ((first, into), (then, out)):
+            rows.append({"linear": name, "exponent": s.exponent, "rtn": s.rtn, "scaled": s.scaled, "awq": s.awq})
+    return rows
+
+
+@torch.no_grad()
+def blocks(model, source, device, dtype, fmt, ids):
+    """Fill and quantize the blocks of a meta `model` one after the other; yields (layer, rows of the report) as each is done.
+
+    The embedding must be loaded. ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
+    calibrated on what the 16-bit model feeds it, and one pass a layer is enough."""
+    x = model.embed(ids.to(device))  # (B, T, C)
+    positions = torch.arange(ids.shape[1], device=device)[None]
+    cos, sin = (t[:, None] for t in qwen.rope_tables(positions, model.config.head_dim, model.config.rope_theta))
+    for i in range(model.config.num_hidden_layers):
+        qwen.fill(model, f"layers.{i}.", source, device, dtype, "none")
+        block = model.layers[i]
+        linears = {n.rsplit(".", 1)[-1]: m for n, m in block.named_modules() if isinstance(m, qwen.Linear)}
+        stats = {n: Stats(m.weight.shape[1], device) for n, m in linears.items()}
+        hooks = [m.register_forward_pre_hook(stats[n]) for n, m in linears.items()]
+        for rows in x.split(BATCH):
+            rows.copy_(block(rows, cos, sin))  # (b, T, C), in place: a view of x
+        for hook in hooks:
+            hook.remove()
+        for s in stats.values():
+            s.H /= s.n
+            s.mean /= s.n
+        report = quantize_block(block, stats, model.config, fmt)
+        del block, linears, stats, hooks
+        yield i, report
+
+
+def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512):
+    """model.load(..., quant=fmt) with AWQ; the layers' report is in model.awq. Raises as model.load does, and ValueError for a
+    calibration text that is empty or a checkpoint that is quantized already."""
+    folder = qwen.fetch(path_or_hub_id)
+    config, source = qwen.Config.read(folder), qwen.Checkpoint(folder)
+    if config.quantization:
+        raise ValueError(f"--awq: {folder} is quantized already; give the 16-bit checkpoint")
+    ids = calibration(calib, folder, sequences, length)
+    with torch.device("meta"):
+        model = qwen.Qwen2(config)
+    for part in ("embed", "norm", "lm_head"):
+        qwen.fill(model, part, source, device, dtype, "none")
+    progress = tqdm(blocks(model, source, device, dtype, fmt, ids), f"AWQ {fmt}", config.num_hidden_layers, unit="layer")
+    report = [{"layer": i, **row} for i, rows in progress for row in rows]
+    model = qwen.finish(model, source)
+    model.awq = report
+    return model
+
+
+# ---- text
+
+
+def texts(path):
+    """The texts of a file: question and answer of each row of a .jsonl (or its "text"), else the file as one text."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"--calib {path}: no such file; give a .jsonl (question and answer, or text) or a text file")
+    if path.suffix != ".jsonl":
+        return [path.read_text(encoding="utf-8")]
+    out = []
+    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            out.append(row["text"] if "text" in row else f"{row['question']}\n{row['answer']}")
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, row {n}: needs \"text\", or \"question\" and \"answer\"") from None
+    return out
+
+
+def calibration(path, folder, sequences, length):
+    """ids (sequences, length) long of calibration text in the checkpoint's own tokens; documents follow one another, ended by
+    EOS. Without a file: worked arithmetic problems in the checkpoint's chat template, as the embedded task has them."""
+    tok = data.Tokenizer(folder)
+    if path is None:
+        rows = data.arithmetic("train", 4096)
+        docs = (tok.prompt_ids(r["question"]) + tok.encode(data.solution(r)) for r in rows)
+    else:
+        docs = (tok.encode(t) for t in texts(path))
+    ids, want = [], sequences * length
+    for doc in docs:
+        ids += doc + tok.eos_ids[-1:]
+        if len(ids) >= want:
+            break
+    rows = min(sequences, len(ids) // length)
+    if rows < 1:
+        raise ValueError(f"--calib {path}: {len(ids)} tokens, fewer than one sequence of {length}; give more text")
+    return torch.tensor(ids[: rows * length]).view(rows, length)
+
+
+@torch.no_grad()
+def perplexity(model, docs):
+    """docs: token ids of each document -> [(summed negative log-likelihood in nats, tokens scored)] of each; a document's first
+    token is not scored. exp(sum / sum) is the perplexity."""
+    device, out = model.embed.weight.device, []
+    for ids in docs:
+        t = torch.tensor(ids, device=device)
+        hidden = model.hidden(t[None, :-1])[0]  # (T-1, C)
+        logp, _ = grpo.token_logprobs(hidden, model.lm_head.weight, t[1:], valid_vocab=model.valid_vocab)
+        out.append((-logp.sum().item(), len(ids) - 1))
+    return out
