@@ -59,7 +59,7 @@ def add(x, y):
     return (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)  # rounded to the residual's type, as the modules round it
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def norm_kernel(x, delta, token, weight, noise, x_out, h_out, a, xa, B, eps, scale, C: tl.constexpr, EMBED: tl.constexpr,
                 DELTA: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr,
                 CHUNK: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
@@ -99,7 +99,7 @@ def norm_kernel(x, delta, token, weight, noise, x_out, h_out, a, xa, B, eps, sca
         lora_a(h, at, xa, r, live, p, PR, z, B, scale, IEEE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out, B, stride_b, stride_h, scale,
                   HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
                   BLOCK: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
@@ -160,7 +160,7 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
     tl.store(l_out + head, l, mask=g < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def merge_kernel(acc, m, l, out, a, xa, B, scale, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PR: tl.constexpr,
                  PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """attend's W splits -> out (B, H*D), always summed in the same order, and scale * out A^T -> xa."""
@@ -192,7 +192,7 @@ def merge_kernel(acc, m, l, out, a, xa, B, scale, H: tl.constexpr, D: tl.constex
         lora_a(tl.where(ok, y, 0), at, xa, r, live, p, PR, z, B, scale, IEEE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def silu_kernel(gate_up, out, a, xa, B, scale, F: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr,
                 SLICE: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """gate_up (B, 2F) -> silu(gate) * up -> out (B, F), and scale * out A^T -> xa."""
@@ -217,7 +217,7 @@ def silu_kernel(gate_up, out, a, xa, B, scale, F: tl.constexpr, PR: tl.constexpr
         lora_a(y, at, xa, r, live, p, PR, z, B, scale, IEEE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def lora_b_kernel(y, xa, b, B, N, split1, split2, R: tl.constexpr, RP: tl.constexpr, PR: tl.constexpr, Z: tl.constexpr,
                   RB: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """y (B, N) += sum over Z of xa (Z, B, PR), times b (N, R); rows of b from split1 (split2) on belong to part 1 (2)."""
@@ -392,7 +392,7 @@ class Step:
                                  [t.detach() for p in self.adapters for t in (p.lora.A, p.lora.B)])
 
     def row_block(self, rows):
-        return min(power(rows), 8 if rows <= 32 else 16)
+        return 1 if rows == 1 else 8 if rows <= 32 else 16
 
     def norm_step(self, x, delta, norm, nxt, token=None):
         """(x + delta, its norm, the LoRA partials of `nxt`) for x (B, C); token: x is the embedding table."""
@@ -425,7 +425,7 @@ class Step:
 
     def add_lora(self, p, y, xa):
         """y (B, N) += the LoRA term of projection p, in place."""
-        B, BN, RB = y.shape[0], 128, min(16, power(y.shape[0]))
+        B, BN, RB = y.shape[0], 128, 8 if y.shape[0] <= 8 else 16
         lora_b_kernel[triton.cdiv(p.N, BN), triton.cdiv(B, RB)](
             y, xa, p.B, B, p.N, *p.splits, R=p.rank, RP=max(16, power(p.rank)), PR=p.PR, Z=xa.shape[0], RB=RB, BN=BN,
             num_warps=4, **self.launch, **self.extra)

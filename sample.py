@@ -283,8 +283,8 @@ def graphs(model, slots, max_len, top_p):
     fit = int((free - working_bytes(model, slots, top_p)) // row_bytes(model, max_len))
     if fit < 1:
         need = (row_bytes(model, max_len) + working_bytes(model, slots, top_p)) / 2**30
-        raise ValueError(f"--max-new-tokens: one row of {max_len} tokens needs {need:.1f} GiB, {free / 2**30:.1f} are free; lower "
-                         "it, shorten the prompts, lower --max-rows, or choose a smaller --model or another --quant")
+        raise ValueError(f"--max-new-tokens: one row of {max_len} tokens needs {need:.1f} GiB, {free / 2**30:.1f} are free; "
+                         "lower it, shorten the prompts, lower --max-rows, or choose a smaller --model or another --quant")
     engine = Graphs(model, min(slots, fit), max_len)
     ENGINES[model] = (mark, engine, slots)
     return engine

@@ -1,0 +1,7 @@
+"""Without a GPU, Triton's kernels run in its interpreter; that is decided when they are defined, so before any import of them."""
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,221 @@
+"""Sampling: what is drawn depends on the prompt and the seed alone, and each log-prob is the full forward's."""
+import json
+
+import pytest
+import torch
+
+import aqn
+import lora
+import model as M
+import sample
+
+CONFIG = M.Config(101, 48, 64, 2, 4, 2, 12, max_position_embeddings=64)
+PROMPTS = [[5], [1, 2, 3], list(range(20, 37)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    m = M.build(CONFIG, M.RandomCheckpoint(1), dtype=torch.float32)
+    m.lm_head.weight.mul_(8)  # far from uniform
+    m.valid_vocab = 97
+    return m
+
+
+def tokens(groups):
+    return [[s.ids for s in g] for g in groups]
+
+
+def full_logprobs(model, prompt, ids, temperature=1.0):
+    logits = model(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1, : model.valid_vocab]
+    return (logits.float() / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def test_refill_and_shrink_keep_every_sample(model):
+    """A row that takes over a slot, or moves into a hole, must find its own prompt, position and random numbers there."""
+    kw = dict(n=4, max_new_tokens=[9, 4, 12, 7, 10], eos_ids=range(8), seed=3)
+    whole = sample.generate(model, PROMPTS, **kw)
+    assert len({tuple(s.ids) for g in whole for s in g}) > 10
+    for rows in (1, 2, 3, 7):
+        assert tokens(sample.generate(model, PROMPTS, max_rows=rows, **kw)) == tokens(whole)
+
+
+def test_samples_do_not_depend_on_the_other_prompts(model):
+    """Order and log-probs belong to the prompt; only its index enters the seed."""
+    both = sample.generate(model, PROMPTS[:2], n=2, max_new_tokens=8, seed=1)
+    first = sample.generate(model, PROMPTS[:1], n=2, max_new_tokens=8, seed=1)
+    assert tokens(both)[0] == tokens(first)[0]
+    assert tokens(sample.generate(model, PROMPTS[:1], n=2, max_new_tokens=8, seed=2)) != tokens(first)
+
+
+def test_group_members_differ_and_equal_prompts_too(model):
+    """Two samples of one prompt, or of one prompt given twice, must not be copies."""
+    groups = sample.generate(model, [PROMPTS[1], PROMPTS[1]], n=3, max_new_tokens=12)
+    assert len({tuple(s.ids) for g in groups for s in g}) == 6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_equal_the_full_forward(model, temperature):
+    """Temperature comes before the softmax, ids past the tokenizer have no mass, in sampler and trainer alike."""
+    groups = sample.generate(model, PROMPTS, n=2, max_new_tokens=20, temperature=temperature)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for s in group:
+            assert max(s.ids) < model.valid_vocab and len(s.ids) == len(s.logprobs) == 20
+            want = full_logprobs(model, prompt, s.ids, temperature)
+            torch.testing.assert_close(torch.tensor(s.logprobs), want, atol=1e-4, rtol=0)
+
+
+def test_top_p_logprobs_are_of_the_whole_distribution(model):
+    """RL needs log-probs of the policy, not of its truncated copy."""
+    [[s]] = sample.generate(model, PROMPTS[1:2], max_new_tokens=20, temperature=0.8, top_p=0.5)
+    torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, PROMPTS[1], s.ids, 0.8), atol=1e-4, rtol=0)
+
+
+def test_temperature_zero_is_the_argmax(model):
+    """Greedy, whatever the seed."""
+    [[s], [t]] = sample.generate(model, PROMPTS[1:3], max_new_tokens=10, temperature=0, seed=5)
+    for prompt, x in ((PROMPTS[1], s), (PROMPTS[2], t)):
+        logits = model(torch.tensor([prompt + x.ids]))[0, len(prompt) - 1 : -1, : model.valid_vocab]
+        assert x.ids == logits.argmax(-1).tolist()
+        torch.testing.assert_close(torch.tensor(x.logprobs), full_logprobs(model, prompt, x.ids), atol=1e-4, rtol=0)
+
+
+def test_stops(model):
+    """EOS at the first token, in the last allowed place, and never; `finished` tells a stop from a cut."""
+    [[s]] = sample.generate(model, PROMPTS[:1], max_new_tokens=10, seed=4)
+    assert len(s.ids) == 10 and not s.finished
+    places = {t: i for i, t in reversed(list(enumerate(s.ids)))}  # first place of each id
+    for i in {0, 9, max(places.values())} & set(places.values()):
+        [[e]] = sample.generate(model, PROMPTS[:1], max_new_tokens=i + 1, seed=4, eos_ids=[s.ids[i]])
+        assert e.ids == s.ids[: i + 1] and e.finished and e.logprobs == pytest.approx(s.logprobs[: i + 1], abs=1e-5)
+    [[e]] = sample.generate(model, PROMPTS[:1], max_new_tokens=10, seed=4, eos_ids=[s.ids[0]])
+    assert e.ids == s.ids[:1] and e.finished
+    [[e]] = sample.generate(model, PROMPTS[:1], max_new_tokens=10, seed=4, eos_ids=[99])
+    assert e.ids == s.ids and not e.finished
+
+
+def test_edges(model):
+    """No prompt, one prompt of one token, and a prompt that leaves room for one token."""
+    assert sample.generate(model, []) == []
+    [[s]] = sample.generate(model, [[7]], n=1, max_new_tokens=1)
+    assert len(s.ids) == 1
+    long = [i % 90 for i in range(63)]
+    [[s], [t]] = sample.generate(model, [long, [3]], max_new_tokens=1)
+    torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, long, s.ids), atol=1e-4, rtol=0)
+
+
+def test_long_prompts_go_through_in_chunks(model, monkeypatch):
+    """A prompt longer than the prefill budget must see all of itself, not its last chunk."""
+    want = tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6))
+    monkeypatch.setattr(sample, "PREFILL_TOKENS", 5)
+    assert tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6)) == want
+
+
+def test_lora_and_noise_changed_between_calls(model):
+    """Nothing of the last call may be left over: the model is sampled as it is now."""
+    m = M.build(CONFIG, M.RandomCheckpoint(1), dtype=torch.float32)
+    m.lm_head.weight.mul_(8)
+    lora.add_lora(m, 2, 4)
+    kw = dict(n=2, max_new_tokens=8)
+    clean = tokens(sample.generate(m, PROMPTS, **kw))
+    aqn.set_noise(m, 0.5, seed=1)
+    assert tokens(sample.generate(m, PROMPTS, **kw)) != clean
+    aqn.set_noise(m, 0.0)
+    assert tokens(sample.generate(m, PROMPTS, **kw)) == clean
+    for _, layer in lora.lora_layers(m):
+        torch.nn.init.normal_(layer.B, std=0.3)
+    changed = sample.generate(m, PROMPTS, **kw)
+    assert tokens(changed) != clean
+    s = changed[2][0]
+    torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(m, PROMPTS[2], s.ids).detach(), atol=1e-4, rtol=0)
+
+
+def test_uniform_is_a_pure_function_and_never_0_or_1():
+    """u = 1 would run off the end of the distribution; equal keys at neighbouring places would repeat tokens."""
+    keys = sample.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
+    assert len(set(keys.tolist())) == 200
+    u = sample.uniform(keys[:, None], torch.arange(500)[None])
+    assert 0 < u.min() < 1e-3 and 1 - 1e-3 < u.max() < 1 and abs(u.mean() - 0.5) < 0.005
+    assert abs((u[:, 1:] * u[:, :-1]).mean() - 0.25) < 0.005 and abs((u[1:] * u[:-1]).mean() - 0.25) < 0.005
+    assert torch.equal(u[3, 7:9], sample.uniform(keys[3], torch.tensor([7, 8])))
+    extreme = (torch.tensor([0.0, 2**23 - 1]) + 0.5) * 2.0**-23
+    assert extreme[0] > 0 and extreme[1] < 1
+
+
+def test_sample_ids_inverts_the_distribution():
+    """Drawn frequencies are the probabilities, and an id of probability zero is never drawn, not even at the ends."""
+    p = torch.tensor([0.0, 0.1, 0.0, 0.4, 0.3, 0.2, 0.0])
+    n = 1000
+    u = (torch.arange(n) + 0.5) / n
+    ids, logp = sample.sample_ids(p.log().expand(n, -1), u)
+    assert torch.equal(ids.bincount(minlength=7), (p * n).round().long())
+    torch.testing.assert_close(logp, p.log()[ids])
+    ids, _ = sample.sample_ids(p.log().expand(2, -1), torch.tensor([2.0**-24, 1 - 2.0**-24]))
+    assert ids.tolist() == [1, 5]
+
+
+def test_top_p_keeps_the_boundary_token():
+    """The id that crosses top_p belongs to the kept set; dropping it leaves nothing when one id has more than top_p."""
+    p = torch.tensor([0.05, 0.5, 0.15, 0.3])
+    u = (torch.arange(1000) + 0.5) / 1000
+    for top_p, kept in ((0.1, {1}), (0.49, {1}), (0.6, {1, 3}), (0.9, {1, 2, 3}), (1.0, {0, 1, 2, 3})):
+        ids, logp = sample.sample_ids(p.log().expand(1000, -1), u, top_p=top_p)
+        assert set(ids.tolist()) == kept
+        torch.testing.assert_close(logp, p.log()[ids])
+
+
+@pytest.mark.parametrize(("kw", "flag"), [
+    ({"n": 0}, "--n"), ({"max_new_tokens": 0}, "--max-new-tokens"), ({"temperature": -0.1}, "--temperature"),
+    ({"temperature": float("nan")}, "--temperature"), ({"top_p": 0.0}, "--top-p"), ({"top_p": 1.5}, "--top-p"),
+    ({"max_rows": 0}, "--max-rows"), ({"max_new_tokens": 62}, "positions"),
+])
+def test_arguments_out_of_range(model, kw, flag):
+    """Each is an error that names the flag, not an empty result."""
+    with pytest.raises(ValueError, match=flag):
+        sample.generate(model, PROMPTS[:2], **{"max_new_tokens": 4, **kw})
+
+
+def test_prompts_that_do_not_fit(model):
+    """An empty prompt has nothing to condition on; an id past the embedding would read foreign memory."""
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        sample.generate(model, [[1], []], max_new_tokens=2)
+    with pytest.raises(ValueError, match="wrong tokenizer"):
+        sample.generate(model, [[101]], max_new_tokens=2)
+
+
+def test_on_token_streams_what_is_returned(model):
+    """The stream and the result are the same ids, in order."""
+    seen = {}
+    groups = sample.generate(model, PROMPTS[:2], n=2, max_new_tokens=6, eos_ids=range(30),
+                             on_token=lambda p, j, t: seen.setdefault((p, j), []).append(t))
+    assert seen == {(p, j): s.ids for p, g in enumerate(groups) for j, s in enumerate(g)}
+
+
+def test_command_batch(tmp_path, capsys):
+    """--file: a row a sample, in the file's order, the same for the same seed."""
+    (tmp_path / "prompts.jsonl").write_text('{"question": "What is 2 + 3?"}\n{"prompt": "What is 4 * 5?"}\n')
+    for out in ("a", "b"):
+        sample.main(["--file", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / out), "--n", "2", "--max-new-tokens", "6",
+                     "--device", "cpu"])
+    rows = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
+    assert [(r["prompt"], r["sample"]) for r in rows] == [(q, j) for q in ("What is 2 + 3?", "What is 4 * 5?") for j in (0, 1)]
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+
+
+def test_command_prompt_streams_the_answer(capsys):
+    """What is streamed piece by piece is the whole answer."""
+    sample.main(["--prompt", "What is 2 + 3?", "--max-new-tokens", "8", "--device", "cpu", "--temperature", "0"])
+    streamed = capsys.readouterr().out
+    assert streamed.strip()
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    (["--model", "no/such-folder-here/at-all", "--prompt", "x"], "--model"),
+    (["--temperature", "-1", "--prompt", "x"], "--temperature"), (["--file", "missing.txt", "--out", "o"], "--file"),
+    (["--file", "x"], "--out"), (["--adapter", "nowhere", "--prompt", "x"], "--adapter"),
+    (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"), (["--prompt", "x", "--max-new-tokens", "999"], "positions"),
+])
+def test_command_errors_exit_with_2(argv, says, capsys):
+    """One line that names the flag, exit code 2, no traceback."""
+    with pytest.raises(SystemExit) as e:
+        sample.main([*argv, "--device", "cpu"])
+    assert e.value.code == 2 and says in capsys.readouterr().err.splitlines()[-1]
