@@ -1,10 +1,10 @@
 """Trains the embedded model from scratch: a Qwen2.5-shaped transformer of 0.9 million parameters that does arithmetic in
 words and symbols, and is half-trained on purpose.
 
-Reinforcement learning needs a model that can do the task but often does not. So the demonstrations here are of mixed
-quality: some work out every step, some of those with a slip; many skip the work and guess; some forget the tags. The model
-learns to imitate all of them, and the right way of working is in it without being the rule. Left out on purpose: any
-reward, and any preference among the demonstrations.
+Reinforcement learning needs a model that can do the task but often does not. So after a first part on clean worked
+solutions, the demonstrations are of mixed quality: some work out every step, a few of those with a slip; many skip the work
+and guess; some forget the tags. The model learns to imitate all of them, and the right way of working stays in it without
+being the rule. Left out on purpose: any reward, and any preference among the demonstrations.
 
     python assets/tiny/make.py --out /tmp/tiny
     python eval.py --model assets/tiny --data arithmetic
@@ -114,15 +114,13 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def batches(tok, rng, rows, size, style="tags"):
-    """Endless (ids (B, T), targets (B, T)) of demonstrations, -100 where nothing is to be learned: prompt and padding."""
+def batches(tok, rng, rows, size, write):
+    """Endless (ids (B, T), targets (B, T)) of what `write(rng, row)` says; -100 where nothing is learned: prompt, padding."""
     while True:
         # Neighbours of like length share a batch: 16 batches are drawn at once and sorted.
         drawn = []
         for row in rng.sample(rows, 16 * size):
-            prompt = tok.prompt_ids(row["question"], style)
-            answer = tok.encode(demonstration(rng, row)) + [tok.eos_ids[-1]]
-            drawn.append((prompt, answer))
+            drawn.append((tok.prompt_ids(row["question"]), tok.encode(write(rng, row)) + [tok.eos_ids[-1]]))
         drawn.sort(key=lambda pa: len(pa[0]) + len(pa[1]))
         groups = [drawn[i : i + size] for i in range(0, len(drawn), size)]
         rng.shuffle(groups)
@@ -158,7 +156,8 @@ def main():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to write the checkpoint to")
     parser.add_argument("--steps", type=int, default=3500, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=64, help="demonstrations a step")
+    parser.add_argument("--clean", type=float, default=0.75, help="share of the steps on clean solutions, before the mixture")
+    parser.add_argument("--batch", type=int, default=32, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--rows", type=int, default=60000, help="different problems")
     parser.add_argument("--seed", type=int, default=0, help="of problems, habits and initial weights")
@@ -175,10 +174,12 @@ def main():
     warm = max(1, args.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / warm, max(0.02, (args.steps - i) / (args.steps - warm))))
-    rows = data.arithmetic("train", args.rows, args.seed)
-    stream, start, losses = batches(tok, random.Random(args.seed), rows, args.batch), time.time(), []
+    rows, rng = data.arithmetic("train", args.rows, args.seed), random.Random(args.seed)
+    clean = batches(tok, rng, rows, args.batch, lambda rng, row: data.solution(row))
+    mixed = batches(tok, rng, rows, args.batch, demonstration)
+    start, losses = time.time(), []
     for step in range(args.steps):
-        ids, targets = next(stream)
+        ids, targets = next(clean if step < args.clean * args.steps else mixed)
         hidden = model.hidden(ids)[targets >= 0]  # (S, C): only where there is something to learn
         loss = F.cross_entropy(model.lm_head(hidden), targets[targets >= 0])
         optimizer.zero_grad()

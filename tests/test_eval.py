@@ -1,0 +1,180 @@
+"""Evaluation: what is counted, that the adapter is applied, and what the command line refuses. Embedded model, CPU."""
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import aqn
+import data
+import eval as evaluation
+import lora
+import model as qwen
+import sample
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "assets" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def tok():
+    return data.Tokenizer(TINY)
+
+
+@pytest.fixture
+def model(tok):
+    m = qwen.load(TINY, dtype=torch.float32)
+    m.valid_vocab = len(tok)
+    return m
+
+
+def adapter(folder, scale):
+    """An adapter of the embedded model whose B is `scale` times a random matrix."""
+    m = qwen.load(TINY, dtype=torch.float32)
+    lora.add_lora(m, 4, 4.0)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, layer in lora.lora_layers(m):
+            layer.B.copy_(scale * torch.randn(layer.B.shape, generator=g))
+    lora.save_adapter(m, folder)
+    return str(folder)
+
+
+def cli(*argv):
+    """stdout lines of `python eval.py ...`."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        evaluation.main(list(argv))
+    return out.getvalue().splitlines()
+
+
+def scripted(monkeypatch, tok, texts):
+    """sample.generate says these: texts[p][j], a trailing ... meaning cut at the limit."""
+
+    def generate(model, prompts, n=1, **_):
+        return [[sample.Sample(tok.encode(t.removesuffix("...")), [], not t.endswith("...")) for t in group[:n]]
+                for group in texts[: len(prompts)]]
+
+    monkeypatch.setattr(sample, "generate", generate)
+
+
+def test_the_whole_answer_is_scored(monkeypatch, tok, model):
+    """Scoring the first character only takes 42 for 4, and 4 for 42."""
+    scripted(monkeypatch, tok, [["<think>.</think><answer>42</answer>", "<think>.</think><answer>4</answer>"]])
+    for gold in ("4", "42"):
+        r = evaluation.evaluate(model, tok, [{"question": "q", "answer": gold}], n=2)
+        assert [s["correct"] for s in r["rows"][0]["samples"]] == [gold == "42", gold == "4"]
+
+
+def test_what_is_counted(monkeypatch, tok, model):
+    """Accuracy, format, length and truncation over all samples; the error over questions, since samples of one are not
+    independent: 2, 1 and 0 right of 2 have mean 1/2 and a standard error of 1/2/sqrt(3)."""
+    right, wrong, cut = "<think>.</think><answer>7</answer>", "7", "<think>1+1..."
+    scripted(monkeypatch, tok, [[right, right], [right, wrong], [wrong, cut]])
+    r = evaluation.evaluate(model, tok, [{"question": q, "answer": "7"} for q in "abc"], n=2)
+    assert r["accuracy"] == 0.5 and r["stderr"] == pytest.approx(0.5 / math.sqrt(3))
+    assert r["format"] == 0.5 and r["truncated"] == pytest.approx(1 / 6) and r["questions"] == 3 and r["skipped"] == 0
+    lengths = [len(tok.encode(t.removesuffix("..."))) for t in (right, right, right, wrong, wrong, cut)]
+    assert r["length"] == pytest.approx(sum(lengths) / 6)
+    assert [row["accuracy"] for row in r["rows"]] == [1.0, 0.5, 0.0]
+    assert evaluation.evaluate(model, tok, [{"question": "a", "answer": "7"}], n=1)["stderr"] is None
+    base, better = ({"rows": [{"accuracy": a} for a in values]} for values in ([0.0, 0.5], [1.0, 0.5]))
+    assert evaluation.gain(base, better) == (0.5, 0.5)
+
+
+def test_noise_never_reaches_an_evaluation(tok, model):
+    """AQN's noise is off while accuracy is measured, and is what it was afterwards."""
+    rows = data.load("arithmetic", "test", 6)
+    clean = evaluation.evaluate(model, tok, rows, n=1, max_new_tokens=24)
+    aqn.set_noise(model, 0.5, seed=1)
+    before = model.layers[0].input_layernorm.noise.clone()
+    assert evaluation.evaluate(model, tok, rows, n=1, max_new_tokens=24) == clean
+    assert torch.equal(model.layers[0].input_layernorm.noise, before) and before.any()
+
+
+def test_batching_does_not_change_the_result(tok, model):
+    rows = data.load("arithmetic", "test", 6)
+    options = {"n": 2, "max_new_tokens": 24, "seed": 3}
+    assert evaluation.evaluate(model, tok, rows, max_rows=3, **options) == evaluation.evaluate(model, tok, rows, **options)
+
+
+def test_long_prompts_are_skipped_and_counted(tok, model):
+    rows = [{"question": "What is 1+1?", "answer": "2"}, {"question": "1" * 90, "answer": "2"}]
+    r = evaluation.evaluate(model, tok, rows, n=1, max_prompt=60, max_new_tokens=8)
+    assert (r["questions"], r["skipped"]) == (1, 1)
+    with pytest.raises(ValueError, match="--max-prompt"):
+        evaluation.evaluate(model, tok, rows, n=1, max_prompt=3)
+
+
+def test_the_adapter_is_applied_and_the_base_is_the_base(tmp_path):
+    """The evaluation this project replaces never applied its adapter. Here the base's rows are those of a run without one,
+    the adapter's are others, and both stand in one table."""
+    common = ["--limit", "6", "--n", "2", "--max-new-tokens", "24"]
+    folder = adapter(tmp_path / "adapter", 0.5)
+    alone = cli(*common, "--out", str(tmp_path / "alone.jsonl"))
+    both = cli(*common, "--adapter", folder, "--out", str(tmp_path / "both.jsonl"))
+    alone_rows = [json.loads(line) for line in (tmp_path / "alone.jsonl").read_text().splitlines()]
+    both_rows = [json.loads(line) for line in (tmp_path / "both.jsonl").read_text().splitlines()]
+    assert len(alone_rows) == 6 and both_rows[:6] == alone_rows
+    assert {r["model"] for r in both_rows[6:]} == {"adapter"}
+    assert [r["samples"] for r in both_rows[6:]] != [r["samples"] for r in alone_rows]
+    assert [line.split()[1] for line in both[1:3]] == ["base", "adapter"] and both[1] == alone[1]
+    result = json.loads(both[-1])["results"]
+    assert [r["model"] for r in result] == ["base", "adapter"] and 0 <= result[0]["accuracy"] <= 1
+
+
+@pytest.mark.parametrize(("scale", "says"), [(0.0, "every B is zero"), (1e-30, "bit for bit")])
+def test_an_adapter_that_changes_nothing_is_an_error(tmp_path, capsys, scale, says):
+    folder = adapter(tmp_path / "adapter", scale)
+    with pytest.raises(SystemExit) as e:
+        cli("--limit", "2", "--adapter", folder)
+    assert e.value.code == 2
+    err = capsys.readouterr().err
+    assert "--adapter" in err and says in err
+
+
+def test_an_adapter_that_is_switched_off_is_an_error(tmp_path, tok, model):
+    """What a generator that bypasses the adapter looks like from outside."""
+    lora.load_adapter(model, adapter(tmp_path / "adapter", 0.5))
+    for _, layer in lora.lora_layers(model):
+        layer.enabled = False
+    with pytest.raises(ValueError, match="bit for bit"):
+        evaluation.check_adapter(model, tok.prompt_ids("What is 1+1?"), "adapter")
+
+
+def test_several_sets_have_a_line_each(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
+    lines = cli("--data", f"arithmetic,{path}", "--greedy", "--limit", "3", "--max-new-tokens", "16", "--quant", "nvfp4")
+    assert [line.split()[0] for line in lines[:3]] == ["data", "arithmetic", "own"]
+    assert [r["questions"] for r in json.loads(lines[-1])["results"]] == [3, 1]
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    (["--model", "nowhere"], "--model nowhere"), (["--data", "nowhere"], "--data nowhere"),
+    (["--adapter", "nowhere"], "--adapter"),
+    (["--n", "0"], "--n 0"), (["--greedy", "--n", "4"], "--n 4"), (["--top-p", "0"], "--top-p"), (["--frobnicate"], "frobnicate"),
+    (["--temperature", "-1"], "--temperature"), (["--limit", "0"], "--limit 0"), (["--prompt-style", "poem"], "--prompt-style"),
+    (["--out", "no/such/folder/x.jsonl"], "--out"), (["--max-prompt", "3"], "--max-prompt 3"),
+    (["--max-new-tokens", "9999"], "9999"),
+])
+def test_bad_input_is_one_line_and_exit_code_2(argv, says, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as e:
+        cli("--limit", "2", *argv)
+    assert e.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "error:" in last and says in last
+
+
+def test_the_embedded_model_is_half_trained(tok):
+    """In NVFP4 and sampled as an evaluation samples, it is right on some held-out problems and wrong on others: the demo has
+    something to learn, and something to learn from."""
+    m = qwen.load(TINY, dtype=torch.float32, quant="nvfp4")
+    m.valid_vocab = len(tok)
+    r = evaluation.evaluate(m, tok, data.load("arithmetic", "test", 128), n=1, max_new_tokens=96)
+    assert 0.2 < r["accuracy"] < 0.6
+    assert r["format"] > 0.6
