@@ -35,7 +35,7 @@ import marlin_triton
 from model import rope_tables
 
 STEPS = 8  # steps between two looks of the host at the tokens
-EOS_SLOTS = 16  # most stop tokens that a step compares with
+EOS_SLOTS = 128  # most stop tokens that a step compares with
 NEVER = 1 << 30
 
 GOLDEN, MIX1, MIX2 = (tl.constexpr(v - (1 << 64) if v >> 63 else v)
@@ -476,7 +476,11 @@ class Step:
 
     def step(self, rows, greedy=False, draw=None):
         """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs replaces the fused sampler."""
-        logits = F.linear(self.hidden(rows), self.head)  # (B, C) @ (C, V)
+        self.sample(F.linear(self.hidden(rows), self.head), greedy, draw)  # (B, C) @ (C, V)
+
+    def sample(self, logits, greedy=False, draw=None):
+        """Draw a token for each row of logits (B, V) and move the rows on."""
+        rows = logits.shape[0]
         state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids, self.out_logp, self.eos)
         S = self.token.shape[0]
         if draw is not None:

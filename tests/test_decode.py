@@ -1,0 +1,264 @@
+"""The decode step's kernels against model.py's modules, and the engine on them against the eager one.
+
+On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them, and CUDA graphs of them, on the device."""
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import aqn
+import decode
+import lora
+import model as M
+import sample
+
+gpu = pytest.mark.gpu
+CPU = M.Config(301, 64, 96, 2, 4, 2, 32, max_position_embeddings=128)
+GPU = M.Config(5003, 256, 640, 3, 14, 2, 64, max_position_embeddings=2048)  # 7 query heads a kv head, as in Qwen's
+PROMPTS = [[5], [1, 2, 3], list(range(20, 57)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
+
+
+def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, noise=True):
+    m = M.build(config, M.RandomCheckpoint(1), device, dtype, quant)
+    m.valid_vocab = config.vocab_size - 4
+    m.lm_head.weight.mul_(8)  # far from uniform
+    for p, b in m.named_parameters():
+        if p.endswith("bias"):
+            torch.nn.init.normal_(b, std=0.1)
+    if rank:
+        lora.add_lora(m, rank, 2 * rank)
+        for _, layer in lora.lora_layers(m):
+            torch.nn.init.normal_(layer.B, std=0.3)
+    if noise:
+        aqn.set_noise(m, 0.1, seed=1)
+    return m
+
+
+def filled(m, lengths, slots=8, tokens=96):
+    """A cache of random content, `lengths` of it live."""
+    cache = M.KVCache(m, slots, tokens)
+    g = torch.Generator().manual_seed(1)
+    for t in (cache.k, cache.v):
+        t.copy_(torch.randn(t.shape, generator=g))
+    cache.length[: len(lengths)] = torch.tensor(lengths)
+    return cache
+
+
+def first_rows(cache, n):
+    view = copy.copy(cache)
+    view.k, view.v, view.length, view.used = cache.k[:, :n], cache.v[:, :n], cache.length[:n], int(cache.length[:n].max())
+    return view
+
+
+@pytest.mark.parametrize(("quant", "rank", "processors"), [("none", 0, 4), ("none", 3, 64), ("nvfp4", 16, 4), ("nvfp4", 0, 64)])
+@torch.no_grad()
+def test_step_equals_the_modules(quant, rank, processors):
+    """Hidden states and what is written to the cache, for rows of different lengths (an empty cache among them), with the
+    sequence in one piece and in many. `processors` decides the pieces."""
+    m = build(quant=quant, rank=rank)
+    lengths = [0, 5, 64, 90, 33]
+    fused, plain = filled(m, lengths), filled(m, lengths)
+    tokens = torch.tensor([3, 77, 200, 0, 300])
+    step = decode.Step(m, fused)
+    step.sms = processors
+    step.token[:5] = tokens
+    want = m.hidden(tokens[:, None], first_rows(plain, 5))[:, 0]
+    torch.testing.assert_close(step.hidden(5), want, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(fused.k, plain.k, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(fused.v, plain.v, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_attention_of_eight_query_heads_without_bias():
+    """Llama's shape: no QKV bias, one kv head for all."""
+    c = M.Config(301, 64, 96, 1, 8, 1, 32, qkv_bias=False, max_position_embeddings=128)
+    m = build(c)
+    fused, plain = filled(m, [40, 7]), filled(m, [40, 7])
+    step = decode.Step(m, fused)
+    step.token[:2] = torch.tensor([3, 77])
+    want = m.hidden(step.token[:2, None], first_rows(plain, 2))[:, 0]
+    torch.testing.assert_close(step.hidden(2), want, atol=2e-5, rtol=1e-4)
+
+
+
+
+def draw(logits, temperature=1.0, greedy=False, seed=0, device="cpu"):
+    """The fused sampler on logits (B, V): ids, logprobs, and the Step."""
+    B, V = logits.shape
+    m = build(M.Config(V, 32, 32, 1, 1, 1, 32, max_position_embeddings=64), rank=0, device=device)
+    m.valid_vocab = V
+    step = decode.Step(m, M.KVCache(m, B, 32))
+    step.inverse_temperature.fill_(1 / temperature)
+    step.stop.fill_(20)
+    step.alive.fill_(1)
+    step.key.copy_(sample.row_keys(seed, torch.arange(B), torch.arange(B)))
+    step.sample(logits, greedy)
+    return step.out_ids[0].clone(), step.out_logp[0].clone(), step
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("V", [50, 4096, 9001])
+def test_fused_sampler_equals_sample_ids(V, temperature):
+    """The same uniform number, the same cumulative distribution: one block of the vocabulary or several, the last one cut."""
+    logits = torch.randn(24, V, generator=torch.Generator().manual_seed(V)) * 3
+    logits[:, ::3] = -float("inf")  # ids of probability zero
+    ids, logp, step = draw(logits, temperature)
+    want, want_logp = sample.sample_ids(logits, sample.uniform(step.key, torch.ones(24, dtype=torch.long)), temperature)
+    assert torch.equal(ids, want)
+    torch.testing.assert_close(logp, want_logp, atol=1e-5, rtol=1e-5)
+
+
+def test_fused_sampler_greedy():
+    """The largest logit, the lowest id among equals."""
+    logits = torch.randn(5, 9001, generator=torch.Generator().manual_seed(0))
+    logits[1, [70, 8000]] = 9.0
+    logits[2, [8999, 9000]] = 9.0
+    ids, logp, _ = draw(logits, greedy=True)
+    assert ids.tolist()[1:3] == [70, 8999] and torch.equal(ids, logits.argmax(-1))
+    torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_ended_stand_still():
+    """A row past its end must not run off its slot; the others go on."""
+    logits = torch.full((3, 50), -30.0)
+    logits[:, 7] = 30.0
+    _, _, step = draw(logits)
+    assert step.cache.length.tolist() == [1, 1, 1] and step.token.tolist() == [7, 7, 7]
+    step.stop[1] = 2  # ends at the limit
+    step.sample(logits)
+    assert step.cache.length.tolist() == [2, 1, 2] and step.alive.tolist() == [1, 0, 1]
+    step.eos[0] = 7
+    step.sample(logits)
+    assert step.cache.length.tolist() == [2, 1, 2] and step.alive.tolist() == [0, 0, 0]
+    assert step.out_ids[:3].tolist() == [[7, 7, 7]] * 3 and step.count.tolist() == [3, 3, 3]
+
+
+def tokens(groups):
+    return [[s.ids for s in g] for g in groups]
+
+
+def compare(engine, eager, atol=1e-4):
+    assert tokens(engine) == tokens(eager)
+    for a, b in zip(engine, eager, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert x.finished == y.finished and x.logprobs == pytest.approx(y.logprobs, abs=atol)
+
+
+@pytest.mark.parametrize("kw", [{}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.6}])
+def test_engine_equals_eager(monkeypatch, kw):
+    """Slots that refill and shrink, rows that stop inside a burst of steps, a limit a prompt: the eager engine's samples."""
+    m = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64))
+    kw = dict(n=2, max_new_tokens=[5, 1, 4], eos_ids=range(40), seed=3, max_rows=4, **kw)
+    want = sample.generate(m, PROMPTS[:3], **kw)
+    monkeypatch.setattr(decode, "STEPS", 2)
+    monkeypatch.setattr(sample, "Eager", sample.Graphs)  # on the CPU it launches kernels where the GPU replays a graph
+    compare(sample.generate(m, PROMPTS[:3], **kw), want)
+
+
+# ----------------------------------------------------------------------------- on the device
+
+
+@pytest.fixture(scope="module", params=["none", "nvfp4"])
+def exact(request):
+    """A float32 model: engines differ in the order of sums alone, so tokens are equal."""
+    if request.param == "nvfp4":
+        pytest.skip("the FP4 GEMM takes bfloat16")
+    return build(GPU, request.param, 16, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("kw", [{}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.6}])
+def test_graph_equals_eager_equals_one_row(exact, kw):
+    """CUDA graphs, the modules, and one row at a time draw the same tokens for the same seed."""
+    kw = dict(n=4, max_new_tokens=[40, 3, 60, 21, 33], eos_ids=range(100), seed=3, **kw)
+    eager = sample.generate(exact, PROMPTS, eager=True, **kw)
+    for rows in (None, 1, 6):
+        sample.release(exact)
+        compare(sample.generate(exact, PROMPTS, max_rows=rows, **kw), eager, 1e-3)
+    sample.release(exact)
+
+
+@gpu
+def test_lora_noise_and_temperature_change_without_recapture(exact):
+    """The graphs of the first call serve the next, and see what changed."""
+    kw = dict(n=2, max_new_tokens=30)
+    first = sample.generate(exact, PROMPTS, **kw)
+    graphs = dict(sample.ENGINES[exact][1].graphs)
+    aqn.set_noise(exact, 0.3, seed=2)
+    for _, layer in lora.lora_layers(exact):
+        layer.B.data.mul_(0.5).add_(0.05)
+    second = sample.generate(exact, PROMPTS, temperature=0.8, **kw)
+    assert sample.ENGINES[exact][1].graphs == graphs and tokens(second) != tokens(first)
+    compare(second, sample.generate(exact, PROMPTS, temperature=0.8, eager=True, **kw), 1e-3)
+    sample.release(exact)
+    assert exact not in sample.ENGINES
+
+
+@gpu
+def test_a_weight_that_moved_makes_a_new_engine(exact):
+    """A graph reads memory by address: a replaced weight must not leave it reading the old one."""
+    kw = dict(n=1, max_new_tokens=20)
+    sample.generate(exact, PROMPTS, **kw)
+    exact.layers[0].attn.o_proj.base.weight = torch.nn.Parameter(exact.layers[0].attn.o_proj.base.weight * -1, False)
+    compare(sample.generate(exact, PROMPTS, **kw), sample.generate(exact, PROMPTS, eager=True, **kw), 1e-3)
+    with lora.disabled(exact):
+        compare(sample.generate(exact, PROMPTS, **kw), sample.generate(exact, PROMPTS, eager=True, **kw), 1e-3)
+    sample.release(exact)
+
+
+@gpu
+def test_replay_equals_launches_bit_for_bit():
+    """A graph replay is the same kernels on the same memory, and they are deterministic."""
+    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    kw = dict(n=4, max_new_tokens=30, seed=1)
+    a = sample.generate(m, PROMPTS, **kw)
+    assert [[s.logprobs for s in g] for g in sample.generate(m, PROMPTS, **kw)] == [[s.logprobs for s in g] for g in a]
+    step, cache = sample.ENGINES[m][1].step, sample.ENGINES[m][1].cache
+    state = [t.clone() for t in (cache.k, cache.v, cache.length, step.token)]
+    hidden = []
+    for _ in range(3):
+        for t, s in zip((cache.k, cache.v, cache.length, step.token), state, strict=True):
+            t.copy_(s)
+        with torch.no_grad():
+            hidden.append(step.hidden(16).clone())
+    assert torch.equal(hidden[0], hidden[1]) and torch.equal(hidden[0], hidden[2])
+    sample.release(m)
+
+
+@gpu
+@pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
+def test_bf16_logprobs_equal_the_full_forward(quant, capsys):
+    """The stated bound: in bfloat16, mean |difference| 0.02 and 99.9% below 0.2 against the modules run on whole sequences."""
+    m = build(GPU, quant, 16, "cuda", torch.bfloat16)
+    gaps = []
+    groups = sample.generate(m, PROMPTS, n=8, max_new_tokens=60)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for s in group:
+            with torch.no_grad():
+                logits = m(torch.tensor([prompt + s.ids], device="cuda"))[0, len(prompt) - 1 : -1, : m.valid_vocab]
+            want = logits.float().log_softmax(-1).gather(1, torch.tensor(s.ids, device="cuda")[:, None])[:, 0].cpu()
+            gaps.append((torch.tensor(s.logprobs) - want).abs())
+    gaps = torch.cat(gaps)
+    with capsys.disabled():
+        print(f"\n{quant}: |log-prob gap| mean {gaps.mean():.4f}, max {gaps.max():.4f}")
+    assert gaps.mean() < 0.02 and gaps.quantile(0.999) < 0.2
+    sample.release(m)
+
+
+@gpu
+def test_rows_queue_when_memory_is_short_and_an_error_when_none_fits(exact, monkeypatch):
+    """KV memory is planned: what does not fit waits; when not even one row fits, the message says what would."""
+    sample.release(exact)
+    kw = dict(n=4, max_new_tokens=20, seed=3)
+    want = sample.generate(exact, PROMPTS, eager=True, **kw)
+    free = sample.working_bytes(exact, 20, 1.0) + 3 * sample.row_bytes(exact, 64)
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free - cached, 0))
+    compare(sample.generate(exact, PROMPTS, **kw), want, 1e-3)
+    assert sample.ENGINES[exact][1].slots <= 3
+    sample.release(exact)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    with pytest.raises(ValueError, match="--max-new-tokens.*GiB"):
+        sample.generate(exact, PROMPTS, **kw)
