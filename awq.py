@@ -21,6 +21,7 @@ on the device at a time, and calibration text passes through the original blocks
 Shapes: N rows, K columns, B sequences, T tokens, C hidden, H query heads, Hkv kv heads, D head size, G = H / Hkv.
 """
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -87,10 +88,11 @@ class Search:
     """One linear: the best scales of its input channels, and its quantized weight.
 
     w (N, K) float32, H (K, K), magnitude (K,) = mean|x| (shared over tied channels already), exact: s -> the s that folding can
-    realise without rounding, divide (N,): what w's rows will be divided by, because they feed a scaled consumer. Errors are
-    relative to || W X ||^2: `rtn` of plain rounding, `scaled` after the channel scales, `awq` after the block scales too."""
+    realise without rounding, divide (N,): what w's rows will be divided by, because they feed a scaled consumer. grid 0: no
+    channel scales; finalists None: no search of block scales. Errors are relative to || W X ||^2: `rtn` of plain rounding,
+    `channels` of the best channel scales alone, `awq` of what was chosen."""
 
-    def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=GRID):
+    def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=GRID, finalists=FINALISTS):
         power = output_error(w, H) or 1.0
         divide = torch.ones(len(w), 1, device=w.device) if divide is None else divide[:, None]
         self.rtn = output_error(snap(w, fmt, *block_scales(w, fmt)) - w, H) / power
@@ -104,22 +106,25 @@ class Search:
             s = exact(s / (s.max() * s.min()).sqrt()) if a else torch.ones_like(magnitude)
             t = w * s / divide
             tried.append((error(t, s, block_scales(t, fmt)), a, s))
-        self.awq = float("inf")
-        # searching blocks costs ten times a trial, and evens out some of what the exponents differ by: only for the best of them
-        for scaled, a, s in sorted(tried[1:], key=lambda x: x[0])[:FINALISTS] + tried[:1]:
-            t = w * s / divide
-            scale, top = block_scales(t, fmt)
-            searched = search_blocks(t, fmt, scale, top, H / s / s[:, None])
-            for e, best in ((scaled, scale), (error(t, s, (searched, top)), searched)):
-                if e < self.awq:
-                    self.exponent, self.s, self.scaled, self.awq, final = a, s, scaled, e, (t, fmt, best, top)
+        self.channels, self.exponent, self.s = min(tried, key=lambda x: x[0])
+        self.awq, t = self.channels, w * self.s / divide
+        final = (t, fmt, *block_scales(t, fmt))
+        if finalists is not None:
+            # a search of blocks costs ten trials, and evens out much of what exponents differ by: for the best of them, and 0
+            for _, a, s in sorted(tried[1:], key=lambda x: x[0])[:finalists] + tried[:1]:
+                t = w * s / divide
+                scale, top = block_scales(t, fmt)
+                scale = search_blocks(t, fmt, scale, top, H / s / s[:, None])
+                if (e := error(t, s, (scale, top))) < self.awq:
+                    self.exponent, self.s, self.awq, final = a, s, e, (t, fmt, scale, top)
         self.q = encode(*final)
 
 
-def quantize_block(block, stats, config, fmt, search=Search):
+def quantize_block(block, stats, config, fmt, **options):
     """Replace the four linears of `block` (model.Block, 16-bit weights) by QuantLinears, its norms by folded ones.
 
-    stats: {name: Stats} of its linears. Returns a row {"linear", "exponent", "rtn", "scaled", "awq"} for each."""
+    stats: {name: Stats} of its linears; options: grid, finalists of Search. Returns a row of the report for each linear:
+    {"linear", "exponent", "rtn", "channels", "awq"}."""
     attn, mlp, c = block.attn, block.mlp, config
     G, D = c.num_attention_heads // c.num_key_value_heads, c.head_dim
     q_k = (c.num_attention_heads + c.num_key_value_heads) * D  # rows of qkv above the v rows
@@ -143,55 +148,90 @@ def quantize_block(block, stats, config, fmt, search=Search):
             return torch.where((folded != 0) & torch.isfinite(folded), gain.float() / folded.float(), 1.0)
 
         H, mean = stats[then].H, spread(share(stats[then].mean))
-        out = search(consumer.weight.float(), H, mean, fmt)
+        out = Search(consumer.weight.float(), H, mean, fmt, **options)
         for s in (out.s, torch.ones_like(out.s)):
             divide = torch.ones(len(producer.weight), device=s.device)
             divide[above:] = share(s)  # rows of v, or of up
-            into = search(producer.weight.float(), stats[first].H, stats[first].mean, fmt, foldable, divide)
+            into = Search(producer.weight.float(), stats[first].H, stats[first].mean, fmt, foldable, divide, **options)
             if into.awq <= into.rtn:
                 break
         if not torch.equal(s, out.s):  # scaling the consumer would make its producer worse than plain rounding
-            out = search(consumer.weight.float(), H, mean, fmt, grid=0)
+            out = Search(consumer.weight.float(), H, mean, fmt, **options | {"grid": 0})
         folded = (gain / into.s).to(gain.dtype)
         norm.weight.data = torch.where((folded != 0) & torch.isfinite(folded), folded, gain)
         bias = None if producer.bias is None else (producer.bias.float() / divide).to(producer.bias.dtype)
         setattr(owner, first, QuantLinear(into.q, producer.parts, bias))
         setattr(owner, then, QuantLinear(out.q, consumer.parts, consumer.bias))
         for name, s in ((first, into), (then, out)):
-            rows.append({"linear": name, "exponent": s.exponent, "rtn": s.rtn, "scaled": s.scaled, "awq": s.awq})
+            rows.append({"linear": name, "exponent": s.exponent, "rtn": s.rtn, "channels": s.channels, "awq": s.awq})
     return rows
 
 
 @torch.no_grad()
-def blocks(model, source, device, dtype, fmt, ids):
+def blocks(model, source, device, dtype, fmt, ids, held_out=None, **options):
     """Fill and quantize the blocks of a meta `model` one after the other; yields (layer, rows of the report) as each is done.
 
     The embedding must be loaded. ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
-    calibrated on what the 16-bit model feeds it, and one pass a layer is enough."""
-    x = model.embed(ids.to(device))  # (B, T, C)
-    positions = torch.arange(ids.shape[1], device=device)[None]
-    cos, sin = (t[:, None] for t in qwen.rope_tables(positions, model.config.head_dim, model.config.rope_theta))
+    calibrated on what the 16-bit model feeds it, and one pass a layer is enough. held_out: a HeldOut, carried along; options:
+    grid, finalists of Search."""
+    x = model.embed(ids.to(model.embed.weight.device)).to(device)  # (B, T, C)
+    rope = rotary(model.config, ids.shape[1], device)
     for i in range(model.config.num_hidden_layers):
         qwen.fill(model, f"layers.{i}.", source, device, dtype, "none")
         block = model.layers[i]
         linears = {n.rsplit(".", 1)[-1]: m for n, m in block.named_modules() if isinstance(m, qwen.Linear)}
         stats = {n: Stats(m.weight.shape[1], device) for n, m in linears.items()}
         hooks = [m.register_forward_pre_hook(stats[n]) for n, m in linears.items()]
-        for rows in x.split(BATCH):
-            rows.copy_(block(rows, cos, sin))  # (b, T, C), in place: a view of x
+        through(block, x, rope)
         for hook in hooks:
             hook.remove()
         for s in stats.values():
             s.H /= s.n
             s.mean /= s.n
-        report = quantize_block(block, stats, model.config, fmt)
-        del block, linears, stats, hooks
+        if held_out:
+            through(block, held_out.before, held_out.rope)
+        del linears
+        report = quantize_block(block, stats, model.config, fmt, **options)
+        del stats
+        if held_out:
+            through(block, held_out.after, held_out.rope)
+        del block
         yield i, report
 
 
-def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512):
-    """model.load(..., quant=fmt) with AWQ; the layers' report is in model.awq. Raises as model.load does, and ValueError for a
-    calibration text that is empty or a checkpoint that is quantized already."""
+def rotary(config, T, device):
+    return [t[None, None] for t in qwen.rope_tables(torch.arange(T, device=device), config.head_dim, config.rope_theta)]
+
+
+def through(block, x, rope):
+    """x (B, T, C) through a block, in place, a few sequences at a time."""
+    for rows in x.split(BATCH):
+        rows.copy_(block(rows, *rope))
+
+
+class HeldOut:
+    """Hidden states of text that was not calibrated on, through the original blocks and through the quantized ones, block by
+    block: perplexity before and after without ever holding either model."""
+
+    def __init__(self, model, ids, device):
+        self.ids, self.rope = ids, rotary(model.config, ids.shape[1], device)
+        self.before = model.embed(ids.to(model.embed.weight.device)).to(device)  # (B, T, C)
+        self.after = self.before.clone()
+
+    @torch.no_grad()
+    def perplexity(self, model):
+        """{"before", "after"}: e to the mean negative log-likelihood of a token; call it when all blocks are done."""
+        out, head = {}, model.lm_head.weight if model.lm_head.weight.device.type != "meta" else model.embed.weight
+        for name, x in (("before", self.before), ("after", self.after)):
+            hidden = model.norm.to(x.device)(x[:, :-1]).flatten(0, 1)  # (B, T-1, C) -> (S, C)
+            logp, _ = grpo.token_logprobs(hidden, head.to(x.device), self.ids[:, 1:].flatten().to(x.device))
+            out[name] = math.exp(-logp.mean().item())
+        return out
+
+
+def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512, **options):
+    """model.load(..., quant=fmt) with AWQ; the layers' report is in model.awq. calib: a file for `texts`; options: grid, finalists
+    of Search. Raises as model.load does, and ValueError for too little text or a checkpoint that is quantized already."""
     folder = qwen.fetch(path_or_hub_id)
     config, source = qwen.Config.read(folder), qwen.Checkpoint(folder)
     if config.quantization:
@@ -201,7 +241,7 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=
         model = qwen.Qwen2(config)
     for part in ("embed", "norm", "lm_head"):
         qwen.fill(model, part, source, device, dtype, "none")
-    progress = tqdm(blocks(model, source, device, dtype, fmt, ids), f"AWQ {fmt}", config.num_hidden_layers, unit="layer")
+    progress = tqdm(blocks(model, source, device, dtype, fmt, ids, **options), f"AWQ {fmt}", config.num_hidden_layers, unit="layer")
     report = [{"layer": i, **row} for i, rows in progress for row in rows]
     model = qwen.finish(model, source)
     model.awq = report

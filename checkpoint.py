@@ -154,7 +154,7 @@ class Writer:
     renamed; an exception removes it. `add` holds one shard in host memory. Tokenizer and generation files are copied from
     `folder`; fmt (or None for 16 bits) goes into config.json; `self.report`, if set, becomes quantization.json."""
 
-    def __init__(self, out, folder, fmt=None, shard_bytes=4 << 30):
+    def __init__(self, out, folder, fmt=None, shard_bytes=2 << 30):
         self.out, self.folder, self.fmt, self.shard_bytes = Path(out), Path(folder), fmt, shard_bytes
         self.partial = self.out.with_name(self.out.name + ".partial")
         self.shard, self.size, self.total, self.shards, self.report = {}, 0, 0, [], None

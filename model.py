@@ -243,8 +243,9 @@ class Qwen2(nn.Module):
 # ----------------------------------------------------------------------------- loading
 
 
-def fetch(path_or_hub_id):
-    """A local checkpoint folder as a Path; a hub id is downloaded first (only the files this project reads, resumed)."""
+def fetch(path_or_hub_id, weights=True):
+    """A local checkpoint folder as a Path; a hub id is downloaded first (only the files this project reads, resumed; without
+    `weights` only config.json)."""
     name = str(path_or_hub_id)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -254,7 +255,7 @@ def fetch(path_or_hub_id):
     from huggingface_hub import snapshot_download
 
     wanted = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-              "model*.safetensors", "model.safetensors.index.json"]
+              "model*.safetensors", "model.safetensors.index.json"] if weights else ["config.json"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as e:  # the hub client raises many kinds: no network, no such repository, no access

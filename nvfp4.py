@@ -27,15 +27,19 @@ Embeddings, lm_head, norms and biases stay in 16 bits. Codes lie in the order th
 
 Shapes: N rows (outputs), K columns (inputs), K/block scales a row.
 """
+import argparse
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from tqdm import tqdm
 
 import checkpoint
 import marlin_triton
-from model import Linear, prefix, read_bias, read_linear
+from model import Checkpoint, Config, Linear, Qwen2, fetch, fill, finish, prefix, read_bias, read_linear
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 FORMATS = tuple(BLOCK)
@@ -46,7 +50,8 @@ CHUNK = 1 << 25  # weights that encode rounds at a time
 class Quantized:
     """One quantized weight (N, K): packed codes, block scales in their stored type, one float32 global scale a row.
 
-    codes (N, ceil(K/32)*16) uint8; scale (N, K/block): float8_e4m3fn | uint8 exponent, value 2^(s-127) | float32 absmax;
+    codes (N, K/2) uint8, K rounded up to what the kernel's order needs; scale (N, K/block): float8_e4m3fn | uint8 exponent,
+    value 2^(s-127) | float32 absmax;
     global_scale (N,) float32: the same number in every row of a tensor, but the parts of a fused group may differ."""
 
     fmt: str
@@ -89,15 +94,14 @@ def encode(w, fmt, scale, global_scale):
     """w (N, K) rounded to the grid of given scales (as from block_scales) -> Quantized. A few rows at a time: the
     temporaries are several times a chunk, and a 72B model's projection has 5e8 weights."""
     N, K = w.shape
-    codes = torch.empty(N, (K + 31) // 32 * 16, dtype=torch.uint8, device=w.device)
-    rows = max(1, CHUNK // K)
+    codes, rows = [], max(1, CHUNK // K)
     for i in range(0, N, rows):
         blocks = w[i : i + rows].detach().float().reshape(-1, K // BLOCK[fmt], BLOCK[fmt])  # (n, K/block, block)
         step = (scale_value(scale[i : i + rows], fmt) * global_scale[i : i + rows, None])[..., None]  # (n, K/block, 1)
         # a block whose scale is zero holds nothing that the scale's format can hold: its codes are 0, not 0/0
         x = torch.where(step > 0, blocks / step, 0).view(-1, K)
-        codes[i : i + rows] = marlin_triton.pack(round_nf4(x) if fmt == "nf4" else round_e2m1(x))
-    return Quantized(fmt, (N, K), codes, scale, global_scale)
+        codes.append(marlin_triton.pack(round_nf4(x) if fmt == "nf4" else round_e2m1(x)))
+    return Quantized(fmt, (N, K), torch.cat(codes), scale, global_scale)
 
 
 def snap(w, fmt, scale, global_scale):
@@ -189,3 +193,127 @@ def load_linear(source, path, m, config, quant, dtype, device):
         return plain
     q = Quantized(fmt, tuple(m.weight.shape), *checkpoint.read_packed(source, path, m, fmt, device))
     return QuantLinear(q, m.parts, read_bias(source, path, m, dtype, device))
+
+
+# ---- writing a quantized checkpoint
+
+
+@torch.no_grad()
+def rounded_blocks(model, source, device, fmt):
+    """Fill the blocks of a meta `model` one after the other, rounded to nearest; yields (layer, rows of the report)."""
+    for i in range(model.config.num_hidden_layers):
+        fill(model, f"layers.{i}.", source, device, None, "none")
+        rows = []
+        for name, m in list(model.layers[i].named_modules()):
+            if isinstance(m, Linear):
+                q = quantize(m.weight, fmt, f"layers.{i}.{name}")
+                error = (dequantize(q) - m.weight).norm() / m.weight.float().norm()
+                rows.append({"linear": name.rsplit(".", 1)[-1], "weight_error": error.item()})
+                model.layers[i].set_submodule(name, QuantLinear(q, m.parts, m.bias))
+        yield i, rows
+
+
+def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib=None, sequences=128, length=512,
+            shard_bytes=2 << 30):
+    """Quantize a 16-bit checkpoint into the folder `out` (checkpoint.Writer); returns the report that is written with it.
+
+    One block is on the device at a time, in the dtype it is stored in, and one shard of the output in host memory. ValueError
+    for an `out` that exists, a checkpoint that is quantized already, and whatever `quantize` and `awq.calibration` refuse."""
+    begin, folder = time.time(), fetch(path_or_hub_id)
+    config, source = Config.read(folder), Checkpoint(folder)
+    if config.quantization:
+        raise ValueError(f"--model {folder}: quantized already; give the 16-bit checkpoint")
+    with torch.device("meta"):
+        model = Qwen2(config)
+    with checkpoint.Writer(out, folder, fmt, shard_bytes) as writer:
+        for part in ("embed", "norm", "lm_head"):
+            fill(model, part, source, "cpu", None, "none")
+            m = model.get_submodule(part)
+            for name, t in checkpoint.module_tensors(part, m):
+                if not (part == "lm_head" and config.tie_word_embeddings):
+                    writer.add(name, t)
+            if not use_awq:
+                m.to("meta")  # written, and not needed again
+        held_out, steps = None, rounded_blocks(model, source, device, fmt)
+        if use_awq:
+            import awq
+
+            ids = awq.calibration(calib, folder, sequences + 16, length)
+            kept = min(sequences, len(ids) * 7 // 8)
+            if kept < 1:
+                raise ValueError(f"--calib {calib}: gives one sequence of {length} tokens; one more is needed to test on")
+            held_out = awq.HeldOut(model, ids[kept:], device)
+            steps = awq.blocks(model, source, device, None, fmt, ids[:kept], held_out)
+        report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest", "calibration": calib, "layers": []}
+        for i, rows in tqdm(steps, fmt, config.num_hidden_layers, unit="layer"):
+            report["layers"] += [{"layer": i, **row} for row in rows]
+            for path, m in model.named_modules():
+                if path.startswith(f"layers.{i}."):
+                    for name, t in checkpoint.module_tensors(path, m):
+                        writer.add(name, t)
+            del m
+            model.layers[i] = None  # the block is in the shard
+        if held_out:
+            report["calibration_tokens"] = ids[:kept].numel()
+            report["perplexity"] = held_out.perplexity(model) | {"tokens": ids[kept:, 1:].numel()}
+        finish(model, source)
+        report["seconds"] = round(time.time() - begin, 1)
+        report["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30 if str(device) != "cpu" else None
+        writer.report = report
+    return report
+
+
+def parse_args(argv):
+    p = argparse.ArgumentParser(description="Quantize a checkpoint to four bits, or count what each format would cost.",
+                                allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--model", help="16-bit checkpoint folder or hub id")
+    p.add_argument("--out", help="folder to write; must not exist")
+    p.add_argument("--fmt", choices=FORMATS, default="nvfp4", help="number format")
+    p.add_argument("--awq", action="store_true", help="choose scales by activations (awq.py) instead of plain rounding")
+    p.add_argument("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
+                                   "(worked arithmetic problems)")
+    p.add_argument("--sequences", type=int, default=128, help="calibration sequences, 16 more are held out")
+    p.add_argument("--length", type=int, default=512, help="tokens in each")
+    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda where there is one")
+    p.add_argument("--plan", metavar="MODEL", help="only print what a checkpoint, hub id or config.json costs in each format")
+    p.add_argument("--rank", type=int, default=32, help="LoRA rank that --plan counts with")
+    p.add_argument("--tokens", type=int, default=16384, help="micro-batch tokens that --plan counts with")
+    args = p.parse_args(argv)
+    if args.plan and (args.model or args.out):
+        p.error("--plan: prints only; leave --model and --out out")
+    if not args.plan and not (args.model and args.out):
+        p.error("--model and --out are needed (or --plan)")
+    if args.calib and not args.awq:
+        p.error("--calib: plain rounding uses no text; add --awq")
+    for name in ("sequences", "length", "rank", "tokens"):
+        if getattr(args, name) < 1:
+            p.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        p.error("--device cuda: this machine has no CUDA device; use --device cpu")
+    return p, args
+
+
+def main(argv=None):
+    parser, args = parse_args(argv)
+    try:
+        if args.plan:
+            import plan
+
+            print(plan.table(Config.read(plan.config_of(args.plan)), args.rank, args.tokens))
+            return
+        device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        report = convert(args.model, args.out, args.fmt, device, args.awq, args.calib, args.sequences, args.length)
+    except (ValueError, OSError) as e:
+        parser.error(str(e))
+    if "perplexity" in report:
+        p = report["perplexity"]
+        print(f"perplexity of {p['tokens']} held-out tokens: {p['before']:.4f} before, {p['after']:.4f} after")
+    size = sum(f.stat().st_size for f in Path(args.out).glob("*.safetensors")) / 2**30
+    peak = "" if report["peak_gpu_gib"] is None else f", {report['peak_gpu_gib']:.2f} GiB of GPU memory at most"
+    print(f"{args.out}: {size:.2f} GiB in {report['seconds']} s{peak}; details in quantization.json")
+
+
+if __name__ == "__main__":
+    import nvfp4  # the module that awq.py imports too: one Quantized, one CHUNK
+
+    nvfp4.main()

@@ -1,0 +1,330 @@
+"""Quantized checkpoints: bytes by hand, checkpoints that compressed-tensors made, round trips, damage, interruption, sizes."""
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import marlin_triton
+import model as M
+import nvfp4
+import plan
+from nvfp4 import Quantized, QuantLinear
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TINY = Path(__file__).parent.parent / "assets" / "tiny"
+IDS = torch.randint(0, 48, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def base(tmp_path):
+    """A 16-bit checkpoint whose K suits every format: hidden 64, intermediate 128, two layers."""
+    raw = json.loads((FIXTURES / "qwen2_tied" / "config.json").read_text()) | {"hidden_size": 64, "intermediate_size": 128}
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "tokenizer.json").write_text("{}")
+    model = M.build(M.Config.read(folder), M.RandomCheckpoint(3), dtype=torch.bfloat16)
+    state = dict(t for path, m in model.named_modules() for t in checkpoint.module_tensors(path, m) if path != "lm_head")
+    save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors")
+    return folder
+
+
+# ---- the layout
+
+
+def test_packing_by_hand():
+    """Codes 1, 2, 15, 0, ... in one row: the even column sits in the low nibble."""
+    codes = torch.tensor([[1, 2, 15, 0] + [0] * 11 + [8]], dtype=torch.uint8)
+    scale = torch.tensor([[1.5]]).to(torch.float8_e4m3fn)
+    q = Quantized("nvfp4", (1, 16), marlin_triton.pack(codes), scale, torch.tensor([0.25]))
+    out = dict(checkpoint.packed_tensors(q, {"o_proj": 1}, "model.layers.0.self_attn"))
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert out[f"{name}_packed"].tolist() == [[0x21, 0x0F, 0, 0, 0, 0, 0, 0x80]]
+    assert out[f"{name}_scale"].view(torch.uint8).tolist() == [[0x3C]]
+    assert out[f"{name}_global_scale"].tolist() == [4.0]  # the reciprocal
+    assert set(out) == {f"{name}_{s}" for s in ("packed", "scale", "global_scale")}
+
+
+@pytest.mark.parametrize("name", ["compressed_nvfp4", "compressed_mxfp4"])
+def test_a_checkpoint_that_compressed_tensors_made_gives_its_logits(name):
+    """Nibbles swapped, the reciprocal missed, one global scale for q, k and v: each changes the logits by more than 0.1."""
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    model = M.load(FIXTURES / name, dtype=torch.float32)
+    assert (model(expected["ids"]) - expected["logits"]).abs().max() < 1e-4
+    plain = M.load(FIXTURES / "qwen2_tied", dtype=torch.float32)
+    assert (plain(expected["ids"]) - expected["logits"]).abs().max() > 0.1
+    if "nvfp4" in name:
+        assert model.layers[0].attn.qkv_proj.global_scale.unique().numel() == 3
+
+
+@pytest.mark.parametrize("name,fmt", [("compressed_nvfp4", "nvfp4"), ("compressed_mxfp4", "mxfp4")])
+def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
+    """Serving engines pick their kernel by these fields."""
+    theirs = json.loads((FIXTURES / name / "config.json").read_text())["quantization_config"]
+    ours = checkpoint.quantization_config(fmt)
+    for field in ("quant_method", "format", "ignore", "quantization_status", "kv_cache_scheme"):
+        assert ours[field] == theirs[field]
+    a, b = ours["config_groups"]["group_0"], theirs["config_groups"]["group_0"]
+    assert a["weights"] == b["weights"] and a["targets"] == b["targets"] and a["input_activations"] is None
+    stored = load_file(FIXTURES / name / "model.safetensors")
+    model = M.load(FIXTURES / name)
+    again = {k: v for path, m in model.named_modules() for k, v in checkpoint.module_tensors(path, m) if path != "lm_head"}
+    assert {k: (v.dtype, v.shape) for k, v in stored.items()} == {k: (v.dtype, v.shape) for k, v in again.items()}
+    for k, v in stored.items():
+        if not k.endswith("global_scale"):
+            assert torch.equal(v.view(torch.uint8), again[k].contiguous().view(torch.uint8)), k
+
+
+# ---- round trips
+
+
+@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt):
+    """And a second time around: the stored reciprocal of the global scale must not drift."""
+    folder = base(tmp_path)
+    nvfp4.convert(folder, tmp_path / "q", fmt)
+    at_load, loaded = M.load(folder, quant=fmt), M.load(tmp_path / "q")
+    assert torch.equal(loaded(IDS), at_load(IDS))
+    for a, b in zip(at_load.modules(), loaded.modules(), strict=True):
+        if isinstance(a, QuantLinear):
+            for field in ("codes", "scale", "global_scale"):
+                assert torch.equal(getattr(a, field).view(torch.uint8), getattr(b, field).view(torch.uint8))
+    again = {k: v for path, m in loaded.named_modules() for k, v in checkpoint.module_tensors(path, m) if path != "lm_head"}
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(stored[k].view(torch.uint8), v.contiguous().view(torch.uint8)) for k, v in again.items())
+    assert torch.equal(M.load(tmp_path / "q", quant=fmt)(IDS), at_load(IDS))  # saying --quant again is no contradiction
+
+
+def test_the_stored_reciprocal_never_drifts():
+    """For the reciprocal r of any mantissa that a foreign checkpoint may hold: 1/(1/(1/r)) == 1/r."""
+    r = (torch.arange(2**23, dtype=torch.int32) + (140 << 23)).view(torch.float32)
+    g = 1 / r
+    assert torch.equal(1 / (1 / g), g)
+
+
+def test_shards_and_index_load_as_one_file_does(tmp_path):
+    folder = base(tmp_path)
+    nvfp4.convert(folder, tmp_path / "one")
+    nvfp4.convert(folder, tmp_path / "many", shard_bytes=20_000)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    shards = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(shards) > 2 and {p.name for p in shards} == set(index["weight_map"].values())
+    assert shards[0].name == f"model-00001-of-{len(shards):05d}.safetensors"
+    tensors = {k: v for p in shards for k, v in load_file(p).items()}
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in tensors.values())
+    assert torch.equal(M.load(tmp_path / "many")(IDS), M.load(tmp_path / "one")(IDS))
+    assert (tmp_path / "many" / "tokenizer.json").read_text() == "{}"
+    assert json.loads((tmp_path / "many" / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
+
+
+def test_a_projection_left_in_16_bits_stays_a_plain_linear(tmp_path):
+    """Other tools exempt layers by their `ignore` list; such a layer has a weight, and no weight_packed."""
+    folder = base(tmp_path)
+    nvfp4.convert(folder, tmp_path / "q")
+    state, plain = load_file(tmp_path / "q" / "model.safetensors"), load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for suffix in ("_packed", "_scale", "_global_scale"):
+        del state[name + suffix]
+    save_file(state | {name: plain[name]}, tmp_path / "q" / "model.safetensors")
+    model = M.load(tmp_path / "q")
+    assert torch.equal(model.layers[1].mlp.down_proj.weight, plain[name])
+    assert isinstance(model.layers[1].mlp.gate_up_proj, QuantLinear)
+    assert (model(IDS) - M.load(folder, quant="nvfp4")(IDS)).abs().max() > 0
+
+
+# ---- damage
+
+
+def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
+    """Codes cast to another integer type, or scales to bfloat16, would load as other weights."""
+    folder = base(tmp_path)
+    nvfp4.convert(folder, tmp_path / "q")
+    file = tmp_path / "q" / "model.safetensors"
+    original = load_file(file)
+    for name in (n for n in original if "layers.0.self_attn.k_proj" in n or "layers.0.mlp.down" in n):
+        t = original[name]
+        save_file({k: v for k, v in original.items() if k != name}, file)
+        with pytest.raises(ValueError, match=f"the tensor {name} is missing"):
+            M.load(tmp_path / "q")
+        save_file(original | {name: torch.cat([t.view(torch.uint8)] * 2).view(t.dtype)}, file)
+        with pytest.raises(ValueError, match=f"{name} has shape"):
+            M.load(tmp_path / "q")
+        if "weight" in name:
+            save_file(original | {name: t.view(torch.uint8).view(torch.int8) if t.element_size() == 1 else t.double()}, file)
+            with pytest.raises(ValueError, match=f"{name} is stored as torch.(int8|float64), config.json asks for"):
+                M.load(tmp_path / "q")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        M.load(tmp_path / "q")
+
+
+@pytest.mark.parametrize("fmt,suffix,bad", [
+    ("nvfp4", "scale", torch.tensor(0x7F, dtype=torch.uint8)), ("nvfp4", "scale", torch.tensor(0xB8, dtype=torch.uint8)),
+    ("mxfp4", "scale", torch.tensor(255, dtype=torch.uint8)), ("nf4", "scale", torch.tensor(float("nan"))),
+    ("nvfp4", "global_scale", torch.tensor(0.0)), ("nvfp4", "global_scale", torch.tensor(-2.0)),
+    ("nvfp4", "global_scale", torch.tensor(float("inf"))),
+])
+def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
+    """A NaN byte in one block would turn every logit into NaN, far from its cause."""
+    nvfp4.convert(base(tmp_path), tmp_path / "q", fmt)
+    state = load_file(tmp_path / "q" / "model.safetensors")
+    name = f"model.layers.0.self_attn.v_proj.weight_{suffix}"
+    flat = state[name].view(torch.uint8) if state[name].element_size() == 1 else state[name]
+    flat.flatten()[-1:] = bad
+    save_file(state, tmp_path / "q" / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} .*the checkpoint is damaged"):
+        M.load(tmp_path / "q")
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
+    ({"format": "pack-quantized"}, "format pack-quantized"),
+    ({"format": None}, "format None"),
+    ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    ({"config_groups": {}}, "0 config_groups"),
+    ({"group": {"input_activations": {"num_bits": 4}}}, "input_activations"),
+    ({"group": {"weights": {"num_bits": 8}}}, "num_bits 8"),
+    ({"group": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}}, "group_size 32"),
+])
+def test_quantization_that_cannot_be_honoured_is_refused(tmp_path, change, message):
+    """A W4A4 checkpoint run with 16-bit activations is another model than the one its makers measured."""
+    folder = tmp_path / "q"
+    shutil.copytree(FIXTURES / "compressed_nvfp4", folder)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["config_groups"]["group_0"].update(change.pop("group", {}))
+    raw["quantization_config"].update(change)
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"config.json: quantization_config has .*W4A16") as e:
+        M.load(folder)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_quant_that_contradicts_the_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="--quant nf4: .*compressed_nvfp4 is quantized to nvfp4 already"):
+        M.load(FIXTURES / "compressed_nvfp4", quant="nf4")
+    with pytest.raises(ValueError, match="quantized already; give the 16-bit checkpoint"):
+        nvfp4.convert(FIXTURES / "compressed_nvfp4", tmp_path / "q")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- interruption and the command line
+
+
+def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
+    """Killed half-way (nothing cleans up), or stopped by an error: no folder of that name, and the partial one does not load."""
+    folder, real = base(tmp_path), checkpoint.packed_tensors
+    calls = []
+
+    def stop(q, parts, where):
+        calls.append(where)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        yield from real(q, parts, where)
+
+    monkeypatch.setattr(checkpoint, "packed_tensors", stop)
+    with pytest.raises(KeyboardInterrupt):
+        nvfp4.convert(folder, tmp_path / "q", shard_bytes=5_000)
+    assert len(calls) == 5 and sorted(p.name for p in tmp_path.iterdir()) == ["base"]
+
+    calls.clear()
+    with monkeypatch.context() as m:
+        m.setattr(shutil, "rmtree", lambda *a, **k: None)  # a kill does not clean up
+        with pytest.raises(KeyboardInterrupt):
+            nvfp4.convert(folder, tmp_path / "q", shard_bytes=5_000)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "q.partial"]
+    with pytest.raises(FileNotFoundError):
+        M.load(tmp_path / "q.partial")
+    nvfp4.convert(folder, tmp_path / "q")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "q"]
+    assert torch.equal(M.load(tmp_path / "q")(IDS), M.load(folder, quant="nvfp4")(IDS))
+
+
+def test_an_existing_folder_is_never_overwritten(tmp_path):
+    folder = base(tmp_path)
+    (tmp_path / "q").mkdir()
+    with pytest.raises(ValueError, match="--out .*q: exists already"):
+        nvfp4.convert(folder, tmp_path / "q")
+
+
+def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
+    """Row slices of a fused weight that keep the whole alive, or a list of all tensors written at the end."""
+    held = []
+    real = checkpoint.Writer.add
+
+    def add(self, name, tensor):
+        real(self, name, tensor)
+        held.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.shard.values()}.values()))
+
+    monkeypatch.setattr(checkpoint.Writer, "add", add)
+    nvfp4.convert(base(tmp_path), tmp_path / "q", shard_bytes=9_000)
+    assert max(held) <= 9_000 and len(held) > 20
+
+
+@pytest.mark.parametrize("argv,message", [
+    ([], "--model and --out are needed"),
+    (["--model", "nowhere", "--out", "x"], "--model nowhere: no such folder"),
+    (["--model", "m", "--out", "x", "--fmt", "int4"], "argument --fmt: invalid choice"),
+    (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
+    (["--model", "m", "--out", "x", "--awq", "--sequences", "0"], "--sequences 0: must be at least 1"),
+    (["--plan", "c.json", "--out", "x"], "--plan: prints only"),
+    (["--plan", "c.json"], "c.json: no such file"),
+    (["--modell", "m"], "unrecognized arguments: --modell"),
+])
+def test_bad_flags_exit_with_one_line_and_code_2(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as e:
+        nvfp4.main(argv)
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and message in error and "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_writes_a_checkpoint_and_says_what_it_cost(tmp_path, capsys):
+    nvfp4.main(["--model", str(base(tmp_path)), "--out", str(tmp_path / "q"), "--fmt", "mxfp4", "--device", "cpu"])
+    assert "GiB in" in capsys.readouterr().out
+    report = json.loads((tmp_path / "q" / "quantization.json").read_text())
+    assert report["format"] == "mxfp4" and report["method"] == "round to nearest" and len(report["layers"]) == 8
+    assert all(0.05 < row["weight_error"] < 0.2 for row in report["layers"])
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize("fmt", ["none", *nvfp4.FORMATS])
+def test_the_plan_counts_the_bytes_that_loading_takes(tmp_path, fmt):
+    folder = base(tmp_path)
+    model = M.load(folder, quant=fmt)
+    tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
+    assert sum(plan.weights(M.Config.read(folder), fmt).values()) == sum(t.nbytes for t in tensors.values())
+
+
+def test_the_plan_of_the_published_shapes(tmp_path, capsys):
+    """Weights on the card against published sizes; the adapter against the number PEFT prints (r = 16: 40.4 M for the 7B)."""
+    shapes = {"7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8), "32b": (5120, 27648, 64, 40, 8)}
+    gib = {}
+    for name, (C, F, L, H, kv) in shapes.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(dict(
+            model_type="qwen2", vocab_size=152064, hidden_size=C, intermediate_size=F, num_hidden_layers=L, num_attention_heads=H,
+            num_key_value_heads=kv, tie_word_embeddings=False)))
+        gib[name] = sum(plan.weights(M.Config.read(tmp_path / f"{name}.json"), "nvfp4").values()) / 2**30
+    assert gib["7b"] < 5.6 and gib["14b"] < 9.9 and gib["32b"] < 19.7 and gib["7b"] > 5.3
+    c = M.Config.read(tmp_path / "7b.json")
+    assert plan.lora_parameters(c, 16) == 40_370_176 and plan.kv_per_token(c) == 57344
+    assert abs(sum(plan.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
+    nvfp4.main(["--plan", str(tmp_path / "7b.json"), "--rank", "16"])
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("nvfp4", "LoRA r=16", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
+
+
+def test_the_plan_counts_the_adapter_that_training_makes(tmp_path):
+    import lora
+
+    model = M.load(base(tmp_path))
+    made = sum(p.numel() for p in lora.add_lora(model, 4, 4))
+    assert plan.lora_parameters(model.config, 4) == made
+    cache = M.KVCache(model, 3, 7)
+    assert plan.kv_per_token(model.config) * 21 == cache.k.nbytes + cache.v.nbytes
