@@ -287,6 +287,16 @@ def update(model, optimizer, params, rows, args):
     return grpo.sum_metrics(parts), norm
 
 
+def make_room(model, args):
+    """Free the sampler's KV cache and graphs if the update would not fit beside them; the next rollout rebuilds them."""
+    c, tokens = model.config, args.micro_batch_tokens
+    block = 14 * c.hidden_size + 8 * c.intermediate_size  # numbers a token that one block keeps for its backward
+    kept = c.num_hidden_layers * (2 * c.hidden_size if args.checkpointing else block) + block
+    need = tokens * kept * model.embed.weight.element_size() + (5 << 29)  # and the LM head's chunks, twice
+    if torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < need:
+        sample.release(model)
+
+
 class AdamW(torch.optim.AdamW):
     """AdamW on float32 masters: 16-bit parameters (full training) are copied back after each step, LoRA's are masters already."""
 
@@ -455,6 +465,8 @@ def train(argv):
                         r["advantage"] = value
             if args.aqn_scope == "rollout":
                 aqn.set_noise(model, 0.0)
+            if device == "cuda":
+                make_room(model, args)
             if args.old_logp == "trainer":  # before any parameter moves
                 for batch in micro_batches([r for g in groups for r in g], args.micro_batch_tokens):
                     with torch.no_grad():
