@@ -230,8 +230,8 @@ class HeldOut:
 
 
 def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512, **options):
-    """model.load(..., quant=fmt) with AWQ; the layers' report is in model.awq. calib: a file for `texts`; options: grid, finalists
-    of Search. Raises as model.load does, and ValueError for too little text or a checkpoint that is quantized already."""
+    """model.load(..., quant=fmt) with AWQ; the layers' report is in model.awq. calib: a file for `texts`; options: grid and
+    finalists of Search. Raises as model.load does, and ValueError for too little text or a checkpoint quantized already."""
     folder = qwen.fetch(path_or_hub_id)
     config, source = qwen.Config.read(folder), qwen.Checkpoint(folder)
     if config.quantization:
@@ -241,7 +241,8 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=
         model = qwen.Qwen2(config)
     for part in ("embed", "norm", "lm_head"):
         qwen.fill(model, part, source, device, dtype, "none")
-    progress = tqdm(blocks(model, source, device, dtype, fmt, ids, **options), f"AWQ {fmt}", config.num_hidden_layers, unit="layer")
+    steps = blocks(model, source, device, dtype, fmt, ids, **options)
+    progress = tqdm(steps, f"AWQ {fmt}", config.num_hidden_layers, unit="layer")
     report = [{"layer": i, **row} for i, rows in progress for row in rows]
     model = qwen.finish(model, source)
     model.awq = report

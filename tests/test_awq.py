@@ -1,0 +1,291 @@
+"""AWQ: folding keeps the function, the search never loses to plain rounding and wins where channels differ, text in, CLI."""
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import awq
+import model as M
+import nvfp4
+from nvfp4 import BLOCK, block_scales, dequantize, encode, snap
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TINY = Path(__file__).parent.parent / "assets" / "tiny"
+IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
+
+
+def config(kv=2, **changes):
+    c = M.Config.read(FIXTURES / "qwen2_tied")
+    c.hidden_size, c.intermediate_size, c.head_dim, c.num_key_value_heads = 64, 128, 16, kv
+    for k, v in changes.items():
+        setattr(c, k, v)
+    return c
+
+
+def outliers(model, seed=0):
+    """Make a few input channels of every linear fifty times larger, the way trained models are."""
+    g = torch.Generator().manual_seed(seed)
+    for block in model.layers:
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.weight.data[torch.randperm(len(norm.weight), generator=g)[:3]] *= 50
+        for m in (block.attn.qkv_proj, block.mlp.gate_up_proj):  # v and up rows: the inputs of o and down
+            rows = list(m.parts.values())
+            m.weight.data[-rows[-1] :][torch.randperm(rows[-1], generator=g)[:3]] *= 20
+    return model
+
+
+def random_model(c=None, dtype=torch.float32, quant="none"):
+    return outliers(M.build(c or config(), M.RandomCheckpoint(1), dtype=dtype))
+
+
+def calibrated(model, ids=IDS):
+    """[{linear: Stats}] of each block, from a forward pass of the original model."""
+    out, x = [], model.embed(ids)
+    rope = awq.rotary(model.config, ids.shape[1], "cpu")
+    for block in model.layers:
+        linears = {n.rsplit(".", 1)[-1]: m for n, m in block.named_modules() if isinstance(m, M.Linear)}
+        stats = {n: awq.Stats(m.weight.shape[1], "cpu") for n, m in linears.items()}
+        hooks = [m.register_forward_pre_hook(stats[n]) for n, m in linears.items()]
+        awq.through(block, x, rope)
+        for hook in hooks:
+            hook.remove()
+        for s in stats.values():
+            s.H, s.mean = s.H / s.n, s.mean / s.n
+        out.append(stats)
+    return out
+
+
+def quantized(model, fmt="nvfp4", **options):
+    model = copy.deepcopy(model)
+    rows = [row for block, stats in zip(model.layers, calibrated(model), strict=True)
+            for row in awq.quantize_block(block, stats, model.config, fmt, **options)]
+    return model, rows
+
+
+# ---- folding
+
+
+@pytest.mark.parametrize("kv,bias", [(1, True), (2, False), (2, True), (4, True)])
+def test_the_folded_model_is_the_original_before_rounding(monkeypatch, kv, bias):
+    """s folded into the wrong rows, heads that share a kv head with different s, a v bias left unscaled: all change the function.
+
+    Rounding is switched off by encoding in float32 what Search chose; the exponents are forced to be far from 0."""
+    model = random_model(config(kv, qkv_bias=bias))
+    for block in model.layers:
+        if bias:
+            torch.nn.init.normal_(block.attn.qkv_proj.bias)
+    want = model(IDS)
+
+    class Kept(awq.Search):  # the last exponent, and its weight as it is
+        def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None):
+            s = magnitude.clamp(min=1e-8) ** 0.7
+            self.s = exact(s / (s.max() * s.min()).sqrt())
+            self.q = w * self.s / (1 if divide is None else divide[:, None])
+            self.exponent, self.rtn, self.channels, self.awq = 0.7, 1.0, 0.5, 0.5
+
+    def keep(q, parts, bias):
+        m = M.Linear(q.shape[1], parts, bias is not None)
+        m.weight.data = q
+        if bias is not None:
+            m.bias.data = bias
+        return m
+
+    monkeypatch.setattr(awq, "Search", Kept)
+    monkeypatch.setattr(awq, "QuantLinear", keep)
+    folded, rows = quantized(model)
+    assert (folded(IDS) - want).abs().max() < 1e-5 * want.abs().max().clamp(min=1) + 1e-5
+    for a, b in zip(model.layers, folded.layers, strict=True):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            ratio = getattr(a, name).weight / getattr(b, name).weight
+            assert ratio.max() / ratio.min() > 3  # something was folded
+        ratio = (a.attn.qkv_proj.weight[-16 * kv :] / b.attn.qkv_proj.weight[-16 * kv :]).median(1).values
+        assert ratio.max() / ratio.min() > 1.5
+
+
+def test_scales_folded_into_a_bfloat16_norm_are_exact():
+    """w / s rounded to bfloat16 would put an error of 2^-9 on a whole channel, in every format and after any search."""
+    model = random_model(dtype=torch.bfloat16)
+    before = [b.input_layernorm.weight.clone() for b in model.layers]
+    q, rows = quantized(model, finalists=None)
+    assert any(r["exponent"] > 0 for r in rows if r["linear"] == "qkv_proj")
+    for old, block, stats in zip(before, q.layers, calibrated(model), strict=True):
+        new = block.input_layernorm.weight
+        assert new.dtype == torch.bfloat16
+        s = old.float() / new.float()
+        assert torch.equal((old.float() / s).to(torch.bfloat16), new)
+        w = dequantize(block.attn.qkv_proj.q) / s
+        original = model.layers[0 if block is q.layers[0] else 1].attn.qkv_proj.weight.float()
+        D = w[:96] - original[:96]  # the q and k rows, which nothing else divides
+        H = stats["qkv_proj"].H
+        assert awq.output_error(D, H) / awq.output_error(original[:96], H) < 0.03
+
+
+def test_a_norm_weight_of_zero_is_left_alone():
+    """0 / s and s = w / 0: one dead channel must not turn the model into NaN."""
+    model = random_model()
+    model.layers[0].input_layernorm.weight.data[5] = 0
+    q, _ = quantized(model)
+    assert q.layers[0].input_layernorm.weight[5] == 0 and torch.isfinite(q(IDS)).all()
+
+
+# ---- the search
+
+
+@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+def test_awq_lowers_the_output_error_where_channels_differ(fmt):
+    """Constructed: 3 channels of 64 carry 50 times the activation. Channel scales alone must help, and the whole more. (MXFP4's
+    scales are powers of two: each channel scale moves some blocks across a step, and less is won.)"""
+    _, rows = quantized(random_model(), fmt)
+    channels, whole = {"nvfp4": (0.9, 0.7), "mxfp4": (1.0, 0.95), "nf4": (0.9, 0.8)}[fmt]
+    for r in (r for r in rows if r["linear"] == "qkv_proj"):
+        assert r["channels"] < channels * r["rtn"] and r["awq"] < whole * r["rtn"], r
+
+
+@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_linear_is_ever_worse_than_plain_rounding(fmt, seed):
+    """Exponent 0 with the plain block scales is among the candidates; a producer that folding would harm makes it give up."""
+    even = M.build(config(), M.RandomCheckpoint(seed), dtype=torch.float32)
+    for model in (even, outliers(copy.deepcopy(even), seed)):
+        for options in ({"grid": 8}, {"grid": 8, "finalists": None}, {"grid": 0}):
+            _, rows = quantized(model, fmt, **options)
+            assert len(rows) == 8 and all(r["awq"] <= r["rtn"] * (1 + 1e-6) for r in rows), options
+
+
+def test_the_reported_error_is_the_error_of_the_weights_in_the_model():
+    """The number in the report is recomputed here from the stored codes, the folded norm and fresh activations."""
+    model = random_model()
+    q, rows = quantized(model)
+    for i, (a, b, stats) in enumerate(zip(model.layers, q.layers, calibrated(model), strict=True)):
+        s = a.post_attention_layernorm.weight / b.post_attention_layernorm.weight  # (C,)
+        up = a.mlp.gate_up_proj.weight[128:]  # (F, C): W s / divide, as rounded
+        gate_hat = dequantize(b.mlp.gate_up_proj.q)[:128] / s
+        D = gate_hat - a.mlp.gate_up_proj.weight[:128]
+        H, row = stats["gate_up_proj"].H, rows[4 * i + 2]
+        assert row["linear"] == "gate_up_proj"
+        part = awq.output_error(D, H)
+        whole = row["awq"] * awq.output_error(a.mlp.gate_up_proj.weight, H)
+        assert part < whole < part + 0.1 * awq.output_error(up, H)
+
+
+def test_the_error_from_second_moments_is_the_error_of_outputs():
+    """sum((D H) * D) with H = X^T X / n against || X D^T ||^2 / n."""
+    x, d = torch.randn(50, 32), torch.randn(7, 32)
+    stats = awq.Stats(32, "cpu")
+    stats(None, (x.view(2, 25, 32),))
+    assert stats.n == 50 and torch.allclose(stats.mean, x.abs().sum(0), rtol=1e-5)
+    assert abs(awq.output_error(d, stats.H) - (x @ d.T).square().sum().item()) < 1e-2
+
+
+@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+def test_searched_block_scales_are_valid_and_never_worse_per_block(fmt):
+    """A scale byte that wraps around (0 - 1 = 255) is NaN in E4M3; a zero block's scale must stay harmless."""
+    g = torch.Generator().manual_seed(0)
+    w, x = torch.randn(16, 128, generator=g), torch.randn(400, 128, generator=g) * torch.rand(128, generator=g)
+    w[3, :64] = 0
+    w[4, :64] *= 1e-6
+    H = x.T @ x
+    scale, top = block_scales(w, fmt)
+    best = awq.search_blocks(w, fmt, scale, top, H)
+    assert best.dtype == scale.dtype and best.shape == scale.shape
+    value = nvfp4.scale_value(best, fmt)
+    assert torch.isfinite(value).all() and (value >= 0).all()
+    b = BLOCK[fmt]
+    for k in range(0, 128, b):
+        before, after = ((snap(w, fmt, s, top) - w)[:, k : k + b] for s in (scale, best))
+        h = H[k : k + b, k : k + b]
+        assert (((after @ h) * after).sum(1) <= ((before @ h) * before).sum(1) * (1 + 1e-5)).all()
+    assert awq.output_error(snap(w, fmt, best, top) - w, H) < 0.95 * awq.output_error(snap(w, fmt, scale, top) - w, H)
+
+
+@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+def test_snap_is_encode_and_dequantize(fmt):
+    """What the search measures must be what is stored."""
+    w = torch.randn(9, 192, generator=torch.Generator().manual_seed(0)) * 0.1
+    scale, top = block_scales(w, fmt)
+    assert torch.equal(snap(w, fmt, scale, top), dequantize(encode(w, fmt, scale, top)))
+
+
+# ---- the whole of it
+
+
+def test_awq_brings_the_model_closer_to_the_original():
+    """Over a whole model, measured at the logits of other text than it was calibrated on."""
+    model = random_model(config(num_hidden_layers=3))
+    ids = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(9))
+    want = model(ids)
+    plain = copy.deepcopy(model)
+    for path, m in list(plain.named_modules()):
+        if path.endswith("_proj"):
+            plain.set_submodule(path, nvfp4.QuantLinear(nvfp4.quantize(m.weight), m.parts, m.bias))
+    better, _ = quantized(model)
+    assert (better(ids) - want).norm() < 0.85 * (plain(ids) - want).norm()
+
+
+def write_text(tmp_path):
+    file = tmp_path / "calib.jsonl"
+    rows = [{"question": f"What is {i}+{i + 1}?", "answer": f"{2 * i + 1} #### {2 * i + 1}"} for i in range(200)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_load_gives_a_quantized_model_and_its_report(tmp_path):
+    model = awq.load(TINY, dtype=torch.float32, calib=write_text(tmp_path), sequences=4, length=64)
+    assert sum(isinstance(m, nvfp4.QuantLinear) for m in model.modules()) == 4 * model.config.num_hidden_layers
+    assert len(model.awq) == 4 * model.config.num_hidden_layers
+    assert {"layer", "linear", "exponent", "rtn", "channels", "awq"} == set(model.awq[0])
+    assert sum(r["awq"] for r in model.awq) < 0.8 * sum(r["rtn"] for r in model.awq)
+    assert not any(p.requires_grad for p in model.parameters()) and not any(p.is_meta for p in model.parameters())
+    ids = torch.arange(40)[None]
+    plain, original = (M.load(TINY, dtype=torch.float32, quant=q)(ids) for q in ("nvfp4", "none"))
+    assert (model(ids) - original).norm() < (plain - original).norm()
+
+
+def test_the_command_reports_perplexity_before_and_after_and_writes_what_loading_makes(tmp_path, capsys):
+    """The perplexities come from hidden states streamed block by block; here they are recomputed with whole models."""
+    calib = write_text(tmp_path)
+    nvfp4.main(["--model", str(TINY), "--awq", "--calib", str(calib), "--sequences", "4", "--length", "32", "--device", "cpu",
+                "--out", str(tmp_path / "q")])
+    assert "held-out tokens" in capsys.readouterr().out
+    report = json.loads((tmp_path / "q" / "quantization.json").read_text())
+    assert report["method"] == "AWQ" and report["calibration_tokens"] == 4 * 32
+    ids = awq.calibration(calib, TINY, 20, 32)
+    original, made = M.load(TINY), M.load(tmp_path / "q")
+    for name, model in (("before", original), ("after", made)):
+        out = awq.perplexity(model, ids[4:].tolist())
+        e = sum(a for a, _ in out) / sum(n for _, n in out)
+        assert abs(torch.tensor(e).exp().item() / report["perplexity"][name] - 1) < 0.02
+    at_load = awq.load(TINY, calib=calib, sequences=4, length=32)
+    assert torch.equal(at_load(ids), made(ids))
+
+
+def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
+    text = tmp_path / "t.txt"
+    text.write_text("12 + 30 = 42. " * 100)
+    rows = tmp_path / "t.jsonl"
+    rows.write_text('{"text": "one plus one"}\n{"question": "q?", "answer": "a"}\n')
+    assert awq.texts(rows) == ["one plus one", "q?\na"]
+    assert awq.calibration(text, TINY, 3, 16).shape == (3, 16)
+    built_in = awq.calibration(None, TINY, 6, 64)
+    assert built_in.shape == (6, 64) and built_in.unique().numel() > 20
+    assert awq.calibration(rows, TINY, 50, 4).shape[0] < 50  # as many whole sequences as there are
+
+
+@pytest.mark.parametrize("name,content,message", [
+    ("none.jsonl", None, "--calib .*none.jsonl: no such file"),
+    ("bad.jsonl", '{"text": "x"}\nnot json', 'bad.jsonl, row 2: needs "text", or "question" and "answer"'),
+    ("fields.jsonl", '{"prompt": "x"}', 'fields.jsonl, row 1: needs "text"'),
+    ("short.txt", "hello", "short.txt: .* tokens, fewer than one sequence of 64"),
+])
+def test_calibration_files_that_cannot_serve_are_named(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        awq.calibration(tmp_path / name, TINY, 4, 64)
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again():
+    with pytest.raises(ValueError, match="--awq: .*compressed_nvfp4 is quantized already"):
+        awq.load(FIXTURES / "compressed_nvfp4")
