@@ -173,12 +173,14 @@ def load(name, split="train", n=None, seed=0, levels=None):
         return arithmetic(split, n or {"train": 8192, "test": 512}[split], seed)
     if name == "gsm8k":
         path = _gsm8k(split)
-    elif name in HUB or (not Path(name).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and "." not in name[-7:]):
-        path = _find_split(_hub(HUB.get(name, name), split), split)
+    elif name in HUB:
+        path = _find_split(_hub(HUB[name], split), split)
     elif Path(name).is_dir():
         path = _find_split(Path(name), split)
     elif Path(name).is_file():
         path = Path(name)
+    elif re.fullmatch(r"[\w-]+/[\w.-]+", name) and not name.endswith((".jsonl", ".parquet")):
+        path = _find_split(_hub(name, split), split)
     else:
         raise FileNotFoundError(f"--data {name}: no such file or folder, nor one of arithmetic, gsm8k, {', '.join(HUB)}")
     rows = [_row(raw, f"{path}, row {i}") for i, raw in enumerate(_read_rows(path), 1)]
@@ -302,7 +304,7 @@ def _hub(repo, split):
             repo, repo_type="dataset", allow_patterns=[f"*{split}.jsonl", f"*{split}.parquet", f"*{split}-*.parquet"]))
     except Exception as e:  # the hub's errors share no base class
         raise ConnectionError(
-            f"--data {repo}: cannot download it from the hub ({type(e).__name__}: {str(e).splitlines()[0]}); "
+            f"--data {repo}: not here, and the hub did not give it ({type(e).__name__}: {str(e).split(chr(10))[0]}); "
             f"pass a local folder with {split}.jsonl"
         ) from None
 

@@ -126,8 +126,8 @@ def parse_args(argv):
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.greedy and args.n not in (None, 1):
         p.error(f"--n {args.n}: --greedy gives the same completion each time; leave --n out")
-    if args.out and not Path(args.out).resolve().parent.is_dir():
-        p.error(f"--out {args.out}: its folder does not exist")
+    if args.out and (Path(args.out).is_dir() or not Path(args.out).resolve().parent.is_dir()):
+        p.error(f"--out {args.out}: must be a file, in a folder that exists")
     if args.device == "cuda" and not torch.cuda.is_available():
         p.error("--device cuda: this machine has no CUDA device; use --device cpu")
     args.n = args.n or (1 if args.greedy else 4)
@@ -182,6 +182,8 @@ def main(argv=None):
     parser, args = parse_args(argv)
     try:
         run(args, argv)
+    except torch.OutOfMemoryError as e:
+        parser.error(f"out of GPU memory ({str(e).split('. ')[0]}); lower --batch or --max-new-tokens")
     except (ValueError, OSError) as e:
         parser.error(str(e))
 

@@ -46,9 +46,9 @@ def last_boxed(text):
 
 def same(given, gold):
     """Is the given answer the gold one? Where gold is a number the answer must be one too: "3+4" is not an answer of 7."""
-    given, gold = _plain(given[-4 * LONGEST :]), _plain(gold)
-    if len(given) > LONGEST:
+    if len(given) > 4 * LONGEST or len(given := _plain(given)) > LONGEST:
         return False
+    gold = _plain(gold)
     a, b = number(given), number(gold)
     if b is not None:
         return a is not None and _equal(a, b)
@@ -89,10 +89,11 @@ def number(text):
     words = [w for w in re.split(r"[ /.'-]+", m["unit"].lower()) if w]
     if words and words[0] in SCALES:
         value *= SCALES[words.pop(0)]
-    if words and any(w in NOT_UNITS for w in words):
+    if any(w in NOT_UNITS for w in words):
         return None
-    if words and words[0] not in UNITS and (not m["space"] and not m["percent"] or len(words[0]) < 3):
-        return None  # "2x" and "5 i" are algebra, "5cm" and "5 apples" are not
+    attached = not m["space"] and not m["percent"] and m["unit"][:1].isalpha()
+    if words and not (words[0] in UNITS or not attached and any(len(w) > 2 for w in words)):
+        return None  # "2x" and "5 i" are algebra, "5cm" and "5 a day" are not
     return (-value if m["sign"] == "-" else value), bool(m["percent"])
 
 
@@ -128,8 +129,9 @@ class _Grader:
                 return False
 
     def _start(self):
-        self.child = subprocess.Popen([sys.executable, __file__, "--grader"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        if self._read(60.0) != b"r":
+        self.child = subprocess.Popen([sys.executable, __file__, "--grader"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                      start_new_session=True)  # ctrl-C is for the run, which saves first
+        if self._read(120.0) != b"r":
             raise ValueError("math-verify does not start; pip install -r requirements.txt")
 
     def _read(self, seconds):

@@ -30,11 +30,13 @@ SAME = [
     ("0.5", "1/2"), ("\\frac{1}{2}", "0.5"), ("\\dfrac12", "1/2"), ("3\\frac{1}{2}", "3.5"), ("-\\frac{33}{2}", "-16.5"),
     ("1e3", "1000"), ("3 million", "3000000"), ("18 per day", "$18"), ("5 cm", "5"), ("5cm", "5"), ("90", "90^\\circ"),
     ("50%", "50"), ("50%", "1/2"), ("50\\%", "50%"), ("\\boxed{42}", "42"), ("$42$", "42"), ("\\(42\\)", "42"), ("**42**", "42"),
+    ("5 a day", "5"), ("$5/hour", "5"),
     ("11,\\! 111", "11111"), ("1{,}000", "1000"), ("42409", "\\$42409"), ("6 \\text{ units}", "6"), ("evelyn", "\\text{Evelyn}"),
 ]
 DIFFERENT = [
     ("50", "0.5"), ("42 pi", "42"), ("2x", "2"), ("3+4", "7"), ("7 or 8", "7"), ("12,34", "1234"), ("3 million", "3"), ("", "5"),
     ("1/0", "5"), ("nan", "0"), ("inf", "1e9"), ("٤٢", "42"), ("0.33", "1/3"), ("4", "42"), ("42", "4"), ("2", "2x"), ("-5", "5"),
+    ("5 or x", "5"), ("3 x y", "3"), ("x" * 2000 + " " * 1700 + "42", "42"),
 ]
 
 
@@ -224,6 +226,30 @@ def test_n_rows_are_drawn_by_the_seed(tmp_path):
     assert len(set(questions(1))) == 9
 
 
+def test_hub_sets_come_from_a_snapshot_of_the_hub(monkeypatch, tmp_path):
+    """math500 and "owner/name" ask the hub for the split's files only; no network is an error that says what to do."""
+    import huggingface_hub
+
+    asked = []
+
+    def snapshot_download(repo, repo_type, allow_patterns):
+        asked.append((repo, repo_type, allow_patterns[0]))
+        write(tmp_path / "test.jsonl", [{"problem": "q", "answer": "p - q", "level": 3}])
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert data.load("math500", "test")[0]["answer"] == "p - q"
+    assert len(data.load("owner/name", "test", levels=[3])) == 1
+    assert asked == [("HuggingFaceH4/MATH-500", "dataset", "*test.jsonl"), ("owner/name", "dataset", "*test.jsonl")]
+
+    def no_network(*_, **__):
+        raise RuntimeError("")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
+    with pytest.raises(ConnectionError, match=r"--data HuggingFaceH4/MATH-500.*pass a local folder with test\.jsonl"):
+        data.load("math500", "test")
+
+
 @pytest.fixture
 def gsm8k_server(tmp_path, monkeypatch):
     """GSM8K's address, served from here: `files` holds what it sends, by name."""
@@ -337,6 +363,16 @@ def test_prompt_is_the_checkpoints_own_template():
     text = "<think>1+1=2</think><answer>2</answer>"
     assert tok.decode([*tok.encode(text), tok.eos_ids[-1]]) == text
     assert len(tok) <= json.loads((TINY / "config.json").read_text())["vocab_size"]
+
+
+def test_the_embedded_tokenizer_is_what_its_script_writes(tmp_path, monkeypatch):
+    """The embedded model was trained on these tokens and these prompts; a change to either must come with a new model."""
+    monkeypatch.syspath_prepend(str(TINY))
+    import make
+
+    make.write_tokenizer(tmp_path, seed=0)
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+        assert json.loads((tmp_path / name).read_text()) == json.loads((TINY / name).read_text()), name
 
 
 def test_every_way_to_end_a_turn_is_an_eos(checkpoint):

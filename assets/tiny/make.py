@@ -155,7 +155,7 @@ def main():
     parser = argparse.ArgumentParser(description="Train the embedded model from scratch.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=3500, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
     parser.add_argument("--clean", type=float, default=0.75, help="share of the steps on clean solutions, before the mixture")
     parser.add_argument("--batch", type=int, default=32, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
