@@ -5,13 +5,16 @@ LoRA beside a frozen linear, in float32, saved and loaded in PEFT's layout.
 
 q,k,v and gate,up are fused in the base model, but each original projection keeps its own A and B, as in the checkpoints that
 PEFT reads and writes: A is stacked to (parts * r, K), one GEMM for all, and B (N, r) is stacked by rows, so that part i uses
-columns i*r .. (i+1)*r of x A^T. The adapter is never merged into four-bit weights: rounding would erase it.
+columns i*r .. (i+1)*r of x A^T. The adapter is never merged into four-bit weights: rounding would erase it. `--merge` writes a
+16-bit checkpoint instead, w_hat + (alpha / r) B A.
 
     add_lora(model, rank=32, alpha=32); train; save_adapter(model, "runs/x/adapter")
     load_adapter(model, "runs/x/adapter"); with disabled(model): ...     # the KL reference is the same model, adapter off
+    python lora.py --merge --model Qwen/Qwen2.5-3B-Instruct --quant nvfp4 --adapter runs/x/adapter --out merged/
 
 Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
 """
+import argparse
 import json
 import math
 from contextlib import contextmanager
@@ -22,7 +25,9 @@ import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import prefix
+import checkpoint
+from model import Checkpoint, Config, Linear, Qwen2, fetch, fill, finish, load, prefix, rope_tables
+from nvfp4 import dequantize
 
 # Fields of adapter_config.json with the values that leave plain LoRA plain. Which layers are adapted is read off the tensors,
 # so the fields that choose layers are free. A field that is in neither list, and set, is something PEFT learned later.
@@ -192,3 +197,88 @@ def load_adapter(model, folder):
             elif "lora_B" in name:  # not a target: no contribution
                 parameter.zero_()
     return model
+
+
+# ---- merging
+
+
+@torch.no_grad()
+def merged(m):
+    """A model.Linear with the 16-bit weight w_hat + scaling * B A of a LoRALinear, the sum taken in float32."""
+    dtype = m.base.weight.dtype if hasattr(m.base, "weight") else torch.bfloat16
+    w = dequantize(m.base.q) if hasattr(m.base, "q") else m.base.weight.float()
+    A, rows = m.A.split(m.rank), list(m.parts.values())
+    delta = [b @ a for a, b in zip(A, m.B.split(rows), strict=True)]  # P x (N_p, R) @ (R, K)
+    with torch.device("meta"):
+        out = Linear(w.shape[1], m.parts, m.base.bias is not None)
+    out.weight, out.bias = nn.Parameter((w + m.scaling * torch.cat(delta)).to(dtype)), m.base.bias
+    return out
+
+
+@torch.no_grad()
+def streamed_logits(folder, ids, device, dtype=torch.bfloat16):
+    """model.load(folder)(ids), with one block on the device at a time."""
+    config, source = Config.read(folder), Checkpoint(folder)
+    with torch.device("meta"):
+        model = Qwen2(config)
+    fill(model, "embed", source, device, dtype, "none")
+    x = model.embed(ids)  # (B, T, C)
+    cos, sin = (t[None, None] for t in rope_tables(torch.arange(ids.shape[1], device=device), config.head_dim, config.rope_theta))
+    for i in range(config.num_hidden_layers):
+        fill(model, f"layers.{i}.", source, device, dtype, "none")
+        x = model.layers[i](x, cos, sin)
+        model.layers[i] = None
+    for part in ("norm", "lm_head"):
+        fill(model, part, source, device, dtype, "none")
+    return finish(model, source).lm_head(model.norm(x))
+
+
+@torch.no_grad()
+def merge(path_or_hub_id, adapter, out, device="cpu", quant="none"):
+    """Write base + adapter as a 16-bit checkpoint in Hugging Face layout; returns how far its logits are from base + adapter.
+
+    quant: what the adapter was trained on, if the checkpoint is not quantized itself: w_hat, not w, is what it was fitted to.
+    The numbers are over 4 x 64 random ids: {"max", "mean"} of |difference|, "same_top" (share of positions with the same best
+    id), "adapter_max" (what the adapter itself changes at most)."""
+    folder = fetch(path_or_hub_id)
+    model = load_adapter(load(folder, device, quant=quant), adapter)
+    ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0)).to(device)
+    want = model(ids).float()
+    with disabled(model):
+        change = (want - model(ids).float()).abs().max().item()
+    with checkpoint.Writer(out, folder) as writer:
+        for path, m in model.named_modules():
+            if path.endswith(".base") or (path == "lm_head" and model.config.tie_word_embeddings):
+                continue
+            for name, t in checkpoint.module_tensors(path, merged(m) if isinstance(m, LoRALinear) else m):
+                writer.add(name, t)
+    del model, m
+    d = streamed_logits(Path(out), ids, device).float()
+    same = (d.argmax(-1) == want.argmax(-1)).float().mean().item()
+    d = (d - want).abs()
+    return {"max": d.max().item(), "mean": d.mean().item(), "same_top": same, "adapter_max": change}
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description="Merge an adapter into a 16-bit checkpoint.", allow_abbrev=False,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--merge", action="store_true", required=True, help="what to do")
+    p.add_argument("--model", required=True, help="checkpoint folder or hub id, 16-bit or quantized")
+    p.add_argument("--adapter", required=True, help="adapter folder, ours or PEFT's")
+    p.add_argument("--out", required=True, help="folder to write; must not exist")
+    p.add_argument("--quant", default="none", choices=["none", "nvfp4", "mxfp4", "nf4"], help="format the adapter was trained on")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda where there is one")
+    args = p.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        p.error("--device cuda: this machine has no CUDA device; use --device cpu")
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        r = merge(args.model, args.adapter, args.out, device, args.quant)
+    except (ValueError, OSError) as e:
+        p.error(str(e))
+    print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, {r['max']:.2e} at most (the adapter "
+          f"itself moves them by up to {r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions")
+
+
+if __name__ == "__main__":
+    main()

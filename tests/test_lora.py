@@ -1,6 +1,7 @@
 """LoRA: the base model until B moves, off when disabled, and PEFT's layout both ways (tests/fixtures/make_fixtures.py)."""
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -243,3 +244,47 @@ def test_missing_broken_and_half_written_adapter_files_are_named(tmp_path):
 def test_another_rank_than_the_models_says_which_flag_to_set():
     with pytest.raises(ValueError, match="r = 4, but the model's adapter has rank 2; set --lora-rank 4"):
         load_adapter(with_random_adapter(rank=2), FIXTURES / "peft_all")
+
+
+# ---- merging
+
+
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant, capsys):
+    """Merging into the 16-bit weights the adapter was not trained on (w, not w_hat), or with the wrong part's A, is far off."""
+    lora.main(["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_rslora"), "--out", str(tmp_path / "m"),
+               "--quant", quant, "--device", "cpu"])
+    assert "logits differ from base + adapter" in capsys.readouterr().out
+    model = load_adapter(M.load(BASE, dtype=torch.float32, quant=quant), FIXTURES / "peft_rslora")
+    merged = M.load(tmp_path / "m", dtype=torch.float32)
+    assert not lora_layers(merged) and all(p.dtype == torch.float32 for p in merged.parameters())
+    assert {t.dtype for t in load_file(tmp_path / "m" / "model.safetensors").values()} == {torch.bfloat16}
+    want = model(IDS)
+    with disabled(model):
+        effect = (want - model(IDS)).abs().max()
+    assert (merged(IDS) - want).abs().max() < 0.05 * effect  # the sum is rounded to bfloat16
+    assert "quantization_config" not in json.loads((tmp_path / "m" / "config.json").read_text())
+
+
+def test_merging_a_quantized_checkpoint_and_the_distance_it_reports(tmp_path):
+    folder = FIXTURES / "compressed_nvfp4"
+    r = lora.merge(folder, FIXTURES / "peft_all", tmp_path / "m")
+    model = load_adapter(M.load(folder), FIXTURES / "peft_all")
+    ids = torch.randint(0, 48, (4, 64), generator=torch.Generator().manual_seed(0))
+    d = (M.load(tmp_path / "m")(ids).float() - model(ids).float()).abs()
+    assert r["max"] == d.max().item() and abs(r["mean"] - d.mean().item()) < 1e-6
+    assert r["max"] < 0.5 < 1 < r["adapter_max"] and r["same_top"] > 0.9
+    assert "quantization_config" not in json.loads((tmp_path / "m" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"--model": "nowhere"}, "--model nowhere: no such folder"),
+    ({"--adapter": "nowhere"}, "--adapter nowhere: adapter_config.json is missing"),
+    ({"--out": str(BASE)}, "--out .*: exists already"),
+    ({"--merge": None}, "the following arguments are required: --merge"),
+])
+def test_a_merge_that_cannot_be_done_exits_with_2(tmp_path, change, message, capsys):
+    flags = {"--merge": "", "--model": str(BASE), "--adapter": str(FIXTURES / "peft_all"), "--out": str(tmp_path / "m")} | change
+    with pytest.raises(SystemExit) as e:
+        lora.main([x for k, v in flags.items() if v is not None for x in (k, v) if x])
+    assert e.value.code == 2 and re.search(message, capsys.readouterr().err) and not list(tmp_path.iterdir())
