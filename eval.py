@@ -99,27 +99,28 @@ def gain(base, adapter):
 
 
 def parse_args(argv):
-    p = argparse.ArgumentParser(description="Pass@1 of a model, and of an adapter beside it.", allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--model", default=str(Path(__file__).parent / "assets" / "tiny"), help="checkpoint folder or hub id")
+    p = argparse.ArgumentParser(description="Pass@1 of a model, and of an adapter beside it.", allow_abbrev=False)
+    p.add_argument("--model", default=str(Path(__file__).parent / "assets" / "tiny"),
+                   help="checkpoint folder or hub id [the embedded assets/tiny]")
     p.add_argument("--data", default="arithmetic", help=f"arithmetic, gsm8k, {', '.join(data.HUB)}, a .jsonl file or a folder; "
-                                                        "several with commas")
-    p.add_argument("--split", default="test", choices=["test", "train"], help="which part of the data")
-    p.add_argument("--adapter", help="folder of a LoRA adapter to evaluate beside the base")
-    p.add_argument("--quant", default="none", choices=["none", "nvfp4", "mxfp4", "nf4"], help="number format of the base")
-    p.add_argument("--n", type=int, help="samples a question (4; with --greedy 1)")
-    p.add_argument("--greedy", action="store_true", help="the likeliest token always, one sample a question")
-    p.add_argument("--temperature", type=float, default=0.6, help="of sampling")
-    p.add_argument("--top-p", type=float, default=0.95, help="nucleus of sampling")
-    p.add_argument("--max-new-tokens", type=int, help="completion limit (4096, or what the model's positions leave)")
-    p.add_argument("--max-prompt", type=int, help="skip longer prompts (none are)")
-    p.add_argument("--prompt-style", default="tags", choices=list(data.SUFFIX), help="what the prompt asks for")
-    p.add_argument("--limit", type=int, help="questions of each set, drawn by --seed (all)")
-    p.add_argument("--seed", type=int, default=0, help="of samples and of --limit")
-    p.add_argument("--out", help="write a row per question to this .jsonl")
-    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda where there is one")
-    p.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="bfloat16 on cuda, else float32")
-    p.add_argument("--batch", type=int, help="rows decoded together (what fits)")
+                                                        "several with commas [%(default)s]")
+    p.add_argument("--split", default="test", choices=["test", "train"], help="which part of the data [%(default)s]")
+    p.add_argument("--adapter", help="folder of a LoRA adapter to evaluate beside the base [none]")
+    p.add_argument("--quant", default="none", choices=["none", "nvfp4", "mxfp4", "nf4"], help="format of the base [%(default)s]")
+    p.add_argument("--n", type=int, help="samples a question [4; with --greedy 1]")
+    p.add_argument("--greedy", action="store_true", help="the likeliest token always, one sample a question [off]")
+    p.add_argument("--temperature", type=float, default=0.6, help="of sampling [%(default)s]")
+    p.add_argument("--top-p", type=float, default=0.95, help="nucleus of sampling [%(default)s]")
+    p.add_argument("--max-new-tokens", type=int, help="completion limit [4096, or what the model's positions leave]")
+    p.add_argument("--max-prompt", type=int, help="skip and count longer prompts [none]")
+    p.add_argument("--prompt-style", default="tags", choices=list(data.SUFFIX), help="what the prompt asks for [%(default)s]")
+    p.add_argument("--limit", type=int, help="questions of each set, drawn by --seed [all]")
+    p.add_argument("--seed", type=int, default=0, help="of samples and of --limit [%(default)s]")
+    p.add_argument("--out", help="write a row per question to this .jsonl [none]")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto is cuda where there is one [auto]")
+    p.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"],
+                   help="auto is bfloat16 on cuda, else float32 [auto]")
+    p.add_argument("--batch", type=int, help="rows decoded together [what fits]")
     args = p.parse_args(argv)
     for name in ("n", "max_new_tokens", "max_prompt", "limit", "batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
