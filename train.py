@@ -54,10 +54,16 @@ def at_least(low, kind=int, below=math.inf):
     return parse
 
 
+def levels(text):
+    """An argparse type: difficulty levels as in 3,4,5."""
+    return sorted({int(part) for part in text.split(",")})
+
+
 # flag, type or choices, default (the paper's), default of the embedded demo, meaning
 KNOBS = (
     ("model", str, str(TINY), None, "checkpoint folder or hub id"),
     ("data", str, "gsm8k", "arithmetic", "gsm8k, arithmetic, or a .jsonl file / folder of {question, answer}"),
+    ("levels", levels, None, None, "keep only rows of these levels, 5 the hardest: 3,4,5 for the paper's Big-Math"),
     ("out", str, None, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
     ("resume", bool, False, None, "continue the run in --out; its own flags are used again"),
     ("seed", at_least(0), 0, None, "of samples, noise, data order and adapter"),
@@ -121,7 +127,7 @@ def parse_args(argv):
     for name, kind, paper, tiny, text in KNOBS:
         default = tiny if demo and tiny is not None else paper
         shown = f" [{paper}]" if tiny in (None, paper) else f" [{paper}; tiny: {tiny}]"
-        shown = {"model": " [the embedded assets/tiny]", "out": "", "steps": f" [tiny: {tiny}]"}.get(name, shown)
+        shown = {"model": " [the embedded assets/tiny]", "out": "", "levels": "", "steps": f" [tiny: {tiny}]"}.get(name, shown)
         if kind is bool:
             p.add_argument(f"--{name}", action=argparse.BooleanOptionalAction if name != "resume" else "store_true",
                            default=default, help=text + shown)
@@ -411,7 +417,7 @@ def train(argv):
 
     folder = qwen.fetch(args.model)
     tok = data.Tokenizer(folder)
-    rows, skipped = data.prompts(tok, data.load(args.data, "train", seed=args.seed), args.prompt_style, args.max_prompt)
+    rows, skipped = data.prompts(tok, data.load(args.data, "train", seed=args.seed, levels=args.levels), args.prompt_style, args.max_prompt)
     prompts = Prompts(rows, args.seed)
     steps = args.steps or max(1, len(rows) // args.prompts_per_step)
     model = qwen.load(folder, device, dtype, args.quant)
