@@ -48,10 +48,12 @@ MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
 
 
 @triton.jit
-def lora_a(h, a, out, r, live, p, PR, Z, B, scale, IEEE: tl.constexpr):
-    """Store scale * h a^T of one slice of K: h (RB, SLICE), a (PP, SLICE) -> out[Z, r, p] (Z, B, P*R) float32."""
-    part = tl.dot(a, tl.trans(h), input_precision="ieee" if IEEE else "tf32")  # (PP, RB)
-    tl.store(out + (Z * B + r[None, :]) * PR + p[:, None], part * scale, mask=(p[:, None] < PR) & live[None, :])
+def lora_a(acc, h, a, IEEE: tl.constexpr):
+    """acc (PP, RB) += a (PP, STEP) h^T for h (RB, STEP). One row is no work for tensor cores."""
+    if h.shape[0] == 1:
+        return acc + tl.sum(a.to(tl.float32) * h.to(tl.float32), 1)[:, None]
+    else:
+        return tl.dot(a, tl.trans(h), acc=acc, input_precision="ieee" if IEEE else "tf32")
 
 
 @triton.jit
@@ -62,17 +64,18 @@ def add(x, y):
 @triton.jit(do_not_specialize=["B"])
 def norm_kernel(x, delta, token, weight, noise, x_out, h_out, a, xa, B, eps, scale, C: tl.constexpr, EMBED: tl.constexpr,
                 DELTA: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr,
-                CHUNK: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+                STEP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """x (+ delta) -> x_out, RMSNorm -> h_out, scale * h A^T -> xa (Z, B, PR). Each program does SLICE columns of RB rows, and
     reads the whole rows for their mean square. EMBED: x is the embedding (V, C), its rows chosen by token (B,)."""
     z = tl.program_id(1)
     r = tl.program_id(0) * RB + tl.arange(0, RB)
     live = r < B
-    c = z * SLICE + tl.arange(0, SLICE)
     p = tl.arange(0, PP)
-    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
+    c = z * SLICE + tl.arange(0, STEP)
+    # what no kernel of this step writes is fetched before the wait
     if PR:
-        at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, SLICE)
+        at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, STEP)
+    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -86,17 +89,40 @@ def norm_kernel(x, delta, token, weight, noise, x_out, h_out, a, xa, B, eps, sca
             v = add(v, tl.load(delta + r[:, None] * C + k[None, :], mask=ok, other=0))
         v = v.to(tl.float32)
         square += tl.sum(v * v, 1)
-    ok = live[:, None] & (c[None, :] < C)
-    v = tl.load(x + row[:, None] * C + c[None, :], mask=ok, other=0)
-    if DELTA:
-        v = add(v, tl.load(delta + r[:, None] * C + c[None, :], mask=ok, other=0))
-    if DELTA or EMBED:
-        tl.store(x_out + r[:, None] * C + c[None, :], v, mask=ok)
-    h = v.to(tl.float32) * tl.rsqrt(square / C + eps)[:, None]
-    h = (h * w[None, :]).to(h_out.dtype.element_ty)
-    tl.store(h_out + r[:, None] * C + c[None, :], h, mask=ok)
+    rms = tl.rsqrt(square / C + eps)[:, None]
+    acc = tl.zeros((PP, RB), tl.float32)
+    for i in tl.static_range(SLICE // STEP):
+        if i:
+            c = z * SLICE + i * STEP + tl.arange(0, STEP)
+            if PR:
+                at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
+            w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
+        ok = live[:, None] & (c[None, :] < C)
+        v = tl.load(x + row[:, None] * C + c[None, :], mask=ok, other=0)
+        if DELTA:
+            v = add(v, tl.load(delta + r[:, None] * C + c[None, :], mask=ok, other=0))
+        if DELTA or EMBED:
+            tl.store(x_out + r[:, None] * C + c[None, :], v, mask=ok)
+        h = (v.to(tl.float32) * rms * w[None, :]).to(h_out.dtype.element_ty)
+        tl.store(h_out + r[:, None] * C + c[None, :], h, mask=ok)
+        if PR:
+            acc = lora_a(acc, h, at, IEEE)
     if PR:
-        lora_a(h, at, xa, r, live, p, PR, z, B, scale, IEEE)
+        tl.store(xa + (z * B + r[None, :]) * PR + p[:, None], acc * scale, mask=(p[:, None] < PR) & live[None, :])
+
+
+@triton.jit
+def attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE: tl.constexpr):
+    """Online softmax over one block: k1, k2 (BLOCK, D/2), v (BLOCK, D), ok (BLOCK,) marks the live tokens."""
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    score = tl.dot(r1, tl.trans(k1), input_precision=precision)
+    score = tl.dot(r2, tl.trans(k2), acc=score, input_precision=precision) * scale  # (GP, BLOCK)
+    score = tl.where(ok[None, :], score, -float("inf"))
+    new = tl.maximum(m, tl.max(score, 1))
+    p = tl.exp2(score - new[:, None])
+    fade = tl.exp2(m - new)
+    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=precision)  # (GP, D)
+    return new, l * fade + tl.sum(p, 1), acc
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -109,51 +135,50 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
     float32, m in units of log2. Split 0 also takes the new token, which it has in registers."""
     b, h, s = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
     HALF: tl.constexpr = D // 2
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    g, d, e = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D)
+    g, d, e, o = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, BLOCK)
+    keys = k_cache + b.to(tl.int64) * stride_b + h * stride_h
+    values = v_cache + b.to(tl.int64) * stride_b + h * stride_h
+    # lengths and the tokens before this one were there before this step: the first block is fetched before the wait
+    n = tl.load(length + b)  # tokens in the cache; the new one goes to position n
+    chunk = tl.cdiv(n, W)
+    t = s * chunk + o
+    end = tl.minimum(n, (s + 1) * chunk)
+    ok = t < end
+    k1 = tl.load(keys + t[:, None] * D + d[None, :], mask=ok[:, None], other=0)  # (BLOCK, HALF)
+    k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok[:, None], other=0)
+    v = tl.load(values + t[:, None] * D + e[None, :], mask=ok[:, None], other=0)  # (BLOCK, D)
+    co, si = tl.load(cos + n * HALF + d), tl.load(sin + n * HALF + d)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    n = tl.load(length + b)  # tokens in the cache; the new one goes to position n
-    co, si = tl.load(cos + n * HALF + d), tl.load(sin + n * HALF + d)
     base = qkv + b.to(tl.int64) * ((HKV * G + 2 * HKV) * D)
     q1 = tl.load(base + (h * G + g[:, None]) * D + d[None, :], mask=g[:, None] < G, other=0).to(tl.float32)
     q2 = tl.load(base + (h * G + g[:, None]) * D + HALF + d[None, :], mask=g[:, None] < G, other=0).to(tl.float32)
     dtype = k_cache.dtype.element_ty
     r1, r2 = (q1 * co - q2 * si).to(dtype), (q2 * co + q1 * si).to(dtype)  # (GP, HALF)
-    keys = k_cache + b.to(tl.int64) * stride_b + h * stride_h
-    values = v_cache + b.to(tl.int64) * stride_b + h * stride_h
     m = tl.full((GP,), -float("inf"), tl.float32)
     l = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, D), tl.float32)
     if s == 0:
-        k1 = tl.load(base + (HKV * G + h) * D + d).to(tl.float32)
-        k2 = tl.load(base + (HKV * G + h) * D + HALF + d).to(tl.float32)
-        n1, n2 = (k1 * co - k2 * si).to(dtype), (k2 * co + k1 * si).to(dtype)
-        v = tl.load(base + (HKV * G + HKV + h) * D + e)
+        x1 = tl.load(base + (HKV * G + h) * D + d).to(tl.float32)
+        x2 = tl.load(base + (HKV * G + h) * D + HALF + d).to(tl.float32)
+        n1, n2 = (x1 * co - x2 * si).to(dtype), (x2 * co + x1 * si).to(dtype)
+        nv = tl.load(base + (HKV * G + HKV + h) * D + e)
         tl.store(keys + n * D + d, n1)
         tl.store(keys + n * D + HALF + d, n2)
-        tl.store(values + n * D + e, v)
+        tl.store(values + n * D + e, nv)
         m = tl.sum(r1.to(tl.float32) * n1.to(tl.float32)[None, :] + r2.to(tl.float32) * n2.to(tl.float32)[None, :], 1) * scale
         l += 1
-        acc += v.to(tl.float32)[None, :]
-    chunk = tl.cdiv(tl.cdiv(n, W), BLOCK) * BLOCK
-    end = tl.minimum(n, (s + 1) * chunk)
-    for t0 in range(s * chunk, end, BLOCK):
-        t = t0 + tl.arange(0, BLOCK)
-        ok = t[:, None] < end
-        k1 = tl.load(keys + t[:, None] * D + d[None, :], mask=ok, other=0)  # (BLOCK, HALF)
-        k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok, other=0)
-        score = tl.dot(r1, tl.trans(k1), input_precision=precision)
-        score = tl.dot(r2, tl.trans(k2), acc=score, input_precision=precision) * scale  # (GP, BLOCK)
-        score = tl.where(t[None, :] < end, score, -float("inf"))
-        new = tl.maximum(m, tl.max(score, 1))
-        p = tl.exp2(score - new[:, None])
-        fade = tl.exp2(m - new)
-        v = tl.load(values + t[:, None] * D + e[None, :], mask=ok, other=0)  # (BLOCK, D)
-        acc = acc * fade[:, None] + tl.dot(p.to(dtype), v, input_precision=precision)
-        l = l * fade + tl.sum(p, 1)
-        m = new
+        acc += nv.to(tl.float32)[None, :]
+    if s * chunk < end:
+        m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
+    for t0 in range(s * chunk + BLOCK, end, BLOCK):
+        t = t0 + o
+        ok = t < end
+        k1 = tl.load(keys + t[:, None] * D + d[None, :], mask=ok[:, None], other=0)
+        k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok[:, None], other=0)
+        v = tl.load(values + t[:, None] * D + e[None, :], mask=ok[:, None], other=0)
+        m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
     head = (s * B + b) * (HKV * G) + h * G + g
     tl.store(acc_out + head[:, None] * D + e[None, :], acc, mask=g[:, None] < G)
     tl.store(m_out + head, m, mask=g < G)
@@ -189,32 +214,41 @@ def merge_kernel(acc, m, l, out, a, xa, B, scale, H: tl.constexpr, D: tl.constex
     y = (y / total).to(out.dtype.element_ty)
     tl.store(out + r[:, None] * C + c[None, :], y, mask=ok)
     if PR:
-        lora_a(tl.where(ok, y, 0), at, xa, r, live, p, PR, z, B, scale, IEEE)
+        part = lora_a(tl.zeros((PP, RB), tl.float32), y, at, IEEE)
+        tl.store(xa + (z * B + r[None, :]) * PR + p[:, None], part * scale, mask=(p[:, None] < PR) & live[None, :])
 
 
 @triton.jit(do_not_specialize=["B"])
 def silu_kernel(gate_up, out, a, xa, B, scale, F: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr,
-                SLICE: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+                SLICE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """gate_up (B, 2F) -> silu(gate) * up -> out (B, F), and scale * out A^T -> xa."""
     z = tl.program_id(1)
     r = tl.program_id(0) * RB + tl.arange(0, RB)
-    c = z * SLICE + tl.arange(0, SLICE)
-    p = tl.arange(0, PP)
     live = r < B
-    ok = live[:, None] & (c[None, :] < F)
+    p = tl.arange(0, PP)
+    c = z * SLICE + tl.arange(0, STEP)
     if PR:
         at = tl.load(a + p[:, None] * F + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < F), other=0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    gate = tl.load(gate_up + r[:, None] * (2 * F) + c[None, :], mask=ok, other=0)
-    up = tl.load(gate_up + r[:, None] * (2 * F) + F + c[None, :], mask=ok, other=0)
-    g = gate.to(tl.float32)
-    y = (g / (1 + tl.exp(-g))).to(up.dtype)
-    y = (y.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
-    tl.store(out + r[:, None] * F + c[None, :], y, mask=ok)
+    acc = tl.zeros((PP, RB), tl.float32)
+    for i in tl.static_range(SLICE // STEP):
+        if i:
+            c = z * SLICE + i * STEP + tl.arange(0, STEP)
+            if PR:
+                at = tl.load(a + p[:, None] * F + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < F), other=0)
+        ok = live[:, None] & (c[None, :] < F)
+        gate = tl.load(gate_up + r[:, None] * (2 * F) + c[None, :], mask=ok, other=0)
+        up = tl.load(gate_up + r[:, None] * (2 * F) + F + c[None, :], mask=ok, other=0)
+        g = gate.to(tl.float32)
+        y = (g / (1 + tl.exp(-g))).to(up.dtype)
+        y = (y.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
+        tl.store(out + r[:, None] * F + c[None, :], y, mask=ok)
+        if PR:
+            acc = lora_a(acc, y, at, IEEE)
     if PR:
-        lora_a(y, at, xa, r, live, p, PR, z, B, scale, IEEE)
+        tl.store(xa + (z * B + r[None, :]) * PR + p[:, None], acc * scale, mask=(p[:, None] < PR) & live[None, :])
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -335,6 +369,13 @@ def power(n):
     return triton.next_power_of_2(n)
 
 
+def tiles(rows, K, few, many):
+    """(rows, columns, columns at a time) of a program: `few` columns of one row, or more of both when there are many rows, so
+    that the programs fill the card about twice without reading the same bytes too often."""
+    RB, SLICE = (1, few) if rows <= 8 else (4, many) if rows <= 32 else (8, many)
+    return RB, min(SLICE, power(K)), min(SLICE, power(K), 512 if rows <= 8 else 128)
+
+
 class Projection:
     """A (LoRA) linear as the step uses it: the base weight where it lies, and 16-bit copies of A (P*R, K) and B (N, R)."""
 
@@ -391,14 +432,11 @@ class Step:
             torch._foreach_copy_([t for p in self.adapters for t in (p.A, p.B)],
                                  [t.detach() for p in self.adapters for t in (p.lora.A, p.lora.B)])
 
-    def row_block(self, rows):
-        return 1 if rows == 1 else 8 if rows <= 32 else 16
-
     def norm_step(self, x, delta, norm, nxt, token=None):
         """(x + delta, its norm, the LoRA partials of `nxt`) for x (B, C); token: x is the embedding table."""
         C, B = x.shape[1], x.shape[0] if token is None else token.shape[0]
         PR = nxt.PR if nxt else 0
-        RB, SLICE = self.row_block(B), min(128, power(C))
+        RB, SLICE, STEP = tiles(B, C, 128, 256 if B <= 32 else 512)
         Z = triton.cdiv(C, SLICE)
         changed = delta is not None or token is not None
         x_out = x.new_empty(B, C) if changed else x
@@ -406,8 +444,8 @@ class Step:
         norm_kernel[triton.cdiv(B, RB), Z](
             x, x if delta is None else delta, self.token if token is None else token, norm.weight, norm.noise, x_out, h,
             nxt.A if PR else x, xa, B, norm.eps, nxt.scaling if PR else 0.0, C=C, EMBED=token is not None,
-            DELTA=delta is not None, PR=PR, PP=max(16, power(PR)), RB=RB, SLICE=SLICE, CHUNK=min(1024, power(C)), num_warps=4,
-            **self.launch, **self.extra)
+            DELTA=delta is not None, PR=PR, PP=max(16, power(PR)), RB=RB, SLICE=SLICE, STEP=STEP,
+            CHUNK=min(1024, power(C)), num_warps=4, **self.launch, **self.extra)
         return x_out, h, xa
 
     def partials(self, Z, B, PR):
@@ -428,7 +466,7 @@ class Step:
         B, BN, RB = y.shape[0], 128, 8 if y.shape[0] <= 8 else 16
         lora_b_kernel[triton.cdiv(p.N, BN), triton.cdiv(B, RB)](
             y, xa, p.B, B, p.N, *p.splits, R=p.rank, RP=max(16, power(p.rank)), PR=p.PR, Z=xa.shape[0], RB=RB, BN=BN,
-            num_warps=4, **self.launch, **self.extra)
+            num_warps=4, num_stages=1, **self.launch, **self.extra)
 
     def attention(self, layer, qkv, nxt):
         """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D) and the LoRA partials of `nxt`; writes the cache."""
@@ -441,9 +479,10 @@ class Step:
         m, l = (torch.empty(W, B, H, dtype=torch.float32, device=qkv.device) for _ in "ml")
         attend_kernel[B * HKV, W](
             qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, B, k.stride(0), k.stride(1),
-            D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=32 if W > 4 else 64,
+            D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
             num_warps=4, num_stages=3, **self.launch, **self.extra)
-        out, RB, SLICE = qkv.new_empty(B, H * D), self.row_block(B), min(128, power(H * D))
+        out = qkv.new_empty(B, H * D)
+        RB, SLICE, _ = tiles(B, H * D, 128, 128)
         Z = triton.cdiv(H * D, SLICE)
         xa = self.partials(Z, B, nxt.PR)
         merge_kernel[triton.cdiv(B, RB), Z](
@@ -454,12 +493,13 @@ class Step:
     def silu(self, gate_up, nxt):
         """silu(gate) * up (B, F) and the LoRA partials of `nxt`."""
         B, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out, RB, SLICE = gate_up.new_empty(B, width), self.row_block(B), min(512, power(width))
+        out = gate_up.new_empty(B, width)
+        RB, SLICE, STEP = tiles(B, width, 512, 512)
         Z = triton.cdiv(width, SLICE)
         xa = self.partials(Z, B, nxt.PR)
         silu_kernel[triton.cdiv(B, RB), Z](
             gate_up, out, nxt.A if nxt.PR else out, xa, B, nxt.scaling, F=width, PR=nxt.PR, PP=max(16, power(nxt.PR)), RB=RB,
-            SLICE=SLICE, num_warps=4, **self.launch, **self.extra)
+            SLICE=SLICE, STEP=STEP, num_warps=4, **self.launch, **self.extra)
         return out, xa
 
     def hidden(self, rows):

@@ -39,9 +39,9 @@ def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, n
 def filled(m, lengths, slots=8, tokens=96):
     """A cache of random content, `lengths` of it live."""
     cache = M.KVCache(m, slots, tokens)
-    g = torch.Generator().manual_seed(1)
+    g = torch.Generator(cache.k.device).manual_seed(1)
     for t in (cache.k, cache.v):
-        t.copy_(torch.randn(t.shape, generator=g))
+        t.normal_(generator=g)
     cache.length[: len(lengths)] = torch.tensor(lengths)
     return cache
 
@@ -140,9 +140,10 @@ def tokens(groups):
 
 
 def compare(engine, eager, atol=1e-4):
-    assert tokens(engine) == tokens(eager)
-    for a, b in zip(engine, eager, strict=True):
-        for x, y in zip(a, b, strict=True):
+    for p, (a, b) in enumerate(zip(engine, eager, strict=True)):
+        for j, (x, y) in enumerate(zip(a, b, strict=True)):
+            k = next((i for i, (s, t) in enumerate(zip(x.ids, y.ids, strict=False)) if s != t), None)
+            assert x.ids == y.ids, f"sample {j} of prompt {p}, from place {k} on: {x.logprobs[:k][-3:]}, {y.logprobs[:k][-3:]}"
             assert x.finished == y.finished and x.logprobs == pytest.approx(y.logprobs, abs=atol)
 
 
@@ -166,6 +167,21 @@ def exact(request):
     if request.param == "nvfp4":
         pytest.skip("the FP4 GEMM takes bfloat16")
     return build(GPU, request.param, 16, "cuda")
+
+
+@gpu
+@torch.no_grad()
+def test_step_equals_the_modules_on_the_device(exact):
+    """Each tiling of the kernels: one row, a few, a block that is not full, and many; caches empty, short and long."""
+    for B in (1, 2, 3, 8, 20, 40):
+        lengths = [(i * 37) % 300 for i in range(B)]
+        fused, plain = filled(exact, lengths, 48, 320), filled(exact, lengths, 48, 320)
+        step = decode.Step(exact, fused)
+        step.token[:B] = torch.arange(B, device="cuda") * 11
+        want = exact.hidden(step.token[:B, None], first_rows(plain, B))[:, 0]
+        torch.testing.assert_close(step.hidden(B), want, atol=1e-4, rtol=1e-3, msg=lambda s, B=B: f"{B} rows: {s}")
+        torch.testing.assert_close(fused.k, plain.k, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(fused.v, plain.v, atol=1e-4, rtol=1e-3)
 
 
 @gpu
