@@ -260,7 +260,7 @@ def fetch(path_or_hub_id, weights=True):
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as e:  # the hub client raises many kinds: no network, no such repository, no access
         raise FileNotFoundError(f"--model {name}: not a local folder, and the hub did not give it "
-                                f"({type(e).__name__}: {str(e).splitlines()[0]}); check id, network and login") from None
+                                f"({type(e).__name__}: {str(e).partition(chr(10))[0]}); check id, network and login") from None
 
 
 class Checkpoint:

@@ -167,6 +167,20 @@ def setup_run_folder(args, argv):
     return out, args
 
 
+def load_data(args):
+    """(training rows, held-out rows): the set's own splits, or for a single file a tenth of it kept out of training."""
+    if Path(args.data).is_file():
+        rows = data.load(args.data, seed=args.seed, levels=args.levels)
+        random.Random(f"{args.seed}/held out").shuffle(rows)
+        held = max(1, len(rows) // 10) if args.eval_n else 0
+        return rows[held:] or rows, rows[:held][: args.eval_limit or None]
+    rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
+    try:
+        return rows, data.load(args.data, "test", n=args.eval_limit or None) if args.eval_n else []
+    except FileNotFoundError as e:
+        raise UserError(f"--data {args.data}: {e}; --eval-n 0 trains without held-out questions") from None
+
+
 # ----------------------------------------------------------------------------- the pieces of a step
 
 
@@ -417,7 +431,8 @@ def train(argv):
 
     folder = qwen.fetch(args.model)
     tok = data.Tokenizer(folder)
-    rows, skipped = data.prompts(tok, data.load(args.data, "train", seed=args.seed, levels=args.levels), args.prompt_style, args.max_prompt)
+    train_rows, test_rows = load_data(args)
+    rows, skipped = data.prompts(tok, train_rows, args.prompt_style, args.max_prompt)
     prompts = Prompts(rows, args.seed)
     steps = args.steps or max(1, len(rows) // args.prompts_per_step)
     model = qwen.load(folder, device, dtype, args.quant)
@@ -442,8 +457,7 @@ def train(argv):
     def evaluate():
         if not args.eval_n:
             return None
-        test = data.load(args.data, "test", n=args.eval_limit or None)
-        return evaluation.evaluate(model, tok, test, style=args.prompt_style, n=args.eval_n, temperature=args.eval_temperature,
+        return evaluation.evaluate(model, tok, test_rows, style=args.prompt_style, n=args.eval_n, temperature=args.eval_temperature,
                                    top_p=args.eval_top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
                                    max_rows=args.max_rows, progress=sys.stderr.isatty())
 

@@ -292,3 +292,17 @@ def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(policy
     kept, first, sampled, _ = train.collect(model, tok, train.Prompts(rows, 0), args, 0, False)
     assert drawn == [4, 4, 3] and sampled == 11 and len(kept) == 2 and len(first) == 4
     assert all(train.has_signal(g) for g in kept)
+
+
+def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
+    """Otherwise the accuracy called held-out is measured on the training questions."""
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(50)))
+    rows, held = train.load_data(train.parse_args(["--data", str(tmp_path / "d.jsonl"), "--eval-limit", "0"]))
+    assert (len(rows), len(held)) == (45, 5) and not {r["question"] for r in rows} & {r["question"] for r in held}
+
+
+def test_a_set_without_a_test_split_is_an_error_before_anything_is_written(tmp_path, capsys):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "train.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    assert run(tmp_path / "run", "--data", str(tmp_path / "d"), "--eval-n", "1") == 2
+    assert "--eval-n 0" in capsys.readouterr().err and not (tmp_path / "run").exists()
