@@ -457,9 +457,8 @@ def train(argv):
     def evaluate():
         if not args.eval_n:
             return None
-        return evaluation.evaluate(model, tok, test_rows, style=args.prompt_style, n=args.eval_n, temperature=args.eval_temperature,
-                                   top_p=args.eval_top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
-                                   max_rows=args.max_rows, progress=sys.stderr.isatty())
+        return evaluation.evaluate(model, tok, test_rows, args.prompt_style, args.eval_n, args.eval_temperature, args.eval_top_p,
+                                   args.max_new_tokens, args.max_prompt, args.max_rows, progress=sys.stderr.isatty())
 
     if state["before"] is None and args.eval_n:
         state["before"] = evaluate()["accuracy"]
