@@ -290,13 +290,20 @@ def calibration(path, folder, sequences, length):
 
 
 @torch.no_grad()
-def perplexity(model, docs):
-    """docs: token ids of each document -> [(summed negative log-likelihood in nats, tokens scored)] of each; a document's first
-    token is not scored. exp(sum / sum) is the perplexity."""
-    device, out = model.embed.weight.device, []
-    for ids in docs:
-        t = torch.tensor(ids, device=device)
-        hidden = model.hidden(t[None, :-1])[0]  # (T-1, C)
-        logp, _ = grpo.token_logprobs(hidden, model.lm_head.weight, t[1:], valid_vocab=model.valid_vocab)
-        out.append((-logp.sum().item(), len(ids) - 1))
+def perplexity(model, docs, batch=16):
+    """docs: token ids of each document -> [(summed negative log-likelihood in nats, summed entropy, tokens scored)] of each, in
+    order; a document's first token is not scored. exp(sum / tokens) is the perplexity."""
+    device, out = model.embed.weight.device, [None] * len(docs)
+    order = sorted(range(len(docs)), key=lambda i: len(docs[i]))
+    for at in range(0, len(docs), batch):
+        chosen = order[at : at + batch]
+        n = torch.tensor([len(docs[i]) - 1 for i in chosen], device=device)
+        ids = torch.zeros(len(chosen), int(n.max()) + 1, dtype=torch.long, device=device)  # (B, T), padded on the right
+        for row, i in zip(ids, chosen, strict=True):
+            row[: len(docs[i])] = torch.tensor(docs[i])
+        scored = torch.arange(ids.shape[1] - 1, device=device) < n[:, None]  # (B, T-1)
+        hidden = model.hidden(ids[:, :-1])[scored]  # (B, T-1, C) -> (S, C)
+        logp, entropy = grpo.token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][scored], valid_vocab=model.valid_vocab)
+        for i, p, e in zip(chosen, logp.split(n.tolist()), entropy.split(n.tolist()), strict=True):
+            out[i] = (-p.sum().item(), e.sum().item(), len(docs[i]) - 1)
     return out

@@ -255,10 +255,23 @@ def test_the_command_reports_perplexity_before_and_after_and_writes_what_loading
     original, made = M.load(TINY), M.load(tmp_path / "q")
     for name, model in (("before", original), ("after", made)):
         out = awq.perplexity(model, ids[4:].tolist())
-        e = sum(a for a, _ in out) / sum(n for _, n in out)
+        e = sum(a for a, _, _ in out) / sum(n for _, _, n in out)
         assert abs(torch.tensor(e).exp().item() / report["perplexity"][name] - 1) < 0.02
     at_load = awq.load(TINY, calib=calib, sequences=4, length=32)
     assert torch.equal(at_load(ids), made(ids))
+
+
+def test_perplexity_in_padded_batches_is_perplexity_one_by_one():
+    """Padding scored, a document's rows mixed up after sorting, or ids past the tokenizer given probability."""
+    model, g = random_model(), torch.Generator().manual_seed(0)
+    model.valid_vocab = 40
+    docs = [torch.randint(0, 40, (n,), generator=g).tolist() for n in (9, 3, 17, 2, 9)]
+    for batch in (2, 16):
+        for doc, (nll, entropy, n) in zip(docs, awq.perplexity(model, docs, batch), strict=True):
+            logp = model(torch.tensor([doc]))[0, :-1, :40].log_softmax(-1)
+            assert n == len(doc) - 1
+            assert abs(nll + logp.gather(1, torch.tensor(doc[1:])[:, None]).sum().item()) < 1e-3
+            assert abs(entropy + (logp.exp() * logp).sum().item()) < 1e-3
 
 
 def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
