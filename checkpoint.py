@@ -114,8 +114,9 @@ def read_packed(source, path, m, fmt, device):
             if not (torch.isfinite(top) and top > 0):
                 raise ValueError(f"{source.folder}: {name} is not a positive number; the checkpoint is damaged")
         codes = torch.stack([codes & 15, codes >> 4], -1).view(n, K)  # (n, K/2, 2) -> (n, K)
-        parts.append((marlin_triton.pack(codes), scale, top.expand(n)))
-    return [torch.cat(columns).contiguous() for columns in zip(*parts, strict=True)]
+        parts.append((marlin_triton.pack(codes), raw, top.expand(n)))
+    codes, raw, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return codes, raw.view(dtype), top
 
 
 def stored(source, name, shape, dtype, device):
@@ -202,5 +203,8 @@ class Writer:
         raw.pop("quantization_config", None)
         if self.fmt:
             raw["quantization_config"] = quantization_config(self.fmt)
-        (self.partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        config = self.partial / "config.json"
+        config.write_text(json.dumps(raw, indent=2) + "\n")
+        for file in self.partial.glob("*.safetensors"):
+            file.chmod(config.stat().st_mode)  # safetensors writes for the owner alone; a server may be another user
         self.partial.rename(self.out)

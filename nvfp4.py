@@ -74,7 +74,7 @@ def block_scales(w, fmt, name="weight"):
     if K % BLOCK[fmt]:
         raise ValueError(f"{name}: K = {K} is not divisible by {fmt}'s block of {BLOCK[fmt]}; choose another --quant")
     low, high = w.detach().reshape(N, K // BLOCK[fmt], BLOCK[fmt]).aminmax(dim=-1)  # NaN and inf come through
-    amax = torch.maximum(-low, high).float()  # (N, K/block)
+    amax = torch.maximum(-low, high).abs().float()  # (N, K/block); the abs is for blocks of zeros, whose maximum may be -0
     if not torch.isfinite(amax).all():
         raise ValueError(f"{name}: the weight holds NaN or inf, it cannot be quantized; check the checkpoint")
     one = torch.ones(N, device=w.device)

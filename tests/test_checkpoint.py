@@ -85,6 +85,10 @@ def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
 def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt):
     """And a second time around: the stored reciprocal of the global scale must not drift."""
     folder = base(tmp_path)
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.0.self_attn.q_proj.weight"][:2] = 0  # blocks of zeros are there in checkpoints that were quantized once
+    state["model.layers.0.mlp.up_proj.weight"][:, :64] = -0.0
+    save_file(state, folder / "model.safetensors")
     nvfp4.convert(folder, tmp_path / "q", fmt)
     at_load, loaded = M.load(folder, quant=fmt), M.load(tmp_path / "q")
     assert torch.equal(loaded(IDS), at_load(IDS))
@@ -118,6 +122,7 @@ def test_shards_and_index_load_as_one_file_does(tmp_path):
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in tensors.values())
     assert torch.equal(M.load(tmp_path / "many")(IDS), M.load(tmp_path / "one")(IDS))
     assert (tmp_path / "many" / "tokenizer.json").read_text() == "{}"
+    assert len({p.stat().st_mode for p in [*shards, tmp_path / "many" / "config.json"]}) == 1  # readable by whoever serves it
     assert json.loads((tmp_path / "many" / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
 
 

@@ -164,12 +164,13 @@ def test_zero_and_tiny_blocks_never_make_nan(fmt):
     one_zero_block[0, :64] = 0
     one_tiny_block = weights(2, K)
     one_tiny_block[1, 64:] *= 1e-30
-    cases = [torch.zeros(2, K), torch.full((2, K), 1e-45), torch.full((2, K), 1e-38), one_zero_block, one_tiny_block,
+    cases = [torch.zeros(2, K), -torch.zeros(2, K), torch.zeros(2, K, dtype=torch.bfloat16), torch.full((2, K), 1e-45), torch.full((2, K), 1e-38), one_zero_block, one_tiny_block,
              torch.full((2, K), 3e38)]
     for w in cases:
         q = quantize(w, fmt)
         w_hat = dequantize(q)
         assert torch.isfinite(w_hat).all() and torch.isfinite(1 / q.global_scale).all()
+        assert fmt != "nvfp4" or q.scale.view(torch.uint8).max() < 127  # no NaN, and no -0, which checkpoints must not hold
         assert (w_hat[w == 0] == 0).all()
         assert ((w_hat - w).abs() <= 0.34 * w.abs().amax() + 1e-40).all()
 
