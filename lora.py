@@ -135,6 +135,8 @@ def save_adapter(model, folder, base_model=""):
     (folder / "adapter_model.safetensors.tmp").replace(folder / "adapter_model.safetensors")
     (folder / "adapter_config.json.tmp").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "adapter_config.json.tmp").replace(folder / "adapter_config.json")
+    # safetensors writes for the owner alone
+    (folder / "adapter_model.safetensors").chmod((folder / "adapter_config.json").stat().st_mode)
 
 
 def read_config(path):

@@ -1,5 +1,6 @@
 """
-Four-bit weights: NVFP4, MXFP4 and NF4, the quantized linear, and reading one in while a checkpoint loads.
+Four-bit weights: NVFP4, MXFP4 and NF4, the quantized linear, reading one in while a checkpoint loads, and the command that
+writes a quantized checkpoint.
 
 NVFP4, the format of the paper, bit by bit. A weight becomes an E2M1 code: sign, two exponent bits, one mantissa bit,
 
@@ -20,10 +21,13 @@ it comes back as 3 * 30 * 5e-4 = 0.045.
 
 MXFP4 has the same values, blocks of 32 and a power-of-two scale (E8M0: a bare exponent byte): 4.25 bits. NF4 (QLoRA) looks
 codes up in 16 quantiles of a normal, blocks of 64 with a float32 absmax, without double quantization: 4.5 bits.
-Embeddings, lm_head, norms and biases stay in 16 bits. Codes lie in the order the GEMM wants (marlin_triton.pack).
+Embeddings, lm_head, norms and biases stay in 16 bits. In memory codes lie in the order the GEMM wants (marlin_triton.pack), in
+a checkpoint two a byte, low nibble first (checkpoint.py). Choosing better scales with calibration text is awq.py.
 
-    q = quantize(w); w_hat = dequantize(q)
-    model = model.load("Qwen/Qwen2.5-3B-Instruct", device="cuda", quant="nvfp4")
+Left out: quantized activations, and NF4's double quantization.
+
+    python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --out qwen-3b-nvfp4/
+    python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
 
 Shapes: N rows (outputs), K columns (inputs), K/block scales a row.
 """

@@ -302,3 +302,42 @@ def test_calibration_files_that_cannot_serve_are_named(tmp_path, name, content, 
 def test_a_quantized_checkpoint_is_not_quantized_again():
     with pytest.raises(ValueError, match="--awq: .*compressed_nvfp4 is quantized already"):
         awq.load(FIXTURES / "compressed_nvfp4")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+def test_the_gpu_calibrates_as_the_cpu_does_and_runs_what_it_made(fmt, tmp_path):
+    """Errors within float32's reach of the CPU's, and logits through the fused kernel close to the dequantized ones."""
+    calib = write_text(tmp_path)
+    a = awq.load(TINY, "cpu", torch.float32, fmt, calib, sequences=4, length=64)
+    b = awq.load(TINY, "cuda", torch.float32, fmt, calib, sequences=4, length=64)
+    for x, y in zip(a.awq, b.awq, strict=True):
+        assert abs(x["rtn"] / y["rtn"] - 1) < 1e-2 and y["awq"] < x["awq"] * 1.1
+    m = awq.load(TINY, "cuda", torch.bfloat16, fmt, calib, sequences=4, length=64)
+    ids = torch.arange(40)[None]
+    want = M.load(TINY, dtype=torch.float32)(ids)
+    plain = M.load(TINY, "cuda", torch.bfloat16, fmt)(ids.cuda()).float().cpu()
+    assert (m(ids.cuda()).float().cpu() - want).norm() < (plain - want).norm()
+
+
+@pytest.mark.gpu
+def test_converting_holds_one_block_on_the_gpu(tmp_path):
+    """A layer that stays referenced after it was written (a hook, a loop variable, the report) adds up to the whole model."""
+    c = dict(model_type="qwen2", vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
+             num_attention_heads=16, num_key_value_heads=2, tie_word_embeddings=True)
+    import checkpoint
+
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(c))
+    model = M.build(M.Config.read(tmp_path / "base"), M.RandomCheckpoint(), dtype=torch.bfloat16)
+    with checkpoint.Writer(tmp_path / "m", tmp_path / "base") as w:
+        for path, m in model.named_modules():
+            for name, t in checkpoint.module_tensors(path, m) if path != "lm_head" else ():
+                w.add(name, t)
+    del model, m, t
+    block = 2 * (1024 * (1024 + 256) + 1024 * 1024 + 3 * 1024 * 4096)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    nvfp4.convert(tmp_path / "m", tmp_path / "q", "nvfp4", "cuda")
+    assert torch.cuda.max_memory_allocated() - before < block + 2 * 4096 * 1024 * 4 * 12  # and rounding's temporaries
+    assert torch.cuda.memory_allocated() - before < 1 << 20
