@@ -12,6 +12,11 @@ s = mean|x|^a, normalised; a goes over a grid in [0, 1] and the one with the lea
 calibration text wins. a = 0 is s = 1, plain rounding. Then each block's scale is searched for among its neighbours (AWQ calls
 its form of this weight clipping): the largest weight need not sit on the grid's end, if the other 15 gain by it.
 
+On Qwen2.5-Coder-0.5B the search of block scales alone removes most of what can be removed of NVFP4's error, and few linears
+gain by channel scales on top (exponent above 0): 16 weights to a scale leave them little to do.
+
+AQN's noise is added to the folded norm weights, w / s: it is then relative to those.
+
 The error needs no stored activations: with H = X^T X it is sum((D H) * D), D = Q(W s) / s - W. One block's 16-bit weights are
 on the device at a time, and calibration text passes through the original blocks.
 
@@ -58,10 +63,10 @@ def output_error(D, H):
 def neighbours(scale, fmt):
     """Block scales near `scale`, in the stored type: what `search_blocks` tries."""
     if fmt == "nf4":
-        return [scale * f for f in (0.7, 0.75, 0.8, 0.85, 0.9, 0.95)]
-    byte = scale.view(torch.uint8).int()  # neighbouring bytes are neighbouring values
-    top, deltas = (254, (-1, 1)) if fmt == "mxfp4" else (126, (-4, -3, -2, -1, 1, 2, 3, 4, 5))
-    return [(byte + d).clamp(1, top).to(torch.uint8).view(scale.dtype) for d in deltas]
+        return [scale * f for f in (0.75, 0.8, 0.84, 0.88, 0.91, 0.94, 0.97, 1.03, 1.06, 1.1)]
+    byte = scale.view(torch.uint8).int()  # neighbouring bytes are neighbouring values: E4M3 has eight to an octave
+    top, low, high = (254, -1, 1) if fmt == "mxfp4" else (126, -6, 8)
+    return [(byte + d).clamp(1, top).to(torch.uint8).view(scale.dtype) for d in range(low, high + 1) if d]
 
 
 def search_blocks(w, fmt, scale, global_scale, H):

@@ -188,7 +188,7 @@ def load_linear(source, path, m, config, quant, dtype, device):
         return QuantLinear(quantize(weight, quant, path), m.parts, bias)
     fmt = checkpoint.packed_format(config.quantization, source.folder)
     if quant not in ("none", fmt):
-        raise ValueError(f"--quant {quant}: {source.folder} is quantized to {fmt} already; leave --quant out")
+        raise ValueError(f"--quant {quant}: {source.folder} is quantized to {fmt} already; use --quant {fmt}")
     if all(f"{prefix(path)}.{p}.weight" in source for p in m.parts):
         weight, bias = read_linear(source, path, m, dtype, device)
         with torch.device("meta"):

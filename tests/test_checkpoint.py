@@ -209,7 +209,7 @@ def test_quantization_that_cannot_be_honoured_is_refused(tmp_path, change, messa
 
 
 def test_a_quant_that_contradicts_the_checkpoint_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="--quant nf4: .*compressed_nvfp4 is quantized to nvfp4 already"):
+    with pytest.raises(ValueError, match="--quant nf4: .*compressed_nvfp4 is quantized to nvfp4 already; use --quant nvfp4"):
         M.load(FIXTURES / "compressed_nvfp4", quant="nf4")
     with pytest.raises(ValueError, match="quantized already; give the 16-bit checkpoint"):
         nvfp4.convert(FIXTURES / "compressed_nvfp4", tmp_path / "q")
