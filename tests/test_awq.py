@@ -200,6 +200,22 @@ def test_searched_block_scales_are_valid_and_never_worse_per_block(fmt):
     assert awq.output_error(snap(w, fmt, best, top) - w, H) < 0.95 * awq.output_error(snap(w, fmt, scale, top) - w, H)
 
 
+def test_block_scales_are_searched_for_the_scaled_activations():
+    """After W s the inputs are x / s: searching with the unscaled H would favour the wrong weights of a block."""
+    g = torch.Generator().manual_seed(0)
+    w, x = torch.randn(32, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(1.5 * torch.randn(64, generator=g))
+    H = x.T @ x
+    found = awq.Search(w, H, x.abs().mean(0), "nvfp4", grid=2, finalists=1)
+    assert found.exponent > 0
+    t, top = w * found.s, found.q.global_scale
+    for other in awq.neighbours(block_scales(t, "nvfp4")[0], "nvfp4"):
+        for k in range(0, 64, 16):
+            h = H[k : k + 16, k : k + 16]  # in the original units: D = Q(W s) / s - W against H
+            a, b = ((snap(t, "nvfp4", c, top) / found.s - w)[:, k : k + 16] for c in (found.q.scale, other))
+            assert (((a @ h) * a).sum(1) <= ((b @ h) * b).sum(1) * (1 + 1e-4)).all()
+    assert abs(found.awq - awq.output_error(dequantize(found.q) / found.s - w, H) / awq.output_error(w, H)) < 1e-6
+
+
 @pytest.mark.parametrize("fmt", nvfp4.FORMATS)
 def test_snap_is_encode_and_dequantize(fmt):
     """What the search measures must be what is stored."""
