@@ -202,10 +202,10 @@ def test_searched_block_scales_are_valid_and_never_worse_per_block(fmt):
 
 def test_block_scales_are_searched_for_the_scaled_activations():
     """After W s the inputs are x / s: searching with the unscaled H would favour the wrong weights of a block."""
-    g = torch.Generator().manual_seed(0)
-    w, x = torch.randn(32, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(1.5 * torch.randn(64, generator=g))
+    g = torch.Generator().manual_seed(2)
+    w, x = torch.randn(32, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(torch.randn(64, generator=g))
     H = x.T @ x
-    found = awq.Search(w, H, x.abs().mean(0), "nvfp4", grid=2, finalists=1)
+    found = awq.Search(w, H, x.abs().mean(0), "nvfp4", grid=5, finalists=3)
     assert found.exponent > 0
     t, top = w * found.s, found.q.global_scale
     for other in awq.neighbours(block_scales(t, "nvfp4")[0], "nvfp4"):
