@@ -20,8 +20,8 @@ IDS = torch.randint(0, 48, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
 def base(tmp_path):
-    """A 16-bit checkpoint whose K suits every format: hidden 64, intermediate 128, two layers."""
-    raw = json.loads((FIXTURES / "qwen2_tied" / "config.json").read_text()) | {"hidden_size": 64, "intermediate_size": 128}
+    """A 16-bit checkpoint whose K suits every format: hidden 128, intermediate 256, two layers."""
+    raw = json.loads((FIXTURES / "qwen2_tied" / "config.json").read_text()) | {"hidden_size": 128, "intermediate_size": 256}
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
@@ -265,8 +265,8 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
         held.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.shard.values()}.values()))
 
     monkeypatch.setattr(checkpoint.Writer, "add", add)
-    nvfp4.convert(base(tmp_path), tmp_path / "q", shard_bytes=9_000)
-    assert max(held) <= 9_000 and len(held) > 20
+    nvfp4.convert(base(tmp_path), tmp_path / "q", shard_bytes=36_000)
+    assert max(held) <= 36_000 and len(held) > 20
 
 
 @pytest.mark.parametrize("argv,message", [
