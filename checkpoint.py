@@ -114,9 +114,9 @@ def read_packed(source, path, m, fmt, device):
             if not (torch.isfinite(top) and top > 0):
                 raise ValueError(f"{source.folder}: {name} is not a positive number; the checkpoint is damaged")
         codes = torch.stack([codes & 15, codes >> 4], -1).view(n, K)  # (n, K/2, 2) -> (n, K)
-        parts.append((marlin_triton.pack(codes), raw, top.expand(n)))
+        parts.append((codes, raw, top.expand(n)))
     codes, raw, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return codes, raw.view(dtype), top
+    return marlin_triton.pack(codes), raw.view(dtype), top
 
 
 def stored(source, name, shape, dtype, device):

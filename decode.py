@@ -4,14 +4,14 @@ The decode step on the GPU: one token for each of B rows, in about nine kernels 
 A decode step moves bytes, it computes little: the weights once, the live keys and values once. What is not that is overhead, and
 most of it is kernels that do almost nothing. So everything between two GEMMs is one kernel:
 
-    norm     residual + the last GEMM's output -> residual, RMSNorm (with AQN's noise) -> x     and x A^T of the next LoRA
+    norm     RMSNorm with AQN's noise -> x                                and x A^T of the next projection's LoRA
     attend   RoPE of q and k, k and v into the cache, attention over the live tokens, split over the sequence when rows are few
-    merge    the splits' partial results -> y                                                   and y A^T
-    silu     silu(gate) * up -> y                                                               and y A^T
+    merge    the splits' partial results -> y                             and y A^T
+    silu     silu(gate) * up -> y                                         and y A^T
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new state
 
-x A^T of LoRA is split over K among the programs that make x; the partial sums (float32) are added up where B is applied.
-All reads of what a previous kernel wrote come after gdc_wait(), so that on Hopper a kernel may be launched while its
+The residual, the bias and LoRA's product with B are in the epilogue of the FP4 GEMM (marlin_triton.linear_decode); beside cuBLAS,
+for 16-bit weights, lora_b adds the last. x A^T is split over K among the programs that make x, the last of which adds up. All reads of what a previous kernel wrote come after gdc_wait(), so that on Hopper a kernel may be launched while its
 predecessor still runs (programmatic dependent launch) and fetch its weights meanwhile.
 
 `Step` owns the persistent state, so that a CUDA graph of it (sample.py) stays valid while LoRA, noise, temperature and rows
@@ -37,6 +37,7 @@ from model import rope_tables
 STEPS = 8  # steps between two looks of the host at the tokens
 EOS_SLOTS = 128  # most stop tokens that a step compares with
 NEVER = 1 << 30
+MOST_ROWS = 4096
 
 GOLDEN, MIX1, MIX2 = (tl.constexpr(v - (1 << 64) if v >> 63 else v)
                       for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -57,16 +58,26 @@ def lora_a(acc, h, a, IEEE: tl.constexpr):
 
 
 @triton.jit
-def add(x, y):
-    return (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)  # rounded to the residual's type, as the modules round it
+def collect(acc, xa, part, count, z, r, p, ok, B, PR: tl.constexpr, Z: tl.constexpr):
+    """Sum acc (PP, RB) of the Z programs that share rows r into xa (B, PR): each leaves its part, the last to arrive adds them
+    all up, always in the same order."""
+    at = r[None, :] * PR + p[:, None]
+    tl.store(part + z * (B * PR) + at, acc, mask=ok)
+    tl.debug_barrier()
+    if tl.atomic_add(count + tl.program_id(0), 1, sem="acq_rel") == Z - 1:
+        tl.store(count + tl.program_id(0), 0)
+        total = tl.zeros(acc.shape, tl.float32)
+        for i in tl.static_range(Z):
+            total += tl.load(part + i * (B * PR) + at, mask=ok, other=0, cache_modifier=".cg")
+        tl.store(xa + at, total.to(xa.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["B"])
-def norm_kernel(x, delta, token, weight, noise, x_out, h_out, a, xa, B, eps, scale, C: tl.constexpr, EMBED: tl.constexpr,
-                DELTA: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr,
-                STEP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
-    """x (+ delta) -> x_out, RMSNorm -> h_out, scale * h A^T -> xa (Z, B, PR). Each program does SLICE columns of RB rows, and
-    reads the whole rows for their mean square. EMBED: x is the embedding (V, C), its rows chosen by token (B,)."""
+def norm_kernel(x, weight, noise, out, a, xa, part, count, B, eps, C: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr,
+                RB: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, Z: tl.constexpr,
+                PDL: tl.constexpr, IEEE: tl.constexpr):
+    """RMSNorm of x (B, C) -> out, and out A^T -> xa (B, PR). Each program does SLICE columns of RB rows, and reads the whole
+    rows for their mean square."""
     z = tl.program_id(1)
     r = tl.program_id(0) * RB + tl.arange(0, RB)
     live = r < B
@@ -79,15 +90,10 @@ def norm_kernel(x, delta, token, weight, noise, x_out, h_out, a, xa, B, eps, sca
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.load(token + r, mask=live, other=0) if EMBED else r.to(tl.int64)
     square = tl.zeros((RB,), tl.float32)
     for i in tl.static_range((C + CHUNK - 1) // CHUNK):
         k = i * CHUNK + tl.arange(0, CHUNK)
-        ok = live[:, None] & (k[None, :] < C)
-        v = tl.load(x + row[:, None] * C + k[None, :], mask=ok, other=0)
-        if DELTA:
-            v = add(v, tl.load(delta + r[:, None] * C + k[None, :], mask=ok, other=0))
-        v = v.to(tl.float32)
+        v = tl.load(x + r[:, None] * C + k[None, :], mask=live[:, None] & (k[None, :] < C), other=0).to(tl.float32)
         square += tl.sum(v * v, 1)
     rms = tl.rsqrt(square / C + eps)[:, None]
     acc = tl.zeros((PP, RB), tl.float32)
@@ -98,17 +104,13 @@ def norm_kernel(x, delta, token, weight, noise, x_out, h_out, a, xa, B, eps, sca
                 at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
             w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
         ok = live[:, None] & (c[None, :] < C)
-        v = tl.load(x + row[:, None] * C + c[None, :], mask=ok, other=0)
-        if DELTA:
-            v = add(v, tl.load(delta + r[:, None] * C + c[None, :], mask=ok, other=0))
-        if DELTA or EMBED:
-            tl.store(x_out + r[:, None] * C + c[None, :], v, mask=ok)
-        h = (v.to(tl.float32) * rms * w[None, :]).to(h_out.dtype.element_ty)
-        tl.store(h_out + r[:, None] * C + c[None, :], h, mask=ok)
+        v = tl.load(x + r[:, None] * C + c[None, :], mask=ok, other=0).to(tl.float32)
+        h = (v * rms * w[None, :]).to(out.dtype.element_ty)
+        tl.store(out + r[:, None] * C + c[None, :], h, mask=ok)
         if PR:
             acc = lora_a(acc, h, at, IEEE)
     if PR:
-        tl.store(xa + (z * B + r[None, :]) * PR + p[:, None], acc * scale, mask=(p[:, None] < PR) & live[None, :])
+        collect(acc, xa, part, count, z, r, p, (p[:, None] < PR) & live[None, :], B, PR, Z)
 
 
 @triton.jit
@@ -186,9 +188,9 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
 
 
 @triton.jit(do_not_specialize=["B"])
-def merge_kernel(acc, m, l, out, a, xa, B, scale, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PR: tl.constexpr,
-                 PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
-    """attend's W splits -> out (B, H*D), always summed in the same order, and scale * out A^T -> xa."""
+def merge_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PR: tl.constexpr,
+                 PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+    """attend's W splits -> out (B, H*D), always summed in the same order, and out A^T -> xa (B, PR)."""
     C: tl.constexpr = H * D
     z = tl.program_id(1)
     r = tl.program_id(0) * RB + tl.arange(0, RB)
@@ -214,14 +216,14 @@ def merge_kernel(acc, m, l, out, a, xa, B, scale, H: tl.constexpr, D: tl.constex
     y = (y / total).to(out.dtype.element_ty)
     tl.store(out + r[:, None] * C + c[None, :], y, mask=ok)
     if PR:
-        part = lora_a(tl.zeros((PP, RB), tl.float32), y, at, IEEE)
-        tl.store(xa + (z * B + r[None, :]) * PR + p[:, None], part * scale, mask=(p[:, None] < PR) & live[None, :])
+        mine = lora_a(tl.zeros((PP, RB), tl.float32), y, at, IEEE)
+        collect(mine, xa, part, count, z, r, p, (p[:, None] < PR) & live[None, :], B, PR, Z)
 
 
 @triton.jit(do_not_specialize=["B"])
-def silu_kernel(gate_up, out, a, xa, B, scale, F: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr,
-                SLICE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
-    """gate_up (B, 2F) -> silu(gate) * up -> out (B, F), and scale * out A^T -> xa."""
+def silu_kernel(gate_up, out, a, xa, part, count, B, F: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr,
+                SLICE: tl.constexpr, STEP: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+    """gate_up (B, 2F) -> silu(gate) * up -> out (B, F), and out A^T -> xa (B, PR)."""
     z = tl.program_id(1)
     r = tl.program_id(0) * RB + tl.arange(0, RB)
     live = r < B
@@ -248,13 +250,13 @@ def silu_kernel(gate_up, out, a, xa, B, scale, F: tl.constexpr, PR: tl.constexpr
         if PR:
             acc = lora_a(acc, y, at, IEEE)
     if PR:
-        tl.store(xa + (z * B + r[None, :]) * PR + p[:, None], acc * scale, mask=(p[:, None] < PR) & live[None, :])
+        collect(acc, xa, part, count, z, r, p, (p[:, None] < PR) & live[None, :], B, PR, Z)
 
 
 @triton.jit(do_not_specialize=["B"])
-def lora_b_kernel(y, xa, b, B, N, split1, split2, R: tl.constexpr, RP: tl.constexpr, PR: tl.constexpr, Z: tl.constexpr,
+def lora_b_kernel(y, xa, b, B, N, split1, split2, scaling, R: tl.constexpr, RP: tl.constexpr, PR: tl.constexpr,
                   RB: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
-    """y (B, N) += sum over Z of xa (Z, B, PR), times b (N, R); rows of b from split1 (split2) on belong to part 1 (2)."""
+    """y (B, N) += scaling * xa (B, PR) b^T for b (N, R); rows of b from split1 (split2) on belong to part 1 (2)."""
     rows = tl.program_id(1) * RB + tl.arange(0, RB)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, RP)
@@ -263,17 +265,13 @@ def lora_b_kernel(y, xa, b, B, N, split1, split2, R: tl.constexpr, RP: tl.conste
         gdc_wait()
         gdc_launch_dependents()
     part = (n >= split1).to(tl.int32) + (n >= split2).to(tl.int32)
-    first, last = tl.min(part, 0), tl.max(part, 0)
     ok = (rows[None, :] < B) & (n[:, None] < N)
     at = y + rows[None, :].to(tl.int64) * N + n[:, None]
     acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
-    for i in range(first, last + 1):  # a block that straddles two parts takes both
-        h = tl.zeros((RP, RB), tl.float32)
-        for z in tl.static_range(Z):
-            h += tl.load(xa + (z * B + rows[None, :]) * PR + i * R + k[:, None], mask=(rows[None, :] < B) & (k[:, None] < R),
-                         other=0)
-        term = tl.dot(bt, h.to(bt.dtype), input_precision="ieee" if IEEE else "tf32")  # (BN, RB)
-        acc += tl.where((part == i)[:, None], term, 0)
+    for i in range(tl.min(part, 0), tl.max(part, 0) + 1):  # a block that straddles two parts takes both
+        h = tl.load(xa + rows[None, :] * PR + i * R + k[:, None], mask=(rows[None, :] < B) & (k[:, None] < R), other=0)
+        term = tl.dot(bt, h, input_precision="ieee" if IEEE else "tf32")  # (BN, RB)
+        acc += tl.where((part == i)[:, None], term * scaling, 0)
     tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
 
 
@@ -389,12 +387,7 @@ class Projection:
             self.rank, self.PR, self.scaling = m.rank, m.A.shape[0], float(m.scaling)
             self.A, self.B = torch.empty_like(m.A, dtype=dtype), torch.empty_like(m.B, dtype=dtype)
             rows = list(m.parts.values())
-            self.splits = [sum(rows[:i]) for i in (1, 2)] if len(rows) > 2 else [rows[0], NEVER] if len(rows) > 1 else [NEVER] * 2
-
-    def key(self):
-        """Changes when a captured graph would read the wrong memory."""
-        weight = self.base.codes if self.quantized else self.base.weight
-        return weight.data_ptr(), self.lora is not None
+            self.bounds = tuple(sum(rows[: i + 1]) for i in range(len(rows) - 1))  # where the later parts begin
 
 
 class Step:
@@ -419,9 +412,10 @@ class Step:
                         b.post_attention_layernorm, Projection(b.mlp.gate_up_proj, self.dtype),
                         Projection(b.mlp.down_proj, self.dtype)) for b in model.layers]
         self.adapters = [p for layer in self.layers for p in layer if isinstance(p, Projection) and p.lora is not None]
+        self.arrived = torch.zeros(MOST_ROWS, dtype=torch.int32, device=dev)  # counters of collect, zero between kernels
         hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
-        self.launch = {"PDL": hopper and os.environ.get("QERL_PDL", "1") == "1", "IEEE": self.dtype == torch.float32}
-        self.extra = {"launch_pdl": True} if self.launch["PDL"] else {}
+        hopper = hopper and os.environ.get("QERL_PDL", "1") == "1"
+        self.launch = {"PDL": hopper, "IEEE": self.dtype == torch.float32} | ({"launch_pdl": True} if hopper else {})
         self.sms = torch.cuda.get_device_properties(dev).multi_processor_count if dev.type == "cuda" else 4
         self.refresh()
 
@@ -432,44 +426,44 @@ class Step:
             torch._foreach_copy_([t for p in self.adapters for t in (p.A, p.B)],
                                  [t.detach() for p in self.adapters for t in (p.lora.A, p.lora.B)])
 
-    def norm_step(self, x, delta, norm, nxt, token=None):
-        """(x + delta, its norm, the LoRA partials of `nxt`) for x (B, C); token: x is the embedding table."""
-        C, B = x.shape[1], x.shape[0] if token is None else token.shape[0]
-        PR = nxt.PR if nxt else 0
+    def lora(self, p, B, Z):
+        """A's rank and buffers for the kernel that makes the input of projection p (None: no LoRA) in Z slices; xa (B, P*R)."""
+        if p is None or not p.PR:
+            x = self.embed  # never touched
+            return {"a": x, "xa": x, "part": x, "count": self.arrived, "PR": 0, "PP": 16, "Z": Z}
+        return {"a": p.A, "xa": p.A.new_empty(B, p.PR), "part": torch.empty(Z, B, p.PR, device=p.A.device), "count": self.arrived,
+                "PR": p.PR, "PP": max(16, power(p.PR)), "Z": Z}
+
+    def normed(self, x, norm, nxt):
+        """RMSNorm of x (B, C), and the x A^T of `nxt`."""
+        (B, C), out = x.shape, torch.empty_like(x)
         RB, SLICE, STEP = tiles(B, C, 128, 256 if B <= 32 else 512)
-        Z = triton.cdiv(C, SLICE)
-        changed = delta is not None or token is not None
-        x_out = x.new_empty(B, C) if changed else x
-        h, xa = x.new_empty(B, C), self.partials(Z, B, PR)
-        norm_kernel[triton.cdiv(B, RB), Z](
-            x, x if delta is None else delta, self.token if token is None else token, norm.weight, norm.noise, x_out, h,
-            nxt.A if PR else x, xa, B, norm.eps, nxt.scaling if PR else 0.0, C=C, EMBED=token is not None,
-            DELTA=delta is not None, PR=PR, PP=max(16, power(PR)), RB=RB, SLICE=SLICE, STEP=STEP,
-            CHUNK=min(1024, power(C)), num_warps=4, **self.launch, **self.extra)
-        return x_out, h, xa
+        lora = self.lora(nxt, B, triton.cdiv(C, SLICE))
+        norm_kernel[triton.cdiv(B, RB), lora["Z"]](
+            x, norm.weight, norm.noise, out, B=B, eps=norm.eps, C=C, RB=RB, SLICE=SLICE, STEP=STEP, CHUNK=min(1024, power(C)),
+            num_warps=4, **lora, **self.launch)
+        return out, lora["xa"]
 
-    def partials(self, Z, B, PR):
-        return torch.empty(Z, B, max(PR, 1), dtype=torch.float32, device=self.token.device)
-
-    def linear(self, p, x, xa):
-        """base(x) + LoRA for x (B, K), its partials xa (Z, B, P*R)."""
-        bias = p.base.bias
-        if p.quantized and hasattr(marlin_triton, "linear_decode"):
-            return marlin_triton.linear_decode(x, p.base.q, bias, xa if p.PR else None, p.B)
-        y = p.base(x)
+    def linear(self, p, x, xa, residual=None):
+        """base(x) + LoRA (+ residual, which is overwritten) for x (B, K) and xa = x A^T (B, P*R)."""
+        bias, (B, _) = p.base.bias, x.shape
+        if p.quantized and x.is_cuda:
+            return marlin_triton.linear_decode(x, p.base.q, bias, xa if p.PR else None, p.B, p.bounds, p.scaling, residual, out=residual)
+        if p.quantized:
+            y = p.base(x) if residual is None else residual.add_(p.base(x))
+        elif residual is None:
+            y = p.base(x)
+        else:
+            y = residual.addmm_(x, p.base.weight.T) if bias is None else residual.add_(p.base(x))
         if p.PR:
-            self.add_lora(p, y, xa)
+            BN, RB = 128, 8 if B <= 8 else 16
+            lora_b_kernel[triton.cdiv(p.N, BN), triton.cdiv(B, RB)](
+                y, xa, p.B, B, p.N, *(*p.bounds, NEVER, NEVER)[:2], p.scaling, R=p.rank, RP=max(16, power(p.rank)), PR=p.PR, RB=RB,
+                BN=BN, num_warps=4, num_stages=1, **self.launch)
         return y
 
-    def add_lora(self, p, y, xa):
-        """y (B, N) += the LoRA term of projection p, in place."""
-        B, BN, RB = y.shape[0], 128, 8 if y.shape[0] <= 8 else 16
-        lora_b_kernel[triton.cdiv(p.N, BN), triton.cdiv(B, RB)](
-            y, xa, p.B, B, p.N, *p.splits, R=p.rank, RP=max(16, power(p.rank)), PR=p.PR, Z=xa.shape[0], RB=RB, BN=BN,
-            num_warps=4, num_stages=1, **self.launch, **self.extra)
-
     def attention(self, layer, qkv, nxt):
-        """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D) and the LoRA partials of `nxt`; writes the cache."""
+        """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D) and the x A^T of `nxt`; writes the cache."""
         c, B, k, v = self.config, qkv.shape[0], self.cache.k[layer], self.cache.v[layer]
         H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         W = 1
@@ -480,39 +474,35 @@ class Step:
         attend_kernel[B * HKV, W](
             qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, B, k.stride(0), k.stride(1),
             D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
-            num_warps=4, num_stages=3, **self.launch, **self.extra)
+            num_warps=4, num_stages=3, **self.launch)
         out = qkv.new_empty(B, H * D)
         RB, SLICE, _ = tiles(B, H * D, 128, 128)
-        Z = triton.cdiv(H * D, SLICE)
-        xa = self.partials(Z, B, nxt.PR)
-        merge_kernel[triton.cdiv(B, RB), Z](
-            acc, m, l, out, nxt.A if nxt.PR else out, xa, B, nxt.scaling, H=H, D=D, W=W, PR=nxt.PR, PP=max(16, power(nxt.PR)),
-            RB=RB, SLICE=SLICE, num_warps=4, **self.launch, **self.extra)
-        return out, xa
+        lora = self.lora(nxt, B, triton.cdiv(H * D, SLICE))
+        merge_kernel[triton.cdiv(B, RB), lora["Z"]](
+            acc, m, l, out, B=B, H=H, D=D, W=W, RB=RB, SLICE=SLICE, num_warps=4, **lora, **self.launch)
+        return out, lora["xa"]
 
     def silu(self, gate_up, nxt):
-        """silu(gate) * up (B, F) and the LoRA partials of `nxt`."""
+        """silu(gate) * up (B, F) and the x A^T of `nxt`."""
         B, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(B, width)
         RB, SLICE, STEP = tiles(B, width, 512, 512)
-        Z = triton.cdiv(width, SLICE)
-        xa = self.partials(Z, B, nxt.PR)
-        silu_kernel[triton.cdiv(B, RB), Z](
-            gate_up, out, nxt.A if nxt.PR else out, xa, B, nxt.scaling, F=width, PR=nxt.PR, PP=max(16, power(nxt.PR)), RB=RB,
-            SLICE=SLICE, STEP=STEP, num_warps=4, **self.launch, **self.extra)
-        return out, xa
+        lora = self.lora(nxt, B, triton.cdiv(width, SLICE))
+        silu_kernel[triton.cdiv(B, RB), lora["Z"]](
+            gate_up, out, B=B, F=width, RB=RB, SLICE=SLICE, STEP=STEP, num_warps=4, **lora, **self.launch)
+        return out, lora["xa"]
 
     def hidden(self, rows):
         """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are in the cache after it."""
-        x, delta = self.embed, None
+        x = F.embedding(self.token[:rows], self.embed)  # (B, C)
         for i, (norm1, qkv_proj, o_proj, norm2, gate_up_proj, down_proj) in enumerate(self.layers):
-            x, h, xa = self.norm_step(x, delta, norm1, qkv_proj, self.token[:rows] if i == 0 else None)
+            h, xa = self.normed(x, norm1, qkv_proj)
             y, xa = self.attention(i, self.linear(qkv_proj, h, xa), o_proj)
-            delta = self.linear(o_proj, y, xa)  # (B, H*D) -> (B, C)
-            x, h, xa = self.norm_step(x, delta, norm2, gate_up_proj)
+            x = self.linear(o_proj, y, xa, residual=x)  # (B, H*D) -> (B, C)
+            h, xa = self.normed(x, norm2, gate_up_proj)
             y, xa = self.silu(self.linear(gate_up_proj, h, xa), down_proj)  # (B, C) -> (B, 2F) -> (B, F)
-            delta = self.linear(down_proj, y, xa)  # (B, F) -> (B, C)
-        return self.norm_step(x, delta, self.norm, None)[1]
+            x = self.linear(down_proj, y, xa, residual=x)  # (B, F) -> (B, C)
+        return self.normed(x, self.norm, None)[0]
 
     def step(self, rows, greedy=False, draw=None):
         """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs replaces the fused sampler."""
@@ -531,7 +521,7 @@ class Step:
         NB = triton.cdiv(self.valid_vocab, BLOCK)
         top, total = (torch.empty(rows, NB, dtype=torch.float32, device=logits.device) for _ in range(2))
         best = torch.empty(rows, NB, dtype=torch.int32, device=logits.device)
-        common = {"BLOCK": BLOCK, "PDL": self.launch["PDL"], "num_warps": 8, **self.extra}
+        common = {"BLOCK": BLOCK, "num_warps": 8} | {k: v for k, v in self.launch.items() if k != "IEEE"}
         blocks = (logits, self.inverse_temperature, top, total, best)
         stats_kernel[rows, NB](*blocks, self.valid_vocab, logits.stride(0), NB, **common)
         pick_kernel[(rows,)](*blocks, self.key, *state, self.valid_vocab, logits.stride(0), NB, S, NBP=power(NB), EOS=EOS_SLOTS,

@@ -98,7 +98,7 @@ def encode(w, fmt, scale, global_scale):
     """w (N, K) rounded to the grid of given scales (as from block_scales) -> Quantized. A few rows at a time: the
     temporaries are several times a chunk, and a 72B model's projection has 5e8 weights."""
     N, K = w.shape
-    codes, rows = [], max(1, CHUNK // K)
+    codes, rows = [], max(8, CHUNK // K // 8 * 8)  # packing interleaves 8 rows
     for i in range(0, N, rows):
         blocks = w[i : i + rows].detach().float().reshape(-1, K // BLOCK[fmt], BLOCK[fmt])  # (n, K/block, block)
         step = (scale_value(scale[i : i + rows], fmt) * global_scale[i : i + rows, None])[..., None]  # (n, K/block, 1)
