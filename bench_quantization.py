@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 import awq
+import bench
 import checkpoint
 import data
 import eval as evaluation
@@ -35,15 +36,7 @@ import nvfp4
 import plan
 import sample
 
-# hidden, intermediate, layers, heads, kv heads of Qwen2.5; all have an untied head and 152,064 ids
-SHAPES = {"7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8), "32b": (5120, 27648, 64, 40, 8),
-          "72b": (8192, 29568, 80, 64, 8)}
 METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # options of awq.Search
-
-
-def shape(name):
-    C, F, L, H, kv = SHAPES[name]
-    return qwen.Config(152064, C, F, L, H, kv, C // H, rope_theta=1e6)
 
 
 def mean_se(values):
@@ -128,7 +121,7 @@ def measured(fn):
 
 def size(name, fmt):
     """Quantize random weights of a shape while loading; GiB held and at the peak, against the plan."""
-    before, config = torch.cuda.memory_allocated(), shape(name)
+    before, config = torch.cuda.memory_allocated(), bench.config(name)
     model, seconds, peak = measured(lambda: qwen.build(config, qwen.RandomCheckpoint(), "cuda", torch.bfloat16, fmt))
     held = (torch.cuda.memory_allocated() - before) / plan.GIB
     del model
@@ -139,14 +132,14 @@ def size(name, fmt):
 
 def speed(fmt="nvfp4", name="7b"):
     """Seconds to read a 16-bit checkpoint, to load it quantized, and to write it quantized."""
-    C, F, L, H, kv = SHAPES[name]
-    raw = {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": C, "intermediate_size": F, "num_hidden_layers": L,
-           "num_attention_heads": H, "num_key_value_heads": kv, "tie_word_embeddings": False}
+    C, F, L, H, kv, V, tied = bench.SHAPES[name]
+    raw = {"model_type": "qwen2", "vocab_size": V, "hidden_size": C, "intermediate_size": F, "num_hidden_layers": L,
+           "num_attention_heads": H, "num_key_value_heads": kv, "tie_word_embeddings": tied}
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp) / "config"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(raw))
-        model = qwen.build(shape(name), qwen.RandomCheckpoint(), "cuda", torch.bfloat16)
+        model = qwen.build(bench.config(name), qwen.RandomCheckpoint(), "cuda", torch.bfloat16)
         with checkpoint.Writer(Path(tmp) / "base", folder) as writer:
             for path, m in model.named_modules():
                 for tensor in checkpoint.module_tensors(path, m):
@@ -185,7 +178,7 @@ def parse_args(argv):
     p.add_argument("--minutes", type=float, default=60, help="begin no further row after this many")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda where there is one")
     args = p.parse_args(argv)
-    for flag, known in (("parts", ("table", "sizes", "speed", "large")), ("formats", nvfp4.FORMATS), ("shapes", SHAPES),
+    for flag, known in (("parts", ("table", "sizes", "speed", "large")), ("formats", nvfp4.FORMATS), ("shapes", bench.SHAPES),
                         ("methods", ("rtn", *METHODS))):
         values = getattr(args, flag).split(",")
         for v in values:

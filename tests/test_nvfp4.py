@@ -164,8 +164,8 @@ def test_zero_and_tiny_blocks_never_make_nan(fmt):
     one_zero_block[0, :64] = 0
     one_tiny_block = weights(2, K)
     one_tiny_block[1, 64:] *= 1e-30
-    cases = [torch.zeros(2, K), -torch.zeros(2, K), torch.zeros(2, K, dtype=torch.bfloat16), torch.full((2, K), 1e-45), torch.full((2, K), 1e-38), one_zero_block, one_tiny_block,
-             torch.full((2, K), 3e38)]
+    cases = [torch.zeros(2, K), -torch.zeros(2, K), torch.zeros(2, K, dtype=torch.bfloat16), torch.full((2, K), 1e-45),
+             torch.full((2, K), 1e-38), one_zero_block, one_tiny_block, torch.full((2, K), 3e38)]
     for w in cases:
         q = quantize(w, fmt)
         w_hat = dequantize(q)
