@@ -1,13 +1,19 @@
 """
-Logits of a real checkpoint against Hugging Face transformers' (not a test: transformers is no dependency of this project).
+A real checkpoint beside Hugging Face transformers (not a test: transformers is no dependency of this project).
 
-    pip install transformers && python tests/compare_transformers.py --model DIR --data gsm8k --out results/logits_h100.json
+    pip install transformers
+    python tests/compare_transformers.py logits --model DIR --data gsm8k --out results/logits_h100.json
+    python tests/compare_transformers.py speed --model DIR --data gsm8k --device cpu --out results/generate_cpu.json
 
-For each of 20 prompts both models see the same ids; reported is max |difference| of the logits over all positions and ids.
+logits: for each of 20 prompts both models see the same ids; max |difference| over all positions and ids. speed: 8 prompts
+sampled at temperature 1 to 64 new tokens each, no stop token, by sample.generate and by transformers' generate, in turn, the best
+of three; both in each of the two dtypes.
 """
 import argparse
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,13 +21,46 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import data
 import model as qwen
+import sample
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def logits(prompts, ours, theirs, device):
+    worst, total, agree, count, scale = 0.0, 0.0, 0, 0, 0.0
+    for ids in prompts:
+        x = torch.tensor([ids], device=device)
+        a, b = ours(x).float(), theirs(x).logits.float()
+        gap = (a - b).abs()
+        worst, total = max(worst, gap.max().item()), total + gap.mean().item()
+        agree, count, scale = agree + (a.argmax(-1) == b.argmax(-1)).sum().item(), count + len(ids), b.abs().max().item()
+    return {"max_abs_diff": worst, "mean_abs_diff": total / len(prompts), "argmax_agree": agree / count, "largest_logit": scale}
+
+
+def speed(prompts, ours, theirs, device, new=64):
+    length = min(map(len, prompts))
+    prompts = [ids[-length:] for ids in prompts]  # transformers would pad
+    x = torch.tensor(prompts, device=device)
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0,
+               "max_new_tokens": new, "min_new_tokens": new}
+    runs = {"ours": lambda: sample.generate(ours, prompts, max_new_tokens=new),
+            "transformers": lambda: theirs.generate(x, attention_mask=torch.ones_like(x), **options)}
+    seconds = {name: [] for name in runs}
+    for _ in range(3):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - begin)
+    rates = {f"{name}_tok_s": len(prompts) * new / min(s) for name, s in seconds.items()}
+    return {"rows": len(prompts), "prompt": length, "new": new, **rates, "ratio": rates["ours_tok_s"] / rates["transformers_tok_s"]}
+
+
+@torch.no_grad()
 def main():
-    p = argparse.ArgumentParser(description="max |logit difference| to transformers")
+    p = argparse.ArgumentParser(description="this project beside transformers, on one checkpoint")
+    p.add_argument("what", choices=["logits", "speed"])
     p.add_argument("--model", required=True, help="checkpoint folder or hub id")
     p.add_argument("--data", default="gsm8k", help="data set whose first questions are the prompts")
-    p.add_argument("--n", type=int, default=20, help="prompts")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     p.add_argument("--out", help="write the JSON here too")
     args = p.parse_args()
@@ -31,22 +70,13 @@ def main():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     folder = qwen.fetch(args.model)
     tok = data.Tokenizer(folder)
-    prompts = [tok.prompt_ids(r["question"], "boxed") for r in data.load(args.data, "test", n=args.n)]
-    report = {"model": str(folder.name), "prompts": len(prompts), "tokens": sum(map(len, prompts)),
-              "transformers": transformers.__version__, "torch": torch.__version__}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+    prompts = [tok.prompt_ids(r["question"], "boxed") for r in data.load(args.data, "test", n=20 if args.what == "logits" else 8)]
+    report = {"model": str(folder.name), "prompts": len(prompts), "tokens": sum(map(len, prompts)), "device": args.device,
+              "cores": os.cpu_count(), "transformers": transformers.__version__, "torch": torch.__version__}
+    for name, dtype in DTYPES.items():
         ours = qwen.load(folder, args.device, dtype)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device).eval()
-        worst, total, agree, count, scale = 0.0, 0.0, 0, 0, 0.0
-        with torch.no_grad():
-            for ids in prompts:
-                x = torch.tensor([ids], device=args.device)
-                a, b = ours(x).float(), theirs(x).logits.float()
-                gap = (a - b).abs()
-                worst, total = max(worst, gap.max().item()), total + gap.mean().item()
-                agree, count, scale = agree + (a.argmax(-1) == b.argmax(-1)).sum().item(), count + len(ids), b.abs().max().item()
-        report[name] = {"max_abs_diff": worst, "mean_abs_diff": total / len(prompts), "argmax_agree": agree / count,
-                        "largest_logit": scale}
+        report[name] = {"logits": logits, "speed": speed}[args.what](prompts, ours, theirs, args.device)
         del ours, theirs
     print(json.dumps(report))
     if args.out:
