@@ -1,20 +1,22 @@
 """
-The decode step on the GPU: one token for each of B rows, in about nine kernels a layer, none of which waits for the host.
+The decode step on the GPU: one token for each of B rows, in nine kernels a layer, none of which waits for the host.
 
-A decode step moves bytes, it computes little: the weights once, the live keys and values once. What is not that is overhead, and
-most of it is kernels that do almost nothing. So everything between two GEMMs is one kernel:
+A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead, mostly kernels that do almost
+nothing. So what stands between two GEMMs is one kernel (attention takes two):
 
-    norm     RMSNorm with AQN's noise -> x                                and x A^T of the next projection's LoRA
+    norm     RMSNorm with AQN's noise -> x                                 and x A^T of the next projection's LoRA
     attend   RoPE of q and k, k and v into the cache, attention over the live tokens, split over the sequence when rows are few
-    merge    the splits' partial results -> y                             and y A^T
-    silu     silu(gate) * up -> y                                         and y A^T
+    merge    the splits' partial results -> y                              and y A^T
+    silu     silu(gate) * up -> y                                          and y A^T
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new state
 
-The residual, the bias and LoRA's product with B are in the epilogue of the FP4 GEMM (marlin_triton.linear_decode); beside cuBLAS,
-for 16-bit weights, lora_b adds the last. x A^T is split over K among the programs that make x, the last of which adds up. All reads of what a previous kernel wrote come after gdc_wait(), so that on Hopper a kernel may be launched while its
-predecessor still runs (programmatic dependent launch) and fetch its weights meanwhile.
+Bias, LoRA's product with B and the residual stand in the epilogue of the FP4 GEMM (marlin_triton.linear_decode). Beside 16-bit
+weights cuBLAS adds bias and residual, and lora_b, one kernel more a projection, the product with B. x A^T is split over K among
+the Z programs that make a row's x; `collect` lets the last of them to arrive add up the Z parts, so the GEMM reads one sum.
+What earlier kernels of the step wrote is read after gdc_wait(): on Hopper a kernel may be launched while its predecessor still
+runs (programmatic dependent launch), and fetches meanwhile what the step does not write.
 
-`Step` owns the persistent state, so that a CUDA graph of it (sample.py) stays valid while LoRA, noise, temperature and rows
+`Step` owns the persistent state, so that a CUDA graph of it (engine.py) stays valid while LoRA, noise, temperature and rows
 change. model.py's modules are the reference that each kernel is tested against, on the CPU too (TRITON_INTERPRET=1).
 
     TRITON_INTERPRET=1 pytest tests/test_decode.py
@@ -23,29 +25,25 @@ change. model.py's modules are the reference that each kernel is tested against,
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size, S cache slots, V vocabulary,
 R rank, P parts of a fused projection, W splits of a sequence, Z slices of K in x A^T.
 """
-import os
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton import next_power_of_2 as power
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import marlin_triton
-from model import rope_tables
+from model import logits, rope_tables
 
 STEPS = 8  # steps between two looks of the host at the tokens
 EOS_SLOTS = 128  # most stop tokens that a step compares with
-NEVER = 1 << 30
-MOST_ROWS = 4096
 
 GOLDEN, MIX1, MIX2 = (tl.constexpr(v - (1 << 64) if v >> 63 else v)
                       for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 LOG2E = tl.constexpr(1.4426950408889634)
 MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
-
-
-# ----------------------------------------------------------------------------- kernels
 
 
 @triton.jit
@@ -79,13 +77,11 @@ def norm_kernel(x, weight, noise, out, a, xa, part, count, B, eps, C: tl.constex
     """RMSNorm of x (B, C) -> out, and out A^T -> xa (B, PR). Each program does SLICE columns of RB rows, and reads the whole
     rows for their mean square."""
     z = tl.program_id(1)
-    r = tl.program_id(0) * RB + tl.arange(0, RB)
+    r, p = tl.program_id(0) * RB + tl.arange(0, RB), tl.arange(0, PP)
     live = r < B
-    p = tl.arange(0, PP)
     c = z * SLICE + tl.arange(0, STEP)
     # what no kernel of this step writes is fetched before the wait
-    if PR:
-        at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, STEP)
+    at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, STEP)
     w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
     if PDL:
         gdc_wait()
@@ -100,8 +96,7 @@ def norm_kernel(x, weight, noise, out, a, xa, part, count, B, eps, C: tl.constex
     for i in tl.static_range(SLICE // STEP):
         if i:
             c = z * SLICE + i * STEP + tl.arange(0, STEP)
-            if PR:
-                at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
+            at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
             w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
         ok = live[:, None] & (c[None, :] < C)
         v = tl.load(x + r[:, None] * C + c[None, :], mask=ok, other=0).to(tl.float32)
@@ -138,8 +133,8 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
     b, h, s = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
     HALF: tl.constexpr = D // 2
     g, d, e, o = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, BLOCK)
-    keys = k_cache + b.to(tl.int64) * stride_b + h * stride_h
-    values = v_cache + b.to(tl.int64) * stride_b + h * stride_h
+    mine = b.to(tl.int64) * stride_b + h * stride_h
+    keys, values = k_cache + mine, v_cache + mine
     # lengths and the tokens before this one were there before this step: the first block is fetched before the wait
     n = tl.load(length + b)  # tokens in the cache; the new one goes to position n
     chunk = tl.cdiv(n, W)
@@ -158,9 +153,7 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
     q2 = tl.load(base + (h * G + g[:, None]) * D + HALF + d[None, :], mask=g[:, None] < G, other=0).to(tl.float32)
     dtype = k_cache.dtype.element_ty
     r1, r2 = (q1 * co - q2 * si).to(dtype), (q2 * co + q1 * si).to(dtype)  # (GP, HALF)
-    m = tl.full((GP,), -float("inf"), tl.float32)
-    l = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, D), tl.float32)
+    m, l, acc = tl.full((GP,), -float("inf"), tl.float32), tl.zeros((GP,), tl.float32), tl.zeros((GP, D), tl.float32)
     if s == 0:
         x1 = tl.load(base + (HKV * G + h) * D + d).to(tl.float32)
         x2 = tl.load(base + (HKV * G + h) * D + HALF + d).to(tl.float32)
@@ -194,12 +187,10 @@ def merge_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl.c
     C: tl.constexpr = H * D
     z = tl.program_id(1)
     r = tl.program_id(0) * RB + tl.arange(0, RB)
-    c = z * SLICE + tl.arange(0, SLICE)
-    p = tl.arange(0, PP)
+    c, p = z * SLICE + tl.arange(0, SLICE), tl.arange(0, PP)
     live = r < B
     ok = live[:, None] & (c[None, :] < C)
-    if PR:
-        at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
+    at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, SLICE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -207,8 +198,7 @@ def merge_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl.c
     top = tl.full((RB, SLICE), -float("inf"), tl.float32)
     for s in tl.static_range(W):
         top = tl.maximum(top, tl.load(m + s * B * H + head, mask=ok, other=0))
-    y = tl.zeros((RB, SLICE), tl.float32)
-    total = tl.zeros((RB, SLICE), tl.float32)
+    y, total = tl.zeros((RB, SLICE), tl.float32), tl.zeros((RB, SLICE), tl.float32)
     for s in tl.static_range(W):
         f = tl.exp2(tl.load(m + s * B * H + head, mask=ok, other=0) - top)
         total += f * tl.load(l + s * B * H + head, mask=ok, other=1)
@@ -225,12 +215,10 @@ def silu_kernel(gate_up, out, a, xa, part, count, B, F: tl.constexpr, PR: tl.con
                 SLICE: tl.constexpr, STEP: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """gate_up (B, 2F) -> silu(gate) * up -> out (B, F), and out A^T -> xa (B, PR)."""
     z = tl.program_id(1)
-    r = tl.program_id(0) * RB + tl.arange(0, RB)
+    r, p = tl.program_id(0) * RB + tl.arange(0, RB), tl.arange(0, PP)
     live = r < B
-    p = tl.arange(0, PP)
     c = z * SLICE + tl.arange(0, STEP)
-    if PR:
-        at = tl.load(a + p[:, None] * F + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < F), other=0)
+    at = tl.load(a + p[:, None] * F + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < F), other=0)  # (PP, STEP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -238,8 +226,7 @@ def silu_kernel(gate_up, out, a, xa, part, count, B, F: tl.constexpr, PR: tl.con
     for i in tl.static_range(SLICE // STEP):
         if i:
             c = z * SLICE + i * STEP + tl.arange(0, STEP)
-            if PR:
-                at = tl.load(a + p[:, None] * F + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < F), other=0)
+            at = tl.load(a + p[:, None] * F + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < F), other=0)
         ok = live[:, None] & (c[None, :] < F)
         gate = tl.load(gate_up + r[:, None] * (2 * F) + c[None, :], mask=ok, other=0)
         up = tl.load(gate_up + r[:, None] * (2 * F) + F + c[None, :], mask=ok, other=0)
@@ -283,8 +270,7 @@ def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, B
         gdc_wait()
         gdc_launch_dependents()
     v = j * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + b.to(tl.int64) * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
-    x *= tl.load(inverse_temperature)
+    x = tl.load(logits + b.to(tl.int64) * stride + v, mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
     m = tl.max(x, 0)
     tl.store(top + b * NB + j, m)
     tl.store(total + b * NB + j, tl.sum(tl.exp(x - m), 0))
@@ -325,10 +311,9 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
         gdc_launch_dependents()
     i, w = tl.arange(0, NBP), tl.arange(0, BLOCK)
     m = tl.load(top + b * NB + i, mask=i < NB, other=-float("inf"))
-    mass = tl.load(total + b * NB + i, mask=i < NB, other=0)
     best_of = tl.load(best + b * NB + i, mask=i < NB, other=1 << 30)
     peak = tl.max(m, 0)
-    mass = mass * tl.exp(m - peak)
+    mass = tl.load(total + b * NB + i, mask=i < NB, other=0) * tl.exp(m - peak)
     whole = tl.sum(mass, 0)
     if GREEDY:
         ids = tl.min(tl.where(m == peak, best_of, 1 << 30), 0)
@@ -342,8 +327,7 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
         j = tl.minimum(j, tl.max(tl.where(mass > 0, i, 0), 0))  # rounding may leave u past the last block
         before = tl.sum(tl.where(i == j - 1, cdf, 0), 0)
         v = j * BLOCK + w
-        xs = tl.load(logits + b.to(tl.int64) * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
-        xs *= tl.load(inverse_temperature)
+        xs = tl.load(logits + b.to(tl.int64) * stride + v, mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
         p = tl.exp(xs - peak)
         inside = tl.cumsum(p, 0) + before
         at = tl.min(tl.where((inside > target) & (p > 0), w, BLOCK), 0)
@@ -358,13 +342,6 @@ def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_log
     """pick's second half, for ids (B,) and logp (B,) that torch drew."""
     b = tl.program_id(0)
     finish_row(b, tl.load(ids + b), tl.load(logp + b), token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS)
-
-
-# ----------------------------------------------------------------------------- the step
-
-
-def power(n):
-    return triton.next_power_of_2(n)
 
 
 def tiles(rows, K, few, many):
@@ -382,12 +359,11 @@ class Projection:
         self.base = m.base if hasattr(m, "base") else m
         self.quantized = hasattr(self.base, "codes")
         self.N, self.K = self.base.shape if self.quantized else self.base.weight.shape
-        self.PR, self.scaling, self.A, self.B = 0, 0.0, None, None
+        self.PR, self.scaling, self.A, self.B, self.bounds = 0, 0.0, None, None, ()
         if self.lora is not None:
             self.rank, self.PR, self.scaling = m.rank, m.A.shape[0], float(m.scaling)
             self.A, self.B = torch.empty_like(m.A, dtype=dtype), torch.empty_like(m.B, dtype=dtype)
-            rows = list(m.parts.values())
-            self.bounds = tuple(sum(rows[: i + 1]) for i in range(len(rows) - 1))  # where the later parts begin
+            self.bounds = tuple(accumulate(m.parts.values()))[:-1]  # rows at which the later parts begin
 
 
 class Step:
@@ -400,7 +376,8 @@ class Step:
         self.cache, S, dev = cache, cache.k.shape[1], cache.k.device
         self.config, self.valid_vocab, self.dtype = model.config, model.valid_vocab, model.embed.weight.dtype
         self.token, self.key, self.stop = (torch.zeros(S, dtype=torch.long, device=dev) for _ in range(3))
-        self.alive, self.count = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(2))
+        # arrived: collect's counters, at most one a row, zero between kernels
+        self.alive, self.count, self.arrived = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(3))
         self.out_ids = torch.zeros(STEPS, S, dtype=torch.long, device=dev)
         self.out_logp = torch.zeros(STEPS, S, device=dev)
         self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
@@ -412,9 +389,7 @@ class Step:
                         b.post_attention_layernorm, Projection(b.mlp.gate_up_proj, self.dtype),
                         Projection(b.mlp.down_proj, self.dtype)) for b in model.layers]
         self.adapters = [p for layer in self.layers for p in layer if isinstance(p, Projection) and p.lora is not None]
-        self.arrived = torch.zeros(MOST_ROWS, dtype=torch.int32, device=dev)  # counters of collect, zero between kernels
         hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
-        hopper = hopper and os.environ.get("QERL_PDL", "1") == "1"
         self.launch = {"PDL": hopper, "IEEE": self.dtype == torch.float32} | ({"launch_pdl": True} if hopper else {})
         self.sms = torch.cuda.get_device_properties(dev).multi_processor_count if dev.type == "cuda" else 4
         self.refresh()
@@ -428,11 +403,11 @@ class Step:
 
     def lora(self, p, B, Z):
         """A's rank and buffers for the kernel that makes the input of projection p (None: no LoRA) in Z slices; xa (B, P*R)."""
-        if p is None or not p.PR:
-            x = self.embed  # never touched
-            return {"a": x, "xa": x, "part": x, "count": self.arrived, "PR": 0, "PP": 16, "Z": Z}
-        return {"a": p.A, "xa": p.A.new_empty(B, p.PR), "part": torch.empty(Z, B, p.PR, device=p.A.device), "count": self.arrived,
-                "PR": p.PR, "PP": max(16, power(p.PR)), "Z": Z}
+        a = xa = part = self.embed  # never touched without LoRA
+        PR = p.PR if p is not None else 0
+        if PR:
+            a, xa, part = p.A, p.A.new_empty(B, PR), torch.empty(Z, B, PR, device=p.A.device)
+        return {"a": a, "xa": xa, "part": part, "count": self.arrived, "PR": PR, "PP": max(16, power(PR)), "Z": Z}
 
     def normed(self, x, norm, nxt):
         """RMSNorm of x (B, C), and the x A^T of `nxt`."""
@@ -446,29 +421,25 @@ class Step:
 
     def linear(self, p, x, xa, residual=None):
         """base(x) + LoRA (+ residual, which is overwritten) for x (B, K) and xa = x A^T (B, P*R)."""
-        bias, (B, _) = p.base.bias, x.shape
-        if p.quantized and x.is_cuda:
-            return marlin_triton.linear_decode(x, p.base.q, bias, xa if p.PR else None, p.B, p.bounds, p.scaling, residual, out=residual)
-        if p.quantized:
+        if p.quantized and x.dtype == torch.bfloat16:
+            return marlin_triton.linear_decode(x, p.base.q, p.base.bias, xa if p.PR else None, p.B, p.bounds, p.scaling, residual,
+                                               out=residual)
+        if residual is None or p.quantized or p.base.bias is not None:
             y = p.base(x) if residual is None else residual.add_(p.base(x))
-        elif residual is None:
-            y = p.base(x)
         else:
-            y = residual.addmm_(x, p.base.weight.T) if bias is None else residual.add_(p.base(x))
+            y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
         if p.PR:
-            BN, RB = 128, 8 if B <= 8 else 16
+            B, BN, RB = x.shape[0], 128, 8 if x.shape[0] <= 8 else 16
             lora_b_kernel[triton.cdiv(p.N, BN), triton.cdiv(B, RB)](
-                y, xa, p.B, B, p.N, *(*p.bounds, NEVER, NEVER)[:2], p.scaling, R=p.rank, RP=max(16, power(p.rank)), PR=p.PR, RB=RB,
-                BN=BN, num_warps=4, num_stages=1, **self.launch)
+                y, xa, p.B, B, p.N, *(*p.bounds, p.N, p.N)[:2], p.scaling, R=p.rank, RP=max(16, power(p.rank)), PR=p.PR,
+                RB=RB, BN=BN, num_warps=4, num_stages=1, **self.launch)
         return y
 
     def attention(self, layer, qkv, nxt):
         """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D) and the x A^T of `nxt`; writes the cache."""
         c, B, k, v = self.config, qkv.shape[0], self.cache.k[layer], self.cache.v[layer]
         H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        W = 1
-        while W < 32 and B * HKV * W * 2 <= 2 * self.sms:  # enough programs to fill the card twice
-            W *= 2
+        W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)  # programs to fill the card twice, at most 32 splits
         acc = torch.empty(W, B, H * D, dtype=torch.float32, device=qkv.device)
         m, l = (torch.empty(W, B, H, dtype=torch.float32, device=qkv.device) for _ in "ml")
         attend_kernel[B * HKV, W](
@@ -506,10 +477,10 @@ class Step:
 
     def step(self, rows, greedy=False, draw=None):
         """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs replaces the fused sampler."""
-        self.sample(F.linear(self.hidden(rows), self.head), greedy, draw)  # (B, C) @ (C, V)
+        self.sample(logits(self.hidden(rows), self.head), greedy, draw)  # (B, C) @ (C, V)
 
     def sample(self, logits, greedy=False, draw=None):
-        """Draw a token for each row of logits (B, V) and move the rows on."""
+        """Draw a token for each row of logits (B, V) float32 and move the rows on."""
         rows = logits.shape[0]
         state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids, self.out_logp, self.eos)
         S = self.token.shape[0]

@@ -16,6 +16,8 @@ Shapes: P prompts, G completions a prompt, B rows, T completion tokens (padded),
 """
 import torch
 
+from model import logits
+
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo")
 
 
@@ -152,12 +154,7 @@ def mean_metrics(total):
 
 def log_softmax_chunk(hidden, weight, temperature, valid_vocab):
     """hidden (c, C), weight (V, C) -> log-probs (c, V), float32 (float64 in float64). Ids >= valid_vocab get -inf."""
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        # the GEMM accumulates in float32 anyway; rounding to bf16 on the way out would move a logit of 20 by up to 0.06
-        x = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # (c, C) @ (C, V)
-    else:
-        x = hidden @ weight.t()  # (c, C) @ (C, V)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = logits(hidden, weight)
     x[:, valid_vocab:] = -torch.inf  # Qwen's embedding has rows past the tokenizer's last id
     if temperature != 1.0:
         x.div_(temperature)  # what was sampled is the tempered distribution

@@ -70,6 +70,24 @@ def test_step_equals_the_modules(quant, rank, processors):
     torch.testing.assert_close(fused.v, plain.v, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("quant", "rank"), [("nvfp4", 16), ("nvfp4", 0), ("mxfp4", 3), ("none", 0)])
+@torch.no_grad()
+def test_linear_equals_the_modules_in_bfloat16(quant, rank):
+    """What the GPU's dtype takes: bias, LoRA and residual in one call of the FP4 GEMM; the residual's memory is the result's."""
+    m = build(quant=quant, rank=rank, dtype=torch.bfloat16)
+    step, g = decode.Step(m, M.KVCache(m, 5, 8)), torch.Generator().manual_seed(0)
+    names = ("attn.qkv_proj", "attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    for name, p in zip(names, step.layers[1][1:3] + step.layers[1][4:], strict=True):
+        module = m.layers[1].get_submodule(name)
+        x = torch.randn(5, p.K, generator=g).bfloat16()
+        residual = torch.randn(5, p.N, generator=g).bfloat16() if "o_proj" in name or "down" in name else None
+        want = module(x) if residual is None else residual + module(x)
+        xa = x @ module.A.to(x.dtype).T if rank else None  # (B, K) @ (K, P*R)
+        y = step.linear(p, x, xa, residual)
+        assert residual is None or y.data_ptr() == residual.data_ptr()
+        torch.testing.assert_close(y, want, atol=2e-2, rtol=2e-2, msg=lambda s, name=name: f"{name}: {s}")
+
+
 @torch.no_grad()
 def test_attention_of_eight_query_heads_without_bias():
     """Llama's shape: no QKV bias, one kv head for all."""
@@ -80,8 +98,6 @@ def test_attention_of_eight_query_heads_without_bias():
     step.token[:2] = torch.tensor([3, 77])
     want = m.hidden(step.token[:2, None], first_rows(plain, 2))[:, 0]
     torch.testing.assert_close(step.hidden(2), want, atol=2e-5, rtol=1e-4)
-
-
 
 
 def draw(logits, temperature=1.0, greedy=False, seed=0, device="cpu"):
