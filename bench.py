@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+import flags
 import lora
 import marlin_triton
 import model as qwen
@@ -362,7 +363,7 @@ def update(size, quant, args):
     model.checkpointing = True
     weights = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    knobs = train.parse_args(["--model", "m", "--micro-batch-tokens", str(args.micro_batch_tokens)])
+    knobs = flags.parse_args(["--model", "m", "--micro-batch-tokens", str(args.micro_batch_tokens)])
     params = lora.add_lora(model, 32, 32)
     optimizer = train.AdamW(params, knobs)
     rows = [{"prompt": ids[:half], "ids": ids[half:], "logprobs": [-12.0] * half, "finished": True, "advantage": i % 3 - 1.0}

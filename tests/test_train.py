@@ -12,6 +12,7 @@ import torch
 
 import aqn
 import data
+import flags
 import lora
 import model as qwen
 import sample
@@ -47,9 +48,9 @@ def straight(tmp_path_factory):
 @pytest.fixture(scope="module")
 def policy():
     """(model with an adapter that does something, tokenizer, completions as train.rollout makes them)."""
-    args = train.parse_args([*SMALL, "--max-new-tokens", "40"])
-    tok = data.Tokenizer(train.TINY)
-    model = qwen.load(train.TINY, "cpu", torch.float32, "nvfp4")
+    args = flags.parse_args([*SMALL, "--max-new-tokens", "40"])
+    tok = data.Tokenizer(flags.TINY)
+    model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
     model.valid_vocab = len(tok)
     params = lora.add_lora(model, 4, 4)
     torch.manual_seed(0)
@@ -142,8 +143,8 @@ def test_bad_input_is_one_line_naming_the_flag_and_writes_nothing(tmp_path, caps
 def test_an_empty_model_folder_and_an_empty_data_set_are_errors(tmp_path, capsys):
     (tmp_path / "m").mkdir()
     (tmp_path / "d.jsonl").write_text("")
-    for flags, named in ((["--model", str(tmp_path / "m")], "json"), (["--data", str(tmp_path / "d.jsonl")], "d.jsonl")):
-        assert run(tmp_path / "run", *flags) == 2
+    for given, named in ((["--model", str(tmp_path / "m")], "json"), (["--data", str(tmp_path / "d.jsonl")], "d.jsonl")):
+        assert run(tmp_path / "run", *given) == 2
         assert named in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
@@ -218,7 +219,7 @@ def test_noisy_rollouts_are_off_policy_for_the_clean_update(policy):
 
 def test_training_moves_the_adapter_and_leaves_one_untouched_base(straight):
     """Invariants 1 and 5: the quantized base is shared by rollout and update and never changes; B has moved."""
-    model = lora.load_adapter(qwen.load(train.TINY, "cpu", torch.float32, "nvfp4"), straight / "adapter")
+    model = lora.load_adapter(qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4"), straight / "adapter")
     assert all(m.B.abs().sum() > 0 for _, m in lora.lora_layers(model))
     assert not [n for n, p in model.named_parameters() if p.requires_grad and not n.endswith((".A", ".B"))]
 
@@ -226,7 +227,7 @@ def test_training_moves_the_adapter_and_leaves_one_untouched_base(straight):
 def test_full_parameter_training_moves_every_matrix(tmp_path):
     out = tmp_path / "run"
     assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--aqn-stages", "2", "--lr", "1e-3") == 0
-    before = qwen.load(train.TINY, "cpu", torch.float32)
+    before = qwen.load(flags.TINY, "cpu", torch.float32)
     for p, q in zip(before.parameters(), parameters_of(out), strict=True):
         if p.dim() == 2:
             assert not torch.equal(p, q)
@@ -234,7 +235,7 @@ def test_full_parameter_training_moves_every_matrix(tmp_path):
 
 def test_sixteen_bit_parameters_are_trained_through_float32_masters():
     """In bfloat16 a step of 1e-5 on a weight of 1 rounds to nothing; many of them must still add up."""
-    args = train.parse_args(["--lr", "1e-4", "--weight-decay", "0"])
+    args = flags.parse_args(["--lr", "1e-4", "--weight-decay", "0"])
     p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = train.AdamW([p], args)
     for _ in range(100):
@@ -254,14 +255,14 @@ def test_data_order_is_a_function_of_seed_and_cursor():
 
 def test_the_arms_of_the_ablation_differ_by_one_flag():
     """Defect 10: BF16 and NVFP4, noise on and off, run at the same learning rate, data and everything else."""
-    base = vars(train.parse_args(["--model", "m", "--out", "o"]))
-    for flags, changed in ((["--quant", "none"], {"quant"}), (["--no-aqn"], {"aqn"})):
-        arm = vars(train.parse_args(["--model", "m", "--out", "o", *flags]))
+    base = vars(flags.parse_args(["--model", "m", "--out", "o"]))
+    for given, changed in ((["--quant", "none"], {"quant"}), (["--no-aqn"], {"aqn"})):
+        arm = vars(flags.parse_args(["--model", "m", "--out", "o", *given]))
         assert {k for k in base if base[k] != arm[k]} == changed
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():
-    args = train.parse_args(["--lr", "1.0", "--warmup", "0.1"])
+    args = flags.parse_args(["--lr", "1.0", "--warmup", "0.1"])
     lrs = [train.learning_rate(i, 100, args) for i in range(100)]
     assert lrs[0] == pytest.approx(0.1) and max(lrs) == lrs[9] == lrs[10] == 1.0 and lrs[-1] < 0.01
 
@@ -272,7 +273,7 @@ def test_learning_rate_warms_up_and_ends_near_zero():
 ])
 def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """Defect 7: a prompt without the instruction that the reward wants trains on zeros, silently."""
-    args = train.parse_args([])
+    args = flags.parse_args([])
     fine = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01}
     assert not list(train.warnings_for(fine, args))
     assert any(told in text for text in train.warnings_for({**fine, **change}, args))
@@ -297,7 +298,7 @@ def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(policy
 def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
     """Otherwise the accuracy called held-out is measured on the training questions."""
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(50)))
-    rows, held = train.load_data(train.parse_args(["--data", str(tmp_path / "d.jsonl"), "--eval-limit", "0"]))
+    rows, held = train.load_data(flags.parse_args(["--data", str(tmp_path / "d.jsonl"), "--eval-limit", "0"]))
     assert (len(rows), len(held)) == (45, 5) and not {r["question"] for r in rows} & {r["question"] for r in held}
 
 
