@@ -1,67 +1,70 @@
 """
 The FP4 GEMM: y = x w_hat^T for activations x (M, K) in bfloat16 and a packed four-bit weight (N, K), in Triton.
 
-A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight costs: the kernel below
-streams codes at up to 82% of the read bandwidth and turns them into bfloat16 in registers. With many rows (prefill,
-log-probs, update) decoding is what costs, and the weight is dequantized once into a scratch that all layers share,
-for cuBLAS. `matmul` picks; its gradient in x goes through the same scratch. No 16-bit copy of a weight is kept, and
-no gradient of a weight exists.
+A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight costs: `gemm` streams the codes
+at up to 82% of the read bandwidth and turns them into bfloat16 in registers. With many rows (prefill, log-probs, update)
+decoding is what costs, so `dequant` writes the weight once to a scratch that all layers share, and cuBLAS multiplies. `matmul`
+picks; its gradient in x takes the scratch too. No 16-bit copy of a weight is kept, and a weight has no gradient.
 
-The layout. A chunk of 128 columns of one row is 64 bytes: 4 lanes (t) of 4 words (w), and a word holds 8 codes. The
-words w = 0..3 of a lane feed the tensor core's steps w (low plane, columns 0..63 of the chunk) and 4 + w (high plane,
-columns 64..127). In a step, 16 columns, an MMA wants columns 2t, 2t+1 (h = 0) and 2t+8, 2t+9 (h = 1) in lane t, so
-that is what the word holds:
+The layout. 128 columns of a row, a chunk, are 64 bytes: 16 words of 32 bits, 8 codes each. A tensor-core instruction (MMA)
+takes 16 columns, a step, from 4 lanes, and wants two pairs of neighbours in lane t: columns 2t, 2t+1 (h = 0) and 2t+8, 2t+9 (h
+= 1). So word w of lane t holds just that, for two steps at once, w of the chunk's first 64 columns (the low plane) and w of the
+last 64 (high):
 
-    row     | lane 0: w0 w1 w2 w3 | lane 1: w0 w1 w2 w3 | lane 2 ... | lane 3 ... |     64 bytes = 128 columns
-    word w  | a: low plane, h=0 | b: low, h=1 | c: high, h=0 | d: high, h=1 |           pairs p = 0, 1 of neighbours
+    chunk   | lane 0: w0 w1 w2 w3 | lane 1: w0 w1 w2 w3 | lane 2: w0 w1 w2 w3 | lane 3: w0 w1 w2 w3 |
+    column = 64 plane + 16 w + 8 h + 2t + p: pair a is (low, h=0), b (low, h=1), c (high, h=0), d (high, h=1); p = 0, 1 in a pair
+
     bit     31 30 29 28 27 26 25 24 23 22 21 20 19 18 17 16 | 15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    pair    a1 c1 c1 c1 b1 d1 d1 a1 a1 a1 c0 b1 b1 b1 d0 d1 | a0 c0 c0 c0 b0 d0 d0 a0 a0 a0 c1 b0 b0 b0 d1 d0
+    code    a1 c1 c1 c1 b1 d1 d1 a1 a1 a1 c0 b1 b1 b1 d0 d1 | a0 c0 c0 c0 b0 d0 d0 a0 a0 a0 c1 b0 b0 b0 d1 d0
     field    s  e  e  m  s  e  e  e  e  m  s  e  e  m  s  m |  s  e  e  m  s  e  e  e  e  m  s  e  e  m  s  m
 
-A warp's 16-byte loads are then its MMA fragments, activations stay in their natural order, and nothing is shuffled.
-Groups of 8 rows lie chunk by chunk, 512 bytes a time, since DRAM dislikes strides: the same kernel on plain rows ran
-5-10% slower.
+A lane reads its w0..w3, 16 bytes, and has its share of 8 steps: no shuffles, and activations stay in their natural order.
+Groups of 8 rows lie chunk by chunk, 8 x 64 bytes at a time, since DRAM dislikes strides: on plain rows the same kernel ran
+5-10% slower. Nothing is lost: `unpack` gives the codes back in order.
 
-The bit trick. bfloat16 is s eeeeeeee mmmmmmm. Put E2M1's s in bit 15 and its e, e, m in bits 8, 7, 6, zeros
-elsewhere, and the number reads as the value times 2^-126, subnormals included. Code 5 (0 101) becomes 0x0140:
-exponent field 2, mantissa 1.5, so 1.5 * 2^-125, which is 3 * 2^-126, and code 5 is 3. Code 1 (0 001) becomes 0x0040,
-the subnormal 2^-127 = 0.5 * 2^-126. One AND with 0x81C081C0 makes a pair out of field a; b is a shift and an AND, c a
-rotation and an AND, d one more of each: 9 instructions for 8 codes. (No arrangement of four codes in 16 bits needs
-one AND each: the four positions would have to tile Z/16 by shifts, and they do not.)
+The bit trick. bfloat16 is s eeeeeeee mmmmmmm, E2M1 is s ee m. Put s in bit 15 and e, e, m in bits 8, 7, 6, the low end of the
+exponent and the top of the mantissa, with zeros elsewhere: the number reads as the value times 2^-126, for E2M1's exponent bias
+is 1 and bfloat16's 127. Its one subnormal comes along, as a bfloat16 subnormal:
 
-Where the scales go. e4m3 bits << 4 read as bfloat16 are the scale times 2^-120, its subnormals included; times 2^127
-that is 2^7 of it. One packed multiply by value * 2^-126 gives value * scale * 2^-119, with 2 + 4 significant bits, so
-bfloat16 holds it exactly. The tensor core sums in float32; the 2^119, the float32 global scale of the row, the bias
-and the LoRA term enter there, in the epilogue. What is rounded is the sum and the output, and nothing else: relative
-error 1.65e-3 against a float64 product. MXFP4's exponent is already a bfloat16 exponent. NF4's value comes from byte
-permutes (PRMT is an 8-entry table) and its products do round: 2.8e-3.
+    code 5 = 0 10 1 -> 0 00000010 1000000 = 0x0140 = 1.5 * 2^(2-127) = 3 * 2^-126              code 5 is 3
+    code 1 = 0 00 1 -> 0 00000000 1000000 = 0x0040 = 0.5 * 2^-126, subnormal                   code 1 is 0.5
 
-Few rows: weights are the M side of the MMA, so one row of x pads to 8. Where tiles are few, K is cut (SPLIT); each
-split leaves a float32 partial sum and whichever program comes last adds them in order: no atomics on values, the same
-bits on each run. Programmatic dependent launch lets a kernel start while the one before finishes.
+So one AND with 0x81C081C0 turns a word into two bfloat16, pair a; b takes a shift and an AND; c a rotation and an AND; d, whose
+m found no place beside its s, e, e, four: 9 instructions for 8 codes. (One AND each is impossible: the bits 15, 8, 7, 6 would
+have to tile 16 bits by rotation, and they do not.)
+
+Where the scales go. E4M3's bits << 4 read as bfloat16 are the scale times 2^-120, subnormals included; times 2^127 that is 2^7
+of it. One packed multiplication by the value's 2^-126 gives value * scale * 2^-119: 2 + 4 significant bits, which bfloat16
+holds exactly. The tensor core sums in float32; 2^119, the row's global scale (float32), the bias and the LoRA term enter there,
+in the epilogue. So only the sum and the output are rounded: relative error 1.65e-3 against a float64 product. MXFP4's exponent
+is a bfloat16 exponent already. NF4's values come from byte permutes (PRMT is an 8-entry table), and their products do round:
+2.8e-3.
+
+Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles are few, K is cut (SPLIT):
+each split leaves a float32 partial sum and the program that comes last adds them in order. No atomics on values: the same bits
+on each run. Programmatic dependent launch lets a kernel start while the one before finishes. Measured on an H100; other cards
+from Ampere on run the same kernel, without dependent launch before Hopper.
 
 Tried on one H100 (7B gate_up, 37888 x 3584, microseconds at M = 8 unless said) and lost:
-- stream-K, equal ranges of (tile, K block) for each program: 40.4 against 37.1; registers 92 instead of 56, pipelines
+- stream-K, equal ranges of (tile, K block) for each program: 40.4 against 37.1; 92 registers instead of 56, and pipelines
   restart
 - rows stored plainly instead of in groups of 8: 37.1 against 35.6; reading alone reaches 2.57 TB/s so, 3.05 in order
-- a unit of 32 columns to a lane (scales decoded by one lane, not four; 2.84 instructions a code instead of 2.9):
-  36.2, but   activations then come in 4-byte pieces, M = 64: 267 against 49
+- a unit of 32 columns to a lane (scales decoded by one lane, not four; 2.84 instructions a code instead of 2.9): 36.2, but
+  activations then come in 4-byte pieces, and M = 64 takes 267 against 49
 - one dot over 128 columns instead of two over 64: Triton waits for each wgmma
-- 3 or 4 stages instead of 2 (38.4, 40.8), 128 rows a program (39.5), two accumulators (36.2: no change)
-- dependent launch signalled at the start of the kernel (40.0), L2 prefetch of codes before the wait (35.8) against
-  34.4
-- 16 warps or 256 rows of weights a program at M = 64: 90.5 against 56.7
-- dequantizing a slice of the weight at a time to keep it in L2, then cuBLAS on the slice: 1.40 of cuBLAS at M = 1024,
-  as without
+- 3 or 4 stages instead of 2 (38.4, 40.8), 128 rows of the weight a program (39.5), two accumulators (36.2: no change)
+- dependent launch signalled at the start of the kernel (40.0) or L2 prefetch of codes before the wait (35.8), against 34.4
+- 16 warps or 256 rows of the weight a program at M = 64: 90.5 against 56.7
+- dequantizing a slice of the weight at a time to keep it in L2, then cuBLAS on the slice: 1.40 of cuBLAS at M = 1024, as
+  without
 
     y = matmul(x, quantize(w))                                         # any M, differentiable in x
     python bench.py kernels
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
 """
-import struct
-
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -71,43 +74,50 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
 CHUNK = 128  # columns of K that a row's 64 packed bytes hold
-MASK = tl.constexpr(0x81C081C0 - (1 << 32))  # sign and e, e, m of two codes, as bfloat16 wants them
+SLICE = 1 << 24  # codes that pack and unpack take at a time: as int32 they are 16 times as large as packed
+MASK = tl.constexpr(0x81C081C0 - (1 << 32))  # s and e, e, m of two codes, where bfloat16 wants them
 
 
 def pack(codes):
-    """Codes (N, K), one uint8 each in 0..15, to the kernel's order: (N, ceil(K/128)*64) uint8; columns past K are code 0.
-    Groups of 8 rows are interleaved: pack a matrix whole, or in slices of rows that start at multiples of 8."""
+    """Codes (N, K), one uint8 each in 0..15, in the kernel's order: (N, ceil(K/128)*64) uint8; columns past K are code 0.
+
+    Groups of 8 rows are interleaved: pack a matrix whole, or in slices of rows that start at multiples of 8. ValueError if
+    codes is not a uint8 matrix."""
     if codes.dim() != 2 or codes.dtype != torch.uint8:
         raise ValueError(f"pack: codes must be a (N, K) uint8 tensor, got {tuple(codes.shape)} {codes.dtype}")
     N, K = codes.shape
-    c = torch.nn.functional.pad(codes, (0, -K % CHUNK)).int()
-    c = ((c & 8) << 12) | ((c & 7) << 6)  # sign in bit 15, the others in 8..6
-    c = c.view(N, -1, 2, 4, 2, 4, 2).permute(0, 1, 5, 3, 2, 4, 6)  # (N, chunk, plane, w, h, t, p) -> (.., t, w, plane, h, p)
-    a, b, c, d = (c[..., 0] | c[..., 1] << 16).flatten(4).unbind(-1)  # 4 x (N, chunk, t, w), two codes each
-    word = a | shift(b, 4) | rotate(c, 26) | rotate(d & ~0x00400040, 30) | shift(d & 0x00400040, 6)
-    return groups(word.reshape(N, -1, 16), to=True).view(torch.uint8)
-
-
-def groups(w, to):
-    """(N, chunk, 16 words) to groups of 8 rows that lie chunk by chunk, or back."""
-    N, chunks, _ = w.shape
-    out = torch.empty_like(w, memory_format=torch.contiguous_format)
-    for n0, n1, rows in ((0, N // 8 * 8, 8), (N // 8 * 8, N, N % 8)):
-        if n1 > n0:
-            near, far = (rows, chunks), (chunks, rows)
-            src, dst = (near, far) if to else (far, near)
-            out[n0:n1].view(-1, *dst, 16).copy_(w[n0:n1].reshape(-1, *src, 16).transpose(1, 2))
-    return out.view(N, -1)
+    chunks = -(-K // CHUNK)
+    out = codes.new_empty(N, chunks * CHUNK // 2)
+    for i, j, rows in slices(N, K):
+        v = F.pad(codes[i:j], (0, -K % CHUNK)).int()
+        v = ((v & 8) << 12) | ((v & 7) << 6)  # s in bit 15, e, e, m in 8..6
+        v = v.view(-1, rows, chunks, 2, 4, 2, 4, 2).permute(0, 2, 1, 6, 4, 3, 5, 7)  # -> (group, chunk, row, t, w, plane, h, p)
+        a, b, c, d = (v[..., 0] | v[..., 1] << 16).flatten(5).unbind(-1)  # 4 x (group, chunk, row, t, w), two codes each
+        word = a | shift(b, 4) | rotate(c, 26) | rotate(d & ~0x00400040, 30) | shift(d & 0x00400040, 6)
+        out[i:j] = word.reshape(j - i, -1).view(torch.uint8)
+    return out
 
 
 def unpack(packed, K):
-    """The inverse of pack: (N, K) uint8 codes."""
-    N = packed.shape[0]
-    w = groups(packed.contiguous().view(torch.int32).view(N, -1, 16), to=False).view(N, -1, 4, 4)  # (N, chunk, t, w)
-    d = (rotate(w, 2) & (0x81808180 - (1 << 32))) | ((w << 6) & 0x00400040)
-    v = torch.stack([w, w << 4, rotate(w, 6), d], -1).view(N, -1, 4, 4, 2, 2)  # (N, chunk, t, w, plane, h)
-    v = torch.stack([v & 0xFFFF, shift(v, 16)], -1).permute(0, 1, 4, 3, 5, 2, 6)  # -> (N, chunk, plane, w, h, t, p)
-    return (((v >> 12) & 8) | ((v >> 6) & 7)).to(torch.uint8).reshape(N, -1)[:, :K].contiguous()
+    """The inverse of pack: (N, ceil(K/128)*64) uint8 -> codes (N, K) uint8."""
+    N, width = packed.shape
+    out = packed.new_empty(N, K)
+    for i, j, rows in slices(N, K):
+        w = packed[i:j].contiguous().view(torch.int32).view(-1, width * 2 // CHUNK, rows, 4, 4)  # (group, chunk, row, t, w)
+        d = (rotate(w, 2) & (0x81808180 - (1 << 32))) | ((w << 6) & 0x00400040)
+        v = torch.stack([w, w << 4, rotate(w, 6), d], -1).unflatten(-1, (2, 2))  # (.., plane, h)
+        v = torch.stack([v, v >> 16], -1)  # (.., p)
+        v = (((v >> 12) & 8) | ((v >> 6) & 7)).to(torch.uint8)  # (group, chunk, row, t, w, plane, h, p)
+        out[i:j] = v.permute(0, 2, 1, 5, 4, 6, 3, 7).reshape(j - i, -1)[:, :K]
+    return out
+
+
+def slices(N, K):
+    """(first, end, rows of a group): about SLICE codes each, in whole groups of 8 rows, then the N % 8 rows left over."""
+    whole, step = N // 8 * 8, max(1, SLICE // (8 * max(K, 1))) * 8
+    yield from ((i, min(i + step, whole), 8) for i in range(0, whole, step))
+    if whole < N:
+        yield whole, N, N - whole
 
 
 def shift(w, s):
@@ -120,76 +130,45 @@ def rotate(w, s):
     return shift(w, s) | (w << (32 - s))
 
 
-def bf16_bits(x):
-    bits = struct.unpack("I", struct.pack("f", x))[0]
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
-EXTRACT = """{
-.reg .b32 a, b, c, d, e;
+# PTX. $4 is a word, $5 and $6 the scales of its planes, twice each; $0..$3 are the pairs a..d. A product is an FMA with -0 (z),
+# which adds nothing: bfloat16 multiplication came with Hopper, and there ptxas makes the same instruction of both.
+EXTRACT = """{ .reg .b32 a, b, c, d, e, z;
+mov.b32 z, 0x80008000;
 and.b32 a, $4, 0x81c081c0;
-shl.b32 b, $4, 4;
-and.b32 b, b, 0x81c081c0;
-shf.r.wrap.b32 c, $4, $4, 6;
-and.b32 c, c, 0x81c081c0;
-shf.r.wrap.b32 d, $4, $4, 2;
-and.b32 d, d, 0x81808180;
-shl.b32 e, $4, 6;
-lop3.b32 d, e, 0x00400040, d, 0xea;
+shl.b32 b, $4, 4;              and.b32 b, b, 0x81c081c0;
+shf.r.wrap.b32 c, $4, $4, 6;   and.b32 c, c, 0x81c081c0;
+shf.r.wrap.b32 d, $4, $4, 2;   and.b32 d, d, 0x81808180;
+shl.b32 e, $4, 6;              lop3.b32 d, e, 0x00400040, d, 0xea;
 """
-SCALE = """mul.rn.bf16x2 $0, a, $5;
-mul.rn.bf16x2 $1, b, $5;
-mul.rn.bf16x2 $2, c, $6;
-mul.rn.bf16x2 $3, d, $6;
-}"""
-# the codebook's low bytes, then its high bytes, four to a word
-HEX = [f"0x{sum((bf16_bits(v) >> s & 255) << 8 * i for i, v in enumerate(NF4[j : j + 4])):08x}"
-       for s in (0, 8) for j in (0, 4, 8, 12)]
+SCALE = """fma.rn.bf16x2 $0, a, $5, z;   fma.rn.bf16x2 $1, b, $5, z;
+fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
+# NF4's codebook in bfloat16: the low bytes, then the high bytes, four to a word
+HEX = torch.tensor(NF4).bfloat16().view(16, 1).view(torch.uint8).T.contiguous().view(torch.int32).flatten().tolist()
 
 
 def lookup(x, y):
-    """PTX that turns the index pairs in x and y into bfloat16 codebook values: byte permutes as an 8-entry table."""
-    return f"""{{
-.reg .b32 i, j, m, l, h, t;
-shr.b32 i, {x}, 6;
-and.b32 i, i, 0x00070007;
-shr.b32 j, {y}, 2;
-and.b32 j, j, 0x00700070;
-or.b32 i, i, j;
-shr.b32 j, i, 8;
-or.b32 i, i, j;
+    """PTX that turns the index pairs in x and y into bfloat16 codebook values: byte permutes as an 8-entry table.
+
+    i gets the four 3-bit indices, m each one's sign as a byte; l and h the low and high bytes, the sign choosing the half."""
+    return f"""{{ .reg .b32 i, j, m, l, h, t;
+shr.b32 i, {x}, 6;   and.b32 i, i, 0x00070007;
+shr.b32 j, {y}, 2;   and.b32 j, j, 0x00700070;   or.b32 i, i, j;
+shr.b32 j, i, 8;     or.b32 i, i, j;
 prmt.b32 m, {x}, {y}, 0xfbd9;
-prmt.b32 l, {HEX[0]}, {HEX[1]}, i;
-prmt.b32 t, {HEX[2]}, {HEX[3]}, i;
-lop3.b32 l, m, t, l, 0xca;
-prmt.b32 h, {HEX[4]}, {HEX[5]}, i;
-prmt.b32 t, {HEX[6]}, {HEX[7]}, i;
-lop3.b32 h, m, t, h, 0xca;
-prmt.b32 {x}, l, h, 0x6240;
-prmt.b32 {y}, l, h, 0x7351;
-}}
+prmt.b32 l, {HEX[0]}, {HEX[1]}, i;   prmt.b32 t, {HEX[2]}, {HEX[3]}, i;   lop3.b32 l, m, t, l, 0xca;
+prmt.b32 h, {HEX[4]}, {HEX[5]}, i;   prmt.b32 t, {HEX[6]}, {HEX[7]}, i;   lop3.b32 h, m, t, h, 0xca;
+prmt.b32 {x}, l, h, 0x6240;   prmt.b32 {y}, l, h, 0x7351; }}
 """
 
 
 E2M1_ASM = tl.constexpr(EXTRACT + SCALE)
 NF4_ASM = tl.constexpr(EXTRACT + lookup("a", "b") + lookup("c", "d") + SCALE)
-E4M3_ASM = tl.constexpr("""{
-.reg .b32 a, b, p;
-.reg .b16 u, v, x, y;
-mov.b32 p, 0x7f007f00;
-shl.b32 a, $4, 4;
-and.b32 a, a, 0x07f007f0;
-shr.b32 b, $4, 4;
-and.b32 b, b, 0x07f007f0;
-mul.rn.bf16x2 a, a, p;
-mul.rn.bf16x2 b, b, p;
-mov.b32 {u, v}, a;
-mov.b32 {x, y}, b;
-mov.b32 $0, {u, u};
-mov.b32 $1, {x, x};
-mov.b32 $2, {v, v};
-mov.b32 $3, {y, y};
-}""")
+# four E4M3 scales in $4 -> 2^7 of each, twice in a word: << 4 and times 2^127 (0x7f00)
+E4M3_ASM = tl.constexpr("""{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
+mov.b32 p, 0x7f007f00;   mov.b32 z, 0x80008000;
+shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.b32 {u, v}, a;
+shr.b32 b, $4, 4;   and.b32 b, b, 0x07f007f0;   fma.rn.bf16x2 b, b, p, z;   mov.b32 {x, y}, b;
+mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }""")
 TABLE = tl.constexpr(NF4)
 UNSCALE = tl.constexpr(2.0**119)  # codes are read at 2^-126 and scales at 2^7 of their value
 
@@ -204,7 +183,7 @@ def words(codes, r, k, N, sc, FAST: tl.constexpr):
 
 @triton.jit
 def load_scales(p, k, K, keep, FMT: tl.constexpr, FAST: tl.constexpr, BN: tl.constexpr):
-    """The block scales of one chunk as stored, nvfp4's four to an int32; p (BN,) points at rows, k is the first column."""
+    """The block scales (BN, 2 planes) of the chunk at column k as stored, bytes four to an int32; p (BN,) points at rows."""
     SB: tl.constexpr = 16 if FMT == "nvfp4" else (32 if FMT == "mxfp4" else 64)
     two = tl.arange(0, 2)
     if FMT == "nf4":
@@ -224,7 +203,7 @@ def load_scales(p, k, K, keep, FMT: tl.constexpr, FAST: tl.constexpr, BN: tl.con
 
 @triton.jit
 def quarters(a, b, c, d, BN: tl.constexpr):
-    """Four (BN, 2 planes) tensors, one for each word w, to two (BN, 16 words) tensors, one for each plane."""
+    """Scales (BN, 2 planes) of words w = 0..3 -> of all 16 words, (BN, 16) for each plane: every lane takes the same."""
     v = tl.join(tl.join(a, c), tl.join(b, d))  # (BN, plane, w // 2, w % 2)
     lo, hi = tl.split(tl.permute(tl.reshape(v, (BN, 2, 4)), (0, 2, 1)))
     lo = tl.reshape(tl.broadcast_to(lo[:, None, :], (BN, 4, 4)), (BN, 16))
@@ -234,7 +213,7 @@ def quarters(a, b, c, d, BN: tl.constexpr):
 
 @triton.jit
 def decode(w, s, FMT: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
-    """Words (BN, 16) and scales of one chunk -> four (BN, 16, 2) tensors, value * scale: a, b low plane, c, d high plane."""
+    """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale; without ASM in float32."""
     if FMT == "nvfp4":
         if ASM:
             s0, s1, s2, s3 = tl.inline_asm_elementwise(
@@ -278,11 +257,13 @@ def exponent(s, ASM: tl.constexpr):
 
 @triton.jit
 def halves(a):
+    """Words (..) to the two bfloat16 in each, (.., 2)."""
     return tl.join(a.to(tl.int16), (a >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def value(v, s, FMT: tl.constexpr):
+    """What the PTX does to one pair, in float32: masked words (BN, 16) and scales -> (BN, 16, p)."""
     t = tl.join(v << 16, v & -65536)
     if FMT == "nf4":
         i = ((t >> 28) & 8) | ((t >> 22) & 7)
@@ -296,7 +277,7 @@ def value(v, s, FMT: tl.constexpr):
 
 @triton.jit
 def arrange(a, b, BN: tl.constexpr, W: tl.constexpr, KW: tl.constexpr):
-    """Two (BN, 16, 2) tensors, one plane, to (BN, 64): rows and k in the order in which an MMA's registers already hold them."""
+    """Two (BN, 16, p) tensors, one plane, to (BN, 64): rows and k in the order in which an MMA's registers already hold them."""
     v = tl.join(a, b)  # (BN, 16, p, h)
     if W == 0:  # dequantization: rows stay
         v = tl.permute(tl.reshape(v, (BN, 4, 4, 2, 2)), (0, 2, 4, 1, 3))
@@ -308,15 +289,6 @@ def arrange(a, b, BN: tl.constexpr, W: tl.constexpr, KW: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, ASM: tl.constexpr):
-    if ASM:
-        acc = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
-    else:  # the interpreter has no bfloat16 arithmetic
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
 def natural(x, BM: tl.constexpr, KW: tl.constexpr):
     """Activations (64 k, BM) to the order of k that `arrange` gives the weights; only registers are renamed."""
     if KW == 4:
@@ -325,11 +297,16 @@ def natural(x, BM: tl.constexpr, KW: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
-def gemm(x, codes, scale, g, bias, xa, lb, res, out, part, count, M, N, K, sx, sc, ss, sxa, slb, sz, scaling, b0, b1,
+def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc, ss, sxa, sb, scaling, b0, b1,
          FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-         KW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, Z: tl.constexpr, BIAS: tl.constexpr,
-         RES: tl.constexpr, SILU: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
-    HALF: tl.constexpr = BN // 2
+         KW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr,
+         RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
+    """out (M, N) = x w_hat^T + bias + scaling * xa_part B^T + res; a program does BN rows of the weight, BM of x, one split of K.
+
+    g global scales (N,); part, count: partial sums and arrivals of the splits; sx, sc, ss, sxa, sb: row strides of x, codes,
+    scale, xa, B; b0, b1: the rows at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the MMA wants it,
+    16 or a larger power of two; FAST: tiles need no masks along K, and groups of 8 rows are full."""
+    T: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # the interpreter has no bfloat16 arithmetic
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
@@ -339,17 +316,12 @@ def gemm(x, codes, scale, g, bias, xa, lb, res, out, part, count, M, N, K, sx, s
     m = tl.program_id(0) % MT * BM + tl.arange(0, BM)
     inside = (m < M)[None, :]
     r = tl.arange(0, BN)
+    row = tile * BN + r
+    ok = row < N
     # a load's row in the tile -> the row that the MMA takes from the same registers: (block, half, warp, lane / 4) ->
     # (block, warp, half, lane / 4)
     rl = r // (16 * W) * (16 * W) + (r // 8) % W * 16 + (r // (8 * W)) % 2 * 8 + r % 8
-    if SILU:  # a tile is HALF rows of gate and the same rows of up
-        row = tile * HALF + r % HALF + r // HALF * (N // 2)
-        ok = tile * HALF + r % HALF < N // 2
-        rl = tl.minimum(tile * HALF + rl % HALF, N // 2 - 1) + rl // HALF * (N // 2)
-    else:
-        row = tile * BN + r
-        ok = row < N
-        rl = tl.minimum(tile * BN + rl, N - 1)
+    rl = tl.minimum(tile * BN + rl, N - 1)
     KB = tl.cdiv(K, 128 * C)
     per = tl.cdiv(KB, SPLIT)
     k = split * per * (C * 128)
@@ -374,32 +346,29 @@ def gemm(x, codes, scale, g, bias, xa, lb, res, out, part, count, M, N, K, sx, s
                 xh = tl.load(xp + c * 128 + 64, mask=inside & (at + 64 + j < K)[:, None], other=0.0)
             s = load_scales(sp, at, K, (rl >= 0)[:, None], FMT, FAST, BN)
             a, b, cc, d = decode(w, s, FMT, ASM, BN)
-            acc = dot(arrange(a, b, BN, W, KW), natural(xl, BM, KW), acc, ASM)
-            acc = dot(arrange(cc, d, BN, W, KW), natural(xh, BM, KW), acc, ASM)
+            low, high = arrange(a, b, BN, W, KW).to(T), arrange(cc, d, BN, W, KW).to(T)
+            acc = tl.dot(low, natural(xl, BM, KW).to(T), acc, input_precision="ieee")  # (BN, 64) @ (64, BM)
+            acc = tl.dot(high, natural(xh, BM, KW).to(T), acc, input_precision="ieee")
         wp += C * step
         xp += C * 128
     if PDL:  # from here the next kernel fills SMs as programs leave; signalled at the start, its programs pile up on some
         tl.extra.cuda.gdc_launch_dependents()
     acc = acc * (1.0 if FMT == "nf4" else UNSCALE) * tl.load(g + row, mask=ok, other=0.0)[:, None]
-    if split == 0:
+    done = split == 0
+    if done:
         if BIAS:
             acc += tl.load(bias + row, mask=ok, other=0.0).to(tl.float32)[:, None]
-    if R > 0:  # the splits share the Z partial sums of x A^T
-        if split < Z:
+        if R > 0:
             rr = tl.arange(0, RP)
             lora = tl.zeros((BN, BM), tl.float32)
             for p in tl.static_range(P):
                 lo = 0 if p == 0 else (b0 if p == 1 else b1)
                 hi = N if p == P - 1 else (b0 if p == 0 else b1)
                 mine = (ok & (row >= lo) & (row < hi))[:, None] & (rr < R)[None, :]
-                lt = tl.load(lb + row[:, None] * slb + rr[None, :], mask=mine, other=0.0)
-                at = tl.zeros((RP, BM), tl.float32)
-                for z in tl.static_range((Z + SPLIT - 1) // SPLIT):
-                    some = inside & (rr < R)[:, None] & (rr * 0 + z * SPLIT + split < Z)[:, None]
-                    at += tl.load(xa + (z * SPLIT + split) * sz + m[None, :] * sxa + (p * R + rr)[:, None], mask=some, other=0.0).to(tl.float32)
-                lora = dot(lt, at, lora, ASM)
+                bt = tl.load(B + row[:, None] * sb + rr[None, :], mask=mine, other=0.0)
+                at = tl.load(xa + m[None, :] * sxa + (p * R + rr)[:, None], mask=inside & (rr < R)[:, None], other=0.0)
+                lora = tl.dot(bt.to(T), at.to(T), lora, input_precision="ieee")  # (BN, RP) @ (RP, BM)
             acc += lora * scaling
-    done = split == 0
     if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of split: the same bits on every run
         slot = tile * MT + tl.program_id(0) % MT
         spot = r[:, None] * BM + tl.arange(0, BM)[None, :]
@@ -407,31 +376,23 @@ def gemm(x, codes, scale, g, bias, xa, lb, res, out, part, count, M, N, K, sx, s
         tl.store(sums + split * (BN * BM) + spot, acc)
         tl.debug_barrier()
         done = tl.atomic_add(count + slot, 1, sem="acq_rel") == SPLIT - 1
-    if done:
+    if done:  # only here is res read: out may be the same memory
         if SPLIT > 1:
             tl.store(count + slot, 0)
             acc = tl.load(sums + spot, cache_modifier=".cg")
             for other in tl.static_range(1, SPLIT):
                 acc += tl.load(sums + other * (BN * BM) + spot, cache_modifier=".cg")
-        if SILU:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, BM)), (1, 2, 0)))
-            y = gate / (1 + tl.exp(tl.minimum(-gate, 80.0))) * up
-            n = tile * HALF + tl.arange(0, HALF)
-            o = m.to(tl.int64)[None, :] * (N // 2) + n[:, None]
-            keep = inside & (n < N // 2)[:, None]
-        else:
-            y = acc
-            o = m.to(tl.int64)[None, :] * N + row[:, None]
-            keep = inside & ok[:, None]
+        o = m.to(tl.int64)[None, :] * N + row[:, None]
+        keep = inside & ok[:, None]
         if RES:
-            y += tl.load(res + o, mask=keep, other=0.0).to(tl.float32)
-        tl.store(out + o, y.to(out.dtype.element_ty), mask=keep)
+            acc += tl.load(res + o, mask=keep, other=0.0).to(tl.float32)
+        tl.store(out + o, acc.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def dequant(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, FOLD: tl.constexpr,
             ASM: tl.constexpr):
-    """out (N, K) = value * block scale, times global scale if FOLD."""
+    """out (N, K) = value * block scale, times global scale if FOLD; a program does BN rows of one chunk."""
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
@@ -442,55 +403,23 @@ def dequant(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN: tl.conste
     s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, FAST, BN)
     a, b, cc, d = decode(w, s, FMT, ASM, BN)
     v = tl.join(arrange(a, b, BN, 0, 2), arrange(cc, d, BN, 0, 2))  # (BN, 64, plane)
-    v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128))
-    v = v.to(tl.float32) * (1.0 if FMT == "nf4" else UNSCALE)
+    v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32) * (1.0 if FMT == "nf4" else UNSCALE)
     if FOLD:
         v *= tl.load(g + row)[:, None]
-    j = tl.arange(0, 128)
-    keep = (n < N)[:, None] & (k + j < K)[None, :]
-    tl.store(out + n[:, None].to(tl.int64) * K + (k + j)[None, :], v.to(out.dtype.element_ty), mask=keep)
-
-
-@triton.jit(do_not_specialize=["M"])
-def down(x, A, out, part, count, M, K, sx, PR, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, S: tl.constexpr,
-         PDL: tl.constexpr, ASM: tl.constexpr):
-    """out (M, PR) = x A^T: program (row block, split) sums one slice of K, the last one of a row block adds the slices up."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    rb = tl.program_id(0) // S
-    sp = tl.program_id(0) % S
-    n = rb * BR + tl.arange(0, BR)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    kk = tl.arange(0, BK)
-    steps = tl.cdiv(tl.cdiv(K, BK), S)
-    acc = tl.zeros((BR, BM), tl.float32)
-    for i in range(sp * steps, sp * steps + steps):
-        k = i * BK + kk
-        a = tl.load(A + n[:, None] * K + k[None, :], mask=(n < PR)[:, None] & (k < K)[None, :], other=0.0)
-        b = tl.load(x + m[None, :].to(tl.int64) * sx + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
-        acc = dot(a, b, acc, ASM)
-    slot = tl.program_id(1) * (tl.num_programs(0) // S) + rb
-    spot = tl.arange(0, BR)[:, None] * BM + tl.arange(0, BM)[None, :]
-    mine = part + slot * (S * BR * BM)
-    tl.store(mine + sp * (BR * BM) + spot, acc)
-    tl.debug_barrier()
-    if tl.atomic_add(count + slot, 1, sem="acq_rel") == S - 1:
-        tl.store(count + slot, 0)
-        acc = tl.zeros((BR, BM), tl.float32)
-        for i in tl.static_range(S):
-            acc += tl.load(mine + i * (BR * BM) + spot, cache_modifier=".cg")
-        tl.store(out + m[None, :] * PR + n[:, None], acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < PR)[:, None])
+    j = k + tl.arange(0, 128)
+    keep = (n < N)[:, None] & (j < K)[None, :]
+    tl.store(out + n[:, None].to(tl.int64) * K + j[None, :], v.to(out.dtype.element_ty), mask=keep)
 
 
 # largest M -> rows of x and of w a program takes, chunks an iteration, stages, kWidth of the dot, warps, programs an SM; measured
-# on an H100. `wide` replaces the stages where there are 3 tiles or more for each SM
-TILES = {8: dict(BM=8, BN=64, C=2, stages=2, kw=4, warps=4, fill=5.2), 16: dict(BM=16, BN=64, C=1, stages=3, kw=2, warps=4, fill=4),
+# on an H100. `wide` replaces the stages where there are 3 tiles or more for each SM. At most 114 KB of shared memory, 82 on Ampere
+TILES = {8: dict(BM=8, BN=64, C=2, stages=2, kw=4, warps=4, fill=5.2),
+         16: dict(BM=16, BN=64, C=1, stages=3, kw=2, warps=4, fill=4),
          32: dict(BM=32, BN=64, C=1, stages=4, kw=2, warps=4, fill=4),
          64: dict(BM=64, BN=64, C=1, stages=4, kw=2, warps=4, fill=1.7, wide=3),
          256: dict(BM=128, BN=64, C=1, stages=3, kw=2, warps=4, fill=1.7),
          1 << 31: dict(BM=128, BN=128, C=1, stages=3, kw=2, warps=8, fill=1, wide=2, maxnreg=128)}
-PARTIALS = 1 << 22  # float32 of partial sums a launch may leave
+PARTIALS, COUNTERS = 1 << 22, 1 << 17  # float32 partial sums and int32 arrival counters that a launch may use
 FEW = 256  # up to here the kernel always wins
 SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
 
@@ -503,26 +432,26 @@ def space(device):
     """The device's buffers, shared by all layers (two streams at once would collide), made on the first call: 17 MB. The counters
     are zero between kernels. The third, the scratch for a dequantized weight, grows to the largest weight that needed it."""
     if device not in SPACE:
-        SPACE[device] = [torch.empty(PARTIALS, device=device), torch.zeros(1 << 17, dtype=torch.int32, device=device),
+        SPACE[device] = [torch.empty(PARTIALS, device=device), torch.zeros(COUNTERS, dtype=torch.int32, device=device),
                          torch.empty(0, dtype=torch.bfloat16, device=device)]
     return SPACE[device]
 
 
 def workspace_bytes(shapes):
-    """Device memory that this file takes beside weights (N, K) of the given shapes: the scratch for the largest, and 17 MB."""
-    return max((2 * N * K for N, K in shapes), default=0) + 4 * PARTIALS + (4 << 17)
+    """Bytes of device memory that this file takes beside packed weights of the given shapes (N, K): the scratch for the largest
+    and 17 MB; 0 without weights. All it ever takes: a process that has multiplied each weight once holds it already."""
+    return max((2 * N * K + 4 * (PARTIALS + COUNTERS) for N, K in shapes), default=0)
 
 
 def plan(M, N, K, cores):
-    """The tile of TILES for this shape, its chunks, stages and split of K settled."""
+    """The tile of TILES for this shape on so many SMs, its chunks, stages and split of K settled."""
     t = dict(next(t for top, t in TILES.items() if M <= top))
     t["C"] = t["C"] if K % (CHUNK * t["C"]) == 0 else 1
     tiles, blocks = -(-N // t["BN"]) * -(-M // t["BM"]), -(-K // (CHUNK * t["C"]))
-    wide = t.pop("wide", t["stages"])
+    wide, fill = t.pop("wide", t["stages"]), t.pop("fill")
     t["pdl"] = M <= 32 or M > 64 or tiles >= 3 * cores
     if tiles >= (3 if M <= FEW else 1.5) * cores:
         t["stages"] = wide
-    fill = t.pop("fill")
     # a split of s gives each program `per` blocks; only the s that leave no program idle
     able = {-(-blocks // per) for per in range(1, blocks + 1)}
     able = [s for s in sorted(able) if s <= 16 and tiles * s * t["BM"] * t["BN"] <= PARTIALS] or [1]
@@ -534,17 +463,35 @@ def plan(M, N, K, cores):
     return t
 
 
-def check(q):
-    """ValueError for a weight that the kernels would decode wrongly: it costs a device synchronization, once for each weight."""
+def few(M, N, K, cores):
+    """Whether M rows go through the decoding kernel. Times in ns: 7.3 for a column of K of a 128 x 128 tile on one SM;
+    dequantizing at 2.4 TB/s and cuBLAS at 700 TFLOP/s. All three were measured on an H100; other cards shift them together."""
+    if M <= FEW:
+        return True
+    t = plan(M, N, K, cores)
+    tiles = -(-N // t["BN"]) * -(-M // t["BM"])
+    kernel = 7.3 * K * -(-tiles * t["split"] // cores) / t["split"]
+    return kernel * cores / 132 < N * K * (2.56 / 2400 + 2 * M / 700e3)
+
+
+def check(x, q):
+    """ValueError if x does not fit q, or q holds what the kernels would decode wrongly (a synchronization, once a weight)."""
+    if not x.is_floating_point():
+        raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")
+    if x.shape[-1] != q.shape[1]:
+        raise ValueError(f"marlin_triton: x has {x.shape[-1]} columns, the weight {q.shape[1]}; they must agree")
+    if x.device != q.codes.device:
+        raise ValueError(f"marlin_triton: x is on {x.device}, the weight on {q.codes.device}; move one of them")
     if getattr(q.scale, "checked", None) == q.scale._version:
         return
     if q.fmt not in BLOCK:
         raise ValueError(f"marlin_triton: unknown format {q.fmt}, choose from {', '.join(BLOCK)}")
     N, K = q.shape
     if K % BLOCK[q.fmt] or q.codes.shape != (N, -(-K // CHUNK) * CHUNK // 2) or q.scale.shape != (N, K // BLOCK[q.fmt]):
-        raise ValueError(f"marlin_triton: codes {tuple(q.codes.shape)}, scale {tuple(q.scale.shape)} do not fit {q.fmt} {N} x {K}")
-    bits = q.scale if q.fmt == "nf4" else q.scale.view(torch.uint8)
+        shapes = f"codes {tuple(q.codes.shape)}, scale {tuple(q.scale.shape)}"
+        raise ValueError(f"marlin_triton: {shapes} do not fit {q.fmt} {N} x {K}; quantize or load it again")
     # e4m3 0x7F and 0xFF are NaN, E8M0 255 is; an E8M0 scale over 2^113 would not fit the 2^7 that bfloat16 carries it at
+    bits = raw(q)
     bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 240, "nf4": lambda: ~bits.isfinite()}[q.fmt]()
     if bad.any() or not q.global_scale.isfinite().all():
         raise ValueError(f"marlin_triton: the {q.fmt} weight {N} x {K} has a NaN, infinite or too large scale; quantize it again")
@@ -553,37 +500,37 @@ def check(q):
     q.scale.checked = q.scale._version
 
 
-def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None, silu=False, out=None, asm=None, **override):
+def raw(q):
+    """q's block scales in a type that Triton takes everywhere."""
+    return q.scale.view(torch.uint8) if q.fmt == "nvfp4" else q.scale
+
+
+def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None, out=None, asm=None, **override):
     """The decoding kernel itself, whatever M; arguments as linear_decode's. On CPU tensors it needs TRITON_INTERPRET=1. `asm`
     False takes the decoder in plain Triton, and keywords of TILES (and `split`, `pdl`) replace the planned ones."""
-    (M, K), (N, _) = x.shape, q.shape
-    out = x.new_empty(M, N // 2 if silu else N) if out is None else out
+    (M, K), N, cuda = x.shape, q.shape[0], x.is_cuda
+    out = x.new_empty(M, N) if out is None else out
     if M == 0:
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    cuda = x.is_cuda
-    t = plan(M, N // 2 * 2 if silu else N, K, sms(x.device)) | override
-    hopper = cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    pdl = hopper and t["pdl"]
-    kw = t["kw"] if hopper or not cuda else 4  # before Hopper every dot takes its operands in the wider order
-    extra = ({"launch_pdl": True} if pdl else {}) | ({"maxnreg": t["maxnreg"]} if cuda and "maxnreg" in t else {})
+    t = plan(M, N, K, sms(x.device)) | override
+    major = torch.cuda.get_device_capability(x.device)[0] if cuda else 9
+    kw = t["kw"] if major in (9, 10) else 4  # where one instruction spans four warps; others take operands in the wider order
+    extra = {"maxnreg": t["maxnreg"]} if cuda and "maxnreg" in t else {}
+    pdl = cuda and major >= 9 and t["pdl"]
+    if pdl:
+        extra["launch_pdl"] = True
     part, count, _ = space(x.device)
-    b0, b1, R = *(*bounds, N, N)[:2], 0 if B is None else B.shape[1]
+    R, P, sxa, sb = (0, 1, 0, 0) if B is None else (B.shape[1], len(bounds) + 1, xa.stride(0), B.stride(0))
     fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
-    grid = -(-(N // 2 if silu else N) // (t["BN"] // 2 if silu else t["BN"])) * -(-M // t["BM"]) * t["split"]
-    gemm[(grid,)](
+    gemm[(-(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
         x, q.codes, raw(q), q.global_scale, bias, xa, B, residual, out, part, count, M, N, K, x.stride(0), q.codes.stride(0),
-        q.scale.stride(0), 0 if xa is None else xa.stride(-2), 0 if B is None else B.stride(0), 0 if xa is None else xa.stride(0), float(scaling),
-        b0, b1, FMT=q.fmt,
-        BM=t["BM"], BN=t["BN"], C=t["C"], SPLIT=t["split"], STAGES=t["stages"], KW=kw, W=t["warps"], R=R,
-        RP=max(16, triton.next_power_of_2(R)), P=len(bounds) + 1, Z=xa.shape[0] if R and xa.dim() == 3 else 1, BIAS=bias is not None, RES=residual is not None, SILU=silu, FAST=fast, PDL=pdl,
-        ASM=cuda if asm is None else asm, num_warps=t["warps"], **extra)
+        q.scale.stride(0), sxa, sb, float(scaling), *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"],
+        SPLIT=t["split"], STAGES=t["stages"], KW=kw, W=t["warps"], R=R, RP=max(16, triton.next_power_of_2(R)), P=P,
+        BIAS=bias is not None, RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
+        num_warps=t["warps"], **extra)
     return out
-
-
-def raw(q):
-    return q.scale.view(torch.uint8) if q.fmt == "nvfp4" else q.scale
 
 
 def dequantize(q, fold=False, out=None, asm=None):
@@ -601,8 +548,7 @@ def common_scale(q):
     """q's global scale as a float if all its rows share one, else None; read from the device once for each weight."""
     g = q.global_scale
     if getattr(g, "common", (None,))[0] != g._version:
-        low, high = torch.aminmax(g)
-        low, high = low.item(), high.item()
+        low, high = (v.item() for v in torch.aminmax(g))
         g.common = g._version, low if low == high else None
     return g.common[1]
 
@@ -619,17 +565,6 @@ def many(x, q, transposed):
     y = x.new_empty(x.shape[0], K if transposed else N)
     # cuBLAS multiplies its float32 sums by alpha: the global scale costs no rounding
     return torch.addmm(y, x, w if transposed else w.T, beta=0, alpha=1.0 if alpha is None else alpha, out=y)  # (M, N) @ (N, K)
-
-
-def few(M, N, K, cores):
-    """Whether M rows go through the decoding kernel. Times in ns: 7.3 for a column of K of a 128 x 128 tile on one SM; dequantizing
-    at 2.4 TB/s and cuBLAS at 700 TFLOP/s. All three were measured on an H100; other cards shift them together."""
-    if M <= FEW:
-        return True
-    t = plan(M, N, K, cores)
-    tiles = -(-N // t["BN"]) * -(-M // t["BM"])
-    kernel = 7.3 * K * -(-tiles * t["split"] // cores) / t["split"]
-    return kernel * cores / 132 < N * K * (2.56 / 2400 + 2 * M / 700e3)
 
 
 def plain(q):
@@ -672,70 +607,35 @@ def matmul(x, q):
 
     bfloat16 in, float32 sums; other float dtypes are cast on the GPU. On the CPU plain torch in float32. ValueError if dtype,
     shape or device do not fit, or a scale of q is NaN."""
-    inspect(x, q)
+    check(x, q)
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])
 
 
-def inspect(x, q):
-    if not x.is_floating_point():
-        raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")
-    if x.shape[-1] != q.shape[1]:
-        raise ValueError(f"marlin_triton: x has {x.shape[-1]} columns, the weight {q.shape[1]}; they must agree")
-    if x.device != q.codes.device:
-        raise ValueError(f"marlin_triton: x is on {x.device}, the weight on {q.codes.device}; move one of them")
-    check(q)
+def linear_decode(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None, out=None):
+    """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling * xa_part B^T + residual. No gradient.
 
-
-def linear_decode(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None, silu=False, out=None):
-    """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling * xa_part B^T, then SiLU(gate) * up if
-    `silu` (w_hat is [gate; up]), then + residual. No gradient.
-
-    x (M, K) bfloat16; q a Quantized (N, K); bias (N,); B (N, R); xa (M, P*R) = x A^T, as from lora_xa, or float32 sums over slices of
-    K whose total it is, (Z, M, P*R); bounds: the rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584,
-    4096) for q, k, v; a row of part p takes columns p*R.. of xa. residual and the result are (M, N), or (M, N/2) if silu, contiguous;
-    `out` is written if given, and may be `residual`. Deterministic, and safe in a CUDA graph after one call outside (kernels compile,
-    and buffers and checks happen, on the first call). On the CPU plain torch. ValueError if shapes or dtypes do not fit."""
-    inspect(x, q)
+    x (M, K) bfloat16; q a Quantized (N, K); bias (N,); B (N, R); xa (M, P*R) = x A^T. bounds: the rows at which parts 1 and
+    2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for q, k, v; a row of part p takes columns p*R.. of xa.
+    residual and the result are (M, N), contiguous; `out` is written if given, and may be `residual`. Deterministic, and safe in a
+    CUDA graph after one call outside: kernels compile, buffers are made and weights checked on the first. On the CPU plain torch.
+    ValueError if shapes or dtypes do not fit."""
+    check(x, q)
     M, (N, K) = x.shape[0], q.shape
-    if B is not None and (len(bounds) > 2 or xa.shape[-2:] != (M, (len(bounds) + 1) * B.shape[1]) or B.shape[0] != N):
-        raise ValueError(f"linear_decode: B {tuple(B.shape)} and xa {tuple(xa.shape)} do not fit {M} x {N} in {len(bounds) + 1} parts")
+    P = len(bounds) + 1
+    if B is not None and (P > 3 or B.shape[0] != N or xa.shape != (M, P * B.shape[1])):
+        shapes = f"B {tuple(B.shape)} and xa {tuple(xa.shape)}"
+        raise ValueError(f"linear_decode: {shapes} do not fit {M} x {N} in {P} parts (3 at most)")
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16")
     if x.is_cuda and few(M, N, K, sms(x.device)):
-        return gemm_few(x, q, bias, xa, B, bounds, scaling, residual, silu, out)
+        return gemm_few(x, q, bias, xa, B, bounds, scaling, residual, out)
     y = product(x, q).float()  # (M, N)
     if bias is not None:
         y += bias
     if B is not None:
         edges, R = (0, *bounds, N), B.shape[1]
-        xa = xa.float() if xa.dim() == 2 else xa.float().sum(0)  # (M, P*R)
-        for p in range(len(bounds) + 1):
+        for p in range(P):
             rows = slice(edges[p], edges[p + 1])
-            y[:, rows] += scaling * (xa[:, p * R : (p + 1) * R] @ B[rows].float().T)  # (M, R) @ (R, N_p)
-    if silu:
-        gate, up = y.split(N // 2, dim=1)
-        y = torch.nn.functional.silu(gate) * up
+            y[:, rows] += scaling * (xa[:, p * R : (p + 1) * R].float() @ B[rows].float().T)  # (M, R) @ (R, N_p)
     y = (y if residual is None else y + residual).to(x.dtype)
     return y if out is None else out.copy_(y)
-
-
-def lora_xa(x, A, out=None, asm=None):
-    """x (M, K) @ A^T for a stacked LoRA A (P*R, K), both bfloat16 with unit stride along K: (M, P*R) bfloat16. K is cut so that
-    few rows of A still use the whole card; deterministic; safe in a CUDA graph after a first call."""
-    M, K = x.shape
-    PR = A.shape[0]
-    out = x.new_empty(M, PR) if out is None else out
-    if M == 0 or not x.is_cuda and asm is None:
-        return out.copy_(x @ A.T)
-    if M > 64:
-        return torch.mm(x, A.T, out=out)  # (M, K) @ (K, P*R)
-    BM, BR, BK = max(8, triton.next_power_of_2(M)), 16, 256
-    blocks, steps = -(-PR // BR), -(-K // BK)
-    per = max(1, steps * blocks // (2 * sms(x.device)))
-    S = -(-steps // per)
-    S = -(-steps // -(-steps // min(S, 32)))
-    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    part, count, _ = space(x.device)
-    down[(blocks * S,)](x, A, out, part, count, M, K, x.stride(0), PR, BM=BM, BR=BR, BK=BK, S=S, PDL=hopper,
-                        ASM=x.is_cuda if asm is None else asm, num_warps=2, **({"launch_pdl": True} if hopper else {}))
-    return out
