@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import aqn
 import decode
+import engine
 import lora
 import model as M
 import sample
@@ -109,7 +110,7 @@ def draw(logits, temperature=1.0, greedy=False, seed=0, device="cpu"):
     step.inverse_temperature.fill_(1 / temperature)
     step.stop.fill_(20)
     step.alive.fill_(1)
-    step.key.copy_(sample.row_keys(seed, torch.arange(B), torch.arange(B)))
+    step.key.copy_(engine.row_keys(seed, torch.arange(B), torch.arange(B)))
     step.sample(logits, greedy)
     return step.out_ids[0].clone(), step.out_logp[0].clone(), step
 
@@ -121,7 +122,7 @@ def test_fused_sampler_equals_sample_ids(V, temperature):
     logits = torch.randn(24, V, generator=torch.Generator().manual_seed(V)) * 3
     logits[:, ::3] = -float("inf")  # ids of probability zero
     ids, logp, step = draw(logits, temperature)
-    want, want_logp = sample.sample_ids(logits, sample.uniform(step.key, torch.ones(24, dtype=torch.long)), temperature)
+    want, want_logp = engine.sample_ids(logits, engine.uniform(step.key, torch.ones(24, dtype=torch.long)), temperature)
     assert torch.equal(ids, want)
     torch.testing.assert_close(logp, want_logp, atol=1e-5, rtol=1e-5)
 
@@ -155,8 +156,8 @@ def tokens(groups):
     return [[s.ids for s in g] for g in groups]
 
 
-def compare(engine, eager, atol=1e-4):
-    for p, (a, b) in enumerate(zip(engine, eager, strict=True)):
+def compare(got, want, atol=1e-4):
+    for p, (a, b) in enumerate(zip(got, want, strict=True)):
         for j, (x, y) in enumerate(zip(a, b, strict=True)):
             k = next((i for i, (s, t) in enumerate(zip(x.ids, y.ids, strict=False)) if s != t), None)
             assert x.ids == y.ids, f"sample {j} of prompt {p}, from place {k} on: {x.logprobs[:k][-3:]}, {y.logprobs[:k][-3:]}"
@@ -170,7 +171,7 @@ def test_engine_equals_eager(monkeypatch, kw):
     kw = dict(n=2, max_new_tokens=[5, 1, 4], eos_ids=range(40), seed=3, max_rows=4, **kw)
     want = sample.generate(m, PROMPTS[:3], **kw)
     monkeypatch.setattr(decode, "STEPS", 2)
-    monkeypatch.setattr(sample, "Eager", sample.Graphs)  # on the CPU it launches kernels where the GPU replays a graph
+    monkeypatch.setattr(sample, "Eager", engine.Graphs)  # on the CPU it launches kernels where the GPU replays a graph
     compare(sample.generate(m, PROMPTS[:3], **kw), want)
 
 
@@ -217,15 +218,15 @@ def test_lora_noise_and_temperature_change_without_recapture(exact):
     """The graphs of the first call serve the next, and see what changed."""
     kw = dict(n=2, max_new_tokens=30)
     first = sample.generate(exact, PROMPTS, **kw)
-    graphs = dict(sample.ENGINES[exact][1].graphs)
+    graphs = dict(engine.ENGINES[exact][1].graphs)
     aqn.set_noise(exact, 0.3, seed=2)
     for _, layer in lora.lora_layers(exact):
         layer.B.data.mul_(0.5).add_(0.05)
     second = sample.generate(exact, PROMPTS, temperature=0.8, **kw)
-    assert sample.ENGINES[exact][1].graphs == graphs and tokens(second) != tokens(first)
+    assert engine.ENGINES[exact][1].graphs == graphs and tokens(second) != tokens(first)
     compare(second, sample.generate(exact, PROMPTS, temperature=0.8, eager=True, **kw), 1e-3)
     sample.release(exact)
-    assert exact not in sample.ENGINES
+    assert exact not in engine.ENGINES
 
 
 @gpu
@@ -247,7 +248,7 @@ def test_replay_equals_launches_bit_for_bit():
     kw = dict(n=4, max_new_tokens=30, seed=1)
     a = sample.generate(m, PROMPTS, **kw)
     assert [[s.logprobs for s in g] for g in sample.generate(m, PROMPTS, **kw)] == [[s.logprobs for s in g] for g in a]
-    step, cache = sample.ENGINES[m][1].step, sample.ENGINES[m][1].cache
+    step, cache = engine.ENGINES[m][1].step, engine.ENGINES[m][1].cache
     state = [t.clone() for t in (cache.k, cache.v, cache.length, step.token)]
     hidden = []
     for _ in range(3):
@@ -285,11 +286,11 @@ def test_rows_queue_when_memory_is_short_and_an_error_when_none_fits(exact, monk
     sample.release(exact)
     kw = dict(n=4, max_new_tokens=20, seed=3)
     want = sample.generate(exact, PROMPTS, eager=True, **kw)
-    free = sample.working_bytes(exact, 20, 1.0) + 3 * sample.row_bytes(exact, 64)
+    free = engine.working_bytes(exact, 20, 1.0) + 3 * engine.row_bytes(exact, 64)
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free - cached, 0))
     compare(sample.generate(exact, PROMPTS, **kw), want, 1e-3)
-    assert sample.ENGINES[exact][1].slots <= 3
+    assert engine.ENGINES[exact][1].slots <= 3
     sample.release(exact)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     with pytest.raises(ValueError, match="--max-new-tokens.*GiB"):

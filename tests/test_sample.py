@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import aqn
+import engine
 import lora
 import model as M
 import sample
@@ -106,7 +107,7 @@ def test_edges(model):
 def test_long_prompts_go_through_in_chunks(model, monkeypatch):
     """A prompt longer than the prefill budget must see all of itself, not its last chunk."""
     want = tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6))
-    monkeypatch.setattr(sample, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", 5)
     assert tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6)) == want
 
 
@@ -131,12 +132,12 @@ def test_lora_and_noise_changed_between_calls(model):
 
 def test_uniform_is_a_pure_function_and_never_0_or_1():
     """u = 1 would run off the end of the distribution; equal keys at neighbouring places would repeat tokens."""
-    keys = sample.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
+    keys = engine.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
     assert len(set(keys.tolist())) == 200
-    u = sample.uniform(keys[:, None], torch.arange(500)[None])
+    u = engine.uniform(keys[:, None], torch.arange(500)[None])
     assert 0 < u.min() < 1e-3 and 1 - 1e-3 < u.max() < 1 and abs(u.mean() - 0.5) < 0.005
     assert abs((u[:, 1:] * u[:, :-1]).mean() - 0.25) < 0.005 and abs((u[1:] * u[:-1]).mean() - 0.25) < 0.005
-    assert torch.equal(u[3, 7:9], sample.uniform(keys[3], torch.tensor([7, 8])))
+    assert torch.equal(u[3, 7:9], engine.uniform(keys[3], torch.tensor([7, 8])))
     extreme = (torch.tensor([0.0, 2**23 - 1]) + 0.5) * 2.0**-23
     assert extreme[0] > 0 and extreme[1] < 1
 
@@ -146,10 +147,10 @@ def test_sample_ids_inverts_the_distribution():
     p = torch.tensor([0.0, 0.1, 0.0, 0.4, 0.3, 0.2, 0.0])
     n = 1000
     u = (torch.arange(n) + 0.5) / n
-    ids, logp = sample.sample_ids(p.log().expand(n, -1), u)
+    ids, logp = engine.sample_ids(p.log().expand(n, -1), u)
     assert torch.equal(ids.bincount(minlength=7), (p * n).round().long())
     torch.testing.assert_close(logp, p.log()[ids])
-    ids, _ = sample.sample_ids(p.log().expand(2, -1), torch.tensor([2.0**-24, 1 - 2.0**-24]))
+    ids, _ = engine.sample_ids(p.log().expand(2, -1), torch.tensor([2.0**-24, 1 - 2.0**-24]))
     assert ids.tolist() == [1, 5]
 
 
@@ -158,7 +159,7 @@ def test_top_p_keeps_the_boundary_token():
     p = torch.tensor([0.05, 0.5, 0.15, 0.3])
     u = (torch.arange(1000) + 0.5) / 1000
     for top_p, kept in ((0.1, {1}), (0.49, {1}), (0.6, {1, 3}), (0.9, {1, 2, 3}), (1.0, {0, 1, 2, 3})):
-        ids, logp = sample.sample_ids(p.log().expand(1000, -1), u, top_p=top_p)
+        ids, logp = engine.sample_ids(p.log().expand(1000, -1), u, top_p=top_p)
         assert set(ids.tolist()) == kept
         torch.testing.assert_close(logp, p.log()[ids])
 
