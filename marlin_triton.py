@@ -37,8 +37,8 @@ Where the scales go. E4M3's bits << 4 read as bfloat16 are the scale times 2^-12
 of it. One packed multiplication by the value's 2^-126 gives value * scale * 2^-119: 2 + 4 significant bits, which bfloat16
 holds exactly. The tensor core sums in float32; 2^119, the row's global scale (float32), the bias and the LoRA term enter there,
 in the epilogue. So only the sum and the output are rounded: relative error 1.65e-3 against a float64 product. MXFP4's exponent
-is a bfloat16 exponent already. NF4's values come from byte permutes (PRMT is an 8-entry table), and their products do round:
-2.8e-3.
+is a bfloat16 exponent already, carried at 2^100. NF4's values come from byte permutes (PRMT is an 8-entry table), and their
+products do round: 2.8e-3.
 
 Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles are few, K is cut (SPLIT):
 each split leaves a float32 partial sum and the program that comes last adds them in order. No atomics on values: the same bits
@@ -170,7 +170,8 @@ shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.
 shr.b32 b, $4, 4;   and.b32 b, b, 0x07f007f0;   fma.rn.bf16x2 b, b, p, z;   mov.b32 {x, y}, b;
 mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }""")
 TABLE = tl.constexpr(NF4)
-UNSCALE = tl.constexpr(2.0**119)  # codes are read at 2^-126 and scales at 2^7 of their value
+# codes are read at 2^-126 of their value, E4M3 at 2^7, E8M0 at 2^100, so that the products of tiny scales are not subnormal
+UNSCALE4, UNSCALE8 = tl.constexpr(2.0**119), tl.constexpr(2.0**26)
 
 
 @triton.jit
@@ -246,8 +247,8 @@ def decode(w, s, FMT: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def exponent(s, ASM: tl.constexpr):
-    """E8M0 bytes to 2^7 times the scale: bfloat16 twice in a word, or float32."""
-    s = tl.minimum((s & 255) + 7, 254) << 7
+    """E8M0 bytes to 2^100 times the scale: bfloat16 twice in a word, or float32."""
+    s = tl.minimum((s & 255) + 100, 254) << 7
     if ASM:
         s = s << 16 | s
     else:
@@ -353,7 +354,8 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
         xp += C * 128
     if PDL:  # from here the next kernel fills SMs as programs leave; signalled at the start, its programs pile up on some
         tl.extra.cuda.gdc_launch_dependents()
-    acc = acc * (1.0 if FMT == "nf4" else UNSCALE) * tl.load(g + row, mask=ok, other=0.0)[:, None]
+    acc *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
+    acc *= tl.load(g + row, mask=ok, other=0.0)[:, None]
     done = split == 0
     if done:
         if BIAS:
@@ -403,7 +405,8 @@ def dequant(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN: tl.conste
     s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, FAST, BN)
     a, b, cc, d = decode(w, s, FMT, ASM, BN)
     v = tl.join(arrange(a, b, BN, 0, 2), arrange(cc, d, BN, 0, 2))  # (BN, 64, plane)
-    v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32) * (1.0 if FMT == "nf4" else UNSCALE)
+    v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
+    v *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
     if FOLD:
         v *= tl.load(g + row)[:, None]
     j = k + tl.arange(0, 128)
@@ -412,7 +415,7 @@ def dequant(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN: tl.conste
 
 
 # largest M -> rows of x and of w a program takes, chunks an iteration, stages, kWidth of the dot, warps, programs an SM; measured
-# on an H100. `wide` replaces the stages where there are 3 tiles or more for each SM. At most 114 KB of shared memory, 82 on Ampere
+# on an H100. `wide` replaces the stages where there are 3 tiles or more an SM. At most 114 KB of shared memory, 82 on Ampere
 TILES = {8: dict(BM=8, BN=64, C=2, stages=2, kw=4, warps=4, fill=5.2),
          16: dict(BM=16, BN=64, C=1, stages=3, kw=2, warps=4, fill=4),
          32: dict(BM=32, BN=64, C=1, stages=4, kw=2, warps=4, fill=4),
@@ -490,9 +493,9 @@ def check(x, q):
     if K % BLOCK[q.fmt] or q.codes.shape != (N, -(-K // CHUNK) * CHUNK // 2) or q.scale.shape != (N, K // BLOCK[q.fmt]):
         shapes = f"codes {tuple(q.codes.shape)}, scale {tuple(q.scale.shape)}"
         raise ValueError(f"marlin_triton: {shapes} do not fit {q.fmt} {N} x {K}; quantize or load it again")
-    # e4m3 0x7F and 0xFF are NaN, E8M0 255 is; an E8M0 scale over 2^113 would not fit the 2^7 that bfloat16 carries it at
+    # e4m3 0x7F and 0xFF are NaN, E8M0 255 is; an E8M0 scale over 2^27 would not fit the 2^100 that bfloat16 carries it at
     bits = raw(q)
-    bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 240, "nf4": lambda: ~bits.isfinite()}[q.fmt]()
+    bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 154, "nf4": lambda: ~bits.isfinite()}[q.fmt]()
     if bad.any() or not q.global_scale.isfinite().all():
         raise ValueError(f"marlin_triton: the {q.fmt} weight {N} x {K} has a NaN, infinite or too large scale; quantize it again")
     if q.fmt == "nvfp4" and (bits > 128).any():
