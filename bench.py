@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+import engine
 import flags
 import lora
 import marlin_triton
@@ -252,8 +253,8 @@ def rollout(args):
                   f"{row.get('floor_ms', 0):>7.2f}{row.get('step_ms', 0) / row.get('floor_ms', 1):>9.2f}{row['prefill_s']:>15.3f}"
                   f"{row['peak_gib']:>10.1f}", flush=True)
             if args.profile and what.isdigit():
-                profile(model, int(what), floor_bytes(c, quant, rank, int(what), args.prompt), ceiling)
-        sample.release(model)
+                profile(model, int(what), args.prompt, floor_bytes(c, quant, rank, int(what), args.prompt), ceiling)
+        engine.release(model)
         if not args.layers:
             merge(args.out, results, ("size", "quant", "lora_rank", "rows", "kind"))
 
@@ -281,7 +282,7 @@ def rows_alive(model, c, quant, rank, what, args, ceiling):
     """`what`: "8" rows of one prompt, or "8x16": 16 samples of each of 8 prompts."""
     groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
     rows, prompts = groups * n, random_prompts(groups, args.prompt)
-    sample.graphs(model, rows, args.prompt + args.new, 1.0)  # one engine for the short and the long run
+    engine.graphs(model, rows, args.prompt + args.new, 1.0)  # one engine for the short and the long run
     draw(model, prompts, n, 2)  # compiles and captures
     first, _ = timed(lambda: draw(model, prompts, n, 1))
     whole, out = timed(lambda: draw(model, prompts, n, args.new))
@@ -301,8 +302,8 @@ def queue(model, args, requests=256, slots=64):
     def go(limits):
         return sample.generate(model, prompts, max_new_tokens=limits, max_rows=slots, seed=1)
 
-    sample.graphs(model, slots, args.prompt + max(lengths), 1.0)
-    for rows in (b for b in sample.BUCKETS if b <= slots):  # capture each batch size
+    engine.graphs(model, slots, args.prompt + max(lengths), 1.0)
+    for rows in (b for b in engine.BUCKETS if b <= slots):  # capture each batch size
         draw(model, prompts[:1], rows, 2)
     first, _ = timed(lambda: draw(model, prompts[:slots], 1, 1))
     seconds, out = timed(lambda: go(lengths))
@@ -310,16 +311,16 @@ def queue(model, args, requests=256, slots=64):
     return {"rows": slots, "kind": "queue", "requests": requests, "decode_tok_s": tokens / seconds, "prefill_s": first}
 
 
-def profile(model, rows, floors, ceiling, steps=20):
+def profile(model, rows, tokens, floors, ceiling, steps=20):
     """Prints where a decode step's time goes: kernel by kernel, and the bytes each kind has to read at the ceiling."""
-    _, engine, _ = sample.ENGINES[model]
-    engine.step.cache.length.fill_(rows and 256)
-    replay = engine.launcher(rows)
+    _, graphs, _ = engine.ENGINES[model]
+    graphs.step.cache.length.fill_(tokens)
+    replay = graphs.launcher(rows)
     replay()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         for _ in range(steps):
-            engine.step.count.zero_()
+            graphs.step.count.zero_()
             replay()
         torch.cuda.synchronize()
     events = sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)
