@@ -7,9 +7,9 @@ decoding is what costs, so `dequant` writes the weight once to a scratch that al
 picks; its gradient in x takes the scratch too. No 16-bit copy of a weight is kept, and a weight has no gradient.
 
 The layout. 128 columns of a row, a chunk, are 64 bytes: 16 words of 32 bits, 8 codes each. A tensor-core instruction (MMA)
-takes 16 columns, a step, from 4 lanes, and wants two pairs of neighbours in lane t: columns 2t, 2t+1 (h = 0) and 2t+8, 2t+9 (h
-= 1). So word w of lane t holds just that, for two steps at once, w of the chunk's first 64 columns (the low plane) and w of the
-last 64 (high):
+takes 16 columns, a step, from 4 lanes, and wants two pairs of neighbours from lane t: columns 2t, 2t+1 (h = 0) and 2t+8, 2t+9
+(h = 1). So word w of lane t holds just that for two steps at once: step w of the chunk's first 64 columns (the low plane) and
+step w of its last 64 (the high plane).
 
     chunk   | lane 0: w0 w1 w2 w3 | lane 1: w0 w1 w2 w3 | lane 2: w0 w1 w2 w3 | lane 3: w0 w1 w2 w3 |
     column = 64 plane + 16 w + 8 h + 2t + p: pair a is (low, h=0), b (low, h=1), c (high, h=0), d (high, h=1); p = 0, 1 in a pair
@@ -74,7 +74,7 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
 CHUNK = 128  # columns of K that a row's 64 packed bytes hold
-SLICE = 1 << 24  # codes that pack and unpack take at a time: as int32 they are 16 times as large as packed
+SLICE = 1 << 24  # codes that pack and unpack take at a time: their int32 temporaries are 64 MB each
 MASK = tl.constexpr(0x81C081C0 - (1 << 32))  # s and e, e, m of two codes, where bfloat16 wants them
 
 
@@ -142,21 +142,20 @@ shl.b32 e, $4, 6;              lop3.b32 d, e, 0x00400040, d, 0xea;
 """
 SCALE = """fma.rn.bf16x2 $0, a, $5, z;   fma.rn.bf16x2 $1, b, $5, z;
 fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
-# NF4's codebook in bfloat16: the low bytes, then the high bytes, four to a word
-HEX = torch.tensor(NF4).bfloat16().view(16, 1).view(torch.uint8).T.contiguous().view(torch.int32).flatten().tolist()
 
 
 def lookup(x, y):
     """PTX that turns the index pairs in x and y into bfloat16 codebook values: byte permutes as an 8-entry table.
 
     i gets the four 3-bit indices, m each one's sign as a byte; l and h the low and high bytes, the sign choosing the half."""
+    low, high = torch.tensor(NF4).bfloat16().view(16, 1).view(torch.uint8).T.contiguous().view(torch.int32).tolist()  # 4 a word
     return f"""{{ .reg .b32 i, j, m, l, h, t;
 shr.b32 i, {x}, 6;   and.b32 i, i, 0x00070007;
 shr.b32 j, {y}, 2;   and.b32 j, j, 0x00700070;   or.b32 i, i, j;
 shr.b32 j, i, 8;     or.b32 i, i, j;
 prmt.b32 m, {x}, {y}, 0xfbd9;
-prmt.b32 l, {HEX[0]}, {HEX[1]}, i;   prmt.b32 t, {HEX[2]}, {HEX[3]}, i;   lop3.b32 l, m, t, l, 0xca;
-prmt.b32 h, {HEX[4]}, {HEX[5]}, i;   prmt.b32 t, {HEX[6]}, {HEX[7]}, i;   lop3.b32 h, m, t, h, 0xca;
+prmt.b32 l, {low[0]}, {low[1]}, i;     prmt.b32 t, {low[2]}, {low[3]}, i;     lop3.b32 l, m, t, l, 0xca;
+prmt.b32 h, {high[0]}, {high[1]}, i;   prmt.b32 t, {high[2]}, {high[3]}, i;   lop3.b32 h, m, t, h, 0xca;
 prmt.b32 {x}, l, h, 0x6240;   prmt.b32 {y}, l, h, 0x7351; }}
 """
 
