@@ -319,7 +319,7 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
         ids = tl.min(tl.where(m == peak, best_of, 1 << 30), 0)
         x = peak
     else:
-        z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # sample.uniform(key, length + 1)
+        z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # engine.uniform(key, length + 1)
         u = ((mix(z) >> 41 & 8388607).to(tl.float32) + 0.5) * 1.1920928955078125e-07
         cdf = tl.cumsum(mass, 0)
         target = u * whole

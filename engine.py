@@ -168,6 +168,9 @@ class Graphs:
     def __init__(self, model, slots, max_len, top_p=1.0):
         import decode  # needs Triton, which the CPU path does without
 
+        D = model.config.head_dim
+        if D < 32 or D & (D - 1):
+            raise ValueError(f"--model: heads of size {D}; the GPU engine takes powers of two from 32 on; use --device cpu")
         self.slots, self.max_len, self.top_p = slots, max_len, top_p  # top_p: the memory planned has room for its sort if < 1
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)

@@ -234,8 +234,9 @@ class Qwen2(nn.Module):
             pos = torch.arange(T, device=ids.device)[None]  # (1, T)
         else:
             pos = cache.length[:, None] + torch.arange(T, device=ids.device)  # (B, T)
+            empty = cache.used == 0  # then the causal mask will do, for which SDPA has its fast kernels
             cache.used = min(cache.used + T, cache.k.shape[3])
-            mask = (torch.arange(cache.used, device=ids.device) <= pos[..., None])[:, None]  # (B, 1, T, S)
+            mask = None if empty else (torch.arange(cache.used, device=ids.device) <= pos[..., None])[:, None]  # (B, 1, T, S)
         cos, sin = (t[:, None] for t in rope_tables(pos, self.config.head_dim, self.config.rope_theta))  # (B, 1, T, D/2)
         for block in self.layers:
             if self.checkpointing and torch.is_grad_enabled():

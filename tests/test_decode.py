@@ -11,8 +11,10 @@ pytest.importorskip("triton")
 import aqn
 import decode
 import engine
+import grpo
 import lora
 import model as M
+import nvfp4
 import sample
 
 gpu = pytest.mark.gpu
@@ -71,22 +73,29 @@ def test_step_equals_the_modules(quant, rank, processors):
     torch.testing.assert_close(fused.v, plain.v, atol=1e-5, rtol=1e-4)
 
 
+def check_linears(m, B, rank):
+    """Step.linear of a block's projections against the modules' forward, in bfloat16. A missing bias, LoRA part or residual is
+    an error of 5% or more; what the modules round once more, the base product and the LoRA term, is below 1%."""
+    device = m.embed.weight.device
+    step, g = decode.Step(m, M.KVCache(m, B, 8)), torch.Generator(device).manual_seed(B)
+    names = ("attn.qkv_proj", "attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    for name, p in zip(names, step.layers[1][1:3] + step.layers[1][4:], strict=True):
+        module = m.layers[1].get_submodule(name)
+        x, residual = (torch.randn(B, n, generator=g, device=device).bfloat16() for n in (p.K, p.N))
+        residual = residual if name in ("attn.o_proj", "mlp.down_proj") else None
+        want = module(x) if residual is None else residual + module(x)  # (B, K) -> (B, N)
+        xa = x @ module.A.to(x.dtype).T if rank else None  # (B, K) @ (K, P*R)
+        y = step.linear(p, x, xa, residual)
+        assert residual is None or y.data_ptr() == residual.data_ptr()
+        error = (y.float() - want.float()).norm() / want.float().norm()
+        assert error < 1e-2, f"{name}, {B} rows: {error:.4f}"
+
+
 @pytest.mark.parametrize(("quant", "rank"), [("nvfp4", 16), ("nvfp4", 0), ("mxfp4", 3), ("none", 0)])
 @torch.no_grad()
 def test_linear_equals_the_modules_in_bfloat16(quant, rank):
     """What the GPU's dtype takes: bias, LoRA and residual in one call of the FP4 GEMM; the residual's memory is the result's."""
-    m = build(quant=quant, rank=rank, dtype=torch.bfloat16)
-    step, g = decode.Step(m, M.KVCache(m, 5, 8)), torch.Generator().manual_seed(0)
-    names = ("attn.qkv_proj", "attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    for name, p in zip(names, step.layers[1][1:3] + step.layers[1][4:], strict=True):
-        module = m.layers[1].get_submodule(name)
-        x = torch.randn(5, p.K, generator=g).bfloat16()
-        residual = torch.randn(5, p.N, generator=g).bfloat16() if "o_proj" in name or "down" in name else None
-        want = module(x) if residual is None else residual + module(x)
-        xa = x @ module.A.to(x.dtype).T if rank else None  # (B, K) @ (K, P*R)
-        y = step.linear(p, x, xa, residual)
-        assert residual is None or y.data_ptr() == residual.data_ptr()
-        torch.testing.assert_close(y, want, atol=2e-2, rtol=2e-2, msg=lambda s, name=name: f"{name}: {s}")
+    check_linears(build(quant=quant, rank=rank, dtype=torch.bfloat16), 5, rank)
 
 
 @torch.no_grad()
@@ -175,15 +184,22 @@ def test_engine_equals_eager(monkeypatch, kw):
     compare(sample.generate(m, PROMPTS[:3], **kw), want)
 
 
-# ----------------------------------------------------------------------------- on the device
+def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
+    """The scratch of the largest weight comes after the keys and values are made: unplanned, it runs out of memory. What is
+    there already is not free memory and must not be counted again."""
+    plain, quantized = build(rank=0), build(quant="nvfp4", rank=0)
+    monkeypatch.setattr(decode.marlin_triton, "SPACE", {})
+    want = decode.marlin_triton.workspace_bytes([(2 * 96, 64), (64, 96), (4 * 32 + 2 * 2 * 32, 64)])
+    extra = engine.working_bytes(quantized, 8, 1.0) - engine.working_bytes(plain, 8, 1.0)
+    assert extra == want > 0
+    held = sum(t.nbytes for t in decode.marlin_triton.space(torch.device("cpu")))
+    assert engine.working_bytes(quantized, 8, 1.0) - engine.working_bytes(plain, 8, 1.0) == want - held
 
 
-@pytest.fixture(scope="module", params=["none", "nvfp4"])
-def exact(request):
+@pytest.fixture(scope="module")
+def exact():
     """A float32 model: engines differ in the order of sums alone, so tokens are equal."""
-    if request.param == "nvfp4":
-        pytest.skip("the FP4 GEMM takes bfloat16")
-    return build(GPU, request.param, 16, "cuda")
+    return build(GPU, "none", 16, "cuda")
 
 
 @gpu
@@ -260,24 +276,150 @@ def test_replay_equals_launches_bit_for_bit():
     sample.release(m)
 
 
-@gpu
-@pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
-def test_bf16_logprobs_equal_the_full_forward(quant, capsys):
-    """The stated bound: in bfloat16, mean |difference| 0.02 and 99.9% below 0.2 against the modules run on whole sequences."""
-    m = build(GPU, quant, 16, "cuda", torch.bfloat16)
-    gaps = []
-    groups = sample.generate(m, PROMPTS, n=8, max_new_tokens=60)
+@torch.no_grad()
+def gaps(m, groups, temperature=1.0):
+    """|log-prob recorded by the sampler - log-prob by the trainer's way, the modules on whole sequences| of every token."""
+    out = []
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for s in group:
-            with torch.no_grad():
-                logits = m(torch.tensor([prompt + s.ids], device="cuda"))[0, len(prompt) - 1 : -1, : m.valid_vocab]
-            want = logits.float().log_softmax(-1).gather(1, torch.tensor(s.ids, device="cuda")[:, None])[:, 0].cpu()
-            gaps.append((torch.tensor(s.logprobs) - want).abs())
-    gaps = torch.cat(gaps)
+            hidden = m.hidden(torch.tensor([prompt + s.ids], device="cuda"))[0, len(prompt) - 1 : -1]  # (T, C)
+            ids = torch.tensor(s.ids, device="cuda")
+            want, _ = grpo.token_logprobs(hidden, m.lm_head.weight, ids, temperature, m.valid_vocab)
+            out.append((torch.tensor(s.logprobs) - want.cpu()).abs())
+    return torch.cat(out)
+
+
+def check_gaps(m, groups, temperature=1.0):
+    """The stated bound in bfloat16: mean 0.02 nats a token, at most 0.5. (The CPU's modules, a row at a time against whole
+    sequences, come to 0.013 and 0.25 on this model: hidden states rounded at other places.)"""
+    gap = gaps(m, groups, temperature) * temperature
+    assert gap.mean() < 0.02 and gap.max() < 0.5, f"|log-prob gap| mean {gap.mean():.4f}, max {gap.max():.4f}"
+    return gap
+
+
+@gpu
+@pytest.mark.parametrize("rank", [0, 3, 16, 64])
+@pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
+@torch.no_grad()
+def test_gpu_linear_equals_the_modules(quant, rank):
+    """The FP4 GEMM's epilogue, and lora_b beside cuBLAS: each tile size, and more rows than the decoding kernel takes."""
+    m = build(GPU, quant, rank, "cuda", torch.bfloat16)
+    for B in (1, 3, 8, 16, 33, 64, 200, 300):
+        check_linears(m, B, rank)
+
+
+@gpu
+@torch.no_grad()
+def test_gpu_logits_are_not_rounded_to_bfloat16():
+    """A logit of 20 in bfloat16 is off by up to 0.06; given the same hidden states, sampler and trainer agree to 1e-4."""
+    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    step = decode.Step(m, filled(m, [0, 5, 64, 90, 33]))
+    hidden = step.hidden(5).clone()
+    for greedy in (False, True):
+        step.count.zero_()
+        step.step(5, greedy)
+        want, _ = grpo.token_logprobs(hidden, m.lm_head.weight, step.out_ids[0, :5], valid_vocab=m.valid_vocab)
+        torch.testing.assert_close(step.out_logp[0, :5], want, atol=1e-4, rtol=0)
+
+
+@gpu
+@pytest.mark.parametrize(("quant", "dtype"), [("none", torch.bfloat16), ("nvfp4", torch.bfloat16), ("mxfp4", torch.bfloat16),
+                                              ("nf4", torch.bfloat16), ("nvfp4", torch.float32)])
+def test_gpu_logprobs_equal_the_full_forward(quant, dtype, capsys):
+    """What the sampler records is what the trainer would score, within the bound, for each format and both dtypes."""
+    m = build(GPU, quant, 16, "cuda", dtype)
+    gap = check_gaps(m, sample.generate(m, PROMPTS, n=8, max_new_tokens=60))
     with capsys.disabled():
-        print(f"\n{quant}: |log-prob gap| mean {gaps.mean():.4f}, max {gaps.max():.4f}")
-    assert gaps.mean() < 0.02 and gaps.quantile(0.999) < 0.2
+        print(f"\n{quant} {dtype}: |log-prob gap| mean {gap.mean():.4f}, max {gap.max():.4f}")
     sample.release(m)
+
+
+@gpu
+def test_gpu_greedy_in_bfloat16_follows_the_modules():
+    """Graphs and modules round at different places: greedy rows may part only where two ids are within the bound."""
+    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    kw = dict(max_new_tokens=60, temperature=0)
+    fused, eager = sample.generate(m, PROMPTS, **kw), sample.generate(m, PROMPTS, eager=True, **kw)
+    check_gaps(m, fused)
+    for prompt, [a], [b] in zip(PROMPTS, fused, eager, strict=True):
+        k = next((i for i, (s, t) in enumerate(zip(a.ids, b.ids, strict=True)) if s != t), None)
+        if k is not None:
+            with torch.no_grad():
+                logits = m(torch.tensor([prompt + a.ids[:k]], device="cuda"))[0, -1].float()
+            assert (logits[a.ids[k]] - logits[b.ids[k]]).abs() < 0.5, f"{prompt} parts at place {k}"
+    sample.release(m)
+
+
+@gpu
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_gpu_lora_and_noise_reach_captured_graphs_in_bfloat16(quant):
+    """The FP4 path reads 16-bit copies of LoRA: a copy that is not refreshed would only show as a gap to the trainer."""
+    m = build(GPU, quant, 16, "cuda", torch.bfloat16)
+    kw = dict(n=2, max_new_tokens=30)
+    first = sample.generate(m, PROMPTS, **kw)
+    built = engine.ENGINES[m][1]
+    graphs = dict(built.graphs)
+    for _, layer in lora.lora_layers(m):
+        layer.B.data.mul_(-0.5)
+    aqn.set_noise(m, 0.3, seed=2)
+    second = sample.generate(m, PROMPTS, temperature=0.8, **kw)
+    assert engine.ENGINES[m][1] is built and built.graphs == graphs and tokens(second) != tokens(first)
+    check_gaps(m, second, 0.8)
+    sample.release(m)
+
+
+@gpu
+def test_gpu_refill_and_shrink_in_bfloat16():
+    """Slots that change hands, and a batch that goes down through the sizes: each sample has its own prompt and log-probs."""
+    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    limits = [40, 3, 60, 21, 33]
+    groups = sample.generate(m, PROMPTS, n=6, max_new_tokens=limits, eos_ids=range(100), max_rows=7, seed=3)
+    check_gaps(m, groups)
+    assert any(s.finished for g in groups for s in g) and len(engine.ENGINES[m][1].graphs) > 1
+    for limit, group in zip(limits, groups, strict=True):
+        for s in group:
+            ends = [t < 100 for t in s.ids]
+            assert s.finished == ends[-1] and not any(ends[:-1]) and (s.finished or len(s.ids) == limit)
+    sample.release(m)
+
+
+@gpu
+def test_gpu_more_rows_than_the_decoding_kernel_takes(monkeypatch):
+    """Past marlin_triton.FEW rows a graph decodes weights into a shared scratch: it must not be left with the old one when a
+    larger weight takes a new one, nor synchronise while it is captured."""
+    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    monkeypatch.setattr(decode.marlin_triton, "SPACE", {})  # other tests may have left a scratch that is large enough
+    kw = dict(n=60, max_new_tokens=6, seed=1, max_rows=300)
+    first = sample.generate(m, PROMPTS, **kw)
+    check_gaps(m, first)
+    built, old = engine.ENGINES[m][1], engine.marlin_scratch(m.embed.weight.device)[2].data_ptr()
+    big = nvfp4.quantize(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), "nvfp4")
+    decode.marlin_triton.many(torch.ones(2, 4096, device="cuda", dtype=torch.bfloat16), big, transposed=False)
+    assert engine.marlin_scratch(m.embed.weight.device)[2].data_ptr() != old
+    poison = [torch.full((1280, 256), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(64)]
+    second = sample.generate(m, PROMPTS, **kw)
+    assert engine.ENGINES[m][1] is built and tokens(second) == tokens(first)
+    assert all(p.isnan().all() for p in poison)
+    sample.release(m)
+
+
+@gpu
+def test_gpu_release_returns_the_memory():
+    """train.py gives the sampler's memory to the update: all of it must come back, graphs' pool included."""
+    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    kw = dict(n=4, max_new_tokens=1500)
+    for _ in range(2):  # the first call also makes what stays: the FP4 GEMM's buffers, cuBLAS's workspace
+        sample.release(m)
+        torch.cuda.synchronize()
+        before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+        sample.generate(m, PROMPTS, eos_ids=range(100), **kw)
+        cache = engine.ENGINES[m][1].cache
+        size = cache.k.nbytes + cache.v.nbytes
+        del cache
+        assert torch.cuda.memory_allocated() - before >= size
+        sample.release(m)
+    assert torch.cuda.memory_allocated() <= before + size // 100
+    assert torch.cuda.mem_get_info()[0] >= free - size // 4
 
 
 @gpu
