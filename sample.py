@@ -26,9 +26,9 @@ import torch
 from tqdm import tqdm
 
 import model as qwen
-from engine import BUCKETS, ENGINES, Eager, graphs, packed, prefill, release, row_keys
+from engine import Eager, graphs, packed, prefill, release, row_keys
 
-__all__ = ["BUCKETS", "ENGINES", "Sample", "generate", "graphs", "release"]
+__all__ = ["Sample", "generate", "release"]
 MAX_ROWS = 256  # rows that decode together, if the caller does not say
 
 
