@@ -38,6 +38,7 @@ import marlin_triton
 from model import logits, rope_tables
 
 STEPS = 8  # steps between two looks of the host at the tokens
+MOST = 1 << 30
 EOS_SLOTS = 128  # most stop tokens that a step compares with
 
 GOLDEN, MIX1, MIX2 = (tl.constexpr(v - (1 << 64) if v >> 63 else v)
@@ -86,22 +87,22 @@ def norm_kernel(x, weight, noise, out, a, xa, part, count, B, eps, C: tl.constex
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    square = tl.zeros((RB,), tl.float32)
+    v = tl.load(x + r[:, None] * C + c[None, :], mask=live[:, None] & (c[None, :] < C), other=0)  # (RB, STEP)
+    square = tl.zeros((RB, CHUNK), tl.float32)
     for i in tl.static_range((C + CHUNK - 1) // CHUNK):
         k = i * CHUNK + tl.arange(0, CHUNK)
-        v = tl.load(x + r[:, None] * C + k[None, :], mask=live[:, None] & (k[None, :] < C), other=0).to(tl.float32)
-        square += tl.sum(v * v, 1)
-    rms = tl.rsqrt(square / C + eps)[:, None]
+        whole = tl.load(x + r[:, None] * C + k[None, :], mask=live[:, None] & (k[None, :] < C), other=0).to(tl.float32)
+        square += whole * whole
+    rms = tl.rsqrt(tl.sum(square, 1) / C + eps)[:, None]
     acc = tl.zeros((PP, RB), tl.float32)
     for i in tl.static_range(SLICE // STEP):
         if i:
             c = z * SLICE + i * STEP + tl.arange(0, STEP)
             at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
             w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
-        ok = live[:, None] & (c[None, :] < C)
-        v = tl.load(x + r[:, None] * C + c[None, :], mask=ok, other=0).to(tl.float32)
-        h = (v * rms * w[None, :]).to(out.dtype.element_ty)
-        tl.store(out + r[:, None] * C + c[None, :], h, mask=ok)
+            v = tl.load(x + r[:, None] * C + c[None, :], mask=live[:, None] & (c[None, :] < C), other=0)
+        h = (v.to(tl.float32) * rms * w[None, :]).to(out.dtype.element_ty)
+        tl.store(out + r[:, None] * C + c[None, :], h, mask=live[:, None] & (c[None, :] < C))
         if PR:
             acc = lora_a(acc, h, at, IEEE)
     if PR:
@@ -344,11 +345,16 @@ def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_log
     finish_row(b, tl.load(ids + b), tl.load(logp + b), token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS)
 
 
-def tiles(rows, K, few, many):
-    """(rows, columns, columns at a time) of a program: `few` columns of one row, or more of both when there are many rows, so
-    that the programs fill the card about twice without reading the same bytes too often."""
-    RB, SLICE = (1, few) if rows <= 8 else (4, many) if rows <= 32 else (8, many)
-    return RB, min(SLICE, power(K)), min(SLICE, power(K), 512 if rows <= 8 else 128)
+# kernel -> (rows up to: rows, columns, columns at a time of a program, warps), measured on an H100
+TILES = {"norm": ((1, 1, 128, 128, 4), (8, 1, 256, 256, 4), (32, 4, 256, 128, 4), (MOST, 8, 512, 128, 4)),
+         "merge": ((8, 1, 128, 128, 4), (32, 4, 128, 128, 4), (MOST, 8, 128, 128, 4)),
+         "silu": ((8, 1, 512, 512, 4), (32, 4, 512, 128, 4), (MOST, 8, 512, 128, 4))}
+
+
+def tiles(kernel, rows, K):
+    """RB, SLICE, STEP and num_warps of a kernel that is to do `rows` rows of K columns; columns never exceed K's power of two."""
+    _, RB, SLICE, STEP, warps = next(t for t in TILES[kernel] if rows <= t[0])
+    return {"RB": RB, "SLICE": min(SLICE, power(K)), "STEP": min(STEP, power(K)), "num_warps": warps}
 
 
 class Projection:
@@ -412,11 +418,10 @@ class Step:
     def normed(self, x, norm, nxt):
         """RMSNorm of x (B, C), and the x A^T of `nxt`."""
         (B, C), out = x.shape, torch.empty_like(x)
-        RB, SLICE, STEP = tiles(B, C, 128, 256 if B <= 32 else 512)
-        lora = self.lora(nxt, B, triton.cdiv(C, SLICE))
-        norm_kernel[triton.cdiv(B, RB), lora["Z"]](
-            x, norm.weight, norm.noise, out, B=B, eps=norm.eps, C=C, RB=RB, SLICE=SLICE, STEP=STEP, CHUNK=min(1024, power(C)),
-            num_warps=4, **lora, **self.launch)
+        t = tiles("norm", B, C)
+        lora = self.lora(nxt, B, triton.cdiv(C, t["SLICE"]))
+        norm_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](
+            x, norm.weight, norm.noise, out, B=B, eps=norm.eps, C=C, CHUNK=min(1024, power(C)), **t, **lora, **self.launch)
         return out, lora["xa"]
 
     def linear(self, p, x, xa, residual=None):
@@ -447,20 +452,19 @@ class Step:
             D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
             num_warps=4, num_stages=3, **self.launch)
         out = qkv.new_empty(B, H * D)
-        RB, SLICE, _ = tiles(B, H * D, 128, 128)
-        lora = self.lora(nxt, B, triton.cdiv(H * D, SLICE))
-        merge_kernel[triton.cdiv(B, RB), lora["Z"]](
-            acc, m, l, out, B=B, H=H, D=D, W=W, RB=RB, SLICE=SLICE, num_warps=4, **lora, **self.launch)
+        t = tiles("merge", B, H * D)
+        del t["STEP"]  # it does its columns at once
+        lora = self.lora(nxt, B, triton.cdiv(H * D, t["SLICE"]))
+        merge_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](acc, m, l, out, B=B, H=H, D=D, W=W, **t, **lora, **self.launch)
         return out, lora["xa"]
 
     def silu(self, gate_up, nxt):
         """silu(gate) * up (B, F) and the x A^T of `nxt`."""
         B, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(B, width)
-        RB, SLICE, STEP = tiles(B, width, 512, 512)
-        lora = self.lora(nxt, B, triton.cdiv(width, SLICE))
-        silu_kernel[triton.cdiv(B, RB), lora["Z"]](
-            gate_up, out, B=B, F=width, RB=RB, SLICE=SLICE, STEP=STEP, num_warps=4, **lora, **self.launch)
+        t = tiles("silu", B, width)
+        lora = self.lora(nxt, B, triton.cdiv(width, t["SLICE"]))
+        silu_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](gate_up, out, B=B, F=width, **t, **lora, **self.launch)
         return out, lora["xa"]
 
     def hidden(self, rows):

@@ -299,8 +299,8 @@ def natural(x, BM: tl.constexpr, KW: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
 def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc, ss, sxa, sb, scaling, b0, b1,
          FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-         KW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr,
-         RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
+         KW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, ONE: tl.constexpr,
+         BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * xa_part B^T + res; a program does BN rows of the weight, BM of x, one split of K.
 
     g global scales (N,); part, count: partial sums and arrivals of the splits; sx, sc, ss, sxa, sb: row strides of x, codes,
@@ -331,20 +331,30 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
     sp = scale + rl.to(tl.int64) * ss
     xp = x + m.to(tl.int64)[None, :] * sx + (k + j)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
+    # what the epilogue needs is in flight while the weight streams: loaded at the end, it would be waited for
+    rr, gs = tl.arange(0, RP), tl.load(g + row, mask=ok, other=0.0)
+    first, few = row < tl.where(split == 0, N, 0), m < tl.where(split == 0, M, 0)  # only split 0 adds these
+    if BIAS:
+        bs = tl.load(bias + row, mask=first, other=0.0)
+    if R > 0 and ONE:
+        bt = tl.load(B + row[:, None] * sb + rr[None, :], mask=first[:, None] & (rr < R)[None, :], other=0.0)
     if PDL:  # the kernel before may still be running: wait before reading what it wrote or writing anything
         tl.extra.cuda.gdc_wait()
+    if R > 0 and ONE:  # all rows of the tile belong to one part
+        one = (tile * BN >= b0).to(tl.int32) + (tile * BN >= b1).to(tl.int32)
+        at = tl.load(xa + m[None, :] * sxa + (one * R + rr)[:, None], mask=few[None, :] & (rr < R)[:, None], other=0.0)
     for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
         for c in tl.static_range(C):
-            at = k + (i * C + c) * 128
+            kc = k + (i * C + c) * 128
             if FAST:
                 w = tl.load(wp + c * step)
                 xl = tl.load(xp + c * 128, mask=inside, other=0.0)
                 xh = tl.load(xp + c * 128 + 64, mask=inside, other=0.0)
             else:
-                w = tl.load(wp + c * step, mask=(rl * 0 + at < K)[:, None], other=0)
-                xl = tl.load(xp + c * 128, mask=inside & (at + j < K)[:, None], other=0.0)
-                xh = tl.load(xp + c * 128 + 64, mask=inside & (at + 64 + j < K)[:, None], other=0.0)
-            s = load_scales(sp, at, K, (rl >= 0)[:, None], FMT, FAST, BN)
+                w = tl.load(wp + c * step, mask=(rl * 0 + kc < K)[:, None], other=0)
+                xl = tl.load(xp + c * 128, mask=inside & (kc + j < K)[:, None], other=0.0)
+                xh = tl.load(xp + c * 128 + 64, mask=inside & (kc + 64 + j < K)[:, None], other=0.0)
+            s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
             a, b, cc, d = decode(w, s, FMT, ASM, BN)
             low, high = arrange(a, b, BN, W, KW).to(T), arrange(cc, d, BN, W, KW).to(T)
             acc = tl.dot(low, natural(xl, BM, KW).to(T), acc, input_precision="ieee")  # (BN, 64) @ (64, BM)
@@ -354,13 +364,14 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
     if PDL:  # from here the next kernel fills SMs as programs leave; signalled at the start, its programs pile up on some
         tl.extra.cuda.gdc_launch_dependents()
     acc *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
-    acc *= tl.load(g + row, mask=ok, other=0.0)[:, None]
+    acc *= gs[:, None]
     done = split == 0
     if done:
         if BIAS:
-            acc += tl.load(bias + row, mask=ok, other=0.0).to(tl.float32)[:, None]
-        if R > 0:
-            rr = tl.arange(0, RP)
+            acc += bs.to(tl.float32)[:, None]
+        if R > 0 and ONE:
+            acc += tl.dot(bt.to(T), at.to(T), input_precision="ieee") * scaling  # (BN, RP) @ (RP, BM)
+        elif R > 0:
             lora = tl.zeros((BN, BM), tl.float32)
             for p in tl.static_range(P):
                 lo = 0 if p == 0 else (b0 if p == 1 else b1)
@@ -530,8 +541,8 @@ def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=
         x, q.codes, raw(q), q.global_scale, bias, xa, B, residual, out, part, count, M, N, K, x.stride(0), q.codes.stride(0),
         q.scale.stride(0), sxa, sb, float(scaling), *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"],
         SPLIT=t["split"], STAGES=t["stages"], KW=kw, W=t["warps"], R=R, RP=max(16, triton.next_power_of_2(R)), P=P,
-        BIAS=bias is not None, RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
-        num_warps=t["warps"], **extra)
+        ONE=all(b % t["BN"] == 0 for b in bounds), BIAS=bias is not None, RES=residual is not None, FAST=fast, PDL=pdl,
+        ASM=cuda if asm is None else asm, num_warps=t["warps"], **extra)
     return out
 
 
