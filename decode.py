@@ -346,8 +346,8 @@ def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_log
 
 
 # kernel -> (rows up to: rows, columns, columns at a time of a program, warps), measured on an H100
-TILES = {"norm": ((1, 1, 128, 128, 4), (8, 1, 256, 256, 4), (32, 4, 256, 128, 4), (MOST, 8, 512, 128, 4)),
-         "merge": ((8, 1, 128, 128, 4), (32, 4, 128, 128, 4), (MOST, 8, 128, 128, 4)),
+TILES = {"norm": ((1, 2, 128, 128, 4), (16, 4, 128, 128, 4), (MOST, 4, 256, 128, 8)),
+         "merge": ((16, 1, 128, 128, 4), (32, 4, 128, 128, 4), (MOST, 8, 128, 128, 4)),
          "silu": ((8, 1, 512, 512, 4), (32, 4, 512, 128, 4), (MOST, 8, 512, 128, 4))}
 
 

@@ -173,6 +173,29 @@ def compare(got, want, atol=1e-4):
             assert x.finished == y.finished and x.logprobs == pytest.approx(y.logprobs, abs=atol)
 
 
+@torch.no_grad()
+def same_draws(m, got, want, temperature=1.0, top_p=1.0, **_):
+    """Tokens and log-probs are equal, until a row's draw falls on the border of two ids: of 5,003 ids one in a hundred draws lies
+    within float32's rounding of a border. There the two ids must be neighbours of the cumulative distribution, to 1e-4."""
+    for prompt, a, b in zip(PROMPTS, got, want, strict=True):
+        for x, y in zip(a, b, strict=True):
+            k = next((i for i, (s, t) in enumerate(zip(x.ids, y.ids, strict=False)) if s != t), None)
+            assert x.logprobs[:k] == pytest.approx(y.logprobs[:k], abs=1e-3)
+            if k is None:
+                assert x.finished == y.finished
+                continue
+            logits = m(torch.tensor([prompt + x.ids[:k]], device="cuda"))[0, -1, : m.valid_vocab].double()
+            if temperature == 0:
+                assert (logits[x.ids[k]] - logits[y.ids[k]]).abs() < 1e-3
+                continue
+            p, order = (logits / temperature).softmax(-1).sort(descending=True, stable=True)
+            if top_p == 1:
+                p, order = (logits / temperature).softmax(-1), torch.arange(len(logits), device="cuda")
+            end = p.cumsum(0)
+            i, j = sorted((order == ids[k]).nonzero().item() for ids in (x.ids, y.ids))
+            assert end[j] - p[j] - end[i] < 1e-4, f"{prompt} parts at place {k}: ids {x.ids[k]}, {y.ids[k]}"
+
+
 @pytest.mark.parametrize("kw", [{}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.6}])
 def test_engine_equals_eager(monkeypatch, kw):
     """Slots that refill and shrink, rows that stop inside a burst of steps, a limit a prompt: the eager engine's samples."""
@@ -225,7 +248,7 @@ def test_graph_equals_eager_equals_one_row(exact, kw):
     eager = sample.generate(exact, PROMPTS, eager=True, **kw)
     for rows in (None, 1, 6):
         sample.release(exact)
-        compare(sample.generate(exact, PROMPTS, max_rows=rows, **kw), eager, 1e-3)
+        same_draws(exact, sample.generate(exact, PROMPTS, max_rows=rows, **kw), eager, **kw)
     sample.release(exact)
 
 
@@ -240,7 +263,7 @@ def test_lora_noise_and_temperature_change_without_recapture(exact):
         layer.B.data.mul_(0.5).add_(0.05)
     second = sample.generate(exact, PROMPTS, temperature=0.8, **kw)
     assert engine.ENGINES[exact][1].graphs == graphs and tokens(second) != tokens(first)
-    compare(second, sample.generate(exact, PROMPTS, temperature=0.8, eager=True, **kw), 1e-3)
+    same_draws(exact, second, sample.generate(exact, PROMPTS, temperature=0.8, eager=True, **kw), 0.8)
     sample.release(exact)
     assert exact not in engine.ENGINES
 
@@ -251,9 +274,9 @@ def test_a_weight_that_moved_makes_a_new_engine(exact):
     kw = dict(n=1, max_new_tokens=20)
     sample.generate(exact, PROMPTS, **kw)
     exact.layers[0].attn.o_proj.base.weight = torch.nn.Parameter(exact.layers[0].attn.o_proj.base.weight * -1, False)
-    compare(sample.generate(exact, PROMPTS, **kw), sample.generate(exact, PROMPTS, eager=True, **kw), 1e-3)
+    same_draws(exact, sample.generate(exact, PROMPTS, **kw), sample.generate(exact, PROMPTS, eager=True, **kw))
     with lora.disabled(exact):
-        compare(sample.generate(exact, PROMPTS, **kw), sample.generate(exact, PROMPTS, eager=True, **kw), 1e-3)
+        same_draws(exact, sample.generate(exact, PROMPTS, **kw), sample.generate(exact, PROMPTS, eager=True, **kw))
     sample.release(exact)
 
 
@@ -431,7 +454,7 @@ def test_rows_queue_when_memory_is_short_and_an_error_when_none_fits(exact, monk
     free = engine.working_bytes(exact, 20, 1.0) + 3 * engine.row_bytes(exact, 64)
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free - cached, 0))
-    compare(sample.generate(exact, PROMPTS, **kw), want, 1e-3)
+    same_draws(exact, sample.generate(exact, PROMPTS, **kw), want, **kw)
     assert engine.ENGINES[exact][1].slots <= 3
     sample.release(exact)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
