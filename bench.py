@@ -298,36 +298,36 @@ def queue(model, args, requests=256, slots=64):
     g = torch.Generator().manual_seed(0)
     lengths = (torch.randn(requests, generator=g).mul(0.7).exp() * 300).clamp(8, 2048).long().tolist()
     prompts = random_prompts(requests, args.prompt)
-
-    def go(limits):
-        return sample.generate(model, prompts, max_new_tokens=limits, max_rows=slots, seed=1)
-
     engine.graphs(model, slots, args.prompt + max(lengths), 1.0)
     for rows in (b for b in engine.BUCKETS if b <= slots):  # capture each batch size
         draw(model, prompts[:1], rows, 2)
     first, _ = timed(lambda: draw(model, prompts[:slots], 1, 1))
-    seconds, out = timed(lambda: go(lengths))
+    seconds, out = timed(lambda: sample.generate(model, prompts, max_new_tokens=lengths, max_rows=slots, seed=1))
     tokens = sum(len(group[0].ids) for group in out)
     return {"rows": slots, "kind": "queue", "requests": requests, "decode_tok_s": tokens / seconds, "prefill_s": first}
 
 
 def profile(model, rows, tokens, floors, ceiling, steps=20):
-    """Prints where a decode step's time goes: kernel by kernel, and the bytes each kind has to read at the ceiling."""
+    """Prints where a decode step's time goes: by kernel, from the end of the one before to its own, since with dependent launch
+    kernels overlap and durations would count that twice; then the time that the bytes of each part need at the ceiling."""
     _, graphs, _ = engine.ENGINES[model]
     graphs.step.cache.length.fill_(tokens)
     replay = graphs.launcher(rows)
-    replay()
-    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         for _ in range(steps):
             graphs.step.count.zero_()
             replay()
         torch.cuda.synchronize()
-    events = sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)
+    spans = sorted((e.time_range.end, e.name) for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    took, last, gemms = {}, spans[0][0], 0
+    for end, name in spans:
+        if name == "gemm":
+            name, gemms = "gemm, " + ("qkv", "o", "gate_up", "down")[gemms % 4], gemms + 1
+        count, us = took.get(name, (0, 0.0))
+        took[name], last = (count + 1, us + end - last), end
     print(f"{'kernel':<60}{'calls':>8}{'us a call':>11}{'us a step':>11}")
-    for e in events[:16]:
-        us = e.self_device_time_total
-        print(f"{e.key[:58]:<60}{e.count / steps:>8.0f}{us / e.count:>11.1f}{us / steps:>11.1f}")
+    for name, (count, us) in sorted(took.items(), key=lambda t: -t[1][1])[:16]:
+        print(f"{name[:58]:<60}{count / steps:>8.0f}{us / count:>11.1f}{us / steps:>11.1f}")
     for part, nbytes in floors.items():
         print(f"floor, {part + ':':<10}{nbytes / ceiling / 1e3:>9.1f} us a step")
 
@@ -383,42 +383,53 @@ def geomean(values):
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def report(args):
-    """Tables in Markdown and kernels_h100.png, rollout_h100.png from results/."""
+def figure(title, ylabel):
     from matplotlib.figure import Figure
 
-    def figure(title, ylabel):
-        fig = Figure(figsize=(7, 4), layout="constrained")
-        ax = fig.subplots()
-        ax.set(xscale="log", ylabel=ylabel, title=title)
-        ax.spines[["top", "right"]].set_visible(False)
-        return fig, ax
+    fig = Figure(figsize=(7, 4), layout="constrained")
+    ax = fig.subplots()
+    ax.set(xscale="log", xlabel="rows", ylabel=ylabel, title=title)
+    ax.spines[["top", "right"]].set_visible(False)
+    return fig, ax
 
-    rows = [r for r in json.loads((RESULTS / "kernels_h100.json").read_text()) if r["fmt"] == "nvfp4" and r["pass"] == "forward"]
-    ours = {(r["shape"], r["M"]): r["speedup"] for r in rows}
-    shown = [m for m in ROWS if all((s, m) in ours for s in MARLIN)]
+
+def save(fig, ax, ticks, name):
+    ax.set_xticks(ticks, map(str, ticks), fontsize=8)
+    ax.minorticks_off()
+    ax.legend(frameon=False, fontsize=8)
+    fig.savefig(RESULTS / name, dpi=130)
+
+
+def report(args):
+    """Tables in Markdown on the terminal, pictures beside the JSON, of whatever lies in results/."""
+    for name, show in (("kernels_h100", report_kernels), ("rollout_h100", report_rollout)):
+        if (RESULTS / f"{name}.json").is_file():
+            show(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+def report_kernels(rows):
+    ours = {(r["shape"], r["M"]): r["speedup"] for r in rows if r["fmt"] == "nvfp4" and r["pass"] == "forward"}
+    marlin = {(s, m): f"{v:.2f}" for s, values in MARLIN.items() for m, v in zip(MARLIN_ROWS, values, strict=True)}
+    shapes = [s for s in MARLIN if (s, 1) in ours]
+    shown = [m for m in ROWS if all((s, m) in ours for s in shapes)]
     print("| shape | " + " | ".join(f"M = {m}" for m in shown) + " |\n|---|" + "---|" * len(shown))
-    marlin = {(s, m): v for s, values in MARLIN.items() for m, v in zip(MARLIN_ROWS, values, strict=True)}
-    for s in MARLIN:
+    for s in shapes:
         print(f"| {s} | " + " | ".join(f"{ours[s, m]:.2f} ({marlin.get((s, m), '-')})" for m in shown) + " |")
-    mean = {m: geomean(ours[s, m] for s in MARLIN) for m in shown}
-    theirs = {m: f"{geomean(marlin[s, m] for s in MARLIN):.2f}" for m in MARLIN_ROWS}
+    mean = {m: geomean(ours[s, m] for s in shapes) for m in shown}
+    theirs = {m: f"{geomean(MARLIN[s][i] for s in shapes):.2f}" for i, m in enumerate(MARLIN_ROWS)}
     print("| geometric mean | " + " | ".join(f"{mean[m]:.2f} ({theirs.get(m, '-')})" for m in shown) + " |\n")
     fig, ax = figure("NVFP4 GEMM against cuBLAS on bfloat16 weights, one H100", "speed-up over cuBLAS")
     for color, s in zip(("#0b6e99", "#d9541e", "#2a9d5c"), ("7b.gate_up", "7b.down", "7b.o"), strict=True):
-        ax.plot(shown, [ours[s, m] for m in shown], color=color, lw=2, marker="o", ms=4, label=f"{s}")
+        ax.plot(shown, [ours[s, m] for m in shown], color=color, lw=2, marker="o", ms=4, label=s)
         ax.plot(MARLIN_ROWS, MARLIN[s], color=color, lw=1, ls="--", label=f"{s}, Marlin")
     ax.axhline(1, color="#999999", lw=0.8)
-    ax.set_xlabel("rows M")
-    ax.set_xticks(shown, map(str, shown), fontsize=8)
-    ax.minorticks_off()
-    ax.legend(frameon=False, fontsize=8)
-    fig.savefig(RESULTS / "kernels_h100.png", dpi=130)
+    save(fig, ax, shown, "kernels_h100.png")
 
-    rows = [r for r in json.loads((RESULTS / "rollout_h100.json").read_text()) if r["kind"] == "rows"]
-    speed = {(r["size"], r["quant"], r["lora_rank"], r["rows"]): r for r in rows}
+
+def report_rollout(rows):
+    speed = {(r["size"], r["quant"], r["lora_rank"], r["rows"]): r for r in rows if r["kind"] == "rows"}
     print("| model, rows | tokens/s | vLLM 0.24 | ratio | step ms | floor ms | peak GiB |\n|---|---|---|---|---|---|---|")
-    for (size, quant, rank, n), r in sorted(speed.items(), key=lambda kv: (int(kv[0][0][:-1]), kv[0][1:])):
+    for (size, quant, rank, n), r in sorted(speed.items(), key=lambda kv: (float(kv[0][0][:-1]), kv[0][1:])):
         theirs = VLLM.get((size, quant, rank), {}).get(n)
         ratio = f"{r['decode_tok_s'] / theirs:.2f}" if theirs else "-"
         name = f"{size} {'BF16' if quant == 'none' else quant.upper()}{f' + LoRA {rank}' if rank else ''}, {n}"
@@ -427,14 +438,11 @@ def report(args):
     fig, ax = figure("Decoding, Qwen2.5-7B shapes + LoRA 16, one H100", "tokens/s")
     for color, quant, label in (("#0b6e99", "nvfp4", "NVFP4"), ("#d9541e", "none", "BF16")):
         mine = sorted((n, r["decode_tok_s"]) for (size, q, rank, n), r in speed.items() if (size, q, rank) == ("7b", quant, 16))
-        ax.plot(*zip(*mine, strict=True), color=color, lw=2, marker="o", ms=4, label=label)
+        ax.plot([n for n, _ in mine], [v for _, v in mine], color=color, lw=2, marker="o", ms=4, label=label)
         theirs = VLLM["7b", quant, 16]
         ax.plot(list(theirs), list(theirs.values()), color=color, lw=1, ls="--", marker="x", ms=4, label=f"{label}, vLLM 0.24")
-    ax.set(yscale="log", xlabel="rows")
-    ax.set_xticks([n for n, _ in mine], [str(n) for n, _ in mine], fontsize=8)
-    ax.minorticks_off()
-    ax.legend(frameon=False, fontsize=8)
-    fig.savefig(RESULTS / "rollout_h100.png", dpi=130)
+    ax.set_yscale("log")
+    save(fig, ax, [n for n, _ in mine], "rollout_h100.png")
 
 
 def parse_args(argv=None):
