@@ -314,7 +314,7 @@ def gaps(m, groups, temperature=1.0):
 
 
 def check_gaps(m, groups, temperature=1.0):
-    """The stated bound in bfloat16: mean 0.06 nats a token, at most 0.8; measured on an H100 were 0.02-0.05 and 0.12-0.52, without
+    """The stated bound in bfloat16: mean 0.06 nats a token, at most 0.8; measured on an H100: 0.02-0.05 and 0.12-0.52, without
     quantization too. Sampler and trainer round hidden states at other places, and this model is harsher than a trained one: its
     head is eight times too large, its adapter and noise too. Wrong LoRA, noise or cache entries are an error of 1 and more."""
     gap = gaps(m, groups, temperature) * temperature
