@@ -20,7 +20,7 @@ runs (programmatic dependent launch), and fetches meanwhile what the step does n
 change. model.py's modules are the reference that each kernel is tested against, on the CPU too (TRITON_INTERPRET=1).
 
     TRITON_INTERPRET=1 pytest tests/test_decode.py
-    python bench.py rollout --sizes 7b --rows 1,8 --profile
+    python bench.py rollout 7b:nvfp4:16:1,8 --profile
 
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size, S cache slots, V vocabulary,
 R rank, P parts of a fused projection, W splits of a sequence, Z slices of K in x A^T.
