@@ -65,7 +65,7 @@ ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvf
             "7b:none:16:1,2,8,32,64,128 14b:nvfp4:16:1,8 14b:none:16:1,8 32b:nvfp4:16:1,2,8,32 32b:none:16:1,8").split()
 
 
-# ----------------------------------------------------------------------------- measuring
+# ---- measuring
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def rounded(row):
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
-# ----------------------------------------------------------------------------- kernels
+# ---- kernels
 
 
 def random_weight(fmt, N, K):
@@ -203,7 +203,7 @@ def kernels(args):
     merge(args.out, results, ("fmt", "shape", "pass", "M"))
 
 
-# ----------------------------------------------------------------------------- rollouts
+# ---- rollouts
 
 
 def timed(f):
@@ -332,7 +332,7 @@ def profile(model, rows, tokens, floors, ceiling, steps=20):
         print(f"floor, {part + ':':<10}{nbytes / ceiling / 1e3:>9.1f} us a step")
 
 
-# ----------------------------------------------------------------------------- the update
+# ---- the update
 
 
 def step(args):
@@ -376,7 +376,7 @@ def update(size, quant, args):
             "weights_gib": weights / plan.GIB, "peak_gib": torch.cuda.max_memory_allocated() / plan.GIB}
 
 
-# ----------------------------------------------------------------------------- tables and pictures
+# ---- tables and pictures
 
 
 def geomean(values):

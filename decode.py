@@ -388,8 +388,8 @@ class Step:
         self.out_logp = torch.zeros(STEPS, S, device=dev)
         self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
         self.inverse_temperature = torch.ones(1, device=dev)
-        pos = torch.arange(cache.k.shape[3], device=dev)
-        self.cos, self.sin = rope_tables(pos, model.config.head_dim, model.config.rope_theta)  # (tokens, D/2)
+        c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
+        self.cos, self.sin = rope_tables(places, c.head_dim, c.rope_theta)  # (tokens, D/2)
         self.embed, self.norm, self.head = model.embed.weight, model.norm, model.lm_head.weight
         self.layers = [(b.input_layernorm, Projection(b.attn.qkv_proj, self.dtype), Projection(b.attn.o_proj, self.dtype),
                         b.post_attention_layernorm, Projection(b.mlp.gate_up_proj, self.dtype),
@@ -451,8 +451,7 @@ class Step:
             qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, B, k.stride(0), k.stride(1),
             D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
             num_warps=4, num_stages=3, **self.launch)
-        out = qkv.new_empty(B, H * D)
-        t = tiles("merge", B, H * D)
+        out, t = qkv.new_empty(B, H * D), tiles("merge", B, H * D)
         del t["STEP"]  # it does its columns at once
         lora = self.lora(nxt, B, triton.cdiv(H * D, t["SLICE"]))
         merge_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](acc, m, l, out, B=B, H=H, D=D, W=W, **t, **lora, **self.launch)
@@ -461,8 +460,7 @@ class Step:
     def silu(self, gate_up, nxt):
         """silu(gate) * up (B, F) and the x A^T of `nxt`."""
         B, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(B, width)
-        t = tiles("silu", B, width)
+        out, t = gate_up.new_empty(B, width), tiles("silu", B, width)
         lora = self.lora(nxt, B, triton.cdiv(width, t["SLICE"]))
         silu_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](gate_up, out, B=B, F=width, **t, **lora, **self.launch)
         return out, lora["xa"]
@@ -485,9 +483,8 @@ class Step:
 
     def sample(self, logits, greedy=False, draw=None):
         """Draw a token for each row of logits (B, V) float32 and move the rows on."""
-        rows = logits.shape[0]
+        rows, S = logits.shape[0], self.token.shape[0]
         state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids, self.out_logp, self.eos)
-        S = self.token.shape[0]
         if draw is not None:
             ids, logp = draw(logits[:, : self.valid_vocab], self.key[:rows], self.cache.length[:rows] + 1)
             record_kernel[(rows,)](ids, logp, *state, S, EOS=EOS_SLOTS)

@@ -50,7 +50,7 @@ def lengths_to_mask(lengths, width=None):
     return torch.arange(width, device=lengths.device) < lengths[:, None]  # (B, width)
 
 
-# --- objectives
+# ---- objectives
 
 
 def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=0.2, eps_high=0.2, ref_logp=None, beta=0.0,
@@ -149,7 +149,7 @@ def mean_metrics(total):
             "ratio_outside_frac": t["ratio_outside"] / n, "entropy": t["entropy"] / n}
 
 
-# --- log-probs through the LM head
+# ---- log-probs through the LM head
 
 
 def log_softmax_chunk(hidden, weight, temperature, valid_vocab):

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch.utils.checkpoint import checkpoint
 
-# ----------------------------------------------------------------------------- configuration
+# ---- configuration
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Config:
             raise ValueError(f"{path}: the field {e} is missing") from None
 
 
-# ----------------------------------------------------------------------------- modules
+# ---- modules
 
 
 class RMSNorm(nn.Module):
@@ -250,7 +250,7 @@ class Qwen2(nn.Module):
         return self.lm_head(self.hidden(ids, cache))
 
 
-# ----------------------------------------------------------------------------- loading
+# ---- loading
 
 
 def fetch(path_or_hub_id, weights=True):

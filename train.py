@@ -71,7 +71,7 @@ def load_data(args):
         raise UserError(f"--data {args.data}: {e}; --eval-n 0 trains without held-out questions") from None
 
 
-# ----------------------------------------------------------------------------- the pieces of a step
+# ---- the pieces of a step
 
 
 class Prompts:
@@ -234,7 +234,7 @@ def learning_rate(step, total, args):
     return args.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
 
 
-# ----------------------------------------------------------------------------- saving
+# ---- saving
 
 
 class Interrupt:
@@ -307,7 +307,7 @@ def warnings_for(row, args):
                "use --old-logp trainer, or --dtype float32")
 
 
-# ----------------------------------------------------------------------------- the run
+# ---- the run
 
 
 def train(argv):

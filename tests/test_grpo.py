@@ -202,7 +202,7 @@ def test_contradicting_arguments_are_errors():
         grpo.policy_loss(x, x, torch.zeros(3), m)
 
 
-# --- the chunked LM head
+# ---- the chunked LM head
 
 
 def dense(hidden, weight, targets, temperature=1.0, valid=None):
