@@ -582,15 +582,19 @@ def many(x, q, transposed):
     return torch.addmm(y, x, w if transposed else w.T, beta=0, alpha=1.0 if alpha is None else alpha, out=y)  # (M, N) @ (N, K)
 
 
+def scale_value(scale, fmt):
+    """Stored block scales (N, K/block) as float32."""
+    if fmt == "mxfp4":  # the byte is a float32's exponent field; 0 stands for 2^-127, which float32 writes as a subnormal
+        return torch.where(scale > 0, scale.int() << 23, 1 << 22).view(torch.float32)
+    return scale.float()
+
+
 def plain(q):
-    """w_hat (N, K) float32 by plain torch."""
+    """w_hat (N, K) float32 by plain torch: value[code] * block scale, which is exact, * global scale."""
     N, K = q.shape
     table = torch.tensor(NF4 if q.fmt == "nf4" else E2M1, device=q.codes.device)
-    scale = q.scale.float()
-    if q.fmt == "mxfp4":
-        scale = torch.ldexp(torch.ones_like(scale), q.scale.int() - 127)
     w = table[unpack(q.codes, K).int()].view(N, K // BLOCK[q.fmt], BLOCK[q.fmt])
-    return (w * (scale * q.global_scale[:, None])[..., None]).view(N, K)
+    return (w * scale_value(q.scale, q.fmt)[..., None]).view(N, K) * q.global_scale[:, None]
 
 
 def product(x, q):

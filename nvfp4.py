@@ -43,6 +43,7 @@ from tqdm import tqdm
 
 import checkpoint
 import marlin_triton
+from marlin_triton import scale_value
 from model import Checkpoint, Config, Linear, Qwen2, fetch, fill, finish, prefix, read_bias, read_linear
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
@@ -139,19 +140,9 @@ def round_nf4(x):
     return torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
 
 
-def scale_value(scale, fmt):
-    """Stored block scales (N, K/block) as float32."""
-    if fmt == "mxfp4":  # the byte is a float32's exponent field; 0 stands for 2^-127, which float32 writes as a subnormal
-        return torch.where(scale > 0, scale.int() << 23, 1 << 22).view(torch.float32)
-    return scale.float()
-
-
 def dequantize(q):
     """w_hat (N, K) float32 of a Quantized: value[code] * block scale, which is exact, * global scale."""
-    N, K = q.shape
-    table = torch.tensor(marlin_triton.NF4 if q.fmt == "nf4" else marlin_triton.E2M1, device=q.codes.device)
-    w = table[marlin_triton.unpack(q.codes, K).int()].view(N, K // BLOCK[q.fmt], BLOCK[q.fmt])
-    return (w * scale_value(q.scale, q.fmt)[..., None]).view(N, K) * q.global_scale[:, None]
+    return marlin_triton.plain(q)
 
 
 class QuantLinear(nn.Module):
