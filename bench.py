@@ -123,7 +123,7 @@ def config(size):
 
 
 def merge(path, rows, key):
-    """Write `rows` into the JSON list at `path`; old rows with the same values of `key` go. Ends with the rows as one line."""
+    """Write `rows` into the JSON list at `path`; old rows with the same values of `key` go."""
     path = Path(path)
     old = json.loads(path.read_text()) if path.is_file() else []
     new = {tuple(r[k] for k in key) for r in rows}
@@ -132,7 +132,6 @@ def merge(path, rows, key):
     temporary = path.with_suffix(".part")
     temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept + rows) + "\n]\n")
     os.replace(temporary, path)
-    print(json.dumps(rows))
 
 
 def rounded(row):
@@ -201,6 +200,7 @@ def kernels(args):
             del weights, w
         del dense
     merge(args.out, results, ("fmt", "shape", "pass", "M"))
+    print(json.dumps(results))
 
 
 # ---- rollouts
@@ -257,6 +257,7 @@ def rollout(args):
         engine.release(model)
         if not args.layers:
             merge(args.out, results, ("size", "quant", "lora_rank", "rows", "kind"))
+    print(json.dumps(results))
 
 
 def adapt(model, rank):
@@ -356,6 +357,7 @@ def step(args):
                 print(f"{size:>5}{quant:>8}  does not fit", flush=True)
             results.append(rounded(row))
     merge(args.out, results, ("size", "quant", "tokens", "length"))
+    print(json.dumps(results))
 
 
 def update(size, quant, args):
