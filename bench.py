@@ -13,7 +13,6 @@ and vLLM were measured on an H100 of the same kind with the same shapes and the 
 
     python bench.py kernels
     python bench.py rollout 7b:nvfp4:16:1,8,64 7b:none:16:1,8,64     # size : format : LoRA rank (0: none) : rows
-    python bench.py step --sizes 3b,7b
 
 Shapes: M rows, N outputs, K inputs of a GEMM.
 """
@@ -23,6 +22,7 @@ import math
 import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,7 +46,7 @@ SHAPES = {"0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28,
           "14b": (5120, 13824, 48, 40, 8, 152064, False), "32b": (5120, 27648, 64, 40, 8, 152064, False),
           "72b": (8192, 29568, 80, 64, 8, 152064, False)}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-MARLIN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+MARLIN_ROWS = ROWS[:-1]
 # speed-up of Marlin (vLLM 0.33, NVFP4 weights, bfloat16 activations) over cuBLAS at MARLIN_ROWS
 MARLIN = {"7b.qkv": (1.23, 1.25, 1.27, 1.25, 1.17, 1.08, 0.78, 0.57, 0.50, 0.40, 0.37, 0.36),
           "7b.o": (1.19, 1.20, 1.19, 1.20, 1.39, 0.99, 0.72, 0.54, 0.50, 0.41, 0.37, 0.41),
@@ -124,7 +124,6 @@ def config(size):
 
 def merge(path, rows, key):
     """Write `rows` into the JSON list at `path`; old rows with the same values of `key` go."""
-    path = Path(path)
     old = json.loads(path.read_text()) if path.is_file() else []
     new = {tuple(r[k] for k in key) for r in rows}
     kept = [r for r in old if tuple(r[k] for k in key) not in new]
@@ -180,15 +179,11 @@ def kernels(args):
             for back in (False, True):
                 for M in args.rows if not back else (2048,):
                     x = torch.randn(M, N if back else K, dtype=torch.bfloat16, device="cuda")
-                    if back:
-                        us = graph_time(rotate(lambda q, x=x: marlin_triton.many(x, q, transposed=True), weights, 8))
-                        cublas = graph_time(rotate(lambda d, x=x: x @ d, dense, 8))
-                        err = relative_error(marlin_triton.many(x, weights[0], transposed=True), x, w.T)
-                    else:
-                        few = 24 if M <= 1024 else 4
-                        us = graph_time(rotate(lambda q, x=x: marlin_triton.product(x, q), weights, few))
-                        cublas = graph_time(rotate(lambda d, x=x: x @ d.T, dense, few))
-                        err = relative_error(marlin_triton.product(x, weights[0]), x, w)
+                    gemm = partial(marlin_triton.many, transposed=True) if back else marlin_triton.product
+                    ours, theirs = partial(gemm, x), (x.matmul if back else lambda d, x=x: x @ d.T)
+                    calls = 8 if back else 24 if M <= 1024 else 4
+                    us, cublas = graph_time(rotate(ours, weights, calls)), graph_time(rotate(theirs, dense, calls))
+                    err = relative_error(ours(weights[0]), x, w.T if back else w)
                     gbps = (nbytes + 2 * M * (N + K)) / us / 1e3
                     results.append(rounded({
                         "fmt": fmt, "shape": name, "pass": "backward" if back else "forward", "N": N, "K": K, "M": M, "us": us,
@@ -218,11 +213,7 @@ def floor_bytes(c, quant, rank, rows, length):
     """Bytes that one decode step must read, by part: weights, LM head, adapter in 16 bits, keys and values of `length` tokens."""
     w = plan.weights(c, quant)
     return {"linear": w["attention"] + w["mlp"], "head": w["lm_head"] or w["embeddings"],
-            "lora": 2 * lora_size(c, rank), "kv": rows * length * plan.kv_per_token(c)}
-
-
-def lora_size(c, rank):
-    return plan.lora_parameters(c, rank) if rank else 0
+            "lora": 2 * plan.lora_parameters(c, rank), "kv": rows * length * plan.kv_per_token(c)}
 
 
 def rollout(args):
@@ -290,8 +281,24 @@ def rows_alive(model, c, quant, rank, what, args, ceiling):
     assert all(len(s.ids) == args.new for group in out for s in group)
     step = (whole - first) / (args.new - 1)
     floor = sum(floor_bytes(c, quant, rank, rows, args.prompt + args.new / 2).values()) / ceiling / 1e9
+    replay = replayer(model, rows, args.prompt + args.new // 2)
+    alone, _ = timed(lambda: [replay() for _ in range(40)])
     return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step, "step_ms": 1e3 * step,
-            "prefill_s": first, "floor_ms": 1e3 * floor}
+            "replay_ms": 1e3 * alone / 40, "prefill_s": first, "floor_ms": 1e3 * floor}
+
+
+def replayer(model, rows, tokens):
+    """A function that decodes one step of `rows` rows, `tokens` live in each, by the CUDA graph alone: no host's loop."""
+    graphs = engine.ENGINES[model][1]
+    graphs.step.cache.length.fill_(tokens)
+    replay = graphs.launcher(rows)
+
+    def step():
+        graphs.step.count.zero_()
+        replay()
+
+    step()  # captures, if it is the first of so many rows
+    return step
 
 
 def queue(model, args, requests=256, slots=64):
@@ -311,13 +318,10 @@ def queue(model, args, requests=256, slots=64):
 def profile(model, rows, tokens, floors, ceiling, steps=20):
     """Prints where a decode step's time goes: by kernel, from the end of the one before to its own, since with dependent launch
     kernels overlap and durations would count that twice; then the time that the bytes of each part need at the ceiling."""
-    _, graphs, _ = engine.ENGINES[model]
-    graphs.step.cache.length.fill_(tokens)
-    replay = graphs.launcher(rows)
+    step = replayer(model, rows, tokens)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         for _ in range(steps):
-            graphs.step.count.zero_()
-            replay()
+            step()
         torch.cuda.synchronize()
     spans = sorted((e.time_range.end, e.name) for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA)
     took, last, gemms = {}, spans[0][0], 0
@@ -381,10 +385,6 @@ def update(size, quant, args):
 # ---- tables and pictures
 
 
-def geomean(values):
-    return math.exp(statistics.fmean(map(math.log, values)))
-
-
 def figure(title, ylabel):
     from matplotlib.figure import Figure
 
@@ -417,8 +417,8 @@ def report_kernels(rows):
     print("| shape | " + " | ".join(f"M = {m}" for m in shown) + " |\n|---|" + "---|" * len(shown))
     for s in shapes:
         print(f"| {s} | " + " | ".join(f"{ours[s, m]:.2f} ({marlin.get((s, m), '-')})" for m in shown) + " |")
-    mean = {m: geomean(ours[s, m] for s in shapes) for m in shown}
-    theirs = {m: f"{geomean(MARLIN[s][i] for s in shapes):.2f}" for i, m in enumerate(MARLIN_ROWS)}
+    mean = {m: statistics.geometric_mean(ours[s, m] for s in shapes) for m in shown}
+    theirs = {m: f"{statistics.geometric_mean(MARLIN[s][i] for s in shapes):.2f}" for i, m in enumerate(MARLIN_ROWS)}
     print("| geometric mean | " + " | ".join(f"{mean[m]:.2f} ({theirs.get(m, '-')})" for m in shown) + " |\n")
     fig, ax = figure("NVFP4 GEMM against cuBLAS on bfloat16 weights, one H100", "speed-up over cuBLAS")
     for color, s in zip(("#0b6e99", "#d9541e", "#2a9d5c"), ("7b.gate_up", "7b.down", "7b.o"), strict=True):
@@ -455,7 +455,7 @@ def parse_args(argv=None):
         c = sub.add_parser(name, help=text, description=text, allow_abbrev=False,
                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         if out:
-            c.add_argument("--out", default=str(RESULTS / out), help="JSON list that the rows are merged into")
+            c.add_argument("--out", type=Path, default=RESULTS / out, help="JSON list that the rows are merged into")
         return c
 
     def names(known):
@@ -496,5 +496,5 @@ def parse_args(argv=None):
 
 
 if __name__ == "__main__":
-    arguments = parse_args()
-    {"kernels": kernels, "rollout": rollout, "step": step, "report": report}[arguments.what](arguments)
+    args = parse_args()
+    {"kernels": kernels, "rollout": rollout, "step": step, "report": report}[args.what](args)

@@ -111,12 +111,9 @@ def show(rows):
 
 def measured(fn):
     """(result, seconds, peak GiB of the GPU) of fn()."""
-    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    begin = time.time()
-    out = fn()
-    torch.cuda.synchronize()
-    return out, time.time() - begin, torch.cuda.max_memory_allocated() / plan.GIB
+    seconds, out = bench.timed(fn)
+    return out, seconds, torch.cuda.max_memory_allocated() / plan.GIB
 
 
 def size(name, fmt):
@@ -187,10 +184,12 @@ def parse_args(argv):
         setattr(args, flag, values)
     if "table" in args.parts and not (args.model and args.data):
         p.error("--model and --data are needed for the table")
-    args.device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        args.device, args.dtype = qwen.place(args.device)
+    except ValueError as e:
+        p.error(str(e))
     if set(args.parts) - {"table"} and not torch.cuda.is_available():
         p.error(f"--parts {','.join(set(args.parts) - {'table'})}: needs a CUDA device")
-    args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     return p, args
 
 

@@ -129,8 +129,6 @@ def parse_args(argv):
         p.error(f"--n {args.n}: --greedy gives the same completion each time; leave --n out")
     if args.out and (Path(args.out).is_dir() or not Path(args.out).resolve().parent.is_dir()):
         p.error(f"--out {args.out}: must be a file, in a folder that exists")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        p.error("--device cuda: this machine has no CUDA device; use --device cpu")
     args.n = args.n or (1 if args.greedy else 4)
     args.temperature = 0.0 if args.greedy else args.temperature
     return p, args
@@ -138,8 +136,7 @@ def parse_args(argv):
 
 def run(args, argv):
     begin = time.time()
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {"auto": torch.bfloat16 if device == "cuda" else torch.float32}.get(args.dtype) or getattr(torch, args.dtype)
+    device, dtype = qwen.place(args.device, args.dtype)
     folder = qwen.fetch(args.model)
     tok = data.Tokenizer(folder)
     # all sets are read before anything is sampled: a mistyped name should not cost the sets before it

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from model import Checkpoint, Config, Linear, Qwen2, fetch, fill, finish, load, prefix, rope_tables
+from model import Checkpoint, Config, Linear, Qwen2, fetch, fill, finish, load, place, prefix, rope_tables
 from nvfp4 import dequantize
 
 # Fields of adapter_config.json with the values that leave plain LoRA plain. Which layers are adapted is read off the tensors,
@@ -271,11 +271,8 @@ def main(argv=None):
     p.add_argument("--quant", default="none", choices=["none", "nvfp4", "mxfp4", "nf4"], help="format the adapter was trained on")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda where there is one")
     args = p.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        p.error("--device cuda: this machine has no CUDA device; use --device cpu")
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        r = merge(args.model, args.adapter, args.out, device, args.quant)
+        r = merge(args.model, args.adapter, args.out, place(args.device)[0], args.quant)
     except (ValueError, OSError) as e:
         p.error(str(e))
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, {r['max']:.2e} at most (the adapter "

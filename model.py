@@ -253,6 +253,17 @@ class Qwen2(nn.Module):
 # ---- loading
 
 
+def place(device="auto", dtype="auto"):
+    """(device, torch.dtype) that the flags --device and --dtype stand for: auto is cuda where there is one, with bfloat16, else
+    the CPU, with float32. ValueError for cuda on a machine without it."""
+    device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: this machine has no CUDA device; use --device cpu")
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return device, getattr(torch, dtype)
+
+
 def fetch(path_or_hub_id, weights=True):
     """A local checkpoint folder as a Path; a hub id is downloaded first (only the files this project reads, resumed; without
     `weights` only config.json)."""

@@ -43,10 +43,9 @@ from tqdm import tqdm
 
 import checkpoint
 import marlin_triton
-from marlin_triton import scale_value
-from model import Checkpoint, Config, Linear, Qwen2, fetch, fill, finish, prefix, read_bias, read_linear
+from marlin_triton import BLOCK, scale_value
+from model import Checkpoint, Config, Linear, Qwen2, fetch, fill, finish, place, prefix, read_bias, read_linear
 
-BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 FORMATS = tuple(BLOCK)
 CHUNK = 1 << 25  # weights that encode rounds at a time
 
@@ -283,8 +282,6 @@ def parse_args(argv):
     for name in ("sequences", "length", "rank", "tokens"):
         if getattr(args, name) < 1:
             p.error(f"--{name} {getattr(args, name)}: must be at least 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        p.error("--device cuda: this machine has no CUDA device; use --device cpu")
     return p, args
 
 
@@ -296,7 +293,7 @@ def main(argv=None):
 
             print(plan.table(Config.read(plan.config_of(args.plan)), args.rank, args.tokens))
             return
-        device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        device, _ = place(args.device)
         report = convert(args.model, args.out, args.fmt, device, args.awq, args.calib, args.sequences, args.length)
     except (ValueError, OSError) as e:
         parser.error(str(e))

@@ -259,8 +259,8 @@ def parse_args(argv=None):
     add("--n", type=int, default=1, help="answers a prompt, with --file")
     add("--max-rows", type=int, help="rows that decode together, with --file (default: what fits)")
     add("--seed", type=int, default=0, help="the same seed, the same answers")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:i")
-    add("--dtype", choices=["bfloat16", "float32"], help="of activations (default: bfloat16 on cuda, float32 on cpu)")
+    add("--device", default="auto", help="cpu, cuda or cuda:i; auto is cuda where there is one")
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="auto is bfloat16 on cuda, float32 on the CPU")
     args = parser.parse_args(argv)
     if (args.file is None) != (args.out is None):
         parser.error("--file and --out go together")
@@ -268,8 +268,6 @@ def parse_args(argv=None):
         parser.error("--prompt and --file exclude each other")
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         parser.error(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: no CUDA device here; use --device cpu")
     return parser, args
 
 
@@ -281,8 +279,8 @@ def main(argv=None):
     try:
         folder = qwen.fetch(args.model)
         tok = data.Tokenizer(folder)
-        dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
-        model = qwen.load(folder, args.device, dtype, args.quant)
+        device, dtype = qwen.place(args.device, args.dtype)
+        model = qwen.load(folder, device, dtype, args.quant)
         model.valid_vocab = min(model.config.vocab_size, len(tok))
         if args.adapter:
             lora.load_adapter(model, args.adapter)

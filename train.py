@@ -314,10 +314,7 @@ def train(argv):
     started = time.time()
     args = parse_args(argv)
     out, args = setup_run_folder(args, argv)
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device; use --device cpu")
-    dtype = {"auto": torch.bfloat16 if device == "cuda" else torch.float32}.get(args.dtype) or getattr(torch, args.dtype)
+    device, dtype = qwen.place(args.device, args.dtype)
 
     folder = qwen.fetch(args.model)
     tok = data.Tokenizer(folder)
