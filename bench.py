@@ -29,15 +29,14 @@ import torch
 import triton
 import triton.language as tl
 
-import engine
-import flags
 import lora
 import marlin_triton
 import model as qwen
 import nvfp4
-import plan
 import sample
 import train
+from runtime import engine, flags
+from weights import checkpoint, formats, memory
 
 RESULTS = Path(__file__).parent / "results"
 # hidden, intermediate, layers, heads, kv heads, vocabulary, tied head of Qwen2.5
@@ -142,8 +141,8 @@ def rounded(row):
 
 def random_weight(fmt, N, K):
     """A Quantized of random codes and scales: speed and rounding do not depend on where the numbers come from."""
-    codes = torch.randint(0, 256, (N, -(-K // marlin_triton.CHUNK) * 64), dtype=torch.uint8, device="cuda")
-    blocks = (N, K // marlin_triton.BLOCK[fmt])
+    codes = torch.randint(0, 256, (N, -(-K // formats.CHUNK) * 64), dtype=torch.uint8, device="cuda")
+    blocks = (N, K // formats.FORMATS[fmt].block)
     if fmt == "nf4":
         scale = torch.rand(blocks, device="cuda") + 0.1
     else:
@@ -171,11 +170,11 @@ def kernels(args):
     results = []
     for name in args.shapes:
         size, layer = name.split(".")
-        N, K, _ = plan.linears(config(size))[f"{layer}_proj"]
+        N, K, _ = memory.linears(config(size))[f"{layer}_proj"]
         dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda") for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
         for fmt in args.formats if name in ("7b.gate_up", "7b.down") else args.formats[:1]:
             weights = [random_weight(fmt, N, K) for _ in range(max(2, math.ceil(2.4e8 / (N * K / 2))))]
-            w, nbytes = nvfp4.dequantize(weights[0]), N * K * plan.BITS[fmt] / 8
+            w, nbytes = nvfp4.dequantize(weights[0]), N * K * memory.BITS[fmt] / 8
             for back in (False, True):
                 for M in args.rows if not back else (2048,):
                     x = torch.randn(M, N if back else K, dtype=torch.bfloat16, device="cuda")
@@ -211,9 +210,9 @@ def timed(f):
 
 def floor_bytes(c, quant, rank, rows, length):
     """Bytes that one decode step must read, by part: weights, LM head, adapter in 16 bits, keys and values of `length` tokens."""
-    w = plan.weights(c, quant)
+    w = memory.weights(c, quant)
     return {"linear": w["attention"] + w["mlp"], "head": w["lm_head"] or w["embeddings"],
-            "lora": 2 * plan.lora_parameters(c, rank), "kv": rows * length * plan.kv_per_token(c)}
+            "lora": 2 * memory.lora_parameters(c, rank), "kv": rows * length * memory.kv_per_token(c)}
 
 
 def rollout(args):
@@ -229,15 +228,15 @@ def rollout(args):
         if built != (size, quant):
             model = None
             torch.cuda.empty_cache()
-            model, built = qwen.build(c, qwen.RandomCheckpoint(), "cuda", torch.bfloat16, quant), (size, quant)
+            model, built = checkpoint.build(c, checkpoint.RandomCheckpoint(), "cuda", torch.bfloat16, quant), (size, quant)
         adapt(model, rank)
         torch.cuda.reset_peak_memory_stats()
-        weights_gib = torch.cuda.memory_allocated() / plan.GIB
+        weights_gib = torch.cuda.memory_allocated() / memory.GIB
         for what in todo.split(","):
             row = {"size": size, "quant": quant, "lora_rank": rank, "prompt": args.prompt, "new": args.new,
                    "weights_gib": weights_gib}
             row |= queue(model, args) if what == "queue" else rows_alive(model, c, quant, rank, what, args, ceiling)
-            row = rounded(row | {"peak_gib": torch.cuda.max_memory_allocated() / plan.GIB})
+            row = rounded(row | {"peak_gib": torch.cuda.max_memory_allocated() / memory.GIB})
             results.append(row)
             vllm = VLLM.get((size, quant, rank), {}).get(row["rows"], "-")
             print(f"{f'{size} {quant} r{rank}':<18}{what:>7}{row['decode_tok_s']:>10.0f}{vllm:>8}{row.get('step_ms', 0):>9.2f}"
@@ -253,10 +252,8 @@ def rollout(args):
 
 def adapt(model, rank):
     """Put an adapter of `rank` around the model's linears (0: none), instead of the one that is there."""
-    for block in model.layers:
-        for owner in (block.attn, block.mlp):
-            for name, m in list(owner.named_children()):
-                setattr(owner, name, getattr(m, "base", m))
+    for path, m in qwen.projections(model):
+        model.set_submodule(path, m.base)
     if rank:
         for p in lora.add_lora(model, rank, rank):
             torch.nn.init.normal_(p, std=0.01)
@@ -274,7 +271,7 @@ def rows_alive(model, c, quant, rank, what, args, ceiling):
     """`what`: "8" rows of one prompt, or "8x16": 16 samples of each of 8 prompts."""
     groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
     rows, prompts = groups * n, random_prompts(groups, args.prompt)
-    engine.graphs(model, rows, args.prompt + args.new, 1.0)  # one engine for the short and the long run
+    engine.engine_for(model, rows, args.prompt + args.new, 1.0)  # one engine for the short and the long run
     draw(model, prompts, n, 2)  # compiles and captures
     first, _ = timed(lambda: draw(model, prompts, n, 1))
     whole, out = timed(lambda: draw(model, prompts, n, args.new))
@@ -306,7 +303,7 @@ def queue(model, args, requests=256, slots=64):
     g = torch.Generator().manual_seed(0)
     lengths = (torch.randn(requests, generator=g).mul(0.7).exp() * 300).clamp(8, 2048).long().tolist()
     prompts = random_prompts(requests, args.prompt)
-    engine.graphs(model, slots, args.prompt + max(lengths), 1.0)
+    engine.engine_for(model, slots, args.prompt + max(lengths), 1.0)
     for rows in (b for b in engine.BUCKETS if b <= slots):  # capture each batch size
         draw(model, prompts[:1], rows, 2)
     first, _ = timed(lambda: draw(model, prompts[:slots], 1, 1))
@@ -366,7 +363,7 @@ def step(args):
 
 def update(size, quant, args):
     c, half = config(size), args.length // 2
-    model = qwen.build(c, qwen.RandomCheckpoint(), "cuda", torch.bfloat16, quant)
+    model = checkpoint.build(c, checkpoint.RandomCheckpoint(), "cuda", torch.bfloat16, quant)
     model.checkpointing = True
     weights = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -377,9 +374,9 @@ def update(size, quant, args):
             for i, ids in enumerate(random_prompts(args.tokens // args.length, args.length))]
     seconds = statistics.median(timed(lambda: train.update(model, optimizer, params, rows, knobs))[0] for _ in range(3))
     # forward, recomputed forward and dL/dx of the blocks; forward and dL/dx of the head on the completion's half
-    blocks = sum(n * k for n, k, _ in plan.linears(c).values()) * c.num_hidden_layers
+    blocks = sum(n * k for n, k, _ in memory.linears(c).values()) * c.num_hidden_layers
     return {"seconds": seconds, "tflops": 2 * args.tokens * (3 * blocks + c.vocab_size * c.hidden_size) / seconds / 1e12,
-            "weights_gib": weights / plan.GIB, "peak_gib": torch.cuda.max_memory_allocated() / plan.GIB}
+            "weights_gib": weights / memory.GIB, "peak_gib": torch.cuda.max_memory_allocated() / memory.GIB}
 
 
 # ---- tables and pictures
@@ -479,7 +476,7 @@ def parse_args(argv=None):
     c.add_argument("--profile", action="store_true", help="print where a step's time goes")
     c = command("step", "one update of training", "step_h100.json")
     c.add_argument("--sizes", type=names(SHAPES), default=["3b", "7b", "14b", "32b"], help="of " + ", ".join(SHAPES))
-    c.add_argument("--quants", type=names(plan.BITS), default=["none", "nvfp4"], help="of none, nvfp4, mxfp4, nf4")
+    c.add_argument("--quants", type=names(memory.BITS), default=["none", "nvfp4"], help="of none, nvfp4, mxfp4, nf4")
     c.add_argument("--tokens", type=int, default=32768, help="of an update, prompts included")
     c.add_argument("--length", type=int, default=1024, help="of a row, half of it prompt")
     c.add_argument("--micro-batch-tokens", type=int, default=16384, help="as in train.py")
@@ -488,7 +485,7 @@ def parse_args(argv=None):
     for text in args.configs if args.what == "rollout" else ():
         size, quant, rank, rows = (text.split(":") + [""] * 4)[:4]
         fine = all(r == "queue" or all(n.isdigit() and int(n) for n in r.split("x", 1)) for r in rows.split(","))
-        if size not in SHAPES or quant not in plan.BITS or not rank.isdigit() or not fine or text.count(":") != 3:
+        if size not in SHAPES or quant not in memory.BITS or not rank.isdigit() or not fine or text.count(":") != 3:
             p.error(f"{text}: expected size:format:rank:rows, as 7b:nvfp4:16:1,8; sizes are {', '.join(SHAPES)}")
     if args.what != "report" and not torch.cuda.is_available():
         p.error(f"{args.what}: needs a CUDA device")

@@ -25,16 +25,14 @@ from pathlib import Path
 
 import torch
 
-import awq
 import bench
-import checkpoint
 import data
 import eval as evaluation
 import grpo
-import model as qwen
 import nvfp4
-import plan
 import sample
+from runtime.flags import place
+from weights import awq, checkpoint, convert, memory
 
 METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # options of awq.Search
 
@@ -61,7 +59,7 @@ def row(args, fmt, method, docs, questions, tok):
     if method in METHODS:
         model = awq.load(args.model, args.device, args.dtype, fmt, args.calib, args.sequences, args.length, **METHODS[method])
     else:
-        model = qwen.load(args.model, args.device, args.dtype, fmt)
+        model = checkpoint.load(args.model, args.device, args.dtype, fmt)
     model.valid_vocab = len(tok)
     out = {"format": fmt, "method": method, "load_seconds": round(time.time() - begin, 1)}
     if method in METHODS:
@@ -113,17 +111,17 @@ def measured(fn):
     """(result, seconds, peak GiB of the GPU) of fn()."""
     torch.cuda.reset_peak_memory_stats()
     seconds, out = bench.timed(fn)
-    return out, seconds, torch.cuda.max_memory_allocated() / plan.GIB
+    return out, seconds, torch.cuda.max_memory_allocated() / memory.GIB
 
 
 def size(name, fmt):
-    """Quantize random weights of a shape while loading; GiB held and at the peak, against the plan."""
+    """Quantize random weights of a shape while loading; GiB held and at the peak, against the memory."""
     before, config = torch.cuda.memory_allocated(), bench.config(name)
-    model, seconds, peak = measured(lambda: qwen.build(config, qwen.RandomCheckpoint(), "cuda", torch.bfloat16, fmt))
-    held = (torch.cuda.memory_allocated() - before) / plan.GIB
+    model, seconds, peak = measured(lambda: checkpoint.build(config, checkpoint.RandomCheckpoint(), "cuda", torch.bfloat16, fmt))
+    held = (torch.cuda.memory_allocated() - before) / memory.GIB
     del model
     torch.cuda.empty_cache()
-    planned = sum(plan.weights(config, fmt).values()) / plan.GIB
+    planned = sum(memory.weights(config, fmt).values()) / memory.GIB
     return {"shape": name, "format": fmt, "gib": held, "planned_gib": planned, "peak_gib": peak, "seconds": round(seconds, 1)}
 
 
@@ -136,22 +134,21 @@ def speed(fmt="nvfp4", name="7b"):
         folder = Path(tmp) / "config"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(raw))
-        model = qwen.build(bench.config(name), qwen.RandomCheckpoint(), "cuda", torch.bfloat16)
+        model = checkpoint.build(bench.config(name), checkpoint.RandomCheckpoint(), "cuda", torch.bfloat16)
         with checkpoint.Writer(Path(tmp) / "base", folder) as writer:
-            for path, m in model.named_modules():
-                for tensor in checkpoint.module_tensors(path, m):
-                    writer.add(*tensor)
-        del model, m, tensor
+            for tensor in checkpoint.tensors(model):
+                writer.add(*tensor)
+        del model, tensor
         torch.cuda.empty_cache()
-        source = qwen.Checkpoint(Path(tmp) / "base")
+        source = checkpoint.Checkpoint(Path(tmp) / "base")
         begin = time.time()
         total = sum(source.get(n).clone().nbytes for n in sorted(source.where, key=lambda n: (source.where[n], n)))
         reading = time.time() - begin
-        model, loading, peak = measured(lambda: qwen.load(Path(tmp) / "base", "cuda", quant=fmt))
+        model, loading, peak = measured(lambda: checkpoint.load(Path(tmp) / "base", "cuda", quant=fmt))
         del model
         torch.cuda.empty_cache()
-        report, writing, write_peak = measured(lambda: nvfp4.convert(Path(tmp) / "base", Path(tmp) / "q", fmt, "cuda"))
-    return {"shape": name, "format": fmt, "checkpoint_gib": total / plan.GIB, "reading_seconds": round(reading, 1),
+        report, writing, write_peak = measured(lambda: convert.convert(Path(tmp) / "base", Path(tmp) / "q", fmt, "cuda"))
+    return {"shape": name, "format": fmt, "checkpoint_gib": total / memory.GIB, "reading_seconds": round(reading, 1),
             "load_seconds": round(loading, 1), "load_peak_gib": peak, "write_seconds": round(writing, 1),
             "write_peak_gib": write_peak}
 
@@ -185,7 +182,7 @@ def parse_args(argv):
     if "table" in args.parts and not (args.model and args.data):
         p.error("--model and --data are needed for the table")
     try:
-        args.device, args.dtype = qwen.place(args.device)
+        args.device, args.dtype = place(args.device)
     except ValueError as e:
         p.error(str(e))
     if set(args.parts) - {"table"} and not torch.cuda.is_available():
@@ -215,7 +212,7 @@ def run(args):
         print(json.dumps(rows[-1]), flush=True)
 
     if "table" in args.parts:
-        folder = qwen.fetch(args.model)
+        folder = checkpoint.fetch(args.model)
         tok, test = data.Tokenizer(folder), Path(args.data) / "test.jsonl"
         args.calib = Path(args.data) / "train.jsonl"
         docs = [tok.encode(t) for t in awq.texts(test)[: args.documents]]

@@ -24,8 +24,9 @@ import torch
 import aqn
 import data
 import lora
-import model as qwen
 import sample
+from runtime.flags import place
+from weights import checkpoint
 
 
 def evaluate(model, tok, rows, style="tags", n=4, temperature=0.6, top_p=0.95, max_new_tokens=None, max_prompt=None,
@@ -136,12 +137,12 @@ def parse_args(argv):
 
 def run(args, argv):
     begin = time.time()
-    device, dtype = qwen.place(args.device, args.dtype)
-    folder = qwen.fetch(args.model)
+    device, dtype = place(args.device, args.dtype)
+    folder = checkpoint.fetch(args.model)
     tok = data.Tokenizer(folder)
     # all sets are read before anything is sampled: a mistyped name should not cost the sets before it
     sets = [(name, data.load(name, args.split, args.limit, args.seed)) for name in args.data.split(",")]
-    model = qwen.load(folder, device, dtype, args.quant)
+    model = checkpoint.load(folder, device, dtype, args.quant)
     model.valid_vocab = len(tok)
     if args.adapter:
         lora.load_adapter(model, args.adapter)

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import model as qwen
-from engine import Eager, graphs, packed, prefill, release, row_keys
+from runtime.draw import row_keys
+from runtime.engine import Eager, engine_for, onednn_linears, prefill, release
 
 __all__ = ["Sample", "generate", "release"]
 MAX_ROWS = 256  # rows that decode together, if the caller does not say
@@ -66,9 +66,9 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
         if eager or not model.embed.weight.is_cuda:
             engine = Eager(model, slots, max_len)
         else:
-            engine = graphs(model, slots, max_len, top_p)
+            engine = engine_for(model, slots, max_len, top_p)
         engine.begin(temperature, top_p, eos)
-        with packed(model):
+        with onednn_linears(model):
             decode_all(model, engine, prompts, out, limits, keys, eos, min(slots, engine.slots), progress, on_token)
     return out
 
@@ -274,13 +274,15 @@ def parse_args(argv=None):
 def main(argv=None):
     import data
     import lora
+    from runtime.flags import place
+    from weights import checkpoint
 
     parser, args = parse_args(argv)
     try:
-        folder = qwen.fetch(args.model)
+        folder = checkpoint.fetch(args.model)
         tok = data.Tokenizer(folder)
-        device, dtype = qwen.place(args.device, args.dtype)
-        model = qwen.load(folder, device, dtype, args.quant)
+        device, dtype = place(args.device, args.dtype)
+        model = checkpoint.load(folder, device, dtype, args.quant)
         model.valid_vocab = min(model.config.vocab_size, len(tok))
         if args.adapter:
             lora.load_adapter(model, args.adapter)

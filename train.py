@@ -33,10 +33,11 @@ import data
 import eval as evaluation
 import grpo
 import lora
-import model as qwen
 import plot
 import sample
-from flags import UserError, parse_args
+from runtime import engine
+from runtime.flags import UserError, parse_args, place
+from weights import checkpoint, memory
 
 
 def setup_run_folder(args, argv):
@@ -197,16 +198,6 @@ def update(model, optimizer, params, rows, args):
     return grpo.sum_metrics(parts), norm
 
 
-def make_room(model, args):
-    """Free the sampler's KV cache and graphs if the update would not fit beside them; the next rollout rebuilds them."""
-    c, tokens = model.config, args.micro_batch_tokens
-    block = 14 * c.hidden_size + 8 * c.intermediate_size  # numbers a token that one block keeps for its backward
-    kept = c.num_hidden_layers * (2 * c.hidden_size if args.checkpointing else block) + block
-    need = tokens * kept * model.embed.weight.element_size() + (5 << 29)  # and the LM head's chunks, twice
-    if torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < need:
-        sample.release(model)
-
-
 class AdamW(torch.optim.AdamW):
     """AdamW on float32 masters: 16-bit parameters (full training) are copied back after each step, LoRA's are masters already."""
 
@@ -314,15 +305,15 @@ def train(argv):
     started = time.time()
     args = parse_args(argv)
     out, args = setup_run_folder(args, argv)
-    device, dtype = qwen.place(args.device, args.dtype)
+    device, dtype = place(args.device, args.dtype)
 
-    folder = qwen.fetch(args.model)
+    folder = checkpoint.fetch(args.model)
     tok = data.Tokenizer(folder)
     train_rows, test_rows = load_data(args)
     rows, skipped = data.prompts(tok, train_rows, args.prompt_style, args.max_prompt)
     prompts = Prompts(rows, args.seed)
     steps = args.steps or max(1, len(rows) // args.prompts_per_step)
-    model = qwen.load(folder, device, dtype, args.quant)
+    model = checkpoint.load(folder, device, dtype, args.quant)
     model.valid_vocab, model.checkpointing = len(tok), args.checkpointing
     if args.lora_rank:
         params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
@@ -372,7 +363,9 @@ def train(argv):
             if args.aqn_scope == "rollout":
                 aqn.set_noise(model, 0.0)
             if device == "cuda":
-                make_room(model, args)
+                need = memory.update_bytes(model.config, args.quant, args.micro_batch_tokens,
+                                           args.checkpointing)
+                engine.make_room(model, sum(need))
             if args.old_logp == "trainer":  # before any parameter moves
                 for batch in micro_batches([r for g in groups for r in g], args.micro_batch_tokens):
                     with torch.no_grad():

@@ -12,11 +12,11 @@ import torch
 
 import aqn
 import data
-import flags
 import lora
 import model as qwen
 import sample
 import train
+from runtime import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--steps", "4", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4",

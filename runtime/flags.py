@@ -8,11 +8,25 @@ import argparse
 import math
 from pathlib import Path
 
+import torch
+
 import aqn
 import data
 import grpo
 
-TINY = Path(__file__).parent / "assets" / "tiny"
+TINY = Path(__file__).parents[1] / "assets" / "tiny"
+
+
+def place(device="auto", dtype="auto"):
+    """(device, torch.dtype) that the flags --device and --dtype stand for: auto is cuda where there
+    is one, with bfloat16, else the CPU, with float32. ValueError for cuda on a machine without."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: this machine has no CUDA device; use --device cpu")
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return device, getattr(torch, dtype)
 
 
 def at_least(low, kind=int, below=math.inf):
