@@ -140,13 +140,26 @@ def attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE: tl.constexpr):
     return new, l * fade + tl.sum(p, 1), acc
 
 
+@triton.jit
+def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """Qwen3's RMSNorm over heads given by their halves (.., D/2), rounded as the module rounds."""
+    d = tl.arange(0, D // 2)
+    square = tl.sum(x1 * x1, len(x1.shape) - 1, keep_dims=True) \
+        + tl.sum(x2 * x2, len(x2.shape) - 1, keep_dims=True)
+    rms = tl.rsqrt(square / D + eps)
+    w1 = tl.load(weight + d).to(tl.float32) + tl.load(noise + d)
+    w2 = tl.load(weight + D // 2 + d).to(tl.float32) + tl.load(noise + D // 2 + d)
+    y1, y2 = (x1 * rms * w1).to(dtype), (x2 * rms * w2).to(dtype)
+    return y1.to(tl.float32), y2.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["B"])
-def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out, B, stride_b,
-                  stride_h, scale, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-                  D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-                  IEEE: tl.constexpr):
+def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out, q_weight, q_noise,
+                  k_weight, k_noise, eps, B, stride_b, stride_h, scale, HKV: tl.constexpr,
+                  G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+                  BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
-    over the split's live tokens.
+    over the split's live tokens. NORM: the heads of q and k are normed first.
 
     qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> acc
     (W, B, H*D), m, l (W, B, H) float32, m in units of log2. Split 0 also takes the new token, which
@@ -176,12 +189,16 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
     q2 = tl.load(base + (h * G + g[:, None]) * D + HALF + d[None, :],
                  mask=g[:, None] < G, other=0).to(tl.float32)
     dtype = k_cache.dtype.element_ty
+    if NORM:
+        q1, q2 = head_norm(q1, q2, q_weight, q_noise, eps, D, dtype)
     r1, r2 = (q1 * co - q2 * si).to(dtype), (q2 * co + q1 * si).to(dtype)  # (GP, HALF)
     m, l = tl.full((GP,), -float("inf"), tl.float32), tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, D), tl.float32)
     if s == 0:
         x1 = tl.load(base + (HKV * G + h) * D + d).to(tl.float32)
         x2 = tl.load(base + (HKV * G + h) * D + HALF + d).to(tl.float32)
+        if NORM:
+            x1, x2 = head_norm(x1, x2, k_weight, k_noise, eps, D, dtype)
         n1, n2 = (x1 * co - x2 * si).to(dtype), (x2 * co + x1 * si).to(dtype)
         nv = tl.load(base + (HKV * G + HKV + h) * D + e)
         tl.store(keys + n * D + d, n1)
@@ -447,6 +464,7 @@ class Step:
         linears = [Projection(m, self.dtype) for _, m in projections(model)]  # four a block
         self.layers = [(b.input_layernorm, *linears[4 * i : 4 * i + 2], b.post_attention_layernorm,
                         *linears[4 * i + 2 : 4 * i + 4]) for i, b in enumerate(model.layers)]
+        self.head_norms = [(b.attn.q_norm, b.attn.k_norm) for b in model.layers]
         self.adapters = [p for p in linears if p.lora is not None]
         hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
         self.launch = {"PDL": hopper, "IEEE": self.dtype == torch.float32}
@@ -509,10 +527,15 @@ class Step:
         W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)
         acc = torch.empty(W, B, H * D, dtype=torch.float32, device=qkv.device)
         m, l = (torch.empty(W, B, H, dtype=torch.float32, device=qkv.device) for _ in "ml")
+        q_norm, k_norm = self.head_norms[layer]
+        norms = [self.embed] * 4 + [0.0]  # never touched
+        if c.qk_norm:
+            norms = [q_norm.weight, q_norm.noise, k_norm.weight, k_norm.noise, q_norm.eps]
         attend_kernel[B * HKV, W](
-            qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, B, k.stride(0),
+            qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, *norms, B, k.stride(0),
             k.stride(1), D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)),
-            D=D, W=W, BLOCK=16 if W > 16 else 64, num_warps=4, num_stages=3, **self.launch)
+            D=D, W=W, BLOCK=16 if W > 16 else 64, NORM=c.qk_norm, num_warps=4, num_stages=3,
+            **self.launch)
         out, t = qkv.new_empty(B, H * D), tiles("combine", B, H * D)
         del t["STEP"]  # it does its columns at once
         lora = self.lora(nxt, B, triton.cdiv(H * D, t["SLICE"]))

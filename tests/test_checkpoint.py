@@ -18,9 +18,10 @@ TINY = Path(__file__).parent.parent / "assets" / "tiny"
 IDS = torch.randint(0, 48, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def base(tmp_path):
+def base(tmp_path, family="qwen2"):
     """A 16-bit checkpoint whose K suits every format: hidden 128, intermediate 256, two layers."""
     raw = json.loads((FIXTURES / "qwen2_tied" / "config.json").read_text()) | {"hidden_size": 128, "intermediate_size": 256}
+    raw |= {"model_type": family, "head_dim": 32}
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
@@ -80,10 +81,10 @@ def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
 # ---- round trips
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt):
+@pytest.mark.parametrize("fmt,family", [*((fmt, "qwen2") for fmt in FORMATS), ("nvfp4", "qwen3")])
+def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt, family):
     """And a second time around: the stored reciprocal of the global scale must not drift."""
-    folder = base(tmp_path)
+    folder = base(tmp_path, family)
     state = load_file(folder / "model.safetensors")
     state["model.layers.0.self_attn.q_proj.weight"][:2] = 0  # blocks of zeros are there in checkpoints that were quantized once
     state["model.layers.0.mlp.up_proj.weight"][:, :64] = -0.0
@@ -299,9 +300,10 @@ def test_the_command_writes_a_checkpoint_and_says_what_it_cost(tmp_path, capsys)
 # ---- sizes
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("fmt", ["none", *FORMATS])
-def test_the_plan_counts_the_bytes_that_loading_takes(tmp_path, fmt):
-    folder = base(tmp_path)
+def test_the_plan_counts_the_bytes_that_loading_takes(tmp_path, fmt, family):
+    folder = base(tmp_path, family)
     model = M.load(folder, quant=fmt)
     tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
     assert sum(memory.weights(checkpoint.read_config(folder), fmt).values()) == sum(t.nbytes for t in tensors.values())
