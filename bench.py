@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 import engine
-import flags
+from runtime import flags
 import lora
 import marlin_triton
 import model as qwen

@@ -118,10 +118,15 @@ class Tokenizer:
 
     def prompt_ids(self, question, style="tags", max_prompt=None):
         """Token ids of a question with the style's instruction; None if there are more than max_prompt of them."""
-        if style not in SUFFIX:
-            raise ValueError(f"--prompt-style {style}: unknown, choose from {', '.join(SUFFIX)}")
-        ids = self.encode(self.chat([{"role": "user", "content": f"{question}\n{SUFFIX[style]}"}]))
+        ids = self.encode(self.chat([{"role": "user", "content": styled(question, style)}]))
         return None if max_prompt is not None and len(ids) > max_prompt else ids
+
+
+def styled(question, style):
+    """The question with what its style asks for below it."""
+    if style not in (*SUFFIX, "plain"):
+        raise ValueError(f"--prompt-style {style}: unknown, choose from {', '.join(SUFFIX)}, plain")
+    return question if style == "plain" else f"{question}\n{SUFFIX[style]}"
 
 
 def prompts(tok, rows, style="tags", max_prompt=None):
@@ -420,6 +425,13 @@ def reward(text, answer, style="tags"):
         raise ValueError(f"--prompt-style {style}: unknown, choose from {', '.join(SUFFIX)}")
     correct = given is not None and same(given, str(answer))
     return {"reward": 0.2 * well_formed + 1.0 * correct, "correct": correct, "format": well_formed, "given": given}
+
+
+def scorer(style="tags", own=None):
+    """(text, row) -> dict as `reward` gives it: that of `style`, or of one's own, file.py:function."""
+    if own:
+        return own_reward(own)
+    return lambda text, row: reward(text, row["answer"], style)
 
 
 def _tagged(text):

@@ -14,7 +14,6 @@ Left out: beam search, repetition penalties, stop strings, speculative decoding.
     python sample.py --prompt "What is 3 + 4 * 5?"
     python sample.py --model Qwen/Qwen2.5-0.5B-Instruct --file prompts.txt --out out.jsonl --n 4
 """
-import argparse
 import json
 import sys
 import time
@@ -25,8 +24,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import model as qwen
+import data
 from engine import Eager, graphs, packed, prefill, release, row_keys
+from runtime import flags
+from weights.files import whole
 
 __all__ = ["Sample", "generate", "release"]
 MAX_ROWS = 256  # rows that decode together, if the caller does not say
@@ -146,6 +147,10 @@ def fill(model, engine, prompts, starts, live, held):
         held[s] = live[s][0]
 
 
+def make_room(model, tokens):
+    pass
+
+
 def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
     if n < 1:
         raise ValueError(f"--n {n}: must be at least 1")
@@ -167,6 +172,9 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
             raise ValueError(f"prompt {i} holds the id {max(p)}, the model has {model.config.vocab_size}: wrong tokenizer?")
 
 
+# ---- the command
+
+
 def read_prompts(path):
     """Prompts of a file: one a line, or .jsonl rows with "prompt" (or "question")."""
     path = Path(path)
@@ -179,121 +187,97 @@ def read_prompts(path):
                 row = json.loads(line)
                 lines[i] = row["prompt"] if "prompt" in row else row["question"]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"--file {path}: line {i + 1} is not a JSON object with \"prompt\" or \"question\"") from None
+                raise ValueError(f'--file {path}: line {i + 1} is not a JSON object with "prompt" '
+                                 'or "question"') from None
     if not lines or not all(isinstance(t, str) for t in lines):
         raise ValueError(f"--file {path}: no prompts in it, one line of text each is expected")
     return lines
 
 
+def turns(args, *texts):
+    """Messages of a conversation: --system, then user and assistant in turn, questions in --prompt-style."""
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    for i, text in enumerate(texts):
+        user = i % 2 == 0
+        content = data.styled(text, args.prompt_style) if user else text
+        messages.append({"role": "user" if user else "assistant", "content": content})
+    return messages
+
+
 def limit(model, prompt, args):
-    """--max-new-tokens; without it, 512 or what the model's positions leave."""
-    return args.max_new_tokens or max(1, min(512, model.config.max_position_embeddings - len(prompt)))
+    """--max-new-tokens; without it, 4096 or what the model's positions leave."""
+    room = model.config.max_position_embeddings - len(prompt)
+    return args.max_new_tokens or max(1, min(4096, room))
 
 
-def answer(model, tok, messages, args, stream=None):
-    """One completion of a conversation; its text, also written to `stream` piece by piece as tokens arrive."""
+def answer(model, tok, args, texts):
+    """The next turn of a conversation, printed piece by piece as its tokens arrive; returns its text."""
     ids, shown = [], ""
 
     def show(_prompt, _sample, token):
         nonlocal shown
         ids.append(token)
         text = tok.decode(ids)
-        if stream and not text.endswith("\ufffd"):  # half a character: wait for the rest
-            stream.write(text[len(shown) :])
-            stream.flush()
+        if not text.endswith("\ufffd"):  # half a character: wait for the rest
+            print(text[len(shown) :], end="", flush=True)
             shown = text
 
-    prompt = tok.encode(tok.chat(messages))
-    [[sample]] = generate(model, [prompt], 1, limit(model, prompt, args), args.temperature, args.top_p, tok.eos_ids, args.seed,
-                          on_token=show)
-    if stream:
-        stream.write("\n")
+    prompt = tok.encode(tok.chat(turns(args, *texts)))
+    [[sample]] = generate(model, [prompt], 1, limit(model, prompt, args), args.temperature, args.top_p,
+                          tok.eos_ids, args.seed, on_token=show)
+    print("" if sample.finished else " [cut: raise --max-new-tokens]")
     return tok.decode(sample.ids)
 
 
-def chat(model, tok, system, args):
-    """A conversation in the terminal, each answer streamed, until end of input (ctrl-D) or ctrl-C."""
-    print("type a message; an empty line starts over, ctrl-D ends", file=sys.stderr)
-    messages = list(system)
+def chat(model, tok, args):
+    """A conversation in the terminal until /quit, end of input (ctrl-D) or ctrl-C."""
+    print("A line that ends in \\ goes on. /clear starts over, /quit ends.", file=sys.stderr)
+    texts = []
     while True:
         try:
-            text = input("> ").strip()
-            if not text:
-                messages = list(system)
-                continue
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": answer(model, tok, messages, args, sys.stdout)})
+            text = input("User: ")
+            while text.endswith("\\"):
+                text = f"{text[:-1]}\n{input('... ')}"
+            if text.strip() == "/quit":
+                return
+            if text.strip() == "/clear":
+                texts = []
+            elif text.strip():
+                print("Assistant: ", end="", flush=True)
+                texts += [text, answer(model, tok, args, [*texts, text])]
         except (EOFError, KeyboardInterrupt):
             print()
             return
 
 
-def batch(model, tok, system, args):
+def batch(model, tok, args, prompts):
     """--file -> --out: one JSON row a sample, in order, written whole at the end."""
-    prompts = read_prompts(args.file)
-    ids = [tok.encode(tok.chat([*system, {"role": "user", "content": text}])) for text in prompts]
-    groups = generate(model, ids, args.n, [limit(model, p, args) for p in ids], args.temperature, args.top_p, tok.eos_ids,
-                      args.seed, max_rows=args.max_rows, progress=sys.stderr.isatty())
-    rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids), "finished": s.finished,
-             "logprob": sum(s.logprobs)} for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]
-    temporary = Path(f"{args.out}.tmp")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    temporary.replace(args.out)
+    ids = [tok.encode(tok.chat(turns(args, text))) for text in prompts]
+    limits = [limit(model, p, args) for p in ids]
+    groups = generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids, args.seed,
+                      args.max_rows, progress=sys.stderr.isatty())
+    rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids),
+             "finished": s.finished, "logprob": sum(s.logprobs)}
+            for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]
+    with whole(args.out) as part, open(part, "w") as f:
+        f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     print(f"{args.out}: {len(rows)} rows, {sum(row['tokens'] for row in rows)} tokens")
 
 
-def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description="Sample from a model: chat, one prompt, or a file of prompts.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--model", default=str(Path(__file__).parent / "assets" / "tiny"), help="checkpoint folder or hub id")
-    add("--adapter", help="folder of a PEFT-layout LoRA adapter")
-    add("--quant", default="none", choices=["none", "nvfp4", "mxfp4", "nf4"], help="format of the weights")
-    add("--prompt", help="answer this and exit; without it and without --file: a chat")
-    add("--file", help="prompts, one a line, or .jsonl with \"prompt\" or \"question\"")
-    add("--out", help="where --file's answers go, .jsonl")
-    add("--system", help="system message")
-    add("--temperature", type=float, default=0.7, help="0: greedy")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest ids that hold this mass")
-    add("--max-new-tokens", type=int, help="most tokens of an answer (default: 512, or what the model has room for)")
-    add("--n", type=int, default=1, help="answers a prompt, with --file")
-    add("--max-rows", type=int, help="rows that decode together, with --file (default: what fits)")
-    add("--seed", type=int, default=0, help="the same seed, the same answers")
-    add("--device", default="auto", help="cpu, cuda or cuda:i; auto is cuda where there is one")
-    add("--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="auto is bfloat16 on cuda, float32 on the CPU")
-    args = parser.parse_args(argv)
-    if (args.file is None) != (args.out is None):
-        parser.error("--file and --out go together")
-    if args.file and args.prompt is not None:
-        parser.error("--prompt and --file exclude each other")
-    if args.max_new_tokens is not None and args.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
-    return parser, args
+def run(args, argv):
+    prompts = read_prompts(args.file) if args.file else None
+    model, tok = flags.load_policy(args)
+    if prompts:
+        batch(model, tok, args, prompts)
+    elif args.prompt is not None:
+        answer(model, tok, args, [args.prompt])
+    else:
+        chat(model, tok, args)
 
 
 def main(argv=None):
-    import data
-    import lora
-
-    parser, args = parse_args(argv)
-    try:
-        folder = qwen.fetch(args.model)
-        tok = data.Tokenizer(folder)
-        device, dtype = qwen.place(args.device, args.dtype)
-        model = qwen.load(folder, device, dtype, args.quant)
-        model.valid_vocab = min(model.config.vocab_size, len(tok))
-        if args.adapter:
-            lora.load_adapter(model, args.adapter)
-        system = [{"role": "system", "content": args.system}] if args.system else []
-        if args.file:
-            batch(model, tok, system, args)
-        elif args.prompt is not None:
-            answer(model, tok, [*system, {"role": "user", "content": args.prompt}], args, sys.stdout)
-        else:
-            chat(model, tok, system, args)
-    except (ValueError, OSError) as e:
-        parser.error(str(e))
+    return flags.run_command("sample", run, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,7 +12,7 @@ import torch
 
 import aqn
 import data
-import flags
+from runtime import flags
 import lora
 import model as qwen
 import sample
