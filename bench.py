@@ -30,7 +30,6 @@ import triton
 import triton.language as tl
 
 import engine
-from runtime import flags
 import lora
 import marlin_triton
 import model as qwen
@@ -38,6 +37,7 @@ import nvfp4
 import plan
 import sample
 import train
+from runtime import flags
 
 RESULTS = Path(__file__).parent / "results"
 # hidden, intermediate, layers, heads, kv heads, vocabulary, tied head of Qwen2.5

@@ -108,6 +108,7 @@ def gain(base, adapter):
 
 def run(args, argv):
     begin = time.time()
+    flags.model_folder(args.model)
     # all sets are read before anything is loaded or sampled: a mistyped name costs nothing
     sets = [(Path(name).stem, data.load(name, args.split, args.limit, args.seed, args.levels))
             for name in args.data.split(",")]

@@ -154,6 +154,7 @@ def evaluate(run, model, tok, score, rows):
 
 def train(args, argv):
     args = settle(args, argv)
+    flags.model_folder(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
     train_rows, held_out = questions(args)
     model, tok = flags.load_policy(args)

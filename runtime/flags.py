@@ -133,7 +133,7 @@ TABLE = {
     )),
     "held-out questions": ("train", (
         Flag("eval-n", number(0), 1, "samples a question, 0 for no evaluation"),
-        Flag("eval-every", number(0), 0, "steps between evaluations, 0: before and after training only", 10),
+        Flag("eval-every", number(0), 0, "steps between evaluations; 0: only before and after", 10),
         Flag("eval-limit", number(1), None, "how many questions (default: all)", 256),
         Flag("eval-temperature", number(0, float), 0.6, "0 is greedy"),
         Flag("eval-top-p", number(1e-6, float), 0.95, "nucleus"),
@@ -239,8 +239,6 @@ def check_train(args):
                          f"{args.prompts_per_step}, and each update takes prompts of its own")
     if args.overlong == "soft":
         grpo.soft_overlong_penalty(torch.zeros(1), args.max_new_tokens, args.overlong_buffer)
-    if args.eval_every and not args.eval_n:
-        raise ValueError("--eval-every: --eval-n 0 turns evaluations off; leave one of them out")
     if args.out is None:
         args.out = f"runs/{Path(args.model).name}-{Path(args.data).stem}-{args.quant}-s{args.seed}"
 
@@ -292,11 +290,16 @@ def place(device="auto", dtype="auto"):
     return device, getattr(torch, dtype)
 
 
+def model_folder(name):
+    """The checkpoint folder that --model stands for."""
+    return TINY if name == "tiny" else qwen.fetch(name)
+
+
 def load_policy(args):
     """(model, tokenizer) as the flags say: base, format, AWQ, adapter, and ids past the tokenizer
     shut off."""
     device, dtype = place(args.device, args.dtype)
-    folder = TINY if args.model == "tiny" else qwen.fetch(args.model)
+    folder = model_folder(args.model)
     tok = data.Tokenizer(folder)
     if args.awq:
         model = awq.load(folder, device, dtype, args.quant, args.calib)

@@ -12,7 +12,6 @@ been; a folder without checkpoint/ holds nothing that is worth keeping, and a st
 """
 import argparse
 import json
-import os
 import resource
 import shlex
 import signal
