@@ -127,7 +127,7 @@ def cell(value, spec):
 def show(columns, row=None):
     """Print the values of a row in `columns` ({key: format}), or, without a row, their keys."""
     cells = columns if row is None else [cell(row.get(key), columns[key]) for key in columns]
-    widths = [max(8, len(key) + 2) for key in columns]
+    widths = [max(9, len(key) + 2) for key in columns]
     print("".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)), flush=True)
 
 

@@ -1,11 +1,10 @@
 """
 What four bits cost and what AWQ gives back: {16 bits, NVFP4, MXFP4, NF4} x {plain rounding, AWQ}.
 
-Perplexity on question + answer of the test split, its gap to the 16-bit model paired document by
-document; greedy accuracy (boxed prompt); token entropy at temperature 1 on the model's own samples.
-`channels` and `blocks` are AWQ's two halves alone: channel scales, and block scales. Each finished
-row is in --out at once (its likelihoods by document beside it, in *.nll.json), and a row that is
-there is not measured again: run it several times, in parts. Memory and speed: bench.py.
+Perplexity of the test split's questions with answers, its gap to 16 bits paired by document; greedy
+accuracy (boxed prompt); token entropy at temperature 1 on the model's own samples. --methods: `rtn`
+is plain rounding, `channels` and `blocks` are AWQ's halves alone. A finished row is in --out (its
+likelihoods by document beside it, in *.nll.json) and is not measured again: run it in parts.
 
     python bench_quantization.py --model Qwen/Qwen2.5-0.5B-Instruct --data gsm8k/ --out q.json
 """
@@ -31,8 +30,7 @@ METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  #
 
 @torch.no_grad()
 def own_entropy(model, tok, prompts, max_new_tokens):
-    """(mean, standard error over prompts) of the token entropy in nats, at temperature 1, along one
-    sample of each prompt."""
+    """(mean, standard error) over prompts of the token entropy in nats along one sample of each."""
     out, drawn = [], sample.generate(model, prompts, 1, max_new_tokens, eos_ids=tok.eos_ids)
     for prompt, (s,) in zip(prompts, drawn, strict=True):
         ids = torch.tensor([prompt + s.ids], device=model.embed.weight.device)
@@ -45,16 +43,15 @@ def own_entropy(model, tok, prompts, max_new_tokens):
 
 def row(args, fmt, method, docs, questions, tok):
     """One line of the table, and [[nats, tokens] of each document]."""
-    begin, place = time.time(), (args.model, args.device, args.dtype, fmt)
+    begin, where = time.time(), (args.model, args.device, args.dtype, fmt)
     if method in METHODS:
-        model = awq.load(*place, args.calib, args.sequences, args.length, **METHODS[method])
+        model = awq.load(*where, args.calib, args.sequences, args.length, **METHODS[method])
+        out = {"error_kept": math.exp(mean(math.log(r["awq"] / r["rtn"]) for r in model.awq)),
+               "exponents_above_0": mean(r["exponent"] > 0 for r in model.awq)}
     else:
-        model = qwen.load(*place)
+        model, out = qwen.load(*where), {}
+    out = {"format": fmt, "method": method, "load_seconds": round(time.time() - begin, 1), **out}
     model.valid_vocab = len(tok)
-    out = {"format": fmt, "method": method, "load_seconds": round(time.time() - begin, 1)}
-    if method in METHODS:
-        out["error_kept"] = math.exp(mean(math.log(r["awq"] / r["rtn"]) for r in model.awq))
-        out["exponents_above_0"] = mean(r["exponent"] > 0 for r in model.awq)
     scored = awq.perplexity(model, docs)
     nats, entropy, out["tokens"] = map(sum, zip(*scored, strict=True))
     out["perplexity"] = math.exp(nats / out["tokens"])
@@ -73,13 +70,11 @@ def row(args, fmt, method, docs, questions, tok):
 
 
 def compare(rows, likelihoods):
-    """Adds to each row its gap to the 16-bit row in nats a token, paired by document, and the share
-    of plain rounding's gap that the method removes. likelihoods: {"format method": [[nats, tokens]
-    of each document]}."""
-    base = likelihoods["none -"]
+    """Adds to each row its gap to the 16-bit row in nats a token, and the share of plain rounding's
+    gap that the method removes. likelihoods: {"format method": [[nats, tokens] of a document]}."""
     for r in rows:
         own = likelihoods[f"{r['format']} {r['method']}"]
-        d = [a - b for (a, _), (b, _) in zip(own, base, strict=True)]
+        d = [a - b for (a, _), (b, _) in zip(own, likelihoods["none -"], strict=True)]
         r["gap"] = sum(d) / r["tokens"]
         # of a ratio of sums: the documents are the draws, and their lengths differ
         off = sum((x - r["gap"] * n) ** 2 for x, (_, n) in zip(d, own, strict=True))
@@ -95,9 +90,8 @@ def show(rows):
     print(line("format", "method", "perplexity", "gap, nats", "removed", "accuracy, %", "entropy"))
     for r in rows:
         gap, accuracy, entropy = (
-            f"{scale * r[key]:.{digits}f} +- {scale * (r[key + '_se'] or 0):.{digits}f}"
-            if key in r else "-" for key, scale, digits in (("gap", 1, 4), ("accuracy", 100, 1),
-                                                            ("entropy", 1, 3)))
+            f"{s * r[k]:.{digits}f} +- {s * (r[k + '_se'] or 0):.{digits}f}" if k in r else "-"
+            for k, s, digits in (("gap", 1, 4), ("accuracy", 100, 1), ("entropy", 1, 3)))
         removed = f"{100 * r['gap_removed']:.0f}%" if "gap_removed" in r else "-"
         name = "16 bits" if r["format"] == "none" else r["format"]
         print(line(name, r["method"], f"{r['perplexity']:.4f}", gap, removed, accuracy, entropy))
@@ -121,10 +115,9 @@ def run(args):
         new, likelihoods[f"{fmt} {method}"] = row(args, fmt, method, docs, questions, tok)
         rows.append(new)
         compare(rows, likelihoods)
-        for path, content in ((beside, json.dumps(likelihoods)),
-                              (args.out, json.dumps(results, indent=1))):
+        for path, content, indent in ((beside, likelihoods, None), (args.out, results, 1)):
             with whole(path) as part:
-                part.write_text(content + "\n")
+                part.write_text(json.dumps(content, indent=indent) + "\n")
         print(json.dumps(new), flush=True)
     show(rows)
     print(json.dumps(results))
@@ -136,11 +129,9 @@ def main(argv=None):
     add, formats = p.add_argument, list(nvfp4.FORMATS)
     add("--out", type=Path, required=True, help="JSON file; rows in it are not measured again")
     add("--model", required=True, help="16-bit checkpoint")
-    add("--data", type=Path, required=True,
-        help="folder of train.jsonl (calibration) and test.jsonl, rows of question and answer")
+    add("--data", type=Path, required=True, help="folder of train.jsonl (calibration), test.jsonl")
     add("--formats", nargs="+", choices=formats, default=formats, help="beside 16 bits")
-    add("--methods", nargs="+", choices=["rtn", *METHODS], default=["rtn", "awq"],
-        help="rtn is plain rounding")
+    add("--methods", nargs="+", choices=["rtn", *METHODS], default=["rtn", "awq"], help="to try")
     add("--documents", type=int, default=1319, help="test documents for the perplexity")
     add("--questions", type=int, default=1319, help="greedy questions, 0 for none")
     add("--samples", type=int, default=256, help="samples for the entropy, 0 for none")
