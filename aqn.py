@@ -83,7 +83,8 @@ def norms(model):
     ValueError if there is none."""
     found = [(block.input_layernorm, block.post_attention_layernorm) for block in model.layers]
     if not found or not all(hasattr(norm, "noise") for pair in found for norm in pair):
-        raise ValueError("the model has no layer norms with a noise buffer; AQN works on model.Qwen2 as model.load returns it")
+        raise ValueError("the model has no layer norms with a noise buffer; AQN works on a "
+                         "model.Transformer, as model.load returns it")
     return found
 
 

@@ -31,17 +31,17 @@ import torch
 import triton
 import triton.language as tl
 
-import engine
-import flags
+import grpo
 import lora
 import marlin_triton
 import model as qwen
 import nvfp4
-import plan
 import plot
 import sample
-import train
+from runtime import engine
+from weights import checkpoint, convert, memory
 from weights.files import whole
+from weights.formats import FORMATS
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = json.loads((RESULTS / "peers.json").read_text())
@@ -71,10 +71,10 @@ def build(c, quant):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    random = qwen.RandomCheckpoint()
-    seconds, model = timed(lambda: qwen.build(c, random, "cuda", torch.bfloat16, quant))
-    return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / plan.GIB,
-                   "planned_gib": sum(plan.weights(c, quant).values()) / plan.GIB,
+    random = checkpoint.RandomCheckpoint()
+    seconds, model = timed(lambda: checkpoint.build(c, random, "cuda", torch.bfloat16, quant))
+    return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
+                   "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
                    "load_peak_gib": peak_gib(), "load_seconds": seconds}
 
 
@@ -96,7 +96,7 @@ def graph_time(f, things, at_least=3):
 
 
 def peak_gib():
-    return torch.cuda.max_memory_allocated() / plan.GIB
+    return torch.cuda.max_memory_allocated() / memory.GIB
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def kernels(args):
     show(columns)
     for name in args.shapes:
         size, layer = name.split(".")
-        N, K, _ = plan.linears(config(size))[f"{layer}_proj"]
+        N, K, _ = memory.linears(config(size))[f"{layer}_proj"]
         theirs = dict(zip(marlin["rows"], marlin["speedup"][name], strict=True))
         dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
                  for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
@@ -177,7 +177,7 @@ def gemm(weights, dense, M, back, ceiling):
         ours, theirs = (lambda q: marlin_triton.product(x, q)), (lambda w: x @ w.T)
     calls = 8 if back else 24 if M <= 1024 else 4
     us, cublas = graph_time(ours, weights, calls), graph_time(theirs, dense, calls)
-    gbps = (N * K * plan.BITS[fmt] / 8 + 2 * M * (N + K)) / us / 1e3
+    gbps = (N * K * memory.BITS[fmt] / 8 + 2 * M * (N + K)) / us / 1e3
     some, w = torch.randperm(M, device="cuda")[:64], nvfp4.dequantize(weights[0]).double()
     exact = x[some].double() @ (w if back else w.T)
     error = (ours(weights[0])[some] - exact).norm() / exact.norm()
@@ -202,7 +202,7 @@ def rollout(args):
         adapt(model, rank)
         torch.cuda.reset_peak_memory_stats()
         floors = partial(floor_bytes, c, quant, rank)
-        weights_gib = torch.cuda.memory_allocated() / plan.GIB
+        weights_gib = torch.cuda.memory_allocated() / memory.GIB
         for what in todo.split(","):
             row = {"size": size, "quant": quant, "lora_rank": rank, "prompt": args.prompt,
                    "new": args.new, "weights_gib": weights_gib}
@@ -220,9 +220,9 @@ def rollout(args):
 def floor_bytes(c, quant, rank, rows, length):
     """Bytes that one decode step must read, by part: weights, LM head, adapter in 16 bits, keys and
     values of `length` tokens."""
-    w = plan.weights(c, quant)
+    w = memory.weights(c, quant)
     return {"linear": w["attention"] + w["mlp"], "head": w["lm_head"] or w["embeddings"],
-            "lora": 2 * plan.lora_parameters(c, rank), "kv": rows * length * plan.kv_per_token(c)}
+            "lora": 2 * memory.lora_parameters(c, rank), "kv": rows * length * memory.kv_per_token(c)}
 
 
 def adapt(model, rank):
@@ -250,7 +250,7 @@ def rows_alive(model, floors, what, args, ceiling):
     """`what`: "8" rows of one prompt, or "8x16": 16 samples of each of 8 prompts."""
     groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
     rows, prompts = groups * n, random_prompts(groups, args.prompt)
-    engine.graphs(model, rows, args.prompt + args.new, 1.0)  # one engine, whatever is drawn
+    engine.engine_for(model, rows, args.prompt + args.new, 1.0)  # one engine, whatever is drawn
     draw(model, prompts, n, 2)  # compiles and captures
     first, _ = draw(model, prompts, n, 1)
     last, out = draw(model, prompts, n, args.new)
@@ -271,7 +271,7 @@ def queue(model, args, requests=256, slots=64):
     lengths = torch.randn(requests, generator=g).mul(0.7).exp().mul(300).clamp(8, 2048)
     lengths = lengths.long().tolist()
     prompts = random_prompts(requests, args.prompt)
-    engine.graphs(model, slots, args.prompt + max(lengths), 1.0)
+    engine.engine_for(model, slots, args.prompt + max(lengths), 1.0)
     for rows in (b for b in engine.BUCKETS if b <= slots):  # capture each batch size
         draw(model, prompts[:1], rows, 2)
     first, _ = draw(model, prompts[:slots], 1, 1)
@@ -347,17 +347,17 @@ def update(row, c, ceiling, micro_batch_tokens):
     row |= made
     model.checkpointing = True
     torch.cuda.reset_peak_memory_stats()
-    knobs = flags.parse_args(["--model", "m", "--micro-batch-tokens", str(micro_batch_tokens)])
-    params = lora.add_lora(model, 32, 32)
-    optimizer, half = train.AdamW(params, knobs), row["length"] // 2
-    rows = [{"prompt": ids[:half], "ids": ids[half:], "logprobs": [-12.0] * half, "finished": True,
-             "advantage": i % 3 - 1.0}
-            for i, ids in enumerate(random_prompts(row["tokens"] // row["length"], row["length"]))]
+    settings = grpo.Settings(micro_batch_tokens=micro_batch_tokens)
+    optimizer = grpo.AdamW(lora.add_lora(model, 32, 32), 1e-5, (0.9, 0.99), 0.1)
+    half = row["length"] // 2
+    prompts = random_prompts(row["tokens"] // row["length"], row["length"])
+    completions = [grpo.Completion({}, ids[:half], ids[half:], [-12.0] * half, True,
+                                   advantage=i % 3 - 1.0) for i, ids in enumerate(prompts)]
     seconds = statistics.median(
-        timed(lambda: train.update(model, optimizer, params, rows, knobs))[0] for _ in range(3))
+        timed(lambda: grpo.update(model, optimizer, completions, settings))[0] for _ in range(3))
     # forward, recomputed forward and dL/dx of the blocks; forward and dL/dx of the head on the
     # completion's half
-    blocks = sum(n * k for n, k, _ in plan.linears(c).values()) * c.num_hidden_layers
+    blocks = sum(n * k for n, k, _ in memory.linears(c).values()) * c.num_hidden_layers
     tflops = 2 * row["tokens"] * (3 * blocks + c.vocab_size * c.hidden_size) / seconds / 1e12
     row |= {"seconds": seconds, "tflops": tflops, "tok_s": row["tokens"] / seconds,
             "share": tflops / ceiling, "peak_gib": peak_gib()}
@@ -365,14 +365,14 @@ def update(row, c, ceiling, micro_batch_tokens):
 
 def files(args):
     """Seconds to read a checkpoint, to load it quantized, and to write it quantized."""
-    source, row = qwen.Checkpoint(args.model), {"shape": args.model.name, "format": args.format}
+    source, row = checkpoint.Checkpoint(args.model), {"shape": args.model.name, "format": args.format}
     names = sorted(source.where, key=lambda n: (source.where[n], n))
     seconds, nbytes = timed(lambda: sum(source.get(n).clone().nbytes for n in names))
-    row |= {"checkpoint_gib": nbytes / plan.GIB, "reading_seconds": seconds}
+    row |= {"checkpoint_gib": nbytes / memory.GIB, "reading_seconds": seconds}
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp) / "quantized"
-        for what, f in (("load", lambda: qwen.load(args.model, "cuda", quant=args.format)),
-                        ("write", lambda: nvfp4.convert(args.model, out, args.format, "cuda"))):
+        for what, f in (("load", lambda: checkpoint.load(args.model, "cuda", quant=args.format)),
+                        ("write", lambda: convert.convert(args.model, out, args.format, "cuda"))):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             row[f"{what}_seconds"] = timed(f)[0]
@@ -448,7 +448,7 @@ def rollout_curves(rows):
 def rollout_config(text):
     """An argparse type: what one model of `rollout` is to be measured at."""
     rows = r"([1-9]\d*(x[1-9]\d*)?|queue)"
-    if not re.fullmatch(rf"({'|'.join(SIZES)}):({'|'.join(plan.BITS)}):\d+:{rows}(,{rows})*", text):
+    if not re.fullmatch(rf"({'|'.join(SIZES)}):({'|'.join(memory.BITS)}):\d+:{rows}(,{rows})*", text):
         raise argparse.ArgumentTypeError(f"{text}: expected size:format:rank:rows, as "
                                          f"7b:nvfp4:16:1,8; sizes are {', '.join(SIZES)}")
     return text
@@ -466,7 +466,7 @@ def parse_args(argv=None):
                            help="JSON list that the rows are merged into")
         add[f] = c.add_argument
 
-    some, formats = {"nargs": "+", "metavar": "NAME"}, list(nvfp4.FORMATS)
+    some, formats = {"nargs": "+", "metavar": "NAME"}, list(FORMATS)
     add[kernels]("--shapes", **some, choices=SHAPES, default=SHAPES, help="linear layers")
     add[kernels]("--rows", **some, type=int, default=list(ROWS), help="values of M")
     add[kernels]("--formats", **some, choices=formats, default=formats,
@@ -477,7 +477,7 @@ def parse_args(argv=None):
     add[rollout]("--new", type=int, default=512, help="tokens drawn")
     add[rollout]("--profile", action="store_true", help="print where a step's time goes")
     add[step]("--sizes", **some, choices=SIZES, default=["3b", "7b", "14b", "32b"], help="models")
-    add[step]("--quants", **some, choices=plan.BITS, default=["none", "nvfp4"], help="formats")
+    add[step]("--quants", **some, choices=memory.BITS, default=["none", "nvfp4"], help="formats")
     add[step]("--tokens", type=int, default=32768, help="of an update, prompts included")
     add[step]("--length", type=int, default=1024, help="of a row, half of it prompt")
     add[step]("--micro-batch-tokens", type=int, default=16384, help="as in train.py")

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-import awq
 import data
 import grpo
-import model as qwen
-import nvfp4
 import sample
 from eval import evaluate, mean, stderr
+from runtime.flags import place
+from weights import awq, checkpoint
 from weights.files import whole
+from weights.formats import FORMATS
 
 METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # of awq.Search
 
@@ -49,7 +49,7 @@ def row(args, fmt, method, docs, questions, tok):
         out = {"error_kept": math.exp(mean(math.log(r["awq"] / r["rtn"]) for r in model.awq)),
                "exponents_above_0": mean(r["exponent"] > 0 for r in model.awq)}
     else:
-        model, out = qwen.load(*where), {}
+        model, out = checkpoint.load(*where), {}
     out = {"format": fmt, "method": method, "load_seconds": round(time.time() - begin, 1), **out}
     model.valid_vocab = len(tok)
     scored = awq.perplexity(model, docs)
@@ -98,9 +98,9 @@ def show(rows):
 
 
 def run(args):
-    args.device, args.dtype = qwen.place(args.device)
+    args.device, args.dtype = place(args.device)
     args.calib, beside = args.data / "train.jsonl", args.out.with_suffix(".nll.json")
-    tok, test = data.Tokenizer(qwen.fetch(args.model)), args.data / "test.jsonl"
+    tok, test = data.Tokenizer(checkpoint.fetch(args.model)), args.data / "test.jsonl"
     docs = [tok.encode(t) for t in awq.texts(test)[: args.documents]]
     questions = data.load(test, "test")
     results, likelihoods = (json.loads(p.read_text()) if p.is_file() else {}
@@ -126,7 +126,7 @@ def run(args):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False,
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add, formats = p.add_argument, list(nvfp4.FORMATS)
+    add, formats = p.add_argument, list(FORMATS)
     add("--out", type=Path, required=True, help="JSON file; rows in it are not measured again")
     add("--model", required=True, help="16-bit checkpoint")
     add("--data", type=Path, required=True, help="folder of train.jsonl (calibration), test.jsonl")

@@ -28,7 +28,7 @@ import urllib.request
 from pathlib import Path
 
 from runtime.grade import last_boxed, same
-from runtime.tokenizer import SUFFIX, Tokenizer, styled, unknown_style
+from runtime.tokenizer import SUFFIX, Tokenizer, unknown_style
 from weights.files import whole
 
 GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"

@@ -66,70 +66,12 @@ Tried on one H100 (7B gate_up, 37888 x 3584, microseconds at M = 8 unless said) 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
 """
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-       -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-       0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
-CHUNK = 128  # columns of K that a row's 64 packed bytes hold
-SLICE = 1 << 24  # codes that pack and unpack take at a time: their int32 temporaries are 64 MB each
+from weights.formats import CHUNK, FORMATS, NF4, dequantize
+
 MASK = tl.constexpr(0x81C081C0 - (1 << 32))  # s and e, e, m of two codes, where bfloat16 wants them
-
-
-def pack(codes):
-    """Codes (N, K), one uint8 each in 0..15, in the kernel's order: (N, ceil(K/128)*64) uint8; columns past K are code 0.
-
-    Groups of 8 rows are interleaved: pack a matrix whole, or in slices of rows that start at multiples of 8. ValueError if
-    codes is not a uint8 matrix."""
-    if codes.dim() != 2 or codes.dtype != torch.uint8:
-        raise ValueError(f"pack: codes must be a (N, K) uint8 tensor, got {tuple(codes.shape)} {codes.dtype}")
-    N, K = codes.shape
-    chunks = -(-K // CHUNK)
-    out = codes.new_empty(N, chunks * CHUNK // 2)
-    for i, j, rows in slices(N, K):
-        v = F.pad(codes[i:j], (0, -K % CHUNK)).int()
-        v = ((v & 8) << 12) | ((v & 7) << 6)  # s in bit 15, e, e, m in 8..6
-        v = v.view(-1, rows, chunks, 2, 4, 2, 4, 2).permute(0, 2, 1, 6, 4, 3, 5, 7)  # -> (group, chunk, row, t, w, plane, h, p)
-        a, b, c, d = (v[..., 0] | v[..., 1] << 16).flatten(5).unbind(-1)  # 4 x (group, chunk, row, t, w), two codes each
-        word = a | shift(b, 4) | rotate(c, 26) | rotate(d & ~0x00400040, 30) | shift(d & 0x00400040, 6)
-        out[i:j] = word.reshape(j - i, -1).view(torch.uint8)
-    return out
-
-
-def unpack(packed, K):
-    """The inverse of pack: (N, ceil(K/128)*64) uint8 -> codes (N, K) uint8."""
-    N, width = packed.shape
-    out = packed.new_empty(N, K)
-    for i, j, rows in slices(N, K):
-        w = packed[i:j].contiguous().view(torch.int32).view(-1, width * 2 // CHUNK, rows, 4, 4)  # (group, chunk, row, t, w)
-        d = (rotate(w, 2) & (0x81808180 - (1 << 32))) | ((w << 6) & 0x00400040)
-        v = torch.stack([w, w << 4, rotate(w, 6), d], -1).unflatten(-1, (2, 2))  # (.., plane, h)
-        v = torch.stack([v, v >> 16], -1)  # (.., p)
-        v = (((v >> 12) & 8) | ((v >> 6) & 7)).to(torch.uint8)  # (group, chunk, row, t, w, plane, h, p)
-        out[i:j] = v.permute(0, 2, 1, 5, 4, 6, 3, 7).reshape(j - i, -1)[:, :K]
-    return out
-
-
-def slices(N, K):
-    """(first, end, rows of a group): about SLICE codes each, in whole groups of 8 rows, then the N % 8 rows left over."""
-    whole, step = N // 8 * 8, max(1, SLICE // (8 * max(K, 1))) * 8
-    yield from ((i, min(i + step, whole), 8) for i in range(0, whole, step))
-    if whole < N:
-        yield whole, N, N - whole
-
-
-def shift(w, s):
-    """Logical right shift of int32."""
-    return (w >> s) & ((1 << (32 - s)) - 1)
-
-
-def rotate(w, s):
-    """Rotate int32 right by s bits."""
-    return shift(w, s) | (w << (32 - s))
 
 
 # PTX. $4 is a word, $5 and $6 the scales of its planes, twice each; $0..$3 are the pairs a..d. A product is an FMA with -0 (z),
@@ -404,8 +346,8 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
 
 
 @triton.jit
-def dequant(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, FOLD: tl.constexpr,
-            ASM: tl.constexpr):
+def to_bfloat16_kernel(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN: tl.constexpr,
+                       FAST: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr):
     """out (N, K) = value * block scale, times global scale if FOLD; a program does BN rows of one chunk."""
     if FAST:
         sc = tl.multiple_of(sc, 64)
@@ -452,13 +394,7 @@ def space(device):
     return SPACE[device]
 
 
-def workspace_bytes(shapes):
-    """Bytes of device memory that this file takes beside packed weights of the given shapes (N, K): the scratch for the largest
-    and 17 MB; 0 without weights. All it ever takes: a process that has multiplied each weight once holds it already."""
-    return max((2 * N * K + 4 * (PARTIALS + COUNTERS) for N, K in shapes), default=0)
-
-
-def plan(M, N, K, cores):
+def tiling(M, N, K, cores):
     """The tile of TILES for this shape on so many SMs, its chunks, stages and split of K settled."""
     t = dict(next(t for top, t in TILES.items() if M <= top))
     t["C"] = t["C"] if K % (CHUNK * t["C"]) == 0 else 1
@@ -483,7 +419,7 @@ def few(M, N, K, cores):
     dequantizing at 2.4 TB/s and cuBLAS at 700 TFLOP/s. All three were measured on an H100; other cards shift them together."""
     if M <= FEW:
         return True
-    t = plan(M, N, K, cores)
+    t = tiling(M, N, K, cores)
     tiles = -(-N // t["BN"]) * -(-M // t["BM"])
     kernel = 7.3 * K * -(-tiles * t["split"] // cores) / t["split"]
     return kernel * cores / 132 < N * K * (2.56 / 2400 + 2 * M / 700e3)
@@ -499,10 +435,12 @@ def check(x, q):
         raise ValueError(f"marlin_triton: x is on {x.device}, the weight on {q.codes.device}; move one of them")
     if getattr(q.scale, "checked", None) == q.scale._version:
         return
-    if q.fmt not in BLOCK:
-        raise ValueError(f"marlin_triton: unknown format {q.fmt}, choose from {', '.join(BLOCK)}")
-    N, K = q.shape
-    if K % BLOCK[q.fmt] or q.codes.shape != (N, -(-K // CHUNK) * CHUNK // 2) or q.scale.shape != (N, K // BLOCK[q.fmt]):
+    if q.fmt not in FORMATS:
+        raise ValueError(f"marlin_triton: unknown format {q.fmt}, choose from "
+                         f"{', '.join(FORMATS)}")
+    (N, K), block = q.shape, FORMATS[q.fmt].block
+    codes, scale = (N, -(-K // CHUNK) * CHUNK // 2), (N, K // block)
+    if K % block or q.codes.shape != codes or q.scale.shape != scale:
         shapes = f"codes {tuple(q.codes.shape)}, scale {tuple(q.scale.shape)}"
         raise ValueError(f"marlin_triton: {shapes} do not fit {q.fmt} {N} x {K}; quantize or load it again")
     # e4m3 0x7F and 0xFF are NaN, E8M0 255 is; an E8M0 scale over 2^27 would not fit the 2^100 that bfloat16 carries it at
@@ -529,7 +467,7 @@ def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    t = plan(M, N, K, sms(x.device)) | override
+    t = tiling(M, N, K, sms(x.device)) | override
     major = torch.cuda.get_device_capability(x.device)[0] if cuda else 9
     kw = t["kw"] if major in (9, 10) else 4  # where one instruction spans four warps; others take operands in the wider order
     extra = {"maxnreg": t["maxnreg"]} if cuda and "maxnreg" in t else {}
@@ -548,12 +486,12 @@ def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=
     return out
 
 
-def dequantize(q, fold=False, out=None, asm=None):
+def to_bfloat16(q, fold=False, out=None, asm=None):
     """w_hat / global_scale (N, K) in bfloat16, which holds it exactly except for nf4; with `fold`, w_hat, rounded once. On CPU
     tensors it needs TRITON_INTERPRET=1. out: a flat bfloat16 buffer to use."""
     N, K = q.shape
     w = torch.empty(N, K, dtype=torch.bfloat16, device=q.codes.device) if out is None else out[: N * K].view(N, K)
-    dequant[(-(-N // 64), -(-K // CHUNK))](
+    to_bfloat16_kernel[(-(-N // 64), -(-K // CHUNK))](
         q.codes, raw(q), q.global_scale, w, N, K, q.codes.stride(0), q.scale.stride(0), FMT=q.fmt, BN=64,
         FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold, ASM=q.codes.is_cuda if asm is None else asm, num_warps=4)
     return w
@@ -576,31 +514,16 @@ def many(x, q, transposed):
         buffers[2] = None  # let go of the smaller one first
         buffers[2] = torch.empty(N * K, dtype=torch.bfloat16, device=x.device)
     alpha = common_scale(q)
-    w = dequantize(q, fold=alpha is None, out=buffers[2])
+    w = to_bfloat16(q, fold=alpha is None, out=buffers[2])
     y = x.new_empty(x.shape[0], K if transposed else N)
     # cuBLAS multiplies its float32 sums by alpha: the global scale costs no rounding
     return torch.addmm(y, x, w if transposed else w.T, beta=0, alpha=1.0 if alpha is None else alpha, out=y)  # (M, N) @ (N, K)
 
 
-def scale_value(scale, fmt):
-    """Stored block scales (N, K/block) as float32."""
-    if fmt == "mxfp4":  # the byte is a float32's exponent field; 0 stands for 2^-127, which float32 writes as a subnormal
-        return torch.where(scale > 0, scale.int() << 23, 1 << 22).view(torch.float32)
-    return scale.float()
-
-
-def plain(q):
-    """w_hat (N, K) float32 by plain torch: value[code] * block scale, which is exact, * global scale."""
-    N, K = q.shape
-    table = torch.tensor(NF4 if q.fmt == "nf4" else E2M1, device=q.codes.device)
-    w = table[unpack(q.codes, K).int()].view(N, K // BLOCK[q.fmt], BLOCK[q.fmt])
-    return (w * scale_value(q.scale, q.fmt)[..., None]).view(N, K) * q.global_scale[:, None]
-
-
 def product(x, q):
     """x (M, K) @ w_hat^T -> (M, N) in x.dtype."""
     if not x.is_cuda:
-        return (x.float() @ plain(q).T).to(x.dtype)
+        return (x.float() @ dequantize(q).T).to(x.dtype)
     b = x.to(torch.bfloat16)
     y = gemm_few(b, q) if few(b.shape[0], *q.shape, sms(x.device)) else many(b, q, transposed=False)
     return y.to(x.dtype)
@@ -615,7 +538,7 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if not dy.is_cuda:
-            return (dy.float() @ plain(ctx.q)).to(dy.dtype), None  # (M, N) @ (N, K)
+            return (dy.float() @ dequantize(ctx.q)).to(dy.dtype), None  # (M, N) @ (N, K)
         if not dy.shape[0]:
             return dy.new_empty(0, ctx.q.shape[1]), None
         return many(dy.to(torch.bfloat16).contiguous(), ctx.q, transposed=True).to(dy.dtype), None

@@ -6,7 +6,7 @@ copied to the rows of its group; then all rows decode together, one token a step
 waiting row takes the slot, and when none waits, the last row moves into the hole and the batch shrinks.
 
 What a row draws depends on (seed, prompt index, sample index, position) and its logits, never on who else was in the batch.
-engine.py has the engines: the model's modules on the CPU, CUDA graphs of decode.py's kernels on the GPU. The latter stays on the
+runtime/engine.py has the engines: the model's modules on the CPU, CUDA graphs of decode.py's kernels on the GPU. The latter stays on the
 model between calls, with its keys and values, until `release(model)`.
 
 Left out: beam search, repetition penalties, stop strings, speculative decoding.
@@ -25,8 +25,9 @@ import torch
 from tqdm import tqdm
 
 import data
-from engine import Eager, graphs, packed, prefill, release, row_keys
 from runtime import flags
+from runtime.draw import row_keys
+from runtime.engine import Eager, engine_for, onednn_linears, prefill, release
 from weights.files import whole
 
 __all__ = ["Sample", "generate", "release"]
@@ -67,9 +68,9 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
         if eager or not model.embed.weight.is_cuda:
             engine = Eager(model, slots, max_len)
         else:
-            engine = graphs(model, slots, max_len, top_p)
+            engine = engine_for(model, slots, max_len, top_p)
         engine.begin(temperature, top_p, eos)
-        with packed(model):
+        with onednn_linears(model):
             decode_all(model, engine, prompts, out, limits, keys, eos, min(slots, engine.slots), progress, on_token)
     return out
 
@@ -145,10 +146,6 @@ def fill(model, engine, prompts, starts, live, held):
             engine.copy_row(fresh[p], s, len(prompts[p]) - 1)
     for s in starts:
         held[s] = live[s][0]
-
-
-def make_room(model, tokens):
-    pass
 
 
 def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):

@@ -29,8 +29,9 @@ import eval as evaluation
 import grpo
 import lora
 import sample
-from runtime import flags
+from runtime import engine, flags
 from runtime.run import Run, has_signal, metrics_row, settle
+from weights import memory
 
 
 class Prompts:
@@ -96,6 +97,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
     """The training loop, Algorithm 1 of the paper, from step run.state.step on."""
     args, draw = run.args, partial(rollout, run, model, tok, score)
     settings = grpo.Settings(**{name: getattr(args, name) for name in grpo.Settings.__annotations__})
+    need = sum(memory.update_bytes(model.config, args.quant, args.micro_batch_tokens, args.checkpointing))
     for step in range(run.state.step, args.steps):
         held = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
@@ -127,7 +129,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         #    sampled was a noisy one, so pi_old is the log-probs it recorded.
         if args.aqn_scope == "rollout":
             aqn.set_noise(model, 0.0)
-        sample.make_room(model, args.micro_batch_tokens)
+        engine.make_room(model, need)
         if args.old_logp == "trainer":
             grpo.record_trainer_logprobs(model, chain(*groups), settings)
         updates, n = [], args.updates_per_rollout

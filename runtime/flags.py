@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 
 import aqn
-import awq
 import data
 import grpo
 import lora
-import model as qwen
+from weights import awq, checkpoint
 from weights.files import whole
 
 FORMATS = ("none", "nvfp4", "mxfp4", "nf4")
@@ -292,7 +291,7 @@ def place(device="auto", dtype="auto"):
 
 def model_folder(name):
     """The checkpoint folder that --model stands for."""
-    return TINY if name == "tiny" else qwen.fetch(name)
+    return TINY if name == "tiny" else checkpoint.fetch(name)
 
 
 def load_policy(args):
@@ -304,7 +303,7 @@ def load_policy(args):
     if args.awq:
         model = awq.load(folder, device, dtype, args.quant, args.calib)
     else:
-        model = qwen.load(folder, device, dtype, args.quant)
+        model = checkpoint.load(folder, device, dtype, args.quant)
     model.valid_vocab = len(tok)
     if device == "cpu" and model.config.hidden_size < 512:
         torch.set_num_threads(min(torch.get_num_threads(), 2))  # more of them wait for each other

@@ -20,8 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import data
-import model as qwen
 import sample
+from weights import checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -69,13 +69,13 @@ def main():
 
     # tf32 would round float32 products to 10 bits and hide what is compared here
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    folder = qwen.fetch(args.model)
+    folder = checkpoint.fetch(args.model)
     tok = data.Tokenizer(folder)
     prompts = [tok.prompt_ids(r["question"], "boxed") for r in data.load(args.data, "test", n=20 if args.what == "logits" else 8)]
     report = {"model": str(folder.name), "prompts": len(prompts), "tokens": sum(map(len, prompts)), "device": args.device,
               "cores": os.cpu_count(), "transformers": transformers.__version__, "torch": torch.__version__}
     for name, dtype in DTYPES.items():
-        ours = qwen.load(folder, args.device, dtype)
+        ours = checkpoint.load(folder, args.device, dtype)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device).eval()
         report[name] = {"logits": logits, "speed": speed}[args.what](prompts, ours, theirs, args.device)
         del ours, theirs

@@ -13,7 +13,7 @@ IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 def tiny(seed=0, dtype=torch.float32):
     """Three layers, norm weights away from 1 (so that Z / w is not Z)."""
     torch.manual_seed(seed)
-    m = qwen.Qwen2(qwen.Config(31, 32, 48, 3, 4, 2, 8)).requires_grad_(False)
+    m = qwen.Transformer(qwen.Config(31, 32, 48, 3, 4, 2, 8)).requires_grad_(False)
     for name, p in m.named_parameters():
         if "norm" in name:
             p.uniform_(0.5, 1.5)

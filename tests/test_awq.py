@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import awq
 import model as M
 import nvfp4
-from nvfp4 import BLOCK, block_scales, dequantize, encode, snap
+from nvfp4 import FORMATS, QuantLinear, dequantize
+from weights import awq, checkpoint, convert, formats
+from weights.formats import block_scales, encode, snap
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
@@ -17,7 +18,7 @@ IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
 
 
 def config(kv=2, **changes):
-    c = M.Config.read(FIXTURES / "qwen2_tied")
+    c = checkpoint.read_config(FIXTURES / "qwen2_tied")
     c.hidden_size, c.intermediate_size, c.head_dim, c.num_key_value_heads = 64, 128, 16, kv
     for k, v in changes.items():
         setattr(c, k, v)
@@ -37,23 +38,15 @@ def outliers(model, seed=0):
 
 
 def random_model(c=None, dtype=torch.float32, quant="none"):
-    return outliers(M.build(c or config(), M.RandomCheckpoint(1), dtype=dtype))
+    return outliers(checkpoint.build(c or config(), checkpoint.RandomCheckpoint(1), dtype=dtype))
 
 
 def calibrated(model, ids=IDS):
     """[{linear: Stats}] of each block, from a forward pass of the original model."""
     out, x = [], model.embed(ids)
-    rope = awq.rotary(model.config, ids.shape[1], "cpu")
+    rope = model.rope(torch.arange(ids.shape[1])[None])
     for block in model.layers:
-        linears = {n.rsplit(".", 1)[-1]: m for n, m in block.named_modules() if isinstance(m, M.Linear)}
-        stats = {n: awq.Stats(m.weight.shape[1], "cpu") for n, m in linears.items()}
-        hooks = [m.register_forward_pre_hook(stats[n]) for n, m in linears.items()]
-        awq.through(block, x, rope)
-        for hook in hooks:
-            hook.remove()
-        for s in stats.values():
-            s.H, s.mean = s.H / s.n, s.mean / s.n
-        out.append(stats)
+        out.append(awq.gather(block, x, rope))
     return out
 
 
@@ -133,7 +126,7 @@ def test_a_norm_weight_of_zero_is_left_alone():
 # ---- the search
 
 
-@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_awq_lowers_the_output_error_where_channels_differ(fmt):
     """Constructed: 3 channels of 64 carry 50 times the activation. Channel scales alone must help, and the whole more. (MXFP4's
     scales are powers of two: each channel scale moves some blocks across a step, and less is won.)"""
@@ -143,11 +136,11 @@ def test_awq_lowers_the_output_error_where_channels_differ(fmt):
         assert r["channels"] < channels * r["rtn"] and r["awq"] < whole * r["rtn"], r
 
 
-@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("seed", range(2))
 def test_no_linear_is_ever_worse_than_plain_rounding(fmt, seed):
     """Exponent 0 with the plain block scales is among the candidates; a producer that folding would harm makes it give up."""
-    even = M.build(config(), M.RandomCheckpoint(seed), dtype=torch.float32)
+    even = checkpoint.build(config(), checkpoint.RandomCheckpoint(seed), dtype=torch.float32)
     for model in (even, outliers(copy.deepcopy(even), seed)):
         for options in ({"grid": 8}, {"grid": 8, "finalists": None}, {"grid": 0}):
             _, rows = quantized(model, fmt, **options)
@@ -179,7 +172,7 @@ def test_the_error_from_second_moments_is_the_error_of_outputs():
     assert abs(awq.output_error(d, stats.H) - (x @ d.T).square().sum().item()) < 1e-2
 
 
-@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_searched_block_scales_are_valid_and_never_worse_per_block(fmt):
     """A scale byte that wraps around (0 - 1 = 255) is NaN in E4M3; a zero block's scale must stay harmless."""
     g = torch.Generator().manual_seed(0)
@@ -190,9 +183,9 @@ def test_searched_block_scales_are_valid_and_never_worse_per_block(fmt):
     scale, top = block_scales(w, fmt)
     best = awq.search_blocks(w, fmt, scale, top, H)
     assert best.dtype == scale.dtype and best.shape == scale.shape
-    value = nvfp4.scale_value(best, fmt)
+    value = formats.scale_value(best, fmt)
     assert torch.isfinite(value).all() and (value >= 0).all()
-    b = BLOCK[fmt]
+    b = FORMATS[fmt].block
     for k in range(0, 128, b):
         before, after = ((snap(w, fmt, s, top) - w)[:, k : k + b] for s in (scale, best))
         h = H[k : k + b, k : k + b]
@@ -216,7 +209,7 @@ def test_block_scales_are_searched_for_the_scaled_activations():
     assert abs(found.awq - awq.output_error(dequantize(found.q) / found.s - w, H) / awq.output_error(w, H)) < 1e-6
 
 
-@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_snap_is_encode_and_dequantize(fmt):
     """What the search measures must be what is stored."""
     w = torch.randn(9, 192, generator=torch.Generator().manual_seed(0)) * 0.1
@@ -235,7 +228,7 @@ def test_awq_brings_the_model_closer_to_the_original():
     plain = copy.deepcopy(model)
     for path, m in list(plain.named_modules()):
         if path.endswith("_proj"):
-            plain.set_submodule(path, nvfp4.QuantLinear(nvfp4.quantize(m.weight), m.parts, m.bias))
+            plain.set_submodule(path, QuantLinear(nvfp4.quantize(m.weight), m.parts, m.bias))
     better, _ = quantized(model)
     assert (better(ids) - want).norm() < 0.85 * (plain(ids) - want).norm()
 
@@ -249,7 +242,7 @@ def write_text(tmp_path):
 
 def test_load_gives_a_quantized_model_and_its_report(tmp_path):
     model = awq.load(TINY, dtype=torch.float32, calib=write_text(tmp_path), sequences=4, length=64)
-    assert sum(isinstance(m, nvfp4.QuantLinear) for m in model.modules()) == 4 * model.config.num_hidden_layers
+    assert sum(isinstance(m, QuantLinear) for m in model.modules()) == 4 * model.config.num_hidden_layers
     assert len(model.awq) == 4 * model.config.num_hidden_layers
     assert {"layer", "linear", "exponent", "rtn", "channels", "awq"} == set(model.awq[0])
     assert sum(r["awq"] for r in model.awq) < 0.8 * sum(r["rtn"] for r in model.awq)
@@ -262,8 +255,8 @@ def test_load_gives_a_quantized_model_and_its_report(tmp_path):
 def test_the_command_reports_perplexity_before_and_after_and_writes_what_loading_makes(tmp_path, capsys):
     """The perplexities come from hidden states streamed block by block; here they are recomputed with whole models."""
     calib = write_text(tmp_path)
-    nvfp4.main(["--model", str(TINY), "--awq", "--calib", str(calib), "--sequences", "4", "--length", "32", "--device", "cpu",
-                "--out", str(tmp_path / "q")])
+    convert.quantize_command(["--model", str(TINY), "--awq", "--calib", str(calib), "--sequences", "4",
+                              "--length", "32", "--device", "cpu", "--out", str(tmp_path / "q")])
     assert "held-out tokens" in capsys.readouterr().out
     report = json.loads((tmp_path / "q" / "quantization.json").read_text())
     assert report["method"] == "AWQ" and report["calibration_tokens"] == 4 * 32
@@ -321,7 +314,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_the_gpu_calibrates_as_the_cpu_does_and_runs_what_it_made(fmt, tmp_path):
     """Errors within float32's reach of the CPU's, and logits through the fused kernel close to the dequantized ones."""
     calib = write_text(tmp_path)
@@ -341,19 +334,16 @@ def test_converting_holds_one_block_on_the_gpu(tmp_path):
     """A layer that stays referenced after it was written (a hook, a loop variable, the report) adds up to the whole model."""
     c = dict(model_type="qwen2", vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
              num_attention_heads=16, num_key_value_heads=2, tie_word_embeddings=True)
-    import checkpoint
-
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(c))
-    model = M.build(M.Config.read(tmp_path / "base"), M.RandomCheckpoint(), dtype=torch.bfloat16)
+    model = checkpoint.build(checkpoint.read_config(tmp_path / "base"), checkpoint.RandomCheckpoint(), dtype=torch.bfloat16)
     with checkpoint.Writer(tmp_path / "m", tmp_path / "base") as w:
-        for path, m in model.named_modules():
-            for name, t in checkpoint.module_tensors(path, m) if path != "lm_head" else ():
-                w.add(name, t)
-    del model, m, t
+        for name, t in checkpoint.tensors(model):
+            w.add(name, t)
+    del model, t
     block = 2 * (1024 * (1024 + 256) + 1024 * 1024 + 3 * 1024 * 4096)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    nvfp4.convert(tmp_path / "m", tmp_path / "q", "nvfp4", "cuda")
+    convert.convert(tmp_path / "m", tmp_path / "q", "nvfp4", "cuda")
     assert torch.cuda.max_memory_allocated() - before < block + 2 * 4096 * 1024 * 4 * 12  # and rounding's temporaries
     assert torch.cuda.memory_allocated() - before < 1 << 20

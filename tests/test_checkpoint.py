@@ -7,12 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import checkpoint
-import marlin_triton
+import lora
 import model as M
-import nvfp4
-import plan
-from nvfp4 import Quantized, QuantLinear
+from nvfp4 import FORMATS, Quantized, QuantLinear
+from weights import checkpoint, convert, memory
+from weights.formats import pack
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
@@ -26,8 +25,8 @@ def base(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "tokenizer.json").write_text("{}")
-    model = M.build(M.Config.read(folder), M.RandomCheckpoint(3), dtype=torch.bfloat16)
-    state = dict(t for path, m in model.named_modules() for t in checkpoint.module_tensors(path, m) if path != "lm_head")
+    model = checkpoint.build(checkpoint.read_config(folder), checkpoint.RandomCheckpoint(3), dtype=torch.bfloat16)
+    state = dict(checkpoint.tensors(model))
     save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors")
     return folder
 
@@ -39,7 +38,7 @@ def test_packing_by_hand():
     """Codes 1, 2, 15, 0, ... in one row: the even column sits in the low nibble."""
     codes = torch.tensor([[1, 2, 15, 0] + [0] * 11 + [8]], dtype=torch.uint8)
     scale = torch.tensor([[1.5]]).to(torch.float8_e4m3fn)
-    q = Quantized("nvfp4", (1, 16), marlin_triton.pack(codes), scale, torch.tensor([0.25]))
+    q = Quantized("nvfp4", (1, 16), pack(codes), scale, torch.tensor([0.25]))
     out = dict(checkpoint.packed_tensors(q, {"o_proj": 1}, "model.layers.0.self_attn"))
     name = "model.layers.0.self_attn.o_proj.weight"
     assert out[f"{name}_packed"].tolist() == [[0x21, 0x0F, 0, 0, 0, 0, 0, 0x80]]
@@ -71,7 +70,7 @@ def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
     assert a["weights"] == b["weights"] and a["targets"] == b["targets"] and a["input_activations"] is None
     stored = load_file(FIXTURES / name / "model.safetensors")
     model = M.load(FIXTURES / name)
-    again = {k: v for path, m in model.named_modules() for k, v in checkpoint.module_tensors(path, m) if path != "lm_head"}
+    again = dict(checkpoint.tensors(model))
     assert {k: (v.dtype, v.shape) for k, v in stored.items()} == {k: (v.dtype, v.shape) for k, v in again.items()}
     for k, v in stored.items():
         if not k.endswith("global_scale"):
@@ -81,7 +80,7 @@ def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
 # ---- round trips
 
 
-@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt):
     """And a second time around: the stored reciprocal of the global scale must not drift."""
     folder = base(tmp_path)
@@ -89,14 +88,14 @@ def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt):
     state["model.layers.0.self_attn.q_proj.weight"][:2] = 0  # blocks of zeros are there in checkpoints that were quantized once
     state["model.layers.0.mlp.up_proj.weight"][:, :64] = -0.0
     save_file(state, folder / "model.safetensors")
-    nvfp4.convert(folder, tmp_path / "q", fmt)
+    convert.convert(folder, tmp_path / "q", fmt)
     at_load, loaded = M.load(folder, quant=fmt), M.load(tmp_path / "q")
     assert torch.equal(loaded(IDS), at_load(IDS))
     for a, b in zip(at_load.modules(), loaded.modules(), strict=True):
         if isinstance(a, QuantLinear):
             for field in ("codes", "scale", "global_scale"):
                 assert torch.equal(getattr(a, field).view(torch.uint8), getattr(b, field).view(torch.uint8))
-    again = {k: v for path, m in loaded.named_modules() for k, v in checkpoint.module_tensors(path, m) if path != "lm_head"}
+    again = dict(checkpoint.tensors(loaded))
     stored = load_file(tmp_path / "q" / "model.safetensors")
     assert again.keys() == stored.keys()
     assert all(torch.equal(stored[k].view(torch.uint8), v.contiguous().view(torch.uint8)) for k, v in again.items())
@@ -112,8 +111,8 @@ def test_the_stored_reciprocal_never_drifts():
 
 def test_shards_and_index_load_as_one_file_does(tmp_path):
     folder = base(tmp_path)
-    nvfp4.convert(folder, tmp_path / "one")
-    nvfp4.convert(folder, tmp_path / "many", shard_bytes=20_000)
+    convert.convert(folder, tmp_path / "one")
+    convert.convert(folder, tmp_path / "many", shard_bytes=20_000)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     shards = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(shards) > 2 and {p.name for p in shards} == set(index["weight_map"].values())
@@ -129,7 +128,7 @@ def test_shards_and_index_load_as_one_file_does(tmp_path):
 def test_a_projection_left_in_16_bits_stays_a_plain_linear(tmp_path):
     """Other tools exempt layers by their `ignore` list; such a layer has a weight, and no weight_packed."""
     folder = base(tmp_path)
-    nvfp4.convert(folder, tmp_path / "q")
+    convert.convert(folder, tmp_path / "q")
     state, plain = load_file(tmp_path / "q" / "model.safetensors"), load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     for suffix in ("_packed", "_scale", "_global_scale"):
@@ -147,7 +146,7 @@ def test_a_projection_left_in_16_bits_stays_a_plain_linear(tmp_path):
 def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
     """Codes cast to another integer type, or scales to bfloat16, would load as other weights."""
     folder = base(tmp_path)
-    nvfp4.convert(folder, tmp_path / "q")
+    convert.convert(folder, tmp_path / "q")
     file = tmp_path / "q" / "model.safetensors"
     original = load_file(file)
     for name in (n for n in original if "layers.0.self_attn.k_proj" in n or "layers.0.mlp.down" in n):
@@ -175,7 +174,7 @@ def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
 ])
 def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
     """A NaN byte in one block would turn every logit into NaN, far from its cause."""
-    nvfp4.convert(base(tmp_path), tmp_path / "q", fmt)
+    convert.convert(base(tmp_path), tmp_path / "q", fmt)
     state = load_file(tmp_path / "q" / "model.safetensors")
     name = f"model.layers.0.self_attn.v_proj.weight_{suffix}"
     flat = state[name].view(torch.uint8) if state[name].element_size() == 1 else state[name]
@@ -212,7 +211,7 @@ def test_a_quant_that_contradicts_the_checkpoint_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="--quant nf4: .*compressed_nvfp4 is quantized to nvfp4 already; use --quant nvfp4"):
         M.load(FIXTURES / "compressed_nvfp4", quant="nf4")
     with pytest.raises(ValueError, match="quantized already; give the 16-bit checkpoint"):
-        nvfp4.convert(FIXTURES / "compressed_nvfp4", tmp_path / "q")
+        convert.convert(FIXTURES / "compressed_nvfp4", tmp_path / "q")
     assert not list(tmp_path.iterdir())
 
 
@@ -232,19 +231,20 @@ def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "packed_tensors", stop)
     with pytest.raises(KeyboardInterrupt):
-        nvfp4.convert(folder, tmp_path / "q", shard_bytes=5_000)
+        convert.convert(folder, tmp_path / "q", shard_bytes=5_000)
     assert len(calls) == 5 and sorted(p.name for p in tmp_path.iterdir()) == ["base"]
 
     calls.clear()
     with monkeypatch.context() as m:
         m.setattr(shutil, "rmtree", lambda *a, **k: None)  # a kill does not clean up
         with pytest.raises(KeyboardInterrupt):
-            nvfp4.convert(folder, tmp_path / "q", shard_bytes=5_000)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "q.partial"]
+            convert.convert(folder, tmp_path / "q", shard_bytes=5_000)
+    [left] = [p for p in tmp_path.iterdir() if p.name != "base"]
+    assert left.name.startswith(".q.") and left.name.endswith(".part")
     with pytest.raises(FileNotFoundError):
-        M.load(tmp_path / "q.partial")
-    nvfp4.convert(folder, tmp_path / "q")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "q"]
+        M.load(left)
+    convert.convert(folder, tmp_path / "q")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [left.name, "base", "q"]
     assert torch.equal(M.load(tmp_path / "q")(IDS), M.load(folder, quant="nvfp4")(IDS))
 
 
@@ -252,7 +252,7 @@ def test_an_existing_folder_is_never_overwritten(tmp_path):
     folder = base(tmp_path)
     (tmp_path / "q").mkdir()
     with pytest.raises(ValueError, match="--out .*q: exists already"):
-        nvfp4.convert(folder, tmp_path / "q")
+        convert.convert(folder, tmp_path / "q")
 
 
 def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
@@ -265,7 +265,7 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
         held.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.shard.values()}.values()))
 
     monkeypatch.setattr(checkpoint.Writer, "add", add)
-    nvfp4.convert(base(tmp_path), tmp_path / "q", shard_bytes=36_000)
+    convert.convert(base(tmp_path), tmp_path / "q", shard_bytes=36_000)
     assert max(held) <= 36_000 and len(held) > 20
 
 
@@ -282,14 +282,14 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
 def test_bad_flags_exit_with_one_line_and_code_2(argv, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as e:
-        nvfp4.main(argv)
+        convert.quantize_command(argv)
     error = capsys.readouterr().err
     assert e.value.code == 2 and message in error and "Traceback" not in error
     assert not list(tmp_path.iterdir())
 
 
 def test_the_command_writes_a_checkpoint_and_says_what_it_cost(tmp_path, capsys):
-    nvfp4.main(["--model", str(base(tmp_path)), "--out", str(tmp_path / "q"), "--fmt", "mxfp4", "--device", "cpu"])
+    convert.quantize_command(["--model", str(base(tmp_path)), "--out", str(tmp_path / "q"), "--fmt", "mxfp4", "--device", "cpu"])
     assert "GiB in" in capsys.readouterr().out
     report = json.loads((tmp_path / "q" / "quantization.json").read_text())
     assert report["format"] == "mxfp4" and report["method"] == "round to nearest" and len(report["layers"]) == 8
@@ -299,12 +299,12 @@ def test_the_command_writes_a_checkpoint_and_says_what_it_cost(tmp_path, capsys)
 # ---- sizes
 
 
-@pytest.mark.parametrize("fmt", ["none", *nvfp4.FORMATS])
+@pytest.mark.parametrize("fmt", ["none", *FORMATS])
 def test_the_plan_counts_the_bytes_that_loading_takes(tmp_path, fmt):
     folder = base(tmp_path)
     model = M.load(folder, quant=fmt)
     tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
-    assert sum(plan.weights(M.Config.read(folder), fmt).values()) == sum(t.nbytes for t in tensors.values())
+    assert sum(memory.weights(checkpoint.read_config(folder), fmt).values()) == sum(t.nbytes for t in tensors.values())
 
 
 def test_the_plan_of_the_published_shapes(tmp_path, capsys):
@@ -315,21 +315,19 @@ def test_the_plan_of_the_published_shapes(tmp_path, capsys):
         (tmp_path / f"{name}.json").write_text(json.dumps(dict(
             model_type="qwen2", vocab_size=152064, hidden_size=C, intermediate_size=F, num_hidden_layers=L, num_attention_heads=H,
             num_key_value_heads=kv, tie_word_embeddings=False)))
-        gib[name] = sum(plan.weights(M.Config.read(tmp_path / f"{name}.json"), "nvfp4").values()) / 2**30
+        gib[name] = sum(memory.weights(checkpoint.read_config(tmp_path / f"{name}.json"), "nvfp4").values()) / 2**30
     assert gib["7b"] < 5.6 and gib["14b"] < 9.9 and gib["32b"] < 19.7 and gib["7b"] > 5.3
-    c = M.Config.read(tmp_path / "7b.json")
-    assert plan.lora_parameters(c, 16) == 40_370_176 and plan.kv_per_token(c) == 57344
-    assert abs(sum(plan.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
-    nvfp4.main(["--plan", str(tmp_path / "7b.json"), "--rank", "16"])
+    c = checkpoint.read_config(tmp_path / "7b.json")
+    assert memory.lora_parameters(c, 16) == 40_370_176 and memory.kv_per_token(c) == 57344
+    assert abs(sum(memory.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
+    convert.quantize_command(["--plan", str(tmp_path / "7b.json"), "--rank", "16"])
     out = capsys.readouterr().out
     assert all(word in out for word in ("nvfp4", "LoRA r=16", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
 
 
 def test_the_plan_counts_the_adapter_that_training_makes(tmp_path):
-    import lora
-
     model = M.load(base(tmp_path))
     made = sum(p.numel() for p in lora.add_lora(model, 4, 4))
-    assert plan.lora_parameters(model.config, 4) == made
+    assert memory.lora_parameters(model.config, 4) == made
     cache = M.KVCache(model, 3, 7)
-    assert plan.kv_per_token(model.config) * 21 == cache.k.nbytes + cache.v.nbytes
+    assert memory.kv_per_token(model.config) * 21 == cache.k.nbytes + cache.v.nbytes

@@ -10,13 +10,13 @@ import torch
 pytest.importorskip("triton")
 
 import aqn
-import decode
-import engine
 import grpo
 import lora
 import model as M
 import nvfp4
 import sample
+from runtime import decode, draw, engine
+from weights import checkpoint, memory
 
 gpu = pytest.mark.gpu
 CPU = M.Config(301, 64, 96, 2, 4, 2, 32, max_position_embeddings=128)
@@ -25,7 +25,7 @@ PROMPTS = [[5], [1, 2, 3], list(range(20, 57)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
 
 
 def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, noise=True):
-    m = M.build(config, M.RandomCheckpoint(1), device, dtype, quant)
+    m = checkpoint.build(config, checkpoint.RandomCheckpoint(1), device, dtype, quant)
     m.valid_vocab = config.vocab_size - 4
     m.lm_head.weight.mul_(8)  # far from uniform
     for p, b in m.named_parameters():
@@ -111,7 +111,7 @@ def test_attention_of_eight_query_heads_without_bias():
     torch.testing.assert_close(step.hidden(2), want, atol=2e-5, rtol=1e-4)
 
 
-def draw(logits, temperature=1.0, greedy=False, seed=0, device="cpu"):
+def drawn(logits, temperature=1.0, greedy=False, seed=0, device="cpu"):
     """The fused sampler on logits (B, V): ids, logprobs, and the Step."""
     B, V = logits.shape
     m = build(M.Config(V, 32, 32, 1, 1, 1, 32, max_position_embeddings=64), rank=0, device=device)
@@ -120,7 +120,7 @@ def draw(logits, temperature=1.0, greedy=False, seed=0, device="cpu"):
     step.inverse_temperature.fill_(1 / temperature)
     step.stop.fill_(20)
     step.alive.fill_(1)
-    step.key.copy_(engine.row_keys(seed, torch.arange(B), torch.arange(B)))
+    step.key.copy_(draw.row_keys(seed, torch.arange(B), torch.arange(B)))
     step.sample(logits, greedy)
     return step.out_ids[0].clone(), step.out_logp[0].clone(), step
 
@@ -131,8 +131,8 @@ def test_fused_sampler_equals_sample_ids(V, temperature):
     """The same uniform number, the same cumulative distribution: one block of the vocabulary or several, the last one cut."""
     logits = torch.randn(24, V, generator=torch.Generator().manual_seed(V)) * 3
     logits[:, ::3] = -float("inf")  # ids of probability zero
-    ids, logp, step = draw(logits, temperature)
-    want, want_logp = engine.sample_ids(logits, engine.uniform(step.key, torch.ones(24, dtype=torch.long)), temperature)
+    ids, logp, step = drawn(logits, temperature)
+    want, want_logp = draw.sample_ids(logits, draw.uniform(step.key, torch.ones(24, dtype=torch.long)), temperature)
     assert torch.equal(ids, want)
     torch.testing.assert_close(logp, want_logp, atol=1e-5, rtol=1e-5)
 
@@ -142,7 +142,7 @@ def test_fused_sampler_greedy():
     logits = torch.randn(5, 9001, generator=torch.Generator().manual_seed(0))
     logits[1, [70, 8000]] = 9.0
     logits[2, [8999, 9000]] = 9.0
-    ids, logp, _ = draw(logits, greedy=True)
+    ids, logp, _ = drawn(logits, greedy=True)
     assert ids.tolist()[1:3] == [70, 8999] and torch.equal(ids, logits.argmax(-1))
     torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1), atol=1e-5, rtol=1e-5)
 
@@ -151,7 +151,7 @@ def test_rows_that_ended_stand_still():
     """A row past its end must not run off its slot; the others go on."""
     logits = torch.full((3, 50), -30.0)
     logits[:, 7] = 30.0
-    _, _, step = draw(logits)
+    _, _, step = drawn(logits)
     assert step.cache.length.tolist() == [1, 1, 1] and step.token.tolist() == [7, 7, 7]
     step.stop[1] = 2  # ends at the limit
     step.sample(logits)
@@ -213,7 +213,7 @@ def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
     there already is not free memory and must not be counted again."""
     plain, quantized = build(rank=0), build(quant="nvfp4", rank=0)
     monkeypatch.setattr(decode.marlin_triton, "SPACE", {})
-    want = decode.marlin_triton.workspace_bytes([(2 * 96, 64), (64, 96), (4 * 32 + 2 * 2 * 32, 64)])
+    want = memory.gemm_scratch(CPU, "nvfp4")
     extra = engine.working_bytes(quantized, 8, 1.0) - engine.working_bytes(plain, 8, 1.0)
     assert extra == want > 0
     held = sum(t.nbytes for t in decode.marlin_triton.space(torch.device("cpu")))
@@ -454,7 +454,7 @@ def test_rows_queue_when_memory_is_short_and_an_error_when_none_fits(exact, monk
     sample.release(exact)
     kw = dict(n=4, max_new_tokens=20, seed=3)
     want = sample.generate(exact, PROMPTS, eager=True, **kw)
-    free = engine.working_bytes(exact, 20, 1.0) + 3 * engine.row_bytes(exact, 64)
+    free = engine.working_bytes(exact, 20, 1.0) + 3 * 64 * memory.kv_per_token(GPU, 4)
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free - cached, 0))
     same_draws(exact, sample.generate(exact, PROMPTS, **kw), want, **kw)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import lora
 import model as M
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
+from weights import checkpoint, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
 BASE = FIXTURES / "qwen2_tied"
@@ -21,9 +22,9 @@ IDS = torch.randint(0, 48, (2, 10), generator=torch.Generator().manual_seed(3))
 def base(quant="none"):
     if quant == "none":
         return M.load(BASE, dtype=torch.float32)
-    config = M.Config.read(BASE)
+    config = checkpoint.read_config(BASE)
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # nf4 needs blocks of 64
-    return M.build(config, M.RandomCheckpoint(5), dtype=torch.float32, quant=quant)
+    return checkpoint.build(config, checkpoint.RandomCheckpoint(5), dtype=torch.float32, quant=quant)
 
 
 def with_random_adapter(rank=3, alpha=5, seed=0):
@@ -252,8 +253,8 @@ def test_another_rank_than_the_models_says_which_flag_to_set():
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
 def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant, capsys):
     """Merging into the 16-bit weights the adapter was not trained on (w, not w_hat), or with the wrong part's A, is far off."""
-    lora.main(["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_rslora"), "--out", str(tmp_path / "m"),
-               "--quant", quant, "--device", "cpu"])
+    convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_rslora"),
+                           "--out", str(tmp_path / "m"), "--quant", quant, "--device", "cpu"])
     assert "logits differ from base + adapter" in capsys.readouterr().out
     model = load_adapter(M.load(BASE, dtype=torch.float32, quant=quant), FIXTURES / "peft_rslora")
     merged = M.load(tmp_path / "m", dtype=torch.float32)
@@ -268,7 +269,7 @@ def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant
 
 def test_merging_a_quantized_checkpoint_and_the_distance_it_reports(tmp_path):
     folder = FIXTURES / "compressed_nvfp4"
-    r = lora.merge(folder, FIXTURES / "peft_all", tmp_path / "m")
+    r = convert.merge(folder, FIXTURES / "peft_all", tmp_path / "m")
     model = load_adapter(M.load(folder), FIXTURES / "peft_all")
     ids = torch.randint(0, 48, (4, 64), generator=torch.Generator().manual_seed(0))
     d = (M.load(tmp_path / "m")(ids).float() - model(ids).float()).abs()
@@ -286,5 +287,5 @@ def test_merging_a_quantized_checkpoint_and_the_distance_it_reports(tmp_path):
 def test_a_merge_that_cannot_be_done_exits_with_2(tmp_path, change, message, capsys):
     flags = {"--merge": "", "--model": str(BASE), "--adapter": str(FIXTURES / "peft_all"), "--out": str(tmp_path / "m")} | change
     with pytest.raises(SystemExit) as e:
-        lora.main([x for k, v in flags.items() if v is not None for x in (k, v) if x])
+        convert.merge_command([x for k, v in flags.items() if v is not None for x in (k, v) if x])
     assert e.value.code == 2 and re.search(message, capsys.readouterr().err) and not list(tmp_path.iterdir())

@@ -1,13 +1,14 @@
-"""The FP4 GEMM: packing, the kernels (in the interpreter here, compiled with -m gpu), gradients, errors."""
+"""The FP4 GEMM: the kernels (in the interpreter here, compiled with -m gpu), gradients, errors."""
 import pytest
 import torch
 
 import marlin_triton as mt
-import nvfp4
+from model import Config
+from weights import memory
+from weights.formats import FORMATS, Quantized, dequantize, pack
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-FORMATS = list(mt.BLOCK)
 # the interpreter cuts to bfloat16 where the GPU rounds to nearest
 BOUND = 3e-3 if CUDA else 5e-3
 gpu = pytest.mark.gpu
@@ -16,7 +17,7 @@ gpu = pytest.mark.gpu
 def weight(fmt, N, K, seed=0, uniform=True):
     """A Quantized with every code and a wide range of scales, subnormal ones and zero included."""
     g = torch.Generator().manual_seed(seed)
-    block = mt.BLOCK[fmt]
+    block = FORMATS[fmt].block
     codes = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
     if fmt == "nvfp4":
         scale = torch.randint(0, 0x60, (N, K // block), generator=g, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -25,12 +26,12 @@ def weight(fmt, N, K, seed=0, uniform=True):
     else:
         scale = torch.rand(N, K // block, generator=g)
     rows = torch.full((N,), 0.037) if uniform else torch.rand(N, generator=g) + 0.1
-    parts = (mt.pack(codes), scale, rows)
-    return nvfp4.Quantized(fmt, (N, K), *(t.to(DEVICE) for t in parts))
+    parts = (pack(codes), scale, rows)
+    return Quantized(fmt, (N, K), *(t.to(DEVICE) for t in parts))
 
 
 def exact(q):
-    return mt.plain(q).double()
+    return dequantize(q).double()
 
 
 def activations(M, K, seed=1):
@@ -43,56 +44,6 @@ def error(got, want):
 
 def poisoned(*shape):
     return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
-
-
-@pytest.mark.parametrize("N, K", [(1, 16), (7, 32), (8, 128), (19, 80), (9, 896), (24, 256)])
-def test_packing_round_trip(N, K):
-    """A row group or a chunk that is not full was once written over its neighbour."""
-    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8)
-    packed = mt.pack(codes)
-    assert packed.shape == (N, -(-K // 128) * 64) and packed.dtype == torch.uint8
-    assert torch.equal(mt.unpack(packed, K), codes)
-
-
-def test_packing_is_local_to_groups_of_eight_rows():
-    """Quantization packs a large weight in slices: slices from multiples of 8 must join to the whole."""
-    codes = torch.randint(0, 16, (21, 272), dtype=torch.uint8)
-    assert torch.equal(torch.cat([mt.pack(codes[:16]), mt.pack(codes[16:])]), mt.pack(codes))
-
-
-def drawing():
-    """The docstring's drawing: {(pair letter, p): word bits of s, e, e, m}."""
-    rows = {line.split()[0]: line.replace("|", "").split()[1:] for line in mt.__doc__.splitlines()
-            if line.startswith(("    bit ", "    code  ", "    field "))}
-    where = {}
-    for bit, code, field in zip(rows["bit"], rows["code"], rows["field"], strict=True):
-        where.setdefault((code[0], int(code[1])), []).append((int(bit), field))
-    # e, e, m lie together, the higher bit first; d's m may lie below
-    return {k: sorted(v, key=lambda b: ("sem".index(b[1]), -b[0])) for k, v in where.items()}
-
-
-def test_codes_lie_where_the_docstring_draws_them():
-    """The drawing is what another implementation of the layout would be written from: every bit of every column, and its rows."""
-    where = drawing()
-    assert len(where) == 8 and all([f for _, f in v] == ["s", "e", "e", "m"] for v in where.values())
-    for row, column in [(r, c) for c in range(256) for r in (c % 16,)]:
-        plane, w, h, t, p = (column % 128 // i % n for i, n in ((64, 2), (16, 4), (8, 2), (2, 4), (1, 2)))
-        for code in (8, 4, 2, 1):
-            codes = torch.zeros(16, 256, dtype=torch.uint8)
-            codes[row, column] = code
-            bit = where["abcd"[2 * plane + h], p][(8, 4, 2, 1).index(code)][0]
-            words = mt.pack(codes).view(torch.int32).view(2, 2, 8, 4, 4)  # group of rows, chunk, row, lane, word
-            assert words.nonzero().tolist() == [[row // 8, column // 128, row % 8, t, w]]
-            assert words.sum().item() & 0xFFFFFFFF == 1 << bit
-
-
-def test_packing_a_slice_at_a_time_changes_nothing(monkeypatch):
-    """Matrices of more than SLICE codes go through in slices of whole row groups, the last of which may be short."""
-    codes = torch.randint(0, 16, (45, 272), dtype=torch.uint8)
-    packed = mt.pack(codes)
-    monkeypatch.setattr(mt, "SLICE", 16 * 272)
-    assert [j - i for i, j, _ in mt.slices(*codes.shape)] == [16, 16, 8, 5]
-    assert torch.equal(mt.pack(codes), packed) and torch.equal(mt.unpack(packed, 272), codes)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -153,7 +104,7 @@ def test_the_result_may_overwrite_the_residual(split):
 def test_dequantization_is_exact(fmt, N, K):
     """Value times block scale has 6 significant bits: the scratch holds NVFP4 and MXFP4 without rounding."""
     q = weight(fmt, N, K)
-    got, want = mt.dequantize(q).double(), exact(q) / q.global_scale[:, None].double()
+    got, want = mt.to_bfloat16(q).double(), exact(q) / q.global_scale[:, None].double()
     assert torch.allclose(got, want, rtol=1e-6 if fmt != "nf4" else 1.2e-2, atol=0)
 
 
@@ -161,8 +112,8 @@ def test_mxfp4_keeps_tiny_scales():
     """A block of weights below 2^-13 lost its smallest codes where the product was a bfloat16 subnormal."""
     q, x = weight("mxfp4", 16, 128), activations(2, 128)
     q.scale.copy_(torch.arange(27, 155, 2).view(16, 4))
-    want = mt.plain(q)
-    assert torch.equal(mt.dequantize(q).float() * q.global_scale[:, None], want)
+    want = dequantize(q)
+    assert torch.equal(mt.to_bfloat16(q).float() * q.global_scale[:, None], want)
     got = mt.gemm_few(x, q)
     for row in range(16):  # one at a time: large rows would hide small ones
         assert error(got[:, row], x.double() @ want[row].double()) < 1e-2
@@ -201,8 +152,8 @@ def test_no_rows():
     (lambda q, x: (q, x.to("meta")), "is on"),
     (lambda q, x: (spoil(q, 0x7F), x), "NaN"),
     (lambda q, x: (spoil(q, 0x88), x), "negative"),
-    (lambda q, x: (nvfp4.Quantized("fp3", q.shape, q.codes, q.scale, q.global_scale), x), "unknown format"),
-    (lambda q, x: (nvfp4.Quantized("nvfp4", q.shape, q.codes[:, :32], q.scale, q.global_scale), x), "do not fit"),
+    (lambda q, x: (Quantized("fp3", q.shape, q.codes, q.scale, q.global_scale), x), "unknown format"),
+    (lambda q, x: (Quantized("nvfp4", q.shape, q.codes[:, :32], q.scale, q.global_scale), x), "do not fit"),
 ])
 def test_what_the_kernels_cannot_take_is_an_error(change, message):
     q, x = change(weight("nvfp4", 16, 128), activations(3, 128))
@@ -227,7 +178,7 @@ def test_a_scale_changed_in_place_is_checked_again():
 def test_plans_stay_within_their_buffers(N, K):
     """Partial sums beyond the workspace, or a split with an idle program, would read what nobody wrote."""
     for M in (1, 8, 9, 32, 64, 65, 256, 300, 4096, 65536):
-        t = mt.plan(M, N, K, 132)
+        t = mt.tiling(M, N, K, 132)
         tiles, blocks = -(-N // t["BN"]) * -(-M // t["BM"]), -(-K // (128 * t["C"]))
         per = -(-blocks // t["split"])
         assert (t["split"] - 1) * per < blocks and per >= min(2, blocks)
@@ -237,13 +188,14 @@ def test_plans_stay_within_their_buffers(N, K):
 def test_workspace_covers_the_buffers_and_the_largest_weight():
     """Memory planning asks before the first call: the scratch of the largest weight in bfloat16 and the split buffers."""
     buffers = sum(b.numel() * b.element_size() for b in mt.space(torch.device(DEVICE))[:2])
-    assert mt.workspace_bytes([(100, 64), (7, 2048)]) == 2 * 7 * 2048 + buffers and mt.workspace_bytes([]) == 0
+    c = Config(50, 64, 1024, 1, 2, 1, 32)
+    assert memory.gemm_scratch(c, "nvfp4") == 2 * 2048 * 64 + buffers and memory.gemm_scratch(c, "none") == 0
 
 
 @gpu
 @pytest.mark.parametrize("M", [1, 7, 16, 31, 64, 100, 200, 300, 1100])
 @pytest.mark.parametrize("fmt, N, K", [(fmt, N, K) for fmt in FORMATS for N, K in [(4864, 896), (896, 4864), (1001, 272)]
-                                       if K % mt.BLOCK[fmt] == 0])
+                                       if K % FORMATS[fmt].block == 0])
 def test_gpu_matches_at_real_shapes(fmt, M, N, K):
     for uniform in (True,) if fmt == "nf4" else (True, False):  # nf4 has no global scale
         q, x = weight(fmt, N, K, seed=M, uniform=uniform), activations(M, K)

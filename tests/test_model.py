@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import model as M
+from weights import checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = ("qwen2_tied", "qwen2_sharded", "llama_head_dim")
@@ -48,7 +49,7 @@ def test_logits_equal_transformers(name):
 
 def test_the_fixtures_cover_what_they_are_for():
     """Tied and untied, one file and shards, bias and none, head_dim that is not hidden / heads."""
-    configs = {n: M.Config.read(FIXTURES / n) for n in MODELS}
+    configs = {n: checkpoint.read_config(FIXTURES / n) for n in MODELS}
     assert [configs[n].tie_word_embeddings for n in MODELS] == [True, False, False]
     assert [configs[n].qkv_bias for n in MODELS] == [True, True, False]
     llama = configs["llama_head_dim"]
@@ -309,8 +310,8 @@ def test_a_hub_id_fetches_only_what_is_read_and_says_when_it_cannot(monkeypatch)
 
 def test_random_weights_of_true_shapes_load_everywhere():
     """What the speed and memory measurements run on: seeded, finite, as large as the checkpoint would be."""
-    config = M.Config.read(FIXTURES / "llama_head_dim")
-    a, b, c = (M.build(config, M.RandomCheckpoint(s), dtype=torch.float32) for s in (0, 0, 1))
+    config = checkpoint.read_config(FIXTURES / "llama_head_dim")
+    a, b, c = (checkpoint.build(config, checkpoint.RandomCheckpoint(s), dtype=torch.float32) for s in (0, 0, 1))
     ids = torch.arange(8)[None]
     assert torch.equal(a(ids), b(ids)) and not torch.equal(a(ids), c(ids)) and torch.isfinite(a(ids)).all()
     assert {n: p.shape for n, p in a.named_parameters()} == {n: p.shape for n, p in load("llama_head_dim").named_parameters()}

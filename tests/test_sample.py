@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import aqn
-import engine
 import lora
 import model as M
 import sample
+from runtime import draw
+from weights import checkpoint, memory
 
 CONFIG = M.Config(101, 48, 64, 2, 4, 2, 12, max_position_embeddings=64)
 PROMPTS = [[5], [1, 2, 3], list(range(20, 37)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
@@ -16,7 +17,7 @@ PROMPTS = [[5], [1, 2, 3], list(range(20, 37)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
 
 @pytest.fixture(scope="module")
 def model():
-    m = M.build(CONFIG, M.RandomCheckpoint(1), dtype=torch.float32)
+    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     m.lm_head.weight.mul_(8)  # far from uniform
     m.valid_vocab = 97
     return m
@@ -107,13 +108,13 @@ def test_edges(model):
 def test_long_prompts_go_through_in_chunks(model, monkeypatch):
     """A prompt longer than the prefill budget must see all of itself, not its last chunk."""
     want = tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6))
-    monkeypatch.setattr(engine, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(memory, "PREFILL_TOKENS", 5)
     assert tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6)) == want
 
 
 def test_lora_and_noise_changed_between_calls(model):
     """Nothing of the last call may be left over: the model is sampled as it is now."""
-    m = M.build(CONFIG, M.RandomCheckpoint(1), dtype=torch.float32)
+    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     m.lm_head.weight.mul_(8)
     lora.add_lora(m, 2, 4)
     kw = dict(n=2, max_new_tokens=8)
@@ -132,12 +133,12 @@ def test_lora_and_noise_changed_between_calls(model):
 
 def test_uniform_is_a_pure_function_and_never_0_or_1():
     """u = 1 would run off the end of the distribution; equal keys at neighbouring places would repeat tokens."""
-    keys = engine.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
+    keys = draw.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
     assert len(set(keys.tolist())) == 200
-    u = engine.uniform(keys[:, None], torch.arange(500)[None])
+    u = draw.uniform(keys[:, None], torch.arange(500)[None])
     assert 0 < u.min() < 1e-3 and 1 - 1e-3 < u.max() < 1 and abs(u.mean() - 0.5) < 0.005
     assert abs((u[:, 1:] * u[:, :-1]).mean() - 0.25) < 0.005 and abs((u[1:] * u[:-1]).mean() - 0.25) < 0.005
-    assert torch.equal(u[3, 7:9], engine.uniform(keys[3], torch.tensor([7, 8])))
+    assert torch.equal(u[3, 7:9], draw.uniform(keys[3], torch.tensor([7, 8])))
     extreme = (torch.tensor([0.0, 2**23 - 1]) + 0.5) * 2.0**-23
     assert extreme[0] > 0 and extreme[1] < 1
 
@@ -147,10 +148,10 @@ def test_sample_ids_inverts_the_distribution():
     p = torch.tensor([0.0, 0.1, 0.0, 0.4, 0.3, 0.2, 0.0])
     n = 1000
     u = (torch.arange(n) + 0.5) / n
-    ids, logp = engine.sample_ids(p.log().expand(n, -1), u)
+    ids, logp = draw.sample_ids(p.log().expand(n, -1), u)
     assert torch.equal(ids.bincount(minlength=7), (p * n).round().long())
     torch.testing.assert_close(logp, p.log()[ids])
-    ids, _ = engine.sample_ids(p.log().expand(2, -1), torch.tensor([2.0**-24, 1 - 2.0**-24]))
+    ids, _ = draw.sample_ids(p.log().expand(2, -1), torch.tensor([2.0**-24, 1 - 2.0**-24]))
     assert ids.tolist() == [1, 5]
 
 
@@ -159,7 +160,7 @@ def test_top_p_keeps_the_boundary_token():
     p = torch.tensor([0.05, 0.5, 0.15, 0.3])
     u = (torch.arange(1000) + 0.5) / 1000
     for top_p, kept in ((0.1, {1}), (0.49, {1}), (0.6, {1, 3}), (0.9, {1, 2, 3}), (1.0, {0, 1, 2, 3})):
-        ids, logp = engine.sample_ids(p.log().expand(1000, -1), u, top_p=top_p)
+        ids, logp = draw.sample_ids(p.log().expand(1000, -1), u, top_p=top_p)
         assert set(ids.tolist()) == kept
         torch.testing.assert_close(logp, p.log()[ids])
 

@@ -26,7 +26,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 import data  # noqa: E402
-from model import Config, Qwen2, prefix  # noqa: E402
+from model import Transformer  # noqa: E402
+from weights import checkpoint  # noqa: E402
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 128,
@@ -134,20 +135,8 @@ def batches(tok, rng, rows, size, write):
 
 
 def save(model, out):
-    """bf16 safetensors under the names of a Hugging Face checkpoint, the fused projections taken apart again."""
-    tensors = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.norm.weight}
-    for i, layer in enumerate(model.layers):
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{i}.{name}.weight"] = getattr(layer, name).weight
-        for path in ("attn.qkv_proj", "attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
-            linear, where = model.get_submodule(f"layers.{i}.{path}"), prefix(f"layers.{i}.{path}")
-            sizes = list(linear.parts.values())
-            for part, w in zip(linear.parts, linear.weight.split(sizes), strict=True):
-                tensors[f"{where}.{part}.weight"] = w
-            if linear.bias is not None:
-                for part, b in zip(linear.parts, linear.bias.split(sizes), strict=True):
-                    tensors[f"{where}.{part}.bias"] = b
-    tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in tensors.items()}
+    """bf16 safetensors under the names of a Hugging Face checkpoint."""
+    tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in checkpoint.tensors(model)}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -166,7 +155,7 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     tok = write_tokenizer(out, args.seed)
     torch.manual_seed(args.seed)
-    model = Qwen2(Config.read(out))
+    model = Transformer(checkpoint.read_config(out))
     params = list(model.parameters())
     print(f"{len(tok)} token ids, {sum(p.numel() for p in params):,} parameters")
     decay = [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]

@@ -6,7 +6,7 @@ nothing. So what stands between two GEMMs is one kernel (attention takes two):
 
     norm     RMSNorm with AQN's noise -> x                                 and x A^T of the next projection's LoRA
     attend   RoPE of q and k, k and v into the cache, attention over the live tokens, split over the sequence when rows are few
-    merge    the splits' partial results -> y                              and y A^T
+    combine  the splits' partial results -> y                              and y A^T
     silu     silu(gate) * up -> y                                          and y A^T
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new state
 
@@ -36,13 +36,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import marlin_triton
 from model import logits, rope_tables
+from runtime import draw
 
 STEPS = 8  # steps between two looks of the host at the tokens
 MOST = 1 << 30
 EOS_SLOTS = 128  # most stop tokens that a step compares with
 
-GOLDEN, MIX1, MIX2 = (tl.constexpr(v - (1 << 64) if v >> 63 else v)
-                      for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, MIX1, MIX2 = map(tl.constexpr, (draw.GOLDEN, draw.MIX1, draw.MIX2))
 LOG2E = tl.constexpr(1.4426950408889634)
 MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
 
@@ -182,7 +182,7 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
 
 
 @triton.jit(do_not_specialize=["B"])
-def merge_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PR: tl.constexpr,
+def combine_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PR: tl.constexpr,
                  PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """attend's W splits -> out (B, H*D), always summed in the same order, and out A^T -> xa (B, PR)."""
     C: tl.constexpr = H * D
@@ -320,7 +320,7 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
         ids = tl.min(tl.where(m == peak, best_of, 1 << 30), 0)
         x = peak
     else:
-        z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # engine.uniform(key, length + 1)
+        z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # draw.uniform(key, length + 1)
         u = ((mix(z) >> 41 & 8388607).to(tl.float32) + 0.5) * 1.1920928955078125e-07
         cdf = tl.cumsum(mass, 0)
         target = u * whole
@@ -347,7 +347,7 @@ def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_log
 
 # kernel -> (rows up to: rows, columns, columns at a time of a program, warps), measured on an H100
 TILES = {"norm": ((1, 2, 128, 128, 4), (16, 4, 128, 128, 4), (MOST, 4, 256, 128, 8)),
-         "merge": ((16, 1, 128, 128, 4), (32, 4, 128, 128, 4), (MOST, 8, 128, 128, 4)),
+         "combine": ((16, 1, 128, 128, 4), (32, 4, 128, 128, 4), (MOST, 8, 128, 128, 4)),
          "silu": ((8, 1, 512, 512, 4), (32, 4, 512, 128, 4), (MOST, 8, 512, 128, 4))}
 
 
@@ -358,18 +358,17 @@ def tiles(kernel, rows, K):
 
 
 class Projection:
-    """A (LoRA) linear as the step uses it: the base weight where it lies, and 16-bit copies of A (P*R, K) and B (N, R)."""
+    """A linear as the step uses it: the base weight where it lies, and 16-bit copies of an
+    adapter's A (P*R, K) and B (N, R)."""
 
     def __init__(self, m, dtype):
-        self.lora = m if hasattr(m, "base") and m.enabled else None
-        self.base = m.base if hasattr(m, "base") else m
-        self.quantized = hasattr(self.base, "codes")
-        self.N, self.K = self.base.shape if self.quantized else self.base.weight.shape
+        self.base, self.lora, self.quantized = m.base, m.adapter, m.q is not None
+        self.N, self.K = m.shape
         self.PR, self.scaling, self.A, self.B, self.bounds = 0, 0.0, None, None, ()
-        if self.lora is not None:
-            self.rank, self.PR, self.scaling = m.rank, m.A.shape[0], float(m.scaling)
-            self.A, self.B = torch.empty_like(m.A, dtype=dtype), torch.empty_like(m.B, dtype=dtype)
-            self.bounds = tuple(accumulate(m.parts.values()))[:-1]  # rows at which the later parts begin
+        if (a := m.adapter) is not None:
+            self.rank, self.PR, self.scaling = a.rank, a.A.shape[0], float(a.scaling)
+            self.A, self.B = torch.empty_like(a.A, dtype=dtype), torch.empty_like(a.B, dtype=dtype)
+            self.bounds = tuple(accumulate(m.parts.values()))[:-1]  # rows where later parts begin
 
 
 class Step:
@@ -451,10 +450,10 @@ class Step:
             qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, B, k.stride(0), k.stride(1),
             D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
             num_warps=4, num_stages=3, **self.launch)
-        out, t = qkv.new_empty(B, H * D), tiles("merge", B, H * D)
+        out, t = qkv.new_empty(B, H * D), tiles("combine", B, H * D)
         del t["STEP"]  # it does its columns at once
         lora = self.lora(nxt, B, triton.cdiv(H * D, t["SLICE"]))
-        merge_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](acc, m, l, out, B=B, H=H, D=D, W=W, **t, **lora, **self.launch)
+        combine_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](acc, m, l, out, B=B, H=H, D=D, W=W, **t, **lora, **self.launch)
         return out, lora["xa"]
 
     def silu(self, gate_up, nxt):

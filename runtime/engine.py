@@ -1,0 +1,329 @@
+"""
+The engines of sampling: what turns slots that hold rows into their next tokens.
+
+A row lives in a slot: its keys and values, its last token, the key of its random numbers. sample.py
+decides which row is where; an engine fills slots (`start`, `copy_row`, `move`) and decodes the
+first `rows` of them (`run`). There are two:
+
+`Eager` runs the model's modules, on any device: the CPU's engine, and the reference.
+`onednn_linears` makes it faster on the CPU.
+`Graphs` is the GPU's: decode.Step captured as one CUDA graph per batch size, sampling included,
+replayed a few steps at a time before the host looks at the tokens. It stays on the model between
+calls (`release` frees it, `make_room` if need be). LoRA, noise and temperature may change
+meanwhile, since the graph reads them from where they lie; weights that moved make a new engine
+(`fingerprint`).
+
+How a token is drawn is runtime/draw.py: it depends on the row, never on who else is in the batch.
+
+Left out: paged keys and values. A row owns the memory of the longest possible row; `engine_for`
+plans how many fit, the others wait.
+
+    TRITON_INTERPRET=1 pytest tests/test_sample.py tests/test_decode.py
+    pytest -m gpu tests/test_sample.py tests/test_decode.py
+
+Shapes: B rows, S slots, T tokens, C hidden, V vocabulary, L layers, Hkv kv heads, D head size.
+"""
+import copy
+import weakref
+from contextlib import contextmanager
+
+import torch
+
+import model as qwen
+from model import KVCache, projections
+from runtime.draw import sample_ids, uniform
+from weights import memory
+
+# batch sizes with a graph; beyond them every 64
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+class OneDNNLinear(torch.nn.Module):
+    """A linear layer (N, K) in the blocked layout that oneDNN's small-batch GEMM wants."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
+        self.bias = bias
+
+    def forward(self, x):
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+@contextmanager
+def onednn_linears(model):
+    """On the CPU every linear as a OneDNNLinear inside the `with`.
+
+    A few rows times a plain row-major weight is slow there (1.6 times in bfloat16, 3 in float32);
+    reordering costs as much as a few tokens. It is a second copy of the weights, for the one
+    call."""
+    linears, w = [], model.embed.weight
+    if w.device.type == "cpu" and torch.backends.mkldnn.is_available():
+        linears = [(path if m is m.base else f"{path}.base", m.base)
+                   for path, m in [*projections(model), ("lm_head", model.lm_head)]]
+    try:
+        for path, m in linears:
+            model.set_submodule(path, OneDNNLinear(m.cpu_weight(w.dtype), m.bias))
+        yield
+    finally:
+        for path, m in linears:
+            model.set_submodule(path, m)
+
+
+class Eager:
+    """The reference engine, and the CPU's: model.hidden on a KVCache of `slots` rows, one step at
+    a time."""
+
+    def __init__(self, model, slots, max_len):
+        self.model, self.slots, self.max_len = model, slots, max_len
+        self.cache = KVCache(model, slots, max_len)
+        # token: the last one of each row, not yet in the cache; key: of its random numbers
+        self.token, self.key = (torch.zeros(slots, dtype=torch.long, device=self.cache.k.device)
+                                for _ in range(2))
+        self.longest = [0] * slots  # cache.length on the host
+
+    def begin(self, temperature, top_p, eos_ids):
+        self.temperature, self.top_p = temperature, top_p
+
+    def start(self, slots, tokens, lengths, limits, keys):
+        """Rows that begin: the cache holds `lengths` tokens of each slot, `tokens` come next, at
+        most `limits` are drawn."""
+        at = torch.tensor(slots, device=self.token.device)
+        self.token[at] = torch.tensor(tokens, device=at.device)
+        self.cache.length[at] = torch.tensor(lengths, device=at.device)
+        self.key[at] = keys
+        for s, t in zip(slots, lengths, strict=True):
+            self.longest[s] = t
+
+    def copy_row(self, source, target, length):
+        """The first `length` cached tokens of slot `source` to slot `target`."""
+        for t in (self.cache.k, self.cache.v):
+            t[:, target, :, :length] = t[:, source, :, :length]
+
+    def move(self, source, target, length):
+        """The row in slot `source`, whole, to slot `target`; `length` bounds its cached tokens."""
+        self.copy_row(source, target, length)
+        for t in (self.token, self.key, self.cache.length):
+            t[target] = t[source]
+        self.longest[target] = self.longest[source]
+
+    def run(self, rows, steps):
+        """Decode the first `rows` slots, at most `steps` times; returns ids and log-probs as lists
+        [row][step]."""
+        view = copy.copy(self.cache)
+        view.k, view.v = self.cache.k[:, :rows], self.cache.v[:, :rows]
+        view.length = self.cache.length[:rows]
+        view.used = max(self.longest[:rows])
+        x = self.model.hidden(self.token[:rows, None], view)[:, 0]  # (B, C)
+        # on the GPU in float32, as the trainer's; on the CPU the module, which is swapped there
+        head = self.model.lm_head
+        logits = qwen.logits(x, head.weight) if x.is_cuda else head(x)  # (B, V)
+        view.length += 1  # in place: the slots' own lengths
+        u = uniform(self.key[:rows], view.length)
+        logits = logits[:, : self.model.valid_vocab]
+        ids, logprobs = sample_ids(logits, u, self.temperature, self.top_p)
+        self.token[:rows] = ids
+        for s in range(rows):
+            self.longest[s] += 1
+        return ids[:, None].tolist(), logprobs[:, None].tolist()
+
+
+class Graphs:
+    """The GPU engine: decode.Step on persistent buffers, one CUDA graph for each batch size of
+    BUCKETS that comes up."""
+
+    def __init__(self, model, slots, max_len, top_p=1.0):
+        from runtime import decode  # needs Triton, which the CPU path does without
+
+        D = model.config.head_dim
+        if D < 32 or D & (D - 1):
+            raise ValueError(f"--model: heads of size {D}; the GPU engine takes powers of two "
+                             "from 32 on; use --device cpu")
+        self.slots, self.max_len = slots, max_len
+        self.top_p = top_p  # if < 1 the memory planned has room for its sort
+        self.cache = KVCache(model, slots, max_len)
+        self.step = decode.Step(model, self.cache)
+        self.most_steps, self.most_eos = decode.STEPS, decode.EOS_SLOTS
+        self.graphs, self.pool, self.scratch = {}, None, []
+
+    def begin(self, temperature, top_p, eos_ids):
+        if len(eos_ids) > self.most_eos:
+            raise ValueError(f"{len(eos_ids)} stop tokens: the GPU engine compares with at most "
+                             f"{self.most_eos}")
+        st = self.step
+        st.refresh()
+        st.inverse_temperature.fill_(1 / temperature if temperature else 1.0)
+        st.eos.fill_(-1)
+        ids = torch.tensor(sorted(eos_ids), dtype=torch.long, device=st.eos.device)
+        st.eos[: len(eos_ids)] = ids
+        st.alive.zero_()
+        st.cache.length.zero_()
+        # temperature is read from memory, except by the sort that top_p takes
+        self.mode = ("draw",) if top_p == 1 else ("top-p", temperature, top_p)
+        if temperature == 0:
+            self.mode = ("greedy",)
+
+    def start(self, slots, tokens, lengths, limits, keys):
+        st, at = self.step, torch.tensor(slots, device=self.cache.k.device)
+        put = torch.tensor([tokens, lengths, limits], device=at.device)  # (3, rows)
+        st.token[at], st.cache.length[at] = put[0], put[1]
+        st.key[at], st.alive[at] = keys, 1
+        st.stop[at] = put[1] + put[2]
+
+    copy_row = Eager.copy_row
+
+    def move(self, source, target, length):
+        self.copy_row(source, target, length)
+        st = self.step
+        for t in (st.token, st.key, st.stop, st.alive, st.cache.length):
+            t[target] = t[source]
+        # what a larger bucket decodes in vain stays cheap
+        st.alive[source], st.cache.length[source] = 0, 0
+
+    def run(self, rows, steps):
+        steps, st = min(steps, self.most_steps), self.step
+        bucket = next((b for b in BUCKETS if b >= rows), -(-rows // 64) * 64)
+        launch = self.launcher(min(bucket, self.slots))
+        st.count.zero_()
+        for _ in range(steps):
+            launch()
+        return st.out_ids[:steps, :rows].T.tolist(), st.out_logp[:steps, :rows].T.tolist()
+
+    def launcher(self, rows):
+        """A function that decodes `rows` slots once: the replay of a graph, captured now if it is
+        the first time."""
+        if (rows, self.mode) in self.graphs:
+            return self.graphs[rows, self.mode]
+        st, greedy, draw = self.step, self.mode[0] == "greedy", None
+        if self.mode[0] == "top-p":
+            _, temperature, top_p = self.mode
+
+            def draw(logits, key, position):
+                return sample_ids(logits, uniform(key, position), temperature, top_p)
+
+        def launch():
+            st.step(rows, greedy, draw)
+
+        if st.token.is_cuda:
+            # The rehearsal compiles, checks weights and makes buffers, all of which a capture must
+            # not. With no row alive it changes nothing but results that are overwritten.
+            alive = st.alive.clone()
+            st.alive.zero_()
+            st.count.zero_()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                launch()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                launch()
+            self.pool = self.pool or graph.pool()
+            self.scratch.append(marlin_scratch(st.token.device))
+            st.alive.copy_(alive)
+            launch = graph.replay
+        self.graphs[rows, self.mode] = launch
+        return launch
+
+
+def marlin_scratch(device):
+    """marlin_triton's buffers on `device`, or (). At more rows than its FEW a graph decodes weights
+    into one of them, which is replaced when a larger weight comes: whoever keeps the graph keeps
+    these."""
+    import marlin_triton
+
+    return tuple(marlin_triton.SPACE.get(device, ()))
+
+
+ENGINES = weakref.WeakKeyDictionary()  # model -> (fingerprint, Graphs, rows asked for)
+
+
+def release(model):
+    """Free the engine that `generate` left on `model`: its keys, values and graphs. The next call
+    makes another."""
+    if ENGINES.pop(model, None) is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def free_bytes():
+    """Bytes of GPU memory that tensors could still take."""
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + cached
+
+
+def make_room(model, need):
+    """Free the engine on `model` if `need` bytes (of memory.update_bytes) would not fit beside it;
+    nothing to do without a GPU."""
+    if model in ENGINES and free_bytes() < need:
+        release(model)
+
+
+def fingerprint(model):
+    """What a captured graph holds on to: where the weights lie, which adapters are on, and their
+    scaling."""
+    adapters = (m.adapter for _, m in projections(model))
+    return (tuple(t.data_ptr() for t in [*model.parameters(), *model.buffers()]),
+            model.valid_vocab, tuple(a and a.scaling for a in adapters))
+
+
+def working_bytes(model, slots, top_p):
+    """memory.rollout_bytes of this model, less the scratch that is there already."""
+    fmt = next((m.q.fmt for _, m in projections(model) if m.q is not None), "none")
+    held = 0
+    if fmt != "none":
+        held = sum(t.nbytes for t in marlin_scratch(model.embed.weight.device))
+    scratch = memory.gemm_scratch(model.config, fmt)
+    return memory.rollout_bytes(model.config, fmt, slots, top_p) - min(held, scratch)
+
+
+def engine_for(model, slots, max_len, top_p):
+    """The model's Graphs engine for (at most) `slots` rows of max_len tokens; the one of the last
+    call if it serves.
+
+    ValueError if not even one row fits the free memory."""
+    mark = fingerprint(model)
+    old_mark, old, wanted = ENGINES.get(model, (None, None, 0))
+    if (old is not None and old_mark == mark and old.max_len >= max_len
+            and max(old.slots, wanted) >= slots and (old.top_p < 1 or top_p == 1)):
+        return old
+    if old is not None:  # training and evaluation take turns: make one that serves both
+        slots, max_len = max(slots, wanted), max(max_len, old.max_len)
+        top_p = min(top_p, old.top_p)
+        del old
+        release(model)
+    max_len = -(-max_len // 64) * 64
+    row = max_len * memory.kv_per_token(model.config, model.embed.weight.element_size())
+    free, working = free_bytes(), working_bytes(model, slots, top_p)
+    fit = int((free - working) // row)
+    if fit < 1:
+        raise ValueError(f"--max-new-tokens: one row of {max_len} tokens needs "
+                         f"{(row + working) / 2**30:.1f} GiB, {free / 2**30:.1f} are free; lower "
+                         "it, shorten the prompts, lower --max-rows, or choose a smaller --model "
+                         "or another --quant")
+    engine = Graphs(model, min(slots, fit), max_len, top_p)
+    ENGINES[model] = (mark, engine, slots)
+    return engine
+
+
+def prefill(model, engine, prompts, slots):
+    """Fill the cache of slots[i] with all of prompts[i] but its last token, which the first decode
+    step reads.
+
+    Prompts run together, padded on the right, at most PREFILL_TOKENS at a time; one that is longer
+    goes in chunks."""
+    most = memory.PREFILL_TOKENS
+    todo = sorted(((p[:-1], s) for p, s in zip(prompts, slots, strict=True) if len(p) > 1),
+                  key=lambda t: -len(t[0]))
+    while todo:
+        longest = len(todo[0][0])
+        batch, todo = todo[: max(1, most // longest)], todo[max(1, most // longest) :]
+        cache = KVCache(model, len(batch), longest)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        for i, (p, _) in enumerate(batch):
+            ids[i, : len(p)] = torch.tensor(p)
+        for part in ids.to(cache.k.device).split(most, dim=1):
+            model.hidden(part, cache)
+            cache.length += part.shape[1]
+        for i, (p, s) in enumerate(batch):
+            engine.cache.k[:, s, :, : len(p)] = cache.k[:, i, :, : len(p)]
+            engine.cache.v[:, s, :, : len(p)] = cache.v[:, i, :, : len(p)]

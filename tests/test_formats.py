@@ -1,0 +1,304 @@
+"""The three number formats, code by code and scale by scale, against tables written out here; packing."""
+import itertools
+import math
+
+import pytest
+import torch
+
+from weights import formats
+from weights.formats import FORMATS, Quantized, block_scales, dequantize, encode, quantize
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+CODE_VALUE = E2M1 + [-v for v in E2M1]
+NAN = float("nan")
+
+
+def e4m3(byte):
+    """The value of an E4M3 byte, from the format's definition (bias 7, no infinity, S.1111.111 is NaN)."""
+    sign, exponent, mantissa = -1 if byte & 128 else 1, byte >> 3 & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return NAN
+    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def nearest_even(x):
+    """The E2M1 value nearest to a Python float x, ties to the even code, by trying all of them."""
+    best = min(range(8), key=lambda c: (abs(abs(x) - E2M1[c]), c % 2))
+    return math.copysign(E2M1[best], x)
+
+
+def make(fmt, codes, scale, global_scale=None):
+    N, K = codes.shape
+    g = torch.ones(N) if global_scale is None else global_scale
+    return Quantized(fmt, (N, K), formats.pack(codes), scale, g)
+
+
+def unpacked(q):
+    return formats.unpack(q.codes, q.shape[1])
+
+
+def weights(N=8, K=128, seed=0, spread=3.0):
+    """Random weights whose blocks differ in size by several powers of two."""
+    g = torch.Generator().manual_seed(seed)
+    size = torch.exp(spread * torch.randn(N, K // 16, generator=g)).repeat_interleave(16, 1)
+    return torch.randn(N, K, generator=g) * size * 0.02
+
+
+# ---- decoding
+
+
+def test_every_code_with_every_e4m3_scale_decodes_to_its_exact_value():
+    """Subnormal scales (bytes 1..7) flushed to zero, or -0 codes decoded as -6, would pass any test on random weights."""
+    finite = [b for b in range(256) if not math.isnan(e4m3(b))]
+    assert len(finite) == 254
+    codes = torch.arange(16, dtype=torch.uint8).repeat(len(finite), 1)  # (254, 16): a row a scale
+    scale = torch.tensor(finite, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
+    want = torch.tensor([[v * e4m3(b) for v in CODE_VALUE] for b in finite])
+    assert torch.equal(dequantize(make("nvfp4", codes, scale)), want)
+    g = torch.full((len(finite),), 0.37)
+    assert torch.equal(dequantize(make("nvfp4", codes, scale, g)), want * g[:, None])
+
+
+def test_every_code_with_every_e8m0_scale_decodes_to_its_exact_value():
+    """Byte 0 is 2^-127, a float32 subnormal; byte 255 is not a number in the format and never written."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(255, 2)  # (255, 32)
+    scale = torch.arange(255, dtype=torch.uint8)[:, None]
+    want = torch.tensor([[v * 2.0 ** (s - 127) for v in CODE_VALUE * 2] for s in range(255)], dtype=torch.float64)
+    assert torch.equal(dequantize(make("mxfp4", codes, scale)).double(), want.float().double())
+
+
+def test_nf4_decodes_through_the_published_codebook():
+    """The QLoRA codebook: 16 ascending values, -1, 0 and 1 among them, asymmetric around zero."""
+    table = torch.tensor(formats.NF4)
+    assert len(table) == 16 and (table.diff() > 0).all() and table[0] == -1 and table[7] == 0 and table[15] == 1
+    # quantiles of a normal: 8 on the negative side, 9 on the positive one, between 1/2 and the offset 0.9677083
+    quantile = torch.distributions.Normal(0, 1).icdf
+    top = quantile(torch.linspace(0.9677083, 0.5, 9)[:-1])
+    low = -quantile(torch.linspace(0.9677083, 0.5, 8)[:-1])
+    assert torch.allclose(torch.cat([low, torch.zeros(1), top.flip(0)]) / top[0], table, atol=2e-7)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(1, 4)
+    assert torch.equal(dequantize(make("nf4", codes, torch.tensor([[0.25]]))), table.repeat(1, 4) * 0.25)
+
+
+# ---- rounding
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_each_code_is_a_fixed_point(fmt):
+    """Quantizing dequantized weights again must change nothing: else save, load and quantize would drift."""
+    q = quantize(weights(), fmt)
+    again = quantize(dequantize(q), fmt)
+    assert torch.equal(dequantize(again), dequantize(q))
+
+
+def test_ties_go_to_the_even_code_and_large_values_saturate():
+    """Half-way points decided by 'round half up' bias every weight away from zero."""
+    mid = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    around = [m + d for m in mid for d in (-1e-3, 0, 1e-3)] + [0.0, 6.0, 6.5, 1e4]
+    x = torch.tensor(around + [-v for v in around])
+    got = torch.tensor(CODE_VALUE)[formats.round_e2m1(x).int()]
+    assert got.tolist() == [nearest_even(v) for v in x.tolist()]
+    assert got[1:21:3].tolist() == [0, 1, 1, 2, 2, 4, 4]
+    assert formats.round_e2m1(torch.tensor([-0.1, -0.0]))[0] == 0  # no negative zeros
+
+
+def test_nvfp4_follows_its_formula_element_by_element():
+    """Scales in the wrong dtype, a scale not rounded before the codes are taken, or a global taken per block."""
+    w = weights(4, 64)
+    q = quantize(w, "nvfp4")
+    grid = sorted(e4m3(b) for b in range(127))
+    top = w.abs().max().item() / 2688
+    assert q.global_scale.shape == (4,) and torch.allclose(q.global_scale, torch.full((4,), top), rtol=2e-7, atol=0)
+    assert q.scale.float().max() == 448  # all of E4M3's range is used
+    for n, b in itertools.product(range(4), range(4)):
+        block = w[n, b * 16 : b * 16 + 16].tolist()
+        exact = max(map(abs, block)) / 6 / top
+        s = min(grid, key=lambda v, exact=exact: abs(v - exact))
+        assert q.scale[n, b].float().item() == s
+        for k, v in enumerate(block):
+            want = nearest_even(v / (s * q.global_scale[0].item())) if s else 0
+            assert CODE_VALUE[unpacked(q)[n, b * 16 + k]] == want
+
+
+def test_mxfp4_scale_is_the_ocp_power_of_two():
+    """floor(log2 amax) - 2, exact at powers of two: log2 in float32 is off by one ulp at some of them."""
+    amax = [2.0**e * m for e in range(-20, 21) for m in (1.0, 1.4, 1.5, 1.999, 1 - 2**-24)]
+    w = torch.zeros(len(amax), 32)
+    w[:, 5] = torch.tensor(amax)
+    q = quantize(w, "mxfp4")
+    assert q.scale[:, 0].tolist() == [127 + math.frexp(a)[1] - 3 for a in torch.tensor(amax).tolist()]
+    assert (dequantize(q)[:, 5] / w[:, 5]).clamp(0.75, 1.2).equal(dequantize(q)[:, 5] / w[:, 5])
+
+
+def test_nf4_takes_the_nearest_codebook_entry():
+    w = weights(4, 128)
+    q = quantize(w, "nf4")
+    table = torch.tensor(formats.NF4, dtype=torch.float64)
+    x = (w.view(4, 2, 64) / w.view(4, 2, 64).abs().amax(-1, keepdim=True)).double()
+    assert torch.equal(unpacked(q).view(4, 2, 64).long(), (x[..., None] - table).abs().argmin(-1))
+    assert torch.equal(q.scale, w.view(4, 2, 64).abs().amax(-1))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_relative_error_is_that_of_four_bits(fmt, dtype):
+    """A decode in the wrong order or a missing scale is an error of order one, whatever the input's dtype."""
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).mul(0.02).to(dtype)
+    error = (dequantize(quantize(w, fmt)) - w.float()).norm() / w.float().norm()
+    assert {"nvfp4": 0.08, "mxfp4": 0.09, "nf4": 0.08}[fmt] < error < {"nvfp4": 0.11, "mxfp4": 0.15, "nf4": 0.11}[fmt]
+
+
+# ---- degenerate weights
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_zero_and_tiny_blocks_never_make_nan(fmt):
+    """0/0 in an all-zero block, or 1/global = inf when the whole tensor is (almost) zero."""
+    K = 128
+    one_zero_block = weights(2, K)
+    one_zero_block[0, :64] = 0
+    one_tiny_block = weights(2, K)
+    one_tiny_block[1, 64:] *= 1e-30
+    cases = [torch.zeros(2, K), -torch.zeros(2, K), torch.zeros(2, K, dtype=torch.bfloat16), torch.full((2, K), 1e-45),
+             torch.full((2, K), 1e-38), one_zero_block, one_tiny_block, torch.full((2, K), 3e38)]
+    for w in cases:
+        q = quantize(w, fmt)
+        w_hat = dequantize(q)
+        assert torch.isfinite(w_hat).all() and torch.isfinite(1 / q.global_scale).all()
+        assert fmt != "nvfp4" or q.scale.view(torch.uint8).max() < 127  # no NaN, and no -0, which checkpoints must not hold
+        assert (w_hat[w == 0] == 0).all()
+        assert ((w_hat - w).abs() <= 0.34 * w.abs().amax() + 1e-40).all()
+
+
+def test_a_subnormal_block_scale_keeps_its_block():
+    """A block 2^-15 times the largest gets an E4M3 scale below 2^-6: it must not vanish."""
+    w = torch.ones(1, 32)
+    w[0, 16:] = 2.0**-15
+    q = quantize(w, "nvfp4")
+    assert 0 < q.scale[0, 1].float() < 2**-6
+    assert torch.allclose(dequantize(q)[0, 16:], w[0, 16:], rtol=0.2)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf")])
+def test_nan_and_inf_are_refused_by_name(fmt, bad):
+    """One bad weight would silently turn a whole tensor's global scale into NaN."""
+    w = weights(3, 64)
+    w[2, 17] = bad
+    with pytest.raises(ValueError, match="layers.1.attn.o_proj: the weight holds NaN or inf"):
+        quantize(w, fmt, "layers.1.attn.o_proj")
+
+
+def test_shapes_that_do_not_fit_and_unknown_formats_are_refused():
+    for fmt, K in (("nvfp4", 24), ("mxfp4", 48), ("nf4", 96)):
+        with pytest.raises(ValueError, match=f"up: K = {K} is not divisible by {fmt}'s block of {FORMATS[fmt].block}"):
+            quantize(torch.ones(2, K), fmt, "up")
+    with pytest.raises(ValueError, match="--quant int4: unknown format"):
+        quantize(torch.ones(2, 64), "int4")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("N,blocks", [(1, 1), (3, 1), (7, 3), (130, 5)])
+def test_odd_shapes_pack_and_come_back(fmt, N, blocks):
+    """K = 48 is three NVFP4 blocks but one and a half packing units."""
+    K = FORMATS[fmt].block * blocks
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(N))
+    q = quantize(w, fmt)
+    assert len(q.codes) == N and K // 2 <= q.codes.shape[1] < K // 2 + 64 and q.codes.dtype == torch.uint8
+    assert q.scale.shape == (N, blocks) and q.scale.dtype == {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8,
+                                                              "nf4": torch.float32}[fmt]
+    assert torch.equal(encode(dequantize(q), fmt, q.scale, q.global_scale).codes, q.codes)
+    assert dequantize(q).shape == (N, K)
+
+
+def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
+    """The last, short chunk and a chunk smaller than a row."""
+    w = weights(7, 64)
+    want = quantize(w, "nvfp4").codes
+    for chunk in (1, 64, 130, 10**6):
+        monkeypatch.setattr(formats, "PORTION", chunk)
+        assert torch.equal(quantize(w, "nvfp4").codes, want)
+
+
+def test_four_and_a_half_bits_a_weight():
+    """A Quantized with codes one a byte, or float32 scales, would be correct and twice the size."""
+    for fmt, bits in (("nvfp4", 4.5), ("mxfp4", 4.25), ("nf4", 4.5)):
+        q = quantize(weights(8, 1024), fmt)
+        assert (q.codes.nbytes + q.scale.nbytes) * 8 == bits * 8 * 1024
+
+
+def test_the_global_scale_survives_its_stored_reciprocal():
+    """Checkpoints store 1/global: for every float32 mantissa, 1/(1/g) must be g again, where g = 1/(1/top)."""
+    top = (torch.arange(2**23, dtype=torch.int32) + (120 << 23)).view(torch.float32)
+    g = 1 / (1 / top)
+    assert torch.equal(1 / (1 / g), g)
+    assert block_scales(weights(), "nvfp4")[1][0] in 1 / (1 / block_scales(weights(), "nvfp4")[1])
+
+
+# ---- the layout in memory
+
+
+@pytest.mark.parametrize("N, K", [(1, 16), (7, 32), (8, 128), (19, 80), (9, 896), (24, 256)])
+def test_packing_round_trip(N, K):
+    """A row group or a chunk that is not full was once written over its neighbour."""
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8)
+    packed = formats.pack(codes)
+    assert packed.shape == (N, -(-K // 128) * 64) and packed.dtype == torch.uint8
+    assert torch.equal(formats.unpack(packed, K), codes)
+
+
+def test_packing_is_local_to_groups_of_eight_rows():
+    """Quantization packs a large weight in slices: slices from multiples of 8 must join to the whole."""
+    codes = torch.randint(0, 16, (21, 272), dtype=torch.uint8)
+    assert torch.equal(torch.cat([formats.pack(codes[:16]), formats.pack(codes[16:])]), formats.pack(codes))
+
+
+def drawing():
+    """The docstring's drawing: {(pair letter, p): word bits of s, e, e, m}."""
+    rows, where = {"bit": [], "code": [], "field": []}, {}
+    for line in formats.__doc__.splitlines():
+        if line.startswith(("    bit ", "    code  ", "    field ")):
+            rows[line.split()[0]] += line.replace("|", "").split()[1:]
+    for bit, code, field in zip(rows["bit"], rows["code"], rows["field"], strict=True):
+        where.setdefault((code[0], int(code[1])), []).append((int(bit), field))
+    # e, e, m lie together, the higher bit first; d's m may lie below
+    return {k: sorted(v, key=lambda b: ("sem".index(b[1]), -b[0])) for k, v in where.items()}
+
+
+def test_codes_lie_where_the_docstring_draws_them():
+    """The drawing is what another implementation of the layout would be written from: every bit of every column, and its rows."""
+    where = drawing()
+    assert len(where) == 8 and all([f for _, f in v] == ["s", "e", "e", "m"] for v in where.values())
+    for row, column in [(r, c) for c in range(256) for r in (c % 16,)]:
+        plane, w, h, t, p = (column % 128 // i % n for i, n in ((64, 2), (16, 4), (8, 2), (2, 4), (1, 2)))
+        for code in (8, 4, 2, 1):
+            codes = torch.zeros(16, 256, dtype=torch.uint8)
+            codes[row, column] = code
+            bit = where["abcd"[2 * plane + h], p][(8, 4, 2, 1).index(code)][0]
+            words = formats.pack(codes).view(torch.int32).view(2, 2, 8, 4, 4)  # group of rows, chunk, row, lane, word
+            assert words.nonzero().tolist() == [[row // 8, column // 128, row % 8, t, w]]
+            assert words.sum().item() & 0xFFFFFFFF == 1 << bit
+
+
+def test_packing_a_slice_at_a_time_changes_nothing(monkeypatch):
+    """Matrices of more than SLICE codes go through in slices of whole row groups, the last of which may be short."""
+    codes = torch.randint(0, 16, (45, 272), dtype=torch.uint8)
+    packed = formats.pack(codes)
+    monkeypatch.setattr(formats, "SLICE", 16 * 272)
+    assert [j - i for i, j, _ in formats.slices(*codes.shape)] == [16, 16, 8, 5]
+    assert torch.equal(formats.pack(codes), packed) and torch.equal(formats.unpack(packed, 272), codes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_gpu_rounds_and_decodes_as_the_cpu_does(fmt):
+    """A division that is not IEEE on the device, or flushed subnormals, would make checkpoints depend on where they were made."""
+    w = weights(64, 512)
+    w[3, :64] = 0
+    a, b = quantize(w, fmt), quantize(w.cuda(), fmt)
+    for field in ("codes", "scale", "global_scale"):
+        assert torch.equal(getattr(a, field).view(torch.uint8), getattr(b, field).cpu().view(torch.uint8))
+    assert torch.equal(dequantize(a), dequantize(b).cpu())
+    every = make("mxfp4", torch.arange(16, dtype=torch.uint8).repeat(255, 2), torch.arange(255, dtype=torch.uint8)[:, None])
+    moved = Quantized("mxfp4", every.shape, *(t.cuda() for t in (every.codes, every.scale, every.global_scale)))
+    assert torch.equal(dequantize(moved).cpu(), dequantize(every))

@@ -1,0 +1,368 @@
+"""
+AWQ: activation-aware weight quantization (Lin et al., arXiv 2306.00978), for all three formats.
+
+Rounding errors of a weight column are multiplied by that input channel's activations, and few
+channels are large. AWQ scales the columns up where activations are large, W diag(s), and the
+activations down, diag(s)^-1 x, before rounding. The second factor is folded into whatever makes x,
+so that the model stays the same function and gets no new operation:
+
+    q,k,v   <- input_layernorm's weight
+    o       <- the v rows of qkv (one s for all heads that share a kv head)
+    gate,up <- post_attention_layernorm's weight
+    down    <- the up rows of gate_up
+
+s = mean|x|^a, normalised; a goes over a grid in [0, 1] and the one with the least output error
+|| (Q(W s) / s - W) X ||^2 on calibration text wins. a = 0 is s = 1, plain rounding. Then each
+block's scale is searched for among its neighbours (AWQ calls its form of this weight clipping): the
+largest weight need not sit on the grid's end, if the other 15 gain by it.
+
+On Qwen2.5-Coder-0.5B (restored from a Q4_K_M file) the search of block scales alone removes most of
+what can be removed of NVFP4's error, and few linears gain by channel scales on top (exponent above
+0): 16 weights to a scale leave them little to do.
+
+AQN's noise is added to the folded norm weights, w / s: it is then relative to those.
+
+The error needs no stored activations: with H = X^T X it is sum((D H) * D), D = Q(W s) / s - W. One
+block's 16-bit weights are on the device at a time, and calibration text passes through the original
+blocks.
+
+    model = awq.load("Qwen/Qwen2.5-3B-Instruct", device="cuda", fmt="nvfp4", calib="train.jsonl")
+    python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --awq --calib train.jsonl --out q/
+
+Shapes: N rows, K columns, B sequences, T tokens, C hidden, H query heads, Hkv kv heads, D head
+size, G = H / Hkv.
+"""
+import json
+import math
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import data
+import grpo
+from model import PROJECTIONS
+from nvfp4 import QuantLinear
+from weights import checkpoint
+from weights.formats import FORMATS, block_scales, encode, snap
+
+GRID = 20  # exponents tried: 0, 1/20, ..., 1
+FINALISTS = 3  # exponents whose block scales are searched, besides 0
+BATCH = 8  # calibration sequences that go through a block together
+
+
+class Stats:
+    """H = X^T X / n (K, K) and mean|x| (K,) of a linear's inputs, gathered by a forward hook."""
+
+    def __init__(self, K, device):
+        self.H, self.mean = torch.zeros(K, K, device=device), torch.zeros(K, device=device)
+        self.n = 0
+
+    def __call__(self, module, args):
+        x = args[0].reshape(-1, self.mean.numel()).float()  # (B*T, K)
+        self.H += x.T @ x  # (K, M) @ (M, K)
+        self.mean += x.abs().sum(0)
+        self.n += x.shape[0]
+
+
+def output_error(D, H):
+    """sum over rows of d H d^T: the squared output error of a weight error D (N, K), for inputs
+    with X^T X = H (K, K)."""
+    return ((D @ H) * D).sum().item()  # (N, K) @ (K, K)
+
+
+def neighbours(scale, fmt):
+    """Block scales near `scale`, in the stored type: what `search_blocks` tries."""
+    if fmt == "nf4":
+        return [scale * f for f in (0.75, 0.8, 0.84, 0.88, 0.91, 0.94, 0.97, 1.03, 1.06, 1.1)]
+    # neighbouring bytes are neighbouring values: E4M3 has eight to an octave
+    byte = scale.view(torch.uint8).int()
+    top, low, high = (254, -1, 1) if fmt == "mxfp4" else (126, -6, 8)
+    return [(byte + d).clamp(1, top).to(torch.uint8).view(scale.dtype)
+            for d in range(low, high + 1) if d]
+
+
+def search_blocks(w, fmt, scale, global_scale, H):
+    """The block scale (N, K/block) with the least output error per block, over the neighbours of
+    `scale`."""
+    (N, K), b = w.shape, FORMATS[fmt].block
+    diagonal = torch.stack([H[i : i + b, i : i + b] for i in range(0, K, b)])  # (K/b, b, b)
+
+    def errors(s):
+        d = (snap(w, fmt, s, global_scale) - w).view(N, K // b, b).transpose(0, 1)  # (K/b, N, b)
+        return ((d @ diagonal) * d).sum(-1).T  # (N, K/b)
+
+    best, least = scale.clone(), errors(scale)
+    raw = best.view(torch.uint8) if fmt != "nf4" else best
+    for s in neighbours(scale, fmt):
+        e = errors(s)
+        better = e < least
+        least = torch.where(better, e, least)
+        raw[better] = (s.view(torch.uint8) if fmt != "nf4" else s)[better]
+    return best
+
+
+class Search:
+    """One linear: the best scales of its input channels, and its quantized weight.
+
+    w (N, K) float32, H (K, K), magnitude (K,) = mean|x| (shared over tied channels already), exact:
+    s -> the s that folding can realise without rounding, divide (N,): what w's rows will be divided
+    by, because they feed a scaled consumer. grid 0: no channel scales; finalists None: no search of
+    block scales. Errors are relative to || W X ||^2: `rtn` of plain rounding, `channels` of the
+    best channel scales alone, `awq` of what was chosen."""
+
+    def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=GRID,
+                 finalists=FINALISTS):
+        power = output_error(w, H) or 1.0
+        divide = torch.ones(len(w), 1, device=w.device) if divide is None else divide[:, None]
+        self.rtn = output_error(snap(w, fmt, *block_scales(w, fmt)) - w, H) / power
+
+        def error(t, s, scales):
+            return output_error(snap(t, fmt, *scales) * divide / s - w, H) / power
+
+        tried = []
+        for a in [i / grid for i in range(grid + 1)] if grid else [0.0]:
+            s = magnitude.clamp(min=1e-8) ** a
+            s = exact(s / (s.max() * s.min()).sqrt()) if a else torch.ones_like(magnitude)
+            t = w * s / divide
+            tried.append((error(t, s, block_scales(t, fmt)), a, s))
+        self.channels, self.exponent, self.s = min(tried, key=lambda x: x[0])
+        self.awq, t = self.channels, w * self.s / divide
+        final = (t, fmt, *block_scales(t, fmt))
+        if finalists is not None:
+            # a search of blocks costs ten trials, and evens out much of what exponents differ by:
+            # for the best of them, and 0
+            for _, a, s in sorted(tried[1:], key=lambda x: x[0])[:finalists] + tried[:1]:
+                t = w * s / divide
+                scale, top = block_scales(t, fmt)
+                scale = search_blocks(t, fmt, scale, top, H / s / s[:, None])
+                if (e := error(t, s, (scale, top))) < self.awq:
+                    self.exponent, self.s, self.awq, final = a, s, e, (t, fmt, scale, top)
+        self.q = encode(*final)
+
+
+def quantize_block(block, stats, config, fmt, **options):
+    """Replace the four linears of `block` (model.Block, 16-bit weights) by QuantLinears, its norms
+    by folded ones.
+
+    stats: {name: Stats} of its linears; options: grid, finalists of Search. Returns a row of the
+    report for each linear: {"linear", "exponent", "rtn", "channels", "awq"}."""
+    G, D = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    q_k = (config.num_attention_heads + config.num_key_value_heads) * D  # rows above the v rows
+
+    def per_kv_head(x):  # mean over the query heads that read the same v: (H*D) -> (Hkv*D)
+        return x.view(-1, G, D).mean(1).flatten()
+
+    def to_query_heads(x):  # (Hkv*D) -> (H*D)
+        return x.view(-1, 1, D).expand(-1, G, D).flatten()
+
+    def same(x):
+        return x
+
+    return [*quantize_pair(block.attn, ("qkv_proj", "o_proj"), block.input_layernorm, q_k, stats,
+                           fmt, per_kv_head, to_query_heads, **options),
+            *quantize_pair(block.mlp, ("gate_up_proj", "down_proj"), block.post_attention_layernorm,
+                           config.intermediate_size, stats, fmt, same, same, **options)]
+
+
+def quantize_pair(owner, names, norm, above, stats, fmt, share, spread, **options):
+    """The linears `names` of `owner`, a producer behind `norm` whose rows from `above` on feed the
+    consumer. share: mean|x| of the consumer's inputs -> of those rows; spread: back again."""
+    first, then = names
+    producer, consumer, gain = getattr(owner, first), getattr(owner, then), norm.weight
+
+    def foldable(s):  # the s for which weight / s is exact in the norm's dtype; 1 at a norm of zero
+        folded = (gain / s).to(gain.dtype)
+        kept = (folded != 0) & torch.isfinite(folded)
+        return torch.where(kept, gain.float() / folded.float(), 1.0)
+
+    H, mean = stats[then].H, spread(share(stats[then].mean))
+    out = Search(consumer.dense(), H, mean, fmt, **options)
+    for s in (out.s, torch.ones_like(out.s)):
+        divide = torch.ones(producer.shape[0], device=s.device)
+        divide[above:] = share(s)  # rows of v, or of up
+        into = Search(producer.dense(), stats[first].H, stats[first].mean, fmt, foldable, divide,
+                      **options)
+        if into.awq <= into.rtn:
+            break
+    if not torch.equal(s, out.s):  # else its producer would be worse than by plain rounding
+        out = Search(consumer.dense(), H, mean, fmt, **options | {"grid": 0})
+    folded = (gain / into.s).to(gain.dtype)
+    norm.weight.data = torch.where((folded != 0) & torch.isfinite(folded), folded, gain)
+    bias = producer.bias
+    bias = None if bias is None else (bias.float() / divide).to(bias.dtype)
+    setattr(owner, first, QuantLinear(into.q, producer.parts, bias))
+    setattr(owner, then, QuantLinear(out.q, consumer.parts, consumer.bias))
+    return [{"linear": name, "exponent": s.exponent, "rtn": s.rtn, "channels": s.channels,
+             "awq": s.awq} for name, s in ((first, into), (then, out))]
+
+
+@torch.no_grad()
+def calibrated(model, parts, fmt, ids, device, held_out=None, **options):
+    """Quantizes the blocks of `model` as they come by in `parts`, a checkpoint.stream of it; yields
+    (path, rows of the report) of each part, as convert.rounded does.
+
+    ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
+    calibrated on what the 16-bit model feeds it, and one pass a layer is enough. held_out: a
+    HeldOut, carried along; options: grid, finalists of Search."""
+    x, rope = None, model.rope(torch.arange(ids.shape[1], device=device)[None])
+    for path in parts:
+        if not path.startswith("layers."):
+            yield path, []
+            continue
+        if x is None:  # the embedding comes before the blocks
+            x = embedded(model, ids, device)  # (B, T, C)
+            if held_out:
+                held_out.begin(model, device)
+        block = model.get_submodule(path)
+        stats = gather(block, x, rope)
+        if held_out:
+            through(block, held_out.before, held_out.rope)
+        rows = quantize_block(block, stats, model.config, fmt, **options)
+        if held_out:
+            through(block, held_out.after, held_out.rope)
+        del block, stats  # so that the caller can let go of it
+        yield path, rows
+
+
+def gather(block, x, rope):
+    """{linear: Stats} of a block's inputs; x (B, T, C) goes through it, in place."""
+    linears = {name.rsplit(".", 1)[-1]: block.get_submodule(name) for name in PROJECTIONS}
+    stats = {name: Stats(m.shape[1], x.device) for name, m in linears.items()}
+    hooks = [m.register_forward_pre_hook(stats[name]) for name, m in linears.items()]
+    through(block, x, rope)
+    for hook in hooks:
+        hook.remove()
+    for s in stats.values():
+        s.H /= s.n
+        s.mean /= s.n
+    return stats
+
+
+def embedded(model, ids, device):
+    return model.embed(ids.to(model.embed.weight.device)).to(device)  # (B, T, C)
+
+
+def through(block, x, rope):
+    """x (B, T, C) through a block, in place, a few sequences at a time."""
+    for rows in x.split(BATCH):
+        rows.copy_(block(rows, *rope))
+
+
+class HeldOut:
+    """Hidden states of text that was not calibrated on, through the original blocks and through
+    the quantized ones, block by block: perplexity before and after without ever holding either
+    model."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def begin(self, model, device):
+        self.rope = model.rope(torch.arange(self.ids.shape[1], device=device)[None])
+        self.before = embedded(model, self.ids, device)  # (B, T, C)
+        self.after = self.before.clone()
+
+    @torch.no_grad()
+    def perplexity(self, model):
+        """{"before", "after"}: e to the mean negative log-likelihood of a token; call it when all
+        blocks are done."""
+        out = {}
+        for name, x in (("before", self.before), ("after", self.after)):
+            hidden = model.norm.to(x.device)(x[:, :-1]).flatten(0, 1)  # (B, T-1, C) -> (S, C)
+            targets = self.ids[:, 1:].flatten().to(x.device)
+            logp, _ = grpo.token_logprobs(hidden, model.lm_head.weight.to(x.device), targets)
+            out[name] = math.exp(-logp.mean().item())
+        return out
+
+
+def open_16_bit(folder, flag):
+    """(config, source) of a checkpoint folder that is to be quantized; ValueError if it is."""
+    config = checkpoint.read_config(folder)
+    if config.quantization:
+        raise ValueError(f"{flag}: {folder} is quantized already; give the 16-bit checkpoint")
+    return config, checkpoint.Checkpoint(folder)
+
+
+def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None,
+         sequences=128, length=512, **options):
+    """model.load(..., quant=fmt) with AWQ; the layers' report is in model.awq. calib: a file for
+    `texts`; options: grid and finalists of Search. Raises as model.load does, and ValueError for
+    too little text or a checkpoint quantized already."""
+    folder = checkpoint.fetch(path_or_hub_id)
+    config, source = open_16_bit(folder, "--awq")
+    ids = calibration(calib, folder, sequences, length)
+    model = checkpoint.skeleton(config)
+    parts = checkpoint.stream(model, source, device, dtype)
+    steps = calibrated(model, parts, fmt, ids, device, **options)
+    progress = tqdm(steps, f"AWQ {fmt}", len(checkpoint.parts(config)), unit="part")
+    model.awq = [{"layer": int(path.split(".")[1]), **row} for path, rows in progress
+                 for row in rows]
+    return model.eval()
+
+
+# ---- text
+
+
+def texts(path):
+    """The texts of a file: question and answer of each row of a .jsonl (or its "text"), else the
+    file as one text."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"--calib {path}: no such file; give a .jsonl (question and "
+                                "answer, or text) or a text file")
+    if path.suffix != ".jsonl":
+        return [path.read_text(encoding="utf-8")]
+    out = []
+    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            out.append(row["text"] if "text" in row else f"{row['question']}\n{row['answer']}")
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f'{path}, row {n}: needs "text", or "question" and '
+                             '"answer"') from None
+    return out
+
+
+def calibration(path, folder, sequences, length):
+    """ids (sequences, length) long of calibration text in the checkpoint's own tokens; documents
+    follow one another, ended by EOS. Without a file: worked arithmetic problems in the checkpoint's
+    chat template, as the embedded task has them."""
+    tok = data.Tokenizer(folder)
+    if path is None:
+        rows = data.arithmetic("train", 4096)
+        docs = (tok.prompt_ids(r["question"]) + tok.encode(data.solution(r)) for r in rows)
+    else:
+        docs = (tok.encode(t) for t in texts(path))
+    ids, want = [], sequences * length
+    for doc in docs:
+        ids += doc + tok.eos_ids[-1:]
+        if len(ids) >= want:
+            break
+    rows = min(sequences, len(ids) // length)
+    if rows < 1:
+        raise ValueError(f"--calib {path}: {len(ids)} tokens, fewer than one sequence of {length}; "
+                         "give more text")
+    return torch.tensor(ids[: rows * length]).view(rows, length)
+
+
+@torch.no_grad()
+def perplexity(model, docs, batch=16):
+    """docs: token ids of each document -> [(summed negative log-likelihood in nats, summed entropy,
+    tokens scored)] of each, in order; a document's first token is not scored. exp(sum / tokens) is
+    the perplexity."""
+    device, out = model.embed.weight.device, [None] * len(docs)
+    order = sorted(range(len(docs)), key=lambda i: len(docs[i]))
+    for at in range(0, len(docs), batch):
+        chosen = order[at : at + batch]
+        n = torch.tensor([len(docs[i]) - 1 for i in chosen], device=device)
+        # (B, T), padded on the right
+        ids = torch.zeros(len(chosen), int(n.max()) + 1, dtype=torch.long, device=device)
+        for row, i in zip(ids, chosen, strict=True):
+            row[: len(docs[i])] = torch.tensor(docs[i])
+        scored = torch.arange(ids.shape[1] - 1, device=device) < n[:, None]  # (B, T-1)
+        hidden = model.hidden(ids[:, :-1])[scored]  # (B, T-1, C) -> (S, C)
+        logp, entropy = grpo.token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][scored],
+                                            valid_vocab=model.valid_vocab)
+        for i, p, e in zip(chosen, logp.split(n.tolist()), entropy.split(n.tolist()), strict=True):
+            out[i] = (-p.sum().item(), e.sum().item(), len(docs[i]) - 1)
+    return out

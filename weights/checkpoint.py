@@ -1,0 +1,514 @@
+"""
+Checkpoints in and out: config.json, the hub, sharded safetensors in Hugging Face layout, and how
+four-bit weights lie in them.
+
+`stream` is the one way in: it fills a model part by part. Who keeps the parts has loaded the model
+(`build`, `load`); who lets go of each block holds one at a time (weights/convert.py quantizes and
+merges so, weights/awq.py calibrates so). `Writer` and `tensors` are the way out.
+
+NVFP4 and MXFP4 are written as compressed-tensors does it (formats `nvfp4-pack-quantized` and
+`mxfp4-pack-quantized`, weights only, "W4A16"), so that other engines can serve them. Each original
+projection, q, k and v apart, becomes
+
+    weight_packed        uint8 (N, K/2)   two E2M1 codes a byte, the even column in the low nibble
+    weight_scale         NVFP4: float8_e4m3fn (N, K/16); MXFP4: uint8 (N, K/32), the exponent + 127
+    weight_global_scale  NVFP4 only: float32 (1,), the *reciprocal*:
+                         w_hat = value[code] * weight_scale / weight_global_scale
+
+and config.json gets a `quantization_config`; lm_head and embeddings stay in 16 bits.
+compressed-tensors has no NF4, so that layout is our own (quant_method `qerl`, which makes other
+tools refuse rather than misread): weight_packed as above with codebook indices, weight_scale
+float32 (N, K/64), the absmax of a block.
+
+Left out: quantized activations (W4A4) and KV caches; asymmetric zero points; bitsandbytes' NF4.
+
+    model = load("Qwen/Qwen2.5-3B-Instruct", "cuda", quant="nvfp4")
+    with Writer("out/", folder, fmt="nvfp4") as w:
+        for name, tensor in tensors(model): w.add(name, tensor)
+
+Shapes: N rows of one projection, K columns.
+"""
+import json
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model import Config, RMSNorm, Transformer, prefix
+from nvfp4 import QuantLinear
+from weights.files import whole
+from weights.formats import FORMATS, Quantized, pack, quantize, unpack
+
+FAMILIES = {"qwen2": {"qkv_bias": True}, "llama": {"qkv_bias": False},
+            "qwen3": {"qkv_bias": False, "qk_norm": True}}
+BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+          "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+          "merges.txt")
+
+
+# ---- config.json
+
+
+def read_config(folder):
+    """The model.Config of a checkpoint folder (or of a config.json itself); ValueError for what
+    the model cannot honour."""
+    path = Path(folder)
+    path = path if path.suffix == ".json" else path / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; --model takes a Hugging Face checkpoint "
+                                "folder or a hub id")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as e:
+        raise ValueError(f"{path}: not valid JSON ({e})") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a model's configuration (a JSON object)")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    for what, bad in unsupported(raw, rope).items():
+        if bad:
+            raise ValueError(f"{path}: {what} is not supported (Qwen2.5, Qwen3 and Llama-shaped "
+                             "models are)")
+    sizes = {}
+    for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+              "num_attention_heads"):
+        if k not in raw:
+            raise ValueError(f"{path}: the field {k!r} is missing")
+        if type(raw[k]) is not int or raw[k] < 1:
+            raise ValueError(f"{path}: {k} {raw[k]!r} must be a whole number of at least 1")
+        sizes[k] = raw[k]
+    heads = raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(f"{path}: {heads} attention heads do not divide among {kv_heads} "
+                         "key-value heads")
+    head_dim = 128 if raw["model_type"] == "qwen3" else raw["hidden_size"] // heads
+    return Config(
+        **sizes, num_key_value_heads=kv_heads, head_dim=raw.get("head_dim") or head_dim,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False), **FAMILIES[raw["model_type"]],
+        max_position_embeddings=raw.get("max_position_embeddings", 32768),
+        quantization=raw.get("quantization_config"))
+
+
+def unsupported(raw, rope):
+    """{what: whether config.json asks for it} of all that would make it another model."""
+    family = raw.get("model_type")
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    layers = raw.get("layer_types") or []
+    return {
+        f"model_type {family!r}": family not in FAMILIES,
+        "use_sliding_window": raw.get("use_sliding_window", False),
+        "a sliding layer in layer_types": any(t != "full_attention" for t in layers),
+        f"rope scaling {rope_type!r}": rope_type != "default",
+        f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
+        "attention_bias": family != "qwen2" and raw.get("attention_bias", False),
+        "mlp_bias": raw.get("mlp_bias", False),
+        "partial_rotary_factor": partial != 1.0,
+    }
+
+
+def quantization_config(fmt):
+    """The `quantization_config` of a checkpoint whose projections are in `fmt`."""
+    f = FORMATS[fmt]
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": f.block,
+               "dynamic": False, "strategy": "tensor_group" if fmt == "nvfp4" else "group",
+               "scale_dtype": str(f.scale_dtype)}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None,
+             "output_activations": None}
+    return {"quant_method": f.quant_method, "format": f.layout, "ignore": ["lm_head"],
+            "quantization_status": "compressed", "kv_cache_scheme": None,
+            "config_groups": {"group_0": group}}
+
+
+def packed_format(raw, where):
+    """The format, nvfp4 | mxfp4 | nf4, that a `quantization_config` declares; ValueError for what
+    cannot be honoured."""
+    layouts = {f.layout: fmt for fmt, f in FORMATS.items()}
+
+    def refuse(what):
+        raise ValueError(f"{where}/config.json: quantization_config has {what}; checkpoints with "
+                         f"{', '.join(layouts)} and weights only (W4A16) can be read")
+
+    groups = list((raw.get("config_groups") or {}).values())
+    found = {raw.get("format"), *(g.get("format") for g in groups)} - {None}
+    if raw.get("quant_method") not in {f.quant_method for f in FORMATS.values()}:
+        refuse(f"quant_method {raw.get('quant_method')!r}")
+    if len(found) != 1 or not found <= set(layouts):
+        refuse(f"format {' and '.join(sorted(found)) or None}")
+    fmt = layouts[found.pop()]
+    if len(groups) != 1:
+        refuse(f"{len(groups)} config_groups")
+    weights = groups[0].get("weights") or {}
+    for field, want in (("num_bits", 4), ("type", "float"), ("group_size", FORMATS[fmt].block),
+                        ("symmetric", True)):
+        if weights.get(field, want) != want:
+            refuse(f"{field} {weights[field]!r}")
+    for what in ("input_activations", "output_activations"):
+        if groups[0].get(what):
+            refuse(what)
+    if raw.get("kv_cache_scheme"):
+        refuse("kv_cache_scheme")
+    return fmt
+
+
+# ---- where tensors come from
+
+
+def fetch(path_or_hub_id, weights=True):
+    """A local checkpoint folder as a Path; a hub id is downloaded first (only the files this
+    project reads, resumed; without `weights` only config.json)."""
+    name = str(path_or_hub_id)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
+                                "hub id")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["config.json"]
+    if weights:
+        wanted += ["generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                   "chat_template.jinja", "model*.safetensors", "model.safetensors.index.json"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as e:  # the client raises many kinds: no network, no repository, no access
+        cause = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+        raise FileNotFoundError(f"--model {name}: not a local folder, and the hub did not give it "
+                                f"({cause}); check id, network and login") from None
+
+
+class Checkpoint:
+    """The tensors of a safetensors folder by name, one or many shards; remembers which names
+    nobody asked for."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        index = self.folder / "model.safetensors.index.json"
+        single = self.folder / "model.safetensors"
+        if index.is_file():
+            try:
+                self.where = dict(json.loads(index.read_text())["weight_map"].items())
+            except (ValueError, KeyError, TypeError, AttributeError):
+                self.where = {}
+            if not self.where:
+                raise ValueError(f"{index}: not an index of tensors to shards (a JSON object with "
+                                 "weight_map); download it again")
+        elif single.is_file():
+            self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
+        else:
+            raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
+                                    "there; is the download complete?")
+        for shard in sorted(set(self.where.values())):
+            if not (self.folder / shard).is_file():
+                raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} "
+                                        "is missing; download it again")
+        self.unused, self.files = set(self.where), {}
+
+    def _open(self, shard):
+        try:
+            return safe_open(self.folder / shard, framework="pt")
+        except (SafetensorError, OSError) as e:
+            raise ValueError(f"{self.folder / shard}: not a readable safetensors file ({e}); "
+                             "download it again") from None
+
+    def __contains__(self, name):
+        return name in self.where
+
+    def get(self, name, shape=None, dtype=None, device="cpu"):
+        """The tensor `name`, checked against `shape`, cast to `dtype` on the CPU side if that
+        makes it smaller to move."""
+        if name not in self.where:
+            raise ValueError(f"{self.folder}: the tensor {name} is missing")
+        shard = self.where[name]
+        if shard not in self.files:
+            self.files = {shard: self._open(shard)}  # one: host memory stays below one shard
+        try:
+            t = self.files[shard].get_tensor(name)
+        except SafetensorError as e:
+            raise ValueError(f"{self.folder / shard}: cannot read {name} ({e})") from None
+        if shape is not None and tuple(t.shape) != tuple(shape):
+            raise ValueError(f"{self.folder / shard}: {name} has shape {tuple(t.shape)}, "
+                             f"config.json asks for {tuple(shape)}")
+        self.unused.discard(name)
+        return t.to(device=device, dtype=dtype or t.dtype)
+
+
+class RandomCheckpoint:
+    """Stands in for a Checkpoint: seeded random weights of the true shapes, made where they are
+    needed. For speed and memory."""
+
+    def __init__(self, seed=0):
+        self.seed, self.unused = seed, set()
+
+    def __contains__(self, name):
+        return True
+
+    def get(self, name, shape, dtype, device="cpu"):
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=device)
+        self.seed += 1
+        g = torch.Generator(device).manual_seed(self.seed)
+        return torch.randn(shape, dtype=dtype, device=device, generator=g).mul_(0.02)
+
+
+# ---- the one way in
+
+
+def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none"):
+    """A model.Transformer from a Hugging Face folder or hub id, frozen, in eval mode.
+
+    dtype: of embeddings, norms, biases and (unquantized) weights; None: as stored.
+    quant: none | nvfp4 | mxfp4 | nf4. Raises FileNotFoundError / ValueError with one line that
+    names the file or tensor."""
+    folder = fetch(path_or_hub_id)
+    return build(read_config(folder), Checkpoint(folder), device, dtype, quant)
+
+
+def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none"):
+    """A Transformer of `config` with the tensors of `source` (Checkpoint or RandomCheckpoint)."""
+    model = skeleton(config)
+    for _ in stream(model, source, device, dtype, quant):
+        pass
+    return model.eval()
+
+
+def skeleton(config):
+    """A Transformer without memory, on the meta device."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def parts(config):
+    """The paths of a model's parts in the order of `stream`: embed, norm, lm_head (unless it is
+    the embedding), layers.0, layers.1, ..."""
+    ends = ["embed", "norm"] if config.tie_word_embeddings else ["embed", "norm", "lm_head"]
+    return ends + [f"layers.{i}" for i in range(config.num_hidden_layers)]
+
+
+@torch.no_grad()
+def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
+    """Fill a skeleton from `source` part by part; yields the path of each of `parts` when it is
+    done. The embedding is there from the beginning.
+
+    One tensor at a time moves to the device: what is held is the parts that the caller has not let
+    go of (model.layers[i] = None) and one projection in 16 bits. quant != none turns each
+    projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
+    so in its config.json). dtype None: as stored. ends: the device of embedding, norm and head, if
+    it is another. ValueError at the end if tensors are left that fit nowhere."""
+    for part in parts(model.config):
+        place = device if part.startswith("layers.") else ends or device
+        for path, _ in list(model.get_submodule(part).named_modules(prefix=part)):
+            read_module(model, path, source, place, dtype, quant)
+        if part == "embed" and model.config.tie_word_embeddings:
+            model.lm_head.weight = model.embed.weight
+            source.unused.discard("lm_head.weight")  # some exports store the tied head once more
+        yield part
+    unused = sorted(n for n in source.unused if not n.endswith("rotary_emb.inv_freq"))
+    if unused:
+        raise ValueError(f"{source.folder}: {len(unused)} tensors fit nowhere in this model, the "
+                         f"first is {unused[0]}")
+
+
+def read_module(model, path, source, device, dtype, quant):
+    """Read the module at `path` of a skeleton, if it is one with weights."""
+    m = model.get_submodule(path)
+
+    def get(name):
+        return nn.Parameter(source.get(name, m.weight.shape, dtype, device), requires_grad=False)
+
+    if isinstance(m, RMSNorm):
+        m.weight = get(norm_name(path))
+        m.noise = torch.zeros_like(m.weight, dtype=torch.float32)
+    elif isinstance(m, nn.Embedding):
+        m.weight = get("model.embed_tokens.weight")
+    elif path == "lm_head":
+        m.weight = get("lm_head.weight")
+    elif path.endswith("_proj"):
+        projection = read_projection(source, path, m, model.config, quant, dtype, device)
+        model.set_submodule(path, projection)
+
+
+def read_projection(source, path, m, config, quant, dtype, device):
+    """The linear for the fused projection at `path` (a meta model.Linear `m` tells its shape), its
+    parts read in row order.
+
+    16-bit weights are rounded to `quant`; in a checkpoint that is quantized already they are taken
+    as they are, and a projection that it left in 16 bits stays a model.Linear."""
+    def get(part, n, suffix, *shape):
+        return source.get(f"{prefix(path)}.{part}.{suffix}", (n, *shape), dtype, device)
+
+    stored_fmt = config.quantization and packed_format(config.quantization, source.folder)
+    if stored_fmt and quant not in ("none", stored_fmt):
+        raise ValueError(f"--quant {quant}: {source.folder} is quantized to {stored_fmt} already; "
+                         f"use --quant {stored_fmt}")
+    bias = None if m.bias is None else torch.cat([get(p, n, "bias") for p, n in m.parts.items()])
+    if stored_fmt and not all(f"{prefix(path)}.{p}.weight" in source for p in m.parts):
+        q = Quantized(stored_fmt, m.shape, *read_packed(source, path, m, stored_fmt, device))
+        return QuantLinear(q, m.parts, bias)
+    weight = torch.cat([get(p, n, "weight", m.shape[1]) for p, n in m.parts.items()])
+    if quant != "none" and not stored_fmt:
+        return QuantLinear(quantize(weight, quant, path), m.parts, bias)
+    m.weight = nn.Parameter(weight, requires_grad=False)
+    m.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return m
+
+
+def read_packed(source, path, m, fmt, device):
+    """(codes, scale, global_scale) of the fused projection at `path` (a meta model.Linear `m`
+    tells its shape), checked."""
+    K, f, parts = m.shape[1], FORMATS[fmt], []
+    if K % f.block:
+        raise ValueError(f"{source.folder}: {path} has K = {K}, not divisible by {fmt}'s block of "
+                         f"{f.block}")
+    for part, n in m.parts.items():
+        name = f"{prefix(path)}.{part}.weight"
+        codes = stored(source, f"{name}_packed", (n, K // 2), torch.uint8, device)
+        scale = stored(source, f"{name}_scale", (n, K // f.block), f.scale_dtype, device)
+        raw = scale.view(torch.uint8) if fmt != "nf4" else scale
+        valid = {"nvfp4": raw < 127, "mxfp4": raw < 255, "nf4": raw >= 0}[fmt]
+        if not valid.all():
+            raise ValueError(f"{source.folder}: {name}_scale holds negative numbers or NaN; the "
+                             "checkpoint is damaged")
+        top = torch.ones((), device=device)
+        if fmt == "nvfp4":
+            name = f"{name}_global_scale"
+            shape = () if name in source and source.get(name).dim() == 0 else (1,)
+            top = 1 / stored(source, name, shape, torch.float32, device).squeeze()
+            if not (torch.isfinite(top) and top > 0):
+                raise ValueError(f"{source.folder}: {name} is not a positive number; the "
+                                 "checkpoint is damaged")
+        codes = torch.stack([codes & 15, codes >> 4], -1).view(n, K)  # (n, K/2, 2) -> (n, K)
+        parts.append((codes, raw, top.expand(n)))
+    codes, raw, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return pack(codes), raw.view(f.scale_dtype), top
+
+
+def stored(source, name, shape, dtype, device):
+    """source.get that also insists on the stored type: casting codes or scales would change
+    them."""
+    t = source.get(name, shape, device=device)
+    if t.dtype != dtype:
+        raise ValueError(f"{source.folder}: {name} is stored as {t.dtype}, config.json asks for "
+                         f"{dtype}")
+    return t
+
+
+# ---- the way out
+
+
+def norm_name(path):
+    return f"model.{path}.weight".replace(".attn.", ".self_attn.")
+
+
+def tensors(part, path=""):
+    """Yields (name, tensor) of all that lies below `part`, the module at `path` of a model, as it
+    lies in a checkpoint. A tied head is not stored, an adapter is not part of it."""
+    embedding = None
+    for at, m in part.named_modules(prefix=path):
+        if isinstance(m, RMSNorm):
+            yield norm_name(at), m.weight
+        elif isinstance(m, nn.Embedding):
+            embedding = m.weight
+            yield "model.embed_tokens.weight", embedding
+        elif at == "lm_head" and m.weight is not embedding:
+            yield "lm_head.weight", m.weight
+        elif at.endswith("_proj"):
+            where, rows = prefix(at), list(m.parts.values())
+            if m.q is not None:
+                yield from packed_tensors(m.q, m.parts, where)
+            else:
+                for name, w in zip(m.parts, m.base.weight.split(rows), strict=True):
+                    yield f"{where}.{name}.weight", w
+            if m.bias is not None:
+                for name, b in zip(m.parts, m.bias.split(rows), strict=True):
+                    yield f"{where}.{name}.bias", b
+
+
+def packed_tensors(q, parts, where):
+    """Yields (name, tensor) for each projection stacked in the quantized weight q: its rows as
+    they lie in a checkpoint."""
+    codes, at = unpack(q.codes, q.shape[1]), 0  # (N, K)
+    codes = codes[:, 0::2] | codes[:, 1::2] << 4  # (N, K/2)
+    for part, n in parts.items():
+        rows, name = slice(at, at + n), f"{where}.{part}.weight"
+        at += n
+        yield f"{name}_packed", codes[rows]
+        yield f"{name}_scale", q.scale[rows]
+        if q.fmt == "nvfp4":
+            yield f"{name}_global_scale", 1 / q.global_scale[rows][:1]
+
+
+class Writer:
+    """A checkpoint folder that appears whole or not at all: everything goes to a folder of a new
+    name beside it, which is renamed at the end; an exception removes it. `add` holds one shard in
+    host memory. Tokenizer and generation files are copied from `folder`; fmt (or None for 16 bits)
+    goes into config.json; `self.report`, if set, becomes quantization.json."""
+
+    def __init__(self, out, folder, fmt=None, shard_bytes=2 << 30):
+        self.out, self.folder, self.fmt = Path(out), Path(folder), fmt
+        self.partial = self.out.with_name(f".{self.out.name}.{secrets.token_hex(4)}.part")
+        self.shard_bytes, self.shard, self.size, self.total = shard_bytes, {}, 0, 0
+        self.shards, self.report = [], None
+
+    def __enter__(self):
+        if self.out.exists():
+            raise ValueError(f"--out {self.out}: exists already; remove it or choose another name")
+        self.partial.mkdir(parents=True)
+        return self
+
+    def add(self, name, tensor):
+        t = tensor.detach().to("cpu").contiguous()
+        if t.untyped_storage().nbytes() > t.nbytes:
+            t = t.clone()  # a view would keep the whole fused weight in memory
+        if self.size and self.size + t.nbytes > self.shard_bytes:
+            self.flush()
+        self.shard[name] = t
+        self.size += t.nbytes
+
+    def flush(self):
+        with whole(self.partial / f"shard-{len(self.shards)}") as part:
+            save_file(self.shard, part, metadata={"format": "pt"})
+        self.shards.append(list(self.shard))
+        self.total, self.shard, self.size = self.total + self.size, {}, 0
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            shutil.rmtree(self.partial, ignore_errors=True)  # renamed by now if all went well
+
+    def finish(self):
+        if self.shard:
+            self.flush()
+        where, n = {}, len(self.shards)
+        for i, names in enumerate(self.shards):
+            file = f"model-{i + 1:05d}-of-{n:05d}.safetensors" if n > 1 else "model.safetensors"
+            (self.partial / f"shard-{i}").rename(self.partial / file)
+            where |= dict.fromkeys(names, file)
+        if n > 1:
+            self.write("model.safetensors.index.json", {
+                "metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))})
+        for name in BESIDE:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, self.partial / name)
+        if self.report is not None:
+            self.write("quantization.json", self.report)
+        raw = json.loads((self.folder / "config.json").read_text())
+        raw.pop("quantization_config", None)
+        if self.fmt:
+            raw["quantization_config"] = quantization_config(self.fmt)
+        self.write("config.json", raw)
+        self.partial.rename(self.out)
+
+    def write(self, name, value):
+        with whole(self.partial / name) as part:
+            part.write_text(json.dumps(value, indent=2) + "\n")

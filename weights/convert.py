@@ -1,0 +1,236 @@
+"""
+The commands on a stream of blocks (weights/checkpoint.py): quantize a checkpoint, plain or with
+AWQ; merge an adapter into one; count what formats cost.
+
+All take one block at a time, from disk to the device, changed, into the new checkpoint: memory is
+that of a block, the embedding and the head, and one shard of the output.
+
+    python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --awq --out qwen-3b-nvfp4/
+    python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
+    python lora.py --merge --model qwen-3b-nvfp4/ --adapter runs/x/adapter --out merged/
+
+Shapes: B rows, T tokens, C hidden.
+"""
+import argparse
+import time
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from tqdm import tqdm
+
+import lora
+from model import PROJECTIONS, Linear
+from nvfp4 import QuantLinear
+from runtime.flags import place
+from weights import awq, checkpoint, memory
+from weights.formats import FORMATS, dequantize, quantize
+
+
+@torch.no_grad()
+def rounded(model, parts, fmt):
+    """Rounds the blocks of `model` to nearest as they come by in `parts`, a checkpoint.stream of
+    it; yields (path, rows of the report) of each part."""
+    for path in parts:
+        rows = []
+        for name in PROJECTIONS if path.startswith("layers.") else ():
+            m = model.get_submodule(f"{path}.{name}")
+            q = quantize(m.weight, fmt, f"{path}.{name}")
+            error = (dequantize(q) - m.weight).norm() / m.weight.float().norm()
+            rows.append({"linear": name.rsplit(".", 1)[-1], "weight_error": error.item()})
+            model.set_submodule(f"{path}.{name}", QuantLinear(q, m.parts, m.bias))
+            del m
+        yield path, rows
+
+
+def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib=None,
+            sequences=128, length=512, shard_bytes=2 << 30):
+    """Quantize a 16-bit checkpoint into the folder `out` (checkpoint.Writer); returns the report
+    that is written with it.
+
+    Weights stay in the dtype they are stored in. ValueError for an `out` that exists, a checkpoint
+    that is quantized already, and whatever `quantize` and `awq.calibration` refuse."""
+    begin, folder = time.time(), checkpoint.fetch(path_or_hub_id)
+    config, source = awq.open_16_bit(folder, "--model")
+    model = checkpoint.skeleton(config)
+    report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest",
+              "calibration": calib, "layers": []}
+    with checkpoint.Writer(out, folder, fmt, shard_bytes) as writer:
+        parts = checkpoint.stream(model, source, device, ends="cpu")
+        steps = rounded(model, parts, fmt)
+        if use_awq:
+            ids = awq.calibration(calib, folder, sequences + 16, length)
+            kept = min(sequences, len(ids) * 7 // 8)
+            if kept < 1:
+                raise ValueError(f"--calib {calib}: gives one sequence of {length} tokens; one "
+                                 "more is needed to test on")
+            held_out = awq.HeldOut(ids[kept:])
+            steps = awq.calibrated(model, parts, fmt, ids[:kept], device, held_out)
+        for path, rows in tqdm(steps, fmt, len(checkpoint.parts(config)), unit="part"):
+            for name, tensor in checkpoint.tensors(model.get_submodule(path), path):
+                writer.add(name, tensor)
+            if path.startswith("layers."):
+                layer = int(path.split(".")[1])
+                report["layers"] += [{"layer": layer, **row} for row in rows]
+                model.layers[layer] = None  # it is in the shard
+        if use_awq:
+            report["calibration_tokens"] = ids[:kept].numel()
+            report["perplexity"] = held_out.perplexity(model) | {"tokens": ids[kept:, 1:].numel()}
+        report["seconds"] = round(time.time() - begin, 1)
+        peak = None if str(device) == "cpu" else torch.cuda.max_memory_allocated() / 2**30
+        report["peak_gpu_gib"] = peak
+        writer.report = report
+    return report
+
+
+def in_16_bits(m):
+    """A model.Linear with the weight that the linear `m` multiplies by, adapter included."""
+    dtype = torch.bfloat16 if m.q is not None else m.base.weight.dtype
+    with torch.device("meta"):
+        out = Linear(m.shape[1], m.parts, m.bias is not None)
+    out.weight, out.bias = nn.Parameter(m.dense().to(dtype)), m.bias
+    return out
+
+
+@torch.no_grad()
+def streamed_logits(model, parts, ids, device):
+    """model(ids) for a model that comes by in `parts` and is let go of block by block."""
+    rope = model.rope(torch.arange(ids.shape[1], device=device)[None])
+    for path in parts:
+        if path == "embed":
+            x = model.embed(ids)  # (B, T, C)
+        elif path.startswith("layers."):
+            x = model.get_submodule(path)(x, *rope)
+            model.layers[int(path.split(".")[1])] = None
+    return model.lm_head(model.norm(x)).float()  # (B, T, V)
+
+
+@torch.no_grad()
+def merge(path_or_hub_id, adapter, out, device="cpu", quant="none"):
+    """Write base + adapter as a 16-bit checkpoint in Hugging Face layout; returns how far its
+    logits are from base + adapter.
+
+    quant: what the adapter was trained on, if the checkpoint is not quantized itself: w_hat, not w,
+    is what it was fitted to. The numbers are over 4 x 64 random ids: {"max", "mean"} of
+    |difference|, "same_top" (share of positions with the same best id), "adapter_max" (what the
+    adapter itself changes at most)."""
+    folder, dtype = checkpoint.fetch(path_or_hub_id), torch.bfloat16
+    config = checkpoint.read_config(folder)
+    model = checkpoint.skeleton(config)
+    rank, scaling, state = lora.read_adapter(model, adapter)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (4, 64), generator=generator).to(device)
+    rope = model.rope(torch.arange(64, device=device)[None])
+    with checkpoint.Writer(out, folder) as writer:
+        source = checkpoint.Checkpoint(folder)
+        for path in checkpoint.stream(model, source, device, dtype, quant):
+            part = model.get_submodule(path)
+            if path == "embed":
+                plain = adapted = part(ids)  # (B, T, C)
+            elif path.startswith("layers."):
+                plain = part(plain, *rope)
+                for name in PROJECTIONS:
+                    m = lora.LoRALinear(part.get_submodule(name), rank, scaling)
+                    lora.take_tensors(f"{path}.{name}", m, state)
+                    part.set_submodule(name, m)
+                adapted = part(adapted, *rope)
+                for name in PROJECTIONS:
+                    part.set_submodule(name, in_16_bits(part.get_submodule(name)))
+                model.layers[int(path.split(".")[1])] = None
+            for name, tensor in checkpoint.tensors(part, path):
+                writer.add(name, tensor)
+        plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
+    model = checkpoint.skeleton(checkpoint.read_config(out))
+    written = checkpoint.stream(model, checkpoint.Checkpoint(out), device, dtype)
+    logits = streamed_logits(model, written, ids, device)
+    gap = (logits - adapted).abs()
+    same = (logits.argmax(-1) == adapted.argmax(-1)).float().mean().item()
+    return {"max": gap.max().item(), "mean": gap.mean().item(), "same_top": same,
+            "adapter_max": (adapted - plain).abs().max().item()}
+
+
+# ---- the commands
+
+
+def plan_config(name):
+    """The Config of a config.json or a folder as it is, of a hub id fetched (config.json alone)."""
+    local = Path(name).suffix == ".json" or Path(name).exists()
+    return checkpoint.read_config(name if local else checkpoint.fetch(name, weights=False))
+
+
+def quantize_args(argv):
+    p = argparse.ArgumentParser(
+        description="Quantize a checkpoint to four bits, or count what each format would cost.",
+        allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = p.add_argument
+    add("--model", help="16-bit checkpoint folder or hub id")
+    add("--out", help="folder to write; must not exist")
+    add("--fmt", choices=list(FORMATS), default="nvfp4", help="number format")
+    add("--awq", action="store_true",
+        help="choose scales by activations (weights/awq.py) instead of plain rounding")
+    add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
+                        "(worked arithmetic problems)")
+    add("--sequences", type=int, default=128, help="calibration sequences, 16 more are held out")
+    add("--length", type=int, default=512, help="tokens in each")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
+    add("--plan", metavar="MODEL",
+        help="only print what a checkpoint, hub id or config.json costs in each format")
+    add("--rank", type=int, default=32, help="LoRA rank that --plan counts with")
+    add("--tokens", type=int, default=16384, help="micro-batch tokens that --plan counts with")
+    args = p.parse_args(argv)
+    if args.plan and (args.model or args.out):
+        p.error("--plan: prints only; leave --model and --out out")
+    if not args.plan and not (args.model and args.out):
+        p.error("--model and --out are needed (or --plan)")
+    if args.calib and not args.awq:
+        p.error("--calib: plain rounding uses no text; add --awq")
+    for name in ("sequences", "length", "rank", "tokens"):
+        if getattr(args, name) < 1:
+            p.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    return p, args
+
+
+def quantize_command(argv=None):
+    """python nvfp4.py"""
+    parser, args = quantize_args(argv)
+    try:
+        if args.plan:
+            print(memory.table(plan_config(args.plan), args.rank, args.tokens))
+            return
+        device, _ = place(args.device)
+        report = convert(args.model, args.out, args.fmt, device, args.awq, args.calib,
+                         args.sequences, args.length)
+    except (ValueError, OSError) as e:
+        parser.error(str(e))
+    if "perplexity" in report:
+        p = report["perplexity"]
+        print(f"perplexity of {p['tokens']} held-out tokens: {p['before']:.4f} before, "
+              f"{p['after']:.4f} after")
+    size = sum(f.stat().st_size for f in Path(args.out).glob("*.safetensors")) / 2**30
+    peak = report["peak_gpu_gib"]
+    peak = "" if peak is None else f", {peak:.2f} GiB of GPU memory at most"
+    print(f"{args.out}: {size:.2f} GiB in {report['seconds']} s{peak}; details in "
+          "quantization.json")
+
+
+def merge_command(argv=None):
+    """python lora.py"""
+    p = argparse.ArgumentParser(
+        description="Merge an adapter into a 16-bit checkpoint.", allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = p.add_argument
+    add("--merge", action="store_true", required=True, help="what to do")
+    add("--model", required=True, help="checkpoint folder or hub id, 16-bit or quantized")
+    add("--adapter", required=True, help="adapter folder, ours or PEFT's")
+    add("--out", required=True, help="folder to write; must not exist")
+    add("--quant", default="none", choices=["none", *FORMATS],
+        help="format the adapter was trained on")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
+    args = p.parse_args(argv)
+    try:
+        r = merge(args.model, args.adapter, args.out, place(args.device)[0], args.quant)
+    except (ValueError, OSError) as e:
+        p.error(str(e))
+    print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
+          f"{r['max']:.2e} at most (the adapter itself moves them by up to "
+          f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions")
