@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import data
 from runtime import flags
 from runtime.draw import row_keys
 from runtime.engine import Eager, engine_for, onednn_linears, prefill, release
+from runtime.tokenizer import styled
 from weights.files import whole
 
 __all__ = ["Sample", "generate", "release"]
@@ -196,7 +196,7 @@ def turns(args, *texts):
     messages = [{"role": "system", "content": args.system}] if args.system else []
     for i, text in enumerate(texts):
         user = i % 2 == 0
-        content = data.styled(text, args.prompt_style) if user else text
+        content = styled(text, args.prompt_style) if user else text
         messages.append({"role": "user" if user else "assistant", "content": content})
     return messages
 

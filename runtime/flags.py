@@ -177,8 +177,8 @@ ABOUT = {"train": "QeRL training.", "eval": "Pass@1 of a model, and of an adapte
 def parser(command, tiny=False, only_given=False):
     """The argparse parser of a command; `tiny`: the demo's defaults; `only_given`: no defaults at
     all."""
-    p = argparse.ArgumentParser(usage=f"python {command}.py [flags]", description=ABOUT[command],
-                                allow_abbrev=False)
+    p = argparse.ArgumentParser(f"{command}.py", f"python {command}.py [flags]",
+                                ABOUT[command], allow_abbrev=False)
     for title, (commands, flags) in TABLE.items():
         if command not in commands.split():
             continue

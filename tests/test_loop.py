@@ -80,7 +80,8 @@ def rows_of(r):
 def noisy(tmp_path_factory):
     """Four steps of two updates; two stages, so that steps 2 and 3 are noisy at the same sigma."""
     return record(tmp_path_factory.mktemp("noisy"), "--steps", "4", "--aqn-stages", "2", "--aqn-start", "0.05",
-                  "--aqn-end", "0.05", "--updates-per-rollout", "2", "--grad-clip", "0.01", "--temperature", "0.9", "--weight-decay", "0.03",
+                  "--aqn-end", "0.05", "--updates-per-rollout", "2",
+                  "--grad-clip", "0.01", "--temperature", "0.9", "--weight-decay", "0.03",
                   "--beta1", "0.8", "--beta2", "0.95", "--warmup", "0.5", "--loss", "dapo", "--micro-batch-tokens", "400")
 
 
