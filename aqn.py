@@ -55,11 +55,12 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
         raise ValueError(f"--aqn-schedule {schedule}: choose one of {', '.join(SCHEDULES)}")
     for flag, value in (("--aqn-start", start), ("--aqn-end", end)):
         if not 0 < value < math.inf:
-            raise ValueError(f"{flag} {value}: must be a positive number (turn the noise off rather than setting it to 0)")
+            raise ValueError(f"{flag} {value}: must be a positive number; --no-aqn is no noise")
     if stages < 2:
         raise ValueError(f"--aqn-stages {stages}: must be at least 2")
     if total_steps < 1 or step < 0:
-        raise ValueError(f"step {step} of {total_steps}: --steps must be at least 1 and a step is never negative")
+        raise ValueError(f"step {step} of {total_steps}: --steps must be at least 1, no step is "
+                         "negative")
     stage = min(step * stages // total_steps, stages - 1)
     if schedule == "eq8":
         i, last = stage, stages - 1
@@ -68,7 +69,7 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
     else:
         i, last = stage - 1, stages - 2
     x = i / last if last else 1.0
-    if schedule in ("exponential", "eq8"):  # AQN, Eq. 8; in this form both ends are hit to the last bit
+    if schedule in ("exponential", "eq8"):  # AQN, Eq. 8; this form hits both ends to the last bit
         return start ** (1 - x) * end**x
     f = {"linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2,
          "logarithmic": math.log1p(i) / math.log1p(last) if last else 1.0}[schedule]
@@ -93,7 +94,8 @@ def noise_seed(*key):
     the same again after a resume.
 
     A hash, because seed + step would give run 0 at step 1 the noise of run 1 at step 0."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def buffers(model):
@@ -136,23 +138,25 @@ def clean(model):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Print the noise schedule: one line a stage, steps and sigma.",
+    parser = argparse.ArgumentParser(description="Print the noise schedule, a line a stage.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--aqn-start", type=float, default=1e-2, help="sigma of the first noisy stage")
-    parser.add_argument("--aqn-end", type=float, default=5e-4, help="sigma of the last stage")
-    parser.add_argument("--aqn-stages", type=int, default=10, help="equal intervals of training")
-    parser.add_argument("--aqn-schedule", default="exponential", help=f"one of {', '.join(SCHEDULES)}")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of the whole training")
+    add = parser.add_argument
+    add("--aqn-start", type=float, default=1e-2, help="sigma of the first noisy stage")
+    add("--aqn-end", type=float, default=5e-4, help="sigma of the last stage")
+    add("--aqn-stages", type=int, default=10, help="equal intervals of training")
+    add("--aqn-schedule", default="exponential", help=f"one of {', '.join(SCHEDULES)}")
+    add("--steps", type=int, default=200, help="rollouts of the whole training")
     a = parser.parse_args(argv)
     try:
-        levels = [sigma(s, a.steps, a.aqn_start, a.aqn_end, a.aqn_stages, a.aqn_schedule) for s in range(max(a.steps, 1))]
+        levels = [sigma(step, a.steps, a.aqn_start, a.aqn_end, a.aqn_stages, a.aqn_schedule)
+                  for step in range(max(a.steps, 1))]
     except ValueError as e:
         parser.error(str(e))
     first = 0
-    for s in range(1, a.steps + 1):
-        if s == a.steps or levels[s] != levels[first]:
-            print(f"steps {first:5d} to {s - 1:5d}  sigma {levels[first]:.3e}")
-            first = s
+    for step in range(1, a.steps + 1):
+        if step == a.steps or levels[step] != levels[first]:
+            print(f"steps {first:5d} to {step - 1:5d}  sigma {levels[first]:.3e}")
+            first = step
 
 
 if __name__ == "__main__":

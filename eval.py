@@ -88,16 +88,19 @@ def check_adapter(model, ids, folder):
         base = model(ids)
     if torch.equal(model(ids), base):
         zero = all(not m.B.any() for _, m in lora.lora_layers(model))
-        why = "every B is zero, it was never trained" if zero else "the logits are the base model's, bit for bit"
+        why = "the logits are the base model's, bit for bit"
+        if zero:
+            why = "every B is zero, it was never trained"
         raise ValueError(f"--adapter {folder}: changes nothing ({why})")
 
 
 def table(results):
-    yield f"{'data':<16}{'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}{'cut':>7}{'questions':>11}"
+    yield (f"{'data':<16}{'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
+           f"{'cut':>7}{'questions':>11}")
     for name, arm, r in results:
         se = "-" if r["stderr"] is None else f"{100 * r['stderr']:.1f}"
-        yield (f"{name:<16}{arm:<10}{100 * r['accuracy']:>7.1f}%{se:>7}{100 * r['format']:>8.1f}%{r['length']:>9.1f}"
-               f"{100 * r['truncated']:>6.1f}%{r['questions']:>11}")
+        yield (f"{name:<16}{arm:<10}{100 * r['accuracy']:>7.1f}%{se:>7}{100 * r['format']:>8.1f}%"
+               f"{r['length']:>9.1f}{100 * r['truncated']:>6.1f}%{r['questions']:>11}")
 
 
 def gain(base, adapter):
@@ -120,9 +123,9 @@ def run(args, argv):
     results, gains = [], []
     for name, rows in sets:
         def arm(name=name, rows=rows):
-            return evaluate(model, tok, rows, args.prompt_style, args.n, args.temperature, args.top_p,
-                            args.max_new_tokens, args.max_prompt, args.max_rows, args.seed, score,
-                            progress=sys.stderr.isatty())
+            return evaluate(model, tok, rows, args.prompt_style, args.n, args.temperature,
+                            args.top_p, args.max_new_tokens, args.max_prompt, args.max_rows,
+                            args.seed, score, progress=sys.stderr.isatty())
 
         with lora.disabled(model):
             results.append((name, "base", arm()))
@@ -137,7 +140,8 @@ def run(args, argv):
         if r["skipped"]:
             print(f"{name}, {arm}: {r['skipped']} questions skipped, longer than --max-prompt")
         if r["format"] == 0:
-            print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style fit?")
+            print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
+                  "fit the model?")
     if args.out:
         with whole(args.out) as part, open(part, "w") as f:
             f.writelines(json.dumps({"data": name, "model": arm, **row}) + "\n"

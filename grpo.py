@@ -42,7 +42,7 @@ class Completion:
     correct: bool = False
     format: bool = False
     advantage: float = 0.0
-    trainer_logprobs: list | None = None  # of each id, under the clean policy before the step's first update
+    trainer_logprobs: list | None = None  # of each id, under the clean policy before the step
 
 
 def advantages(rewards, scale=True, eps=1e-4):
@@ -52,8 +52,10 @@ def advantages(rewards, scale=True, eps=1e-4):
     equal rewards gets exact zeros. ValueError for groups of one, whose only advantage is always
     0."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards {tuple(rewards.shape)}: want (prompts, group), --group-size at least 2")
-    r = rewards.double()  # in float32 the mean of eight times 0.2 is not 0.2, and 1 / eps makes noise of the difference
+        raise ValueError(f"rewards {tuple(rewards.shape)}: want (prompts, group), --group-size at "
+                         "least 2")
+    # in float32 the mean of eight times 0.2 is not 0.2, and 1 / eps makes noise of the difference
+    r = rewards.double()
     centred = r - r.mean(1, keepdim=True)
     return (centred / (r.std(1, keepdim=True) + eps) if scale else centred).float()
 
@@ -62,7 +64,8 @@ def soft_overlong_penalty(lengths, max_len, buffer):
     """DAPO's soft length penalty, added to the reward: 0 up to max_len - buffer tokens, then linear
     to -1 at max_len."""
     if not 0 < buffer <= max_len:
-        raise ValueError(f"--overlong-buffer {buffer}: must be within 1..{max_len}, the completion limit")
+        raise ValueError(f"--overlong-buffer {buffer}: must be within 1..{max_len}, the completion "
+                         "limit")
     return ((max_len - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
@@ -133,40 +136,41 @@ OBJECTIVES = {
     "dapo": Objective(of_tokens, ppo_clip, token_mean, (0.2, 0.28)),
     "dr_grpo": Objective(of_tokens, ppo_clip, constant),
     "gspo": Objective(of_completions, ppo_clip, completion_mean, (3e-4, 4e-4)),
-    "cispo": Objective(of_tokens, clipped_weight, token_mean, (1.0, 4.0)),  # weights in [0, 5], as ScaleRL has them
+    "cispo": Objective(of_tokens, clipped_weight, token_mean, (1.0, 4.0)),  # ratios in [0, 5]
 }
 
 
-def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps_high=None, ref_logp=None, beta=0.0,
-                trainer_old_logp=None, tis_cap=None, total_tokens=None, total_seqs=None, max_len=None, entropy=None):
+def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps_high=None,
+                ref_logp=None, beta=0.0, trainer_old_logp=None, tis_cap=None, total_tokens=None,
+                total_seqs=None, max_len=None, entropy=None):
     """The policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
 
-    logp, old_logp   (B, T): of the trained policy (differentiable), and of whoever sampled. With quantization noise the
-                     two differ from the first update on, so old_logp must be what the sampler
-                     recorded.
-    advantages (B,), mask (B, T) bool: true on the completion tokens to train on.
-    loss             a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; default: the objective's own.
-    ref_logp, beta   (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref), estimator k3. Without beta
-                     the KL is only measured.
-    trainer_old_logp, tis_cap: (B, T) the trainer's own log-probs, of before the first update or
-    detached of this one. The
-                     ratio is then taken against these, and min(pi_trainer / pi_sampler, tis_cap)
-                     corrects for the sampler. At GSPO's level both are geometric means: TRL's
-                     exp(sum) of a long completion is 0 or the cap.
+    logp, old_logp: (B, T), of the trained policy (differentiable), and of whoever sampled. With
+        quantization noise the two differ from the first update on, so old_logp must be what the
+        sampler recorded.
+    advantages: (B,). mask: (B, T) bool, true on the completion tokens to train on.
+    loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
+    ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
+        estimator k3. Without beta the KL is only measured.
+    trainer_old_logp, tis_cap: (B, T), the trainer's own log-probs, of before the first update or
+        detached of this one. The ratio is then taken against these, and
+        min(pi_trainer / pi_sampler, tis_cap) corrects for the sampler. At GSPO's level both are
+        geometric means: TRL's exp(sum) of a long completion is 0 or the cap.
     total_tokens, total_seqs: counts over the *global* batch, of tokens in the mask and of
-    completions with any. Default:
-                     this batch's own, which is right only if it is the whole batch. max_len:
-                     Dr.GRPO's constant.
-    entropy          (B, T), only measured. Metrics, 0-d tensors summed over the mask: loss, tokens,
-    clip_low, clip_high, kl, logp_gap, logp_gap_max (a maximum), sampler_kl (KL(sampler || trainer),
-    k3), ratio_outside, entropy. Put them through sum_metrics and mean_metrics. ValueError for
-    arguments that contradict each other.
-    """
-    check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp, tis_cap, max_len)
-    objective = OBJECTIVES[loss]
-    low, high = (own if given is None else given for given, own in zip((eps_low, eps_high), objective.clip, strict=True))
+        completions. Default: this batch's own, which is right only if it is the whole batch.
+    max_len: Dr.GRPO's constant. entropy: (B, T), only measured.
 
-    def difference(a, b):  # what stands in the padding, inf or nan included, must reach neither loss nor gradient
+    Metrics, 0-d tensors summed over the mask: loss, tokens, clip_low, clip_high, kl, logp_gap,
+    logp_gap_max (a maximum), sampler_kl (KL(sampler || trainer), k3), ratio_outside, entropy. Put
+    them through sum_metrics and mean_metrics. ValueError for arguments that contradict each other.
+    """
+    check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
+                    tis_cap, max_len)
+    objective = OBJECTIVES[loss]
+    low = objective.clip[0] if eps_low is None else eps_low
+    high = objective.clip[1] if eps_high is None else eps_high
+
+    def difference(a, b):  # what stands in the padding, nan included, must reach nothing
         return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
 
     own = logp.detach() if trainer_old_logp is None else trainer_old_logp
@@ -175,7 +179,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     ratio = objective.level(difference(logp, anchor), mask).exp()  # (B, T)
     adv = advantages[:, None].to(logp.dtype)  # (B, 1)
     gain = objective.surrogate(ratio, adv, logp.masked_fill(~mask, 0.0), low, high)  # (B, T)
-    if tis_cap is not None:  # truncated importance weight: what was sampled is not quite the trainer's policy
+    if tis_cap is not None:  # what was sampled is not quite from the trainer's policy
         gain = gain * objective.level(drift, mask).exp().clamp(max=tis_cap)
     kl = torch.zeros_like(gain)
     if ref_logp is not None:
@@ -190,19 +194,23 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
         metrics = {
             "loss": value.detach(),
             "tokens": mask.sum(),
-            "clip_low": ((ratio < 1 - low) & (adv < 0) & mask).sum(),  # only where PPO's clip stops the gradient
+            # counted only where PPO's clip stops the gradient
+            "clip_low": ((ratio < 1 - low) & (adv < 0) & mask).sum(),
             "clip_high": ((ratio > 1 + high) & (adv > 0) & mask).sum(),
             "kl": (kl.detach() * mask).sum(),
             "logp_gap": drift.abs().sum(),
             "logp_gap_max": drift.abs().max() if drift.numel() else drift.sum(),
             "sampler_kl": (drift.exp() - drift - 1).sum(),
             "ratio_outside": (((drift.exp() - 1).abs() > 0.1) & mask).sum(),
-            "entropy": value.new_zeros(()) if entropy is None else entropy.detach().masked_fill(~mask, 0.0).sum(),
+            "entropy": value.new_zeros(()),
         }
+        if entropy is not None:
+            metrics["entropy"] = entropy.masked_fill(~mask, 0.0).sum()
     return value, metrics
 
 
-def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp, tis_cap, max_len):
+def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
+                    tis_cap, max_len):
     if loss not in OBJECTIVES:
         raise ValueError(f"--loss {loss}: choose one of {', '.join(OBJECTIVES)}")
     if OBJECTIVES[loss].normaliser is constant and not max_len:
@@ -212,15 +220,16 @@ def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trai
     if (trainer_old_logp is None) != (tis_cap is None):
         raise ValueError("truncated importance weights need both trainer_old_logp and tis_cap")
     if not logp.shape == old_logp.shape == mask.shape or advantages.shape != logp.shape[:1]:
-        raise ValueError(f"shapes differ: logp {tuple(logp.shape)}, old_logp {tuple(old_logp.shape)}, "
-                         f"mask {tuple(mask.shape)}, advantages {tuple(advantages.shape)}")
+        raise ValueError(f"shapes differ: logp {tuple(logp.shape)}, old_logp "
+                         f"{tuple(old_logp.shape)}, mask {tuple(mask.shape)}, advantages "
+                         f"{tuple(advantages.shape)}")
 
 
 def sum_metrics(parts):
     """Metrics of several micro-batches -> of all of them: sums, and the maximum of names that end
     in _max."""
-    return {k: (torch.stack([p[k] for p in parts]).amax(0) if k.endswith("_max") else sum(p[k] for p in parts))
-            for k in parts[0]}
+    return {k: torch.stack([p[k] for p in parts]).amax(0) if k.endswith("_max")
+            else sum(p[k] for p in parts) for k in parts[0]}
 
 
 def mean_metrics(total):
@@ -229,9 +238,11 @@ def mean_metrics(total):
     names = list(total)
     t = dict(zip(names, torch.stack([total[k].double() for k in names]).tolist(), strict=True))
     n = max(t["tokens"], 1.0)
-    return {"loss": t["loss"], "clip_low_frac": t["clip_low"] / n, "clip_high_frac": t["clip_high"] / n,
-            "kl": t["kl"] / n, "logp_gap_mean": t["logp_gap"] / n, "logp_gap_max": t["logp_gap_max"],
-            "sampler_kl": t["sampler_kl"] / n, "ratio_outside_frac": t["ratio_outside"] / n, "entropy": t["entropy"] / n}
+    return {"loss": t["loss"], "clip_low_frac": t["clip_low"] / n,
+            "clip_high_frac": t["clip_high"] / n, "kl": t["kl"] / n,
+            "logp_gap_mean": t["logp_gap"] / n, "logp_gap_max": t["logp_gap_max"],
+            "sampler_kl": t["sampler_kl"] / n, "ratio_outside_frac": t["ratio_outside"] / n,
+            "entropy": t["entropy"] / n}
 
 
 # ---- log-probs through the LM head
@@ -258,10 +269,13 @@ class TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, valid_vocab, chunk, need_hidden, need_weight):
+    def forward(ctx, hidden, weight, targets, temperature, valid_vocab, chunk, need_hidden,
+                need_weight):
         acc = torch.promote_types(hidden.dtype, torch.float32)
-        logp, entropy = (torch.empty(len(hidden), dtype=acc, device=hidden.device) for _ in range(2))
-        slope = torch.empty_like(hidden) if need_hidden else None  # (S, C): -temperature * d logp / d hidden
+        logp = torch.empty(len(hidden), dtype=acc, device=hidden.device)
+        entropy = torch.empty_like(logp)
+        # (S, C): -temperature * d logp / d hidden
+        slope = torch.empty_like(hidden) if need_hidden else None
         for i in range(0, len(hidden), chunk):
             s = slice(i, i + chunk)
             lp = log_softmax_chunk(hidden[s], weight, temperature, valid_vocab)  # (c, V)
@@ -270,7 +284,8 @@ class TokenLogprobs(torch.autograd.Function):
             p = lp.exp_()
             entropy[s] = torch.special.entr(p).sum(1)  # -p log p, and 0 at p = 0
             if need_hidden:
-                p.scatter_add_(1, t, p.new_full(t.shape, -1.0))  # p - onehot, before rounding to bf16: no cancellation after
+                # p - onehot, before rounding to bf16: no cancellation after
+                p.scatter_add_(1, t, p.new_full(t.shape, -1.0))
                 slope[s] = p.to(weight.dtype) @ weight  # (c, V) @ (V, C)
             del lp, p  # before the next chunk allocates
         ctx.temperature, ctx.valid_vocab, ctx.chunk = temperature, valid_vocab, chunk
@@ -287,10 +302,12 @@ class TokenLogprobs(torch.autograd.Function):
         grad_weight = None
         if saved:
             hidden, weight, targets = saved
-            grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # float32: a sum over many chunks in bf16 would stall
+            # float32: a sum over many chunks in bf16 would stall
+            grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
             for i in range(0, len(hidden), ctx.chunk):
                 s = slice(i, i + ctx.chunk)
-                p = log_softmax_chunk(hidden[s], weight, ctx.temperature, ctx.valid_vocab).exp_()  # (c, V)
+                p = log_softmax_chunk(hidden[s], weight, ctx.temperature, ctx.valid_vocab)
+                p = p.exp_()  # (c, V)
                 t = targets[s, None]
                 p.scatter_add_(1, t, p.new_full(t.shape, -1.0)).mul_(grad[s, None])
                 grad_weight += p.to(hidden.dtype).t() @ hidden[s]  # (V, c) @ (c, C)
@@ -311,13 +328,15 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
     S, 0 included.
     """
     if temperature <= 0:
-        raise ValueError(f"--temperature {temperature}: must be > 0; greedy decoding has no log-prob to train on")
+        raise ValueError(f"--temperature {temperature}: must be > 0; greedy decoding has no "
+                         "log-prob to train on")
     V = weight.shape[0]
     valid_vocab = V if valid_vocab is None else valid_vocab
     if not 0 < valid_vocab <= V:
         raise ValueError(f"valid_vocab {valid_vocab} is outside 1..{V}, the rows of the LM head")
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}: want (S, C) and (S,)")
+        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}: want "
+                         "(S, C) and (S,)")
     chunk = max(1, 2**27 // V) if chunk is None else chunk
     grad = torch.is_grad_enabled()
     return TokenLogprobs.apply(hidden, weight, targets, float(temperature), valid_vocab, chunk,
@@ -350,16 +369,19 @@ def completion_logprobs(model, completions, temperature):
     device = model.embed.weight.device
     full = [c.prompt + c.ids for c in completions]
     L = max(map(len, full))
-    ids = torch.tensor([f + [0] * (L - len(f)) for f in full], device=device)  # (B, L), padded on the right
+    # (B, L), padded on the right
+    ids = torch.tensor([f + [0] * (L - len(f)) for f in full], device=device)
     start = torch.tensor([len(c.prompt) for c in completions], device=device)[:, None]  # (B, 1)
     length = torch.tensor([len(c.ids) for c in completions], device=device)  # (B,)
     place = torch.arange(L - 1, device=device)  # place j predicts token j + 1
     predicts = (place >= start - 1) & (place < start - 1 + length[:, None])  # (B, L-1)
     hidden = model.hidden(ids)[:, :-1][predicts]  # (B, L-1, C) -> (S, C)
-    logp, entropy = token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][predicts], temperature, model.valid_vocab)
+    logp, entropy = token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][predicts], temperature,
+                                   model.valid_vocab)
     mask = lengths_to_mask(length)  # (B, T)
     blank = torch.zeros(mask.shape, dtype=logp.dtype, device=device)
-    return blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy), mask  # (S,) -> (B, T)
+    # (S,) -> (B, T)
+    return blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy), mask
 
 
 def micro_batches(completions, token_budget):
@@ -399,28 +421,29 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
         return torch.tensor([r + [0.0] * (T - len(r)) for r in rows], device=device)
 
     if s.beta:
-        with torch.no_grad(), lora.disabled(model):  # the frozen base is the same model with its adapter off
+        with torch.no_grad(), lora.disabled(model):  # the base: the same model, adapter off
             reference = completion_logprobs(model, batch, s.temperature)[0]
     logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
     anchor = None
     if s.old_logp == "trainer":
         anchor = padded([c.trainer_logprobs for c in batch])
-    elif s.old_logp == "current":  # the ratio is 1: the plain policy gradient, its weight alone corrects for the sampler
+    elif s.old_logp == "current":  # the ratio is 1: the plain policy gradient, weighted
         anchor = logp.detach()
+    advantages = torch.tensor([c.advantage for c in batch], device=device)
     return policy_loss(
-        logp, padded([c.logprobs for c in batch]), torch.tensor([c.advantage for c in batch], device=device), mask,
-        s.loss, s.eps_low, s.eps_high, reference, s.beta, anchor, None if anchor is None else s.tis_cap,
-        total_tokens, total_seqs, s.max_new_tokens, entropy)
+        logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, s.eps_low, s.eps_high,
+        reference, s.beta, anchor, None if anchor is None else s.tis_cap, total_tokens, total_seqs,
+        s.max_new_tokens, entropy)
 
 
 def update(model, optimizer, completions, settings):
-    """One optimizer step on whole groups -> (summed metrics, gradient norm before clipping), or None if
-    none is trained.
+    """One optimizer step on whole groups -> (summed metrics, gradient norm before clipping), or
+    None if none is trained.
 
     The loss is normalised by the counts of all completions, so that micro-batches add up to the
     full-batch loss. ValueError for a gradient that is not finite; nothing has then changed."""
     trained, parts = completions, []
-    if settings.overlong == "mask":  # DAPO: a completion cut at the limit is neither right nor wrong
+    if settings.overlong == "mask":  # DAPO: what was cut is neither right nor wrong
         trained = [c for c in completions if c.finished]
     if not trained:
         return None
@@ -434,7 +457,8 @@ def update(model, optimizer, completions, settings):
     norm = torch.nn.utils.clip_grad_norm_(optimizer.params, settings.grad_clip).item()
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
-        raise ValueError(f"the gradient norm is {norm}; nothing was updated. Lower --lr, or look for broken weights in --model")
+        raise ValueError(f"the gradient norm is {norm}; nothing was updated. Lower --lr, or look "
+                         "for broken weights in --model")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sum_metrics(parts), norm
@@ -446,7 +470,7 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(self, params, lr, betas, weight_decay):
         self.params = params
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in params]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in params]
         super().__init__(self.masters, lr, betas, weight_decay=weight_decay)
 
     @torch.no_grad()

@@ -1,13 +1,15 @@
 """
 Sampling: prompts in, completions with the log-prob of each token out.
 
-`generate` is what training, evaluation and the command line call. A prompt is prefilled once and its keys and values are
-copied to the rows of its group; then all rows decode together, one token a step. A row lives in a slot: when it finishes, a
-waiting row takes the slot, and when none waits, the last row moves into the hole and the batch shrinks.
+`generate` is what training, evaluation and the command line call. A prompt is prefilled once and
+its keys and values are copied to the rows of its group; then all rows decode together, one token a
+step. A row lives in a slot: when it finishes, a waiting row takes the slot, and when none waits,
+the last row moves into the hole and the batch shrinks.
 
-What a row draws depends on (seed, prompt index, sample index, position) and its logits, never on who else was in the batch.
-runtime/engine.py has the engines: the model's modules on the CPU, CUDA graphs of decode.py's kernels on the GPU. The latter stays on the
-model between calls, with its keys and values, until `release(model)`.
+What a row draws depends on (seed, prompt index, sample index, position) and its logits, never on
+who else was in the batch. runtime/engine.py has the engines: the model's modules on the CPU, CUDA
+graphs of decode.py's kernels on the GPU. The latter stays on the model between calls, with its keys
+and values, until `release(model)`.
 
 Left out: beam search, repetition penalties, stop strings, speculative decoding.
 
@@ -36,9 +38,10 @@ MAX_ROWS = 256  # rows that decode together, if the caller does not say
 
 @dataclass
 class Sample:
-    """One completion. ids: tokens, the EOS included if it was drawn. logprobs: of each, under softmax(logits / temperature) over
-    the whole tokenizer vocabulary (also when top_p < 1 cut the tail before drawing; at temperature 0, under softmax(logits)).
-    finished: ended with EOS, not at the length limit."""
+    """One completion. ids: tokens, the EOS included if it was drawn. logprobs: of each, under
+    softmax(logits / temperature) over the whole tokenizer vocabulary (also when top_p < 1 cut the
+    tail before drawing; at temperature 0, under softmax(logits)). finished: ended with EOS, not at
+    the length limit."""
 
     ids: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
@@ -46,15 +49,19 @@ class Sample:
 
 
 @torch.no_grad()
-def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0, eos_ids=(), seed=0, max_rows=None,
-             progress=False, on_token=None, eager=False):
-    """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n Samples.
+def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0, eos_ids=(),
+             seed=0, max_rows=None, progress=False, on_token=None, eager=False):
+    """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n
+    Samples.
 
-    max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode together (default: MAX_ROWS, or
-    what fits the GPU's memory; the others wait). progress: a live line (rows done, tokens/s). on_token(prompt, sample, id) is
-    called as tokens arrive, for streaming. eager: the reference engine on the GPU too. ValueError names the flag when an argument
-    is out of range, a prompt does not fit the model, or no row fits the memory."""
-    limits = list(max_new_tokens) if isinstance(max_new_tokens, (list, tuple)) else [max_new_tokens] * len(prompts)
+    max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
+    together (default: MAX_ROWS, or what fits the GPU's memory; the others wait). progress: a live
+    line (rows done, tokens/s). on_token(prompt, sample, id) is called as tokens arrive, for
+    streaming. eager: the reference engine on the GPU too. ValueError names the flag when an
+    argument is out of range, a prompt does not fit the model, or no row fits the memory."""
+    limits = max_new_tokens
+    if not isinstance(limits, (list, tuple)):
+        limits = [max_new_tokens] * len(prompts)
     check_arguments(model, prompts, n, limits, temperature, top_p, max_rows)
     out = [[Sample() for _ in range(n)] for _ in prompts]
     if not prompts:
@@ -71,18 +78,22 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
             engine = engine_for(model, slots, max_len, top_p)
         engine.begin(temperature, top_p, eos)
         with onednn_linears(model):
-            decode_all(model, engine, prompts, out, limits, keys, eos, min(slots, engine.slots), progress, on_token)
+            decode_all(model, engine, prompts, out, limits, keys, eos, min(slots, engine.slots),
+                       progress, on_token)
     return out
 
 
 def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, on_token):
-    """generate's loop: every (prompt, sample) through a slot of the engine, its tokens into out[prompt][sample]."""
+    """generate's loop: every (prompt, sample) through a slot of the engine, its tokens into
+    out[prompt][sample]."""
     waiting = deque((p, j) for p, group in enumerate(out) for j in range(len(group)))
-    live, held = [], [None] * slots  # live[s]: the (prompt, sample) in slot s; held[s]: the prompt whose cache lies there
+    # live[s]: the (prompt, sample) in slot s; held[s]: the prompt whose cache lies there
+    live, held = [], [None] * slots
     bar = tqdm(total=len(waiting), unit="row", desc="sample", leave=False, disable=not progress)
     begin, tokens, free = time.perf_counter(), 0, list(range(slots))
     while True:
-        # waiting rows take the free slots, lowest first; what is left free is closed by moving the last rows down
+        # waiting rows take the free slots, lowest first; what is left free is closed by moving the
+        # last rows down
         starts = []
         while waiting and free:
             s = free.pop(0)
@@ -96,10 +107,12 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
         if not live:
             break
         if starts:
-            fill(model, engine, prompts, starts, live, held)
+            bring_prompts(model, engine, prompts, starts, live, held)
             rows = [live[s] for s in starts]
-            engine.start(starts, [prompts[p][-1] for p, _ in rows], [len(prompts[p]) - 1 for p, _ in rows],
-                         [limits[p] for p, _ in rows], torch.stack([keys[p, j] for p, j in rows]).to(engine.cache.k.device))
+            row_key = torch.stack([keys[p, j] for p, j in rows]).to(engine.cache.k.device)
+            engine.start(starts, [prompts[p][-1] for p, _ in rows],
+                         [len(prompts[p]) - 1 for p, _ in rows], [limits[p] for p, _ in rows],
+                         row_key)
         left = max(limits[p] - len(out[p][j].ids) for p, j in live)
         new_ids, new_logprobs = engine.run(len(live), left)
         free = []
@@ -118,13 +131,15 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
                     on_token(p, j, t)
         bar.update(len(free))
         if progress:
-            bar.set_postfix_str(f"{len(live) - len(free)} live, {tokens / (time.perf_counter() - begin):.0f} tokens/s")
+            speed = tokens / (time.perf_counter() - begin)
+            bar.set_postfix_str(f"{len(live) - len(free)} live, {speed:.0f} tokens/s")
     bar.close()
 
 
-def fill(model, engine, prompts, starts, live, held):
-    """Bring the prompt of each starting row into its slot: it may lie there already, or in the slot of another row of its
-    group, else it is prefilled. While a prompt has rows waiting, some slot always holds it, since freed slots go to them."""
+def bring_prompts(model, engine, prompts, starts, live, held):
+    """Bring the prompt of each starting row into its slot: it may lie there already, or in the slot
+    of another row of its group, else it is prefilled. While a prompt has rows waiting, some slot
+    always holds it, since freed slots go to them."""
     fresh = {}  # prompt -> the slot it is prefilled into
     where = {p: s for s, p in enumerate(held) if p is not None}
     copies = []
@@ -136,7 +151,8 @@ def fill(model, engine, prompts, starts, live, held):
             where[p] = fresh[p] = s
         elif where[p] != s:
             copies.append((p, s))
-    # a slot that still holds another group's prompt may be its only copy: read those before they are overwritten
+    # a slot that still holds another group's prompt may be its only copy: read those before they
+    # are overwritten
     for p, s in copies:
         if p not in fresh:
             engine.copy_row(where[p], s, len(prompts[p]) - 1)
@@ -152,7 +168,8 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
     if n < 1:
         raise ValueError(f"--n {n}: must be at least 1")
     if any(m < 1 for m in limits) or len(limits) != len(prompts):
-        raise ValueError(f"--max-new-tokens {min(limits, default=0)}: must be at least 1, one number or one per prompt")
+        raise ValueError(f"--max-new-tokens {min(limits, default=0)}: must be at least 1, one "
+                         "number or one per prompt")
     if not temperature >= 0:
         raise ValueError(f"--temperature {temperature}: must be 0 (greedy) or more")
     if not 0 < top_p <= 1:
@@ -164,9 +181,11 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
         if not p:
             raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
         if len(p) + m > room:
-            raise ValueError(f"prompt {i} has {len(p)} tokens, with --max-new-tokens {m} it passes the model's {room} positions")
+            raise ValueError(f"prompt {i} has {len(p)} tokens, with --max-new-tokens {m} it passes "
+                             f"the model's {room} positions")
         if min(p) < 0 or max(p) >= model.config.vocab_size:
-            raise ValueError(f"prompt {i} holds the id {max(p)}, the model has {model.config.vocab_size}: wrong tokenizer?")
+            raise ValueError(f"prompt {i} holds the id {max(p)}, the model has "
+                             f"{model.config.vocab_size}: wrong tokenizer?")
 
 
 # ---- the command
@@ -192,7 +211,8 @@ def read_prompts(path):
 
 
 def turns(args, *texts):
-    """Messages of a conversation: --system, then user and assistant in turn, questions in --prompt-style."""
+    """Messages of a conversation: --system, then user and assistant in turn, questions in
+    --prompt-style."""
     messages = [{"role": "system", "content": args.system}] if args.system else []
     for i, text in enumerate(texts):
         user = i % 2 == 0
@@ -208,7 +228,8 @@ def limit(model, prompt, args):
 
 
 def answer(model, tok, args, texts):
-    """The next turn of a conversation, printed piece by piece as its tokens arrive; returns its text."""
+    """The next turn of a conversation, printed piece by piece as its tokens arrive; returns its
+    text."""
     ids, shown = [], ""
 
     def show(_prompt, _sample, token):
@@ -220,8 +241,8 @@ def answer(model, tok, args, texts):
             shown = text
 
     prompt = tok.encode(tok.chat(turns(args, *texts)))
-    [[sample]] = generate(model, [prompt], 1, limit(model, prompt, args), args.temperature, args.top_p,
-                          tok.eos_ids, args.seed, on_token=show)
+    [[sample]] = generate(model, [prompt], 1, limit(model, prompt, args), args.temperature,
+                          args.top_p, tok.eos_ids, args.seed, on_token=show)
     print("" if sample.finished else " [cut: raise --max-new-tokens]")
     return tok.decode(sample.ids)
 
@@ -251,8 +272,8 @@ def batch(model, tok, args, prompts):
     """--file -> --out: one JSON row a sample, in order, written whole at the end."""
     ids = [tok.encode(tok.chat(turns(args, text))) for text in prompts]
     limits = [limit(model, p, args) for p in ids]
-    groups = generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids, args.seed,
-                      args.max_rows, progress=sys.stderr.isatty())
+    groups = generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids,
+                      args.seed, args.max_rows, progress=sys.stderr.isatty())
     rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids),
              "finished": s.finished, "logprob": sum(s.logprobs)}
             for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]

@@ -54,7 +54,8 @@ class Prompts:
 
 
 def questions(args):
-    """(training rows, held-out rows): the set's own splits, or of a single file a tenth held out."""
+    """(training rows, held-out rows): the set's own splits, or of a single file a tenth held
+    out."""
     if Path(args.data).is_file():
         rows = data.load(args.data, seed=args.seed, levels=args.levels)
         random.Random(f"{args.seed}/held out").shuffle(rows)
@@ -64,7 +65,8 @@ def questions(args):
     try:
         return rows, data.load(args.data, "test", n=args.eval_limit) if args.eval_n else []
     except FileNotFoundError as e:
-        raise ValueError(f"--data {args.data}: {e}; --eval-n 0 trains without held-out questions") from None
+        raise ValueError(f"--data {args.data}: {e}; --eval-n 0 trains without held-out questions"
+                         ) from None
 
 
 def rollout(run, model, tok, score, rows, draw):
@@ -77,12 +79,15 @@ def rollout(run, model, tok, score, rows, draw):
         eos_ids=tok.eos_ids, seed=aqn.noise_seed(args.seed, f"samples/{draw}"),
         max_rows=args.max_rows, progress=sys.stderr.isatty())
     run.phase("reward")
-    return [[grade(grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished), tok, score, args)
-             for s in group] for row, group in zip(rows, groups, strict=True)]
+    groups = [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in group]
+              for row, group in zip(rows, groups, strict=True)]
+    for c in chain(*groups):
+        grade(c, tok, score, args)
+    return groups
 
 
 def grade(c, tok, score, args):
-    """A completion with its text and reward filled in."""
+    """Fill in a completion's text and reward."""
     c.text = tok.decode(c.ids)
     graded = score(c.text, c.row)
     c.reward, c.correct, c.format = graded["reward"], graded["correct"], graded["format"]
@@ -90,14 +95,14 @@ def grade(c, tok, score, args):
         length = torch.tensor(float(len(c.ids)))
         limits = args.max_new_tokens, args.overlong_buffer
         c.reward += grpo.soft_overlong_penalty(length, *limits).item()
-    return c
 
 
 def learn(run, model, tok, optimizer, prompts, score, held_out):
     """The training loop, Algorithm 1 of the paper, from step run.state.step on."""
     args, draw = run.args, partial(rollout, run, model, tok, score)
-    settings = grpo.Settings(**{name: getattr(args, name) for name in grpo.Settings.__annotations__})
-    need = sum(memory.update_bytes(model.config, args.quant, args.micro_batch_tokens, args.checkpointing))
+    settings = grpo.Settings(**{k: getattr(args, k) for k in grpo.Settings.__annotations__})
+    need = sum(memory.update_bytes(model.config, args.quant, args.micro_batch_tokens,
+                                   args.checkpointing))
     for step in range(run.state.step, args.steps):
         held = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
@@ -148,8 +153,8 @@ def evaluate(run, model, tok, score, rows):
     run.phase("evaluate")
     a = run.args
     result = evaluation.evaluate(
-        model, tok, rows, a.prompt_style, a.eval_n, a.eval_temperature, a.eval_top_p, a.max_new_tokens,
-        a.max_prompt, a.max_rows, score=score, progress=sys.stderr.isatty())
+        model, tok, rows, a.prompt_style, a.eval_n, a.eval_temperature, a.eval_top_p,
+        a.max_new_tokens, a.max_prompt, a.max_rows, score=score, progress=sys.stderr.isatty())
     run.evaluated(result, model)
     return result
 

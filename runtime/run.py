@@ -1,5 +1,5 @@
-"""
-What surrounds the loop of train.py: the run folder, checkpoints and resume, signals, metrics, the console.
+""" What surrounds the loop of train.py: the run folder, checkpoints and resume, signals, metrics,
+the console.
 
 A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
 adapter/ and adapter_best/ (PEFT's layout, and policy.json), checkpoint/ (what resume needs),
@@ -7,8 +7,8 @@ eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png 
 Each file appears whole or not at all. Nothing is written before everything that can be refused has
 been; a folder without checkpoint/ holds nothing that is worth keeping, and a start takes it over.
 
-    python train.py --out runs/x                        # ctrl-C at any moment
-    python train.py --resume --out runs/x               # goes on; with a larger --steps beyond its end
+    python train.py --out runs/x                        # ctrl-C at any moment python train.py
+    --resume --out runs/x               # goes on; with a larger --steps beyond its end
 """
 import argparse
 import json
@@ -33,7 +33,8 @@ FREE = ("resume", "out", "steps", "save_every", "show_every", "log_to")  # what 
 
 @dataclass
 class State:
-    """Where a run stands between two steps. Samples, noise and learning rate follow from it and the flags."""
+    """Where a run stands between two steps. Samples, noise and learning rate follow from it and the
+    flags."""
 
     step: int = 0  # steps done
     cursor: int = 0  # training prompts handed out
@@ -68,9 +69,9 @@ def settle(args, argv):
 
 
 class Run:
-    """One run's folder, clock and signals. `phase(name)` begins a phase of the step: its seconds are
-    counted, and Ctrl-C or SIGTERM drop any phase at once but an update, which has changed weights
-    when it ends and is logged first. `advance` ends it."""
+    """One run's folder, clock and signals. `phase(name)` begins a phase of the step: its seconds
+    are counted, and Ctrl-C or SIGTERM drop any phase at once but an update, which has changed
+    weights when it ends and is logged first. `advance` ends it."""
 
     def __init__(self, args, argv):
         self.args, self.argv, self.out, self.started = args, argv, Path(args.out), time.time()
@@ -85,13 +86,13 @@ class Run:
             if self.state.step >= self.args.steps and (self.out / "summary.json").is_file():
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
+        self.tracker = tracker(self.args) if self.args.log_to else None
         self.out.mkdir(parents=True, exist_ok=True)
         if not self.args.resume:
             for name in ("metrics.jsonl", "rollouts.jsonl"):
                 (self.out / name).unlink(missing_ok=True)  # of a start that came to nothing
         with whole(self.out / "config.json") as part:
             part.write_text(json.dumps(vars(self.args), indent=2) + "\n")
-        self.tracker = tracker(self.args) if self.args.log_to else None
         self.earlier = self.state.seconds
         for s in (signal.SIGINT, signal.SIGTERM):
             signal.signal(s, self.interrupt)
@@ -134,7 +135,8 @@ class Run:
         flags.save_policy(self.out / name, model, self.args)
 
     def restore(self, optimizer):
-        """checkpoint/ into the optimizer and its parameters; what was logged after it is dropped."""
+        """checkpoint/ into the optimizer and its parameters; what was logged after it is
+        dropped."""
         path = self.out / "checkpoint" / "state.pt"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -157,7 +159,8 @@ class Run:
     # ---- what is written and shown
 
     def log(self, row, groups):
-        """One step's row into metrics.jsonl, two samples into rollouts.jsonl, a line on the console."""
+        """One step's row into metrics.jsonl, two samples into rollouts.jsonl, a line on the
+        console."""
         append(self.out / "metrics.jsonl", [row])
         samples = [{"step": row["step"], "question": c.row["question"], "answer": c.row["answer"],
                     "text": c.text, "reward": c.reward, "correct": c.correct}
@@ -168,7 +171,8 @@ class Run:
         if self.args.show_every and row["step"] % self.args.show_every == 0:
             for s in samples:
                 mark = "right" if s["correct"] else f"wrong, it is {s['answer']}"
-                print(f"      Q: {one_line(s['question'])}\n      A: {one_line(s['text'])} ({mark})")
+                print(f"      Q: {one_line(s['question'])}\n"
+                      f"      A: {one_line(s['text'])} ({mark})")
         for text in warnings_for(row, self.args):
             if text not in self.warned:  # once a run is enough to be told
                 print(f"warning: {text}", flush=True)
@@ -275,7 +279,8 @@ def mean(values):
 def metrics_row(run, step, groups, kept, sampled, updates, sigma, lr, held):
     """A step's row of metrics.jsonl. groups: the first rollout, whole, for honest statistics; kept:
     the groups trained on; sampled: prompts drawn; updates: (summed metrics, gradient norm) of each,
-    None where it had nothing to train on; held: the evaluation before this step, if there was one."""
+    None where it had nothing to train on; held: the evaluation before this step, if there was
+    one."""
     run.phase("log")
     updates = [u for u in updates if u]
     flat, used = ([c for g in some for c in g] for some in (groups, kept))
@@ -335,8 +340,8 @@ def warnings_for(row, args):
         yield ("every reward is 0: nothing can be learned; does --prompt-style fit the model, is "
                "--max-new-tokens long enough?")
     elif row["format"] == 0:
-        yield (f"no completion follows the {args.prompt_style} format: try --prompt-style boxed or an "
-               "instruction-tuned --model")
+        yield (f"no completion follows the {args.prompt_style} format: try --prompt-style boxed or "
+               "an instruction-tuned --model")
     if row["truncated_frac"] == 1:
         yield f"every completion was cut at {args.max_new_tokens} tokens: raise --max-new-tokens"
     if row["zero_var_frac"] == 1:
@@ -346,8 +351,8 @@ def warnings_for(row, args):
         yield (f"sampler and trainer disagree by more than {args.gap_bound} nats a token: "
                "use --old-logp current, or --dtype float32")
     if row["clip_first_frac"] > 0.02:  # nothing has been learned from these completions yet
-        yield ("more than 2% of the tokens are clipped before the first update: the noise alone moves "
-               "the ratio out of the clip; use --old-logp current, or lower --aqn-start")
+        yield ("more than 2% of the tokens are clipped before the first update: the noise alone "
+               "moves the ratio out of the clip; use --old-logp current, or lower --aqn-start")
 
 
 def tracker(args):
@@ -355,10 +360,12 @@ def tracker(args):
     try:
         if args.log_to == "wandb":
             import wandb
+
             run = wandb.init(project="qerl", name=Path(args.out).name, config=vars(args))
             return lambda row, step: run.log(row, step=step)
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError(f"--log-to {args.log_to}: is not installed; pip install {args.log_to}") from None
+        raise ValueError(f"--log-to {args.log_to}: not installed; pip install {args.log_to}"
+                         ) from None
     writer = SummaryWriter(args.out)
     return lambda row, step: [writer.add_scalar(k, v, step) for k, v in row.items()]

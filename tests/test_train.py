@@ -1,6 +1,7 @@
 """train.py: the loop as a user runs it, on the embedded model, and the traps that small RL codebases fall into."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import data
+import eval as evaluation
 import grpo
 import lora
 import model as qwen
 import sample
 import train
 from runtime import flags
-from runtime.run import warnings_for
+from runtime.run import Run, warnings_for
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--steps", "4", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4",
@@ -107,6 +110,99 @@ def test_resume_is_exact(straight, tmp_path, monkeypatch):
 def test_a_resume_with_other_flags_is_refused(straight, capsys):
     assert train.main(["--resume", "--out", str(straight), "--lr", "0.5"]) == 2
     assert "--lr" in capsys.readouterr().err
+
+
+def copy_of(straight, tmp_path):
+    return Path(shutil.copytree(straight, tmp_path / "copy"))
+
+
+def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path):
+    """A run that ended can go on: its rows stay, new ones follow, its flags are kept but for --steps."""
+    out = copy_of(straight, tmp_path)
+    assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 0
+    assert rows_of(out)[:4] == rows_of(straight) and [r["step"] for r in rows_of(out)] == [0, 1, 2, 3, 4, 5]
+    assert json.loads((out / "config.json").read_text())["steps"] == 6
+    assert json.loads((out / "summary.json").read_text())["steps"] == 6
+
+
+def test_resuming_a_finished_run_keeps_its_summary(straight, tmp_path, capsys):
+    out = copy_of(straight, tmp_path)
+    before = (out / "summary.json").read_bytes()
+    assert train.main(["--resume", "--out", str(out)]) == 0
+    assert (out / "summary.json").read_bytes() == before and "--steps" in capsys.readouterr().out
+
+
+def test_a_start_that_came_to_nothing_does_not_block_the_next(straight, tmp_path, monkeypatch):
+    """Ctrl-C in the first rollout, or a kill before the first checkpoint: both a fresh start and --resume must then work, and
+    give what an undisturbed start gives."""
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for again in ([], ["--resume"]):
+        out = tmp_path / f"run{len(again)}"
+        with monkeypatch.context() as m:
+            m.setattr(sample, "generate", interrupted)
+            m.setattr(Run, "save", interrupted)  # as if killed: nothing is saved on the way out
+            with pytest.raises(KeyboardInterrupt):
+                train.train(flags.parse("train", [*SMALL, "--out", str(out)]), [])
+        assert (out / "config.json").exists() and not (out / "checkpoint").exists()
+        assert (train.main(["--resume", "--out", str(out)]) if again else run(out)) == 0
+        assert rows_of(out) == rows_of(straight)
+
+
+def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
+    """--eval-every: the row of a step has the held-out accuracy of the policy that drew its samples; adapter_best/ is the one
+    with the highest, not the last."""
+    answers = iter([0.1, 0.6, 0.3, 0.2])
+    adapters = []
+
+    def scripted(model, tok, rows, *a, **kw):
+        adapters.append({k: v.clone() for k, v in lora.adapter_state(model).items()})
+        return {"accuracy": next(answers), "stderr": 0.01, "rows": []}
+
+    monkeypatch.setattr(evaluation, "evaluate", scripted)
+    out = tmp_path / "run"
+    assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "1", "--eval-limit", "2") == 0
+    assert [r["eval_accuracy"] for r in rows_of(out)] == [0.1, 0.6, 0.3]
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.1, 0.2)
+    assert summary["best"] == {"step": 1, "accuracy": 0.6, "stderr": 0.01}
+    best, last = (load_file(out / name / "adapter_model.safetensors") for name in ("adapter_best", "adapter"))
+    assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
+
+
+def test_an_adapter_remembers_what_it_was_trained_with(straight, tmp_path, capsys):
+    """Evaluated on another format, or with another prompt, than it was trained with, an adapter looks worse than it is; on
+    another base it is noise. eval.py and sample.py take them from policy.json; another base is refused."""
+    args = flags.parse("eval", ["--run", str(straight)])
+    assert (args.model, args.quant, args.prompt_style, args.data) == ("tiny", "nvfp4", "tags", "arithmetic")
+    assert flags.parse("sample", ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
+    out = copy_of(straight, tmp_path)
+    policy = json.loads((out / "adapter" / "policy.json").read_text())
+    (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"quant": "mxfp4", "prompt_style": "boxed"}))
+    args = flags.parse("eval", ["--run", str(out)])
+    assert (args.quant, args.prompt_style) == ("mxfp4", "boxed")
+    flags.load_policy(flags.parse("eval", ["--run", str(out), "--quant", "nvfp4"]))
+    assert "warning: --quant nvfp4" in capsys.readouterr().err
+    (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"base": "another"}))
+    with pytest.raises(ValueError, match="--model .*another base"):
+        flags.load_policy(flags.parse("eval", ["--run", str(out)]))
+
+
+def test_a_reward_of_ones_own_is_trained_on(tmp_path):
+    """--reward file.py:function sees the whole row of each completion."""
+    (tmp_path / "mine.py").write_text("def shorter(text, row):\n    return {'reward': -len(text), 'correct': row['form'] == 'steps'}\n")
+    out = tmp_path / "run"
+    assert run(out, "--steps", "1", "--reward", f"{tmp_path / 'mine.py'}:shorter") == 0
+    samples = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert all(s["reward"] == -len(s["text"]) and s["correct"] == s["question"].startswith("Start") for s in samples)
+
+
+def test_an_uninstalled_log_is_named_before_the_run_begins(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(tmp_path / "run", "--log-to", "wandb") == 2
+    assert "pip install wandb" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_sigterm_saves_before_it_stops(tmp_path):
