@@ -1,66 +1,47 @@
 """
-The FP4 GEMM: y = x w_hat^T for activations x (M, K) in bfloat16 and a packed four-bit weight (N, K), in Triton.
+The FP4 GEMM: y = x w_hat^T for activations x (M, K) in bfloat16 and a packed four-bit weight
+(N, K), in Triton.
 
-A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight costs: `gemm` streams the codes
-at up to 77% of the read bandwidth and turns them into bfloat16 in registers. With many rows (prefill, log-probs, update)
-decoding is what costs, so `dequant` writes the weight once to a scratch that all layers share, and cuBLAS multiplies. `matmul`
-picks; its gradient in x takes the scratch too. No 16-bit copy of a weight is kept, and a weight has no gradient.
+A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight
+costs: `gemm` streams the codes at up to 77% of the read bandwidth and turns them into bfloat16 in
+registers. With many rows (prefill, log-probs, update) decoding is what costs, so
+`to_bfloat16_kernel` writes the weight once to a scratch that all layers share, and cuBLAS
+multiplies. `matmul` picks; its gradient in x takes the scratch too. No 16-bit copy of a weight is
+kept, and a weight has no gradient.
 
-The layout. 128 columns of a row, a chunk, are 64 bytes: 16 words of 32 bits, 8 codes each. A tensor-core instruction (MMA)
-takes 16 columns, a step, from 4 lanes, and wants two pairs of neighbours from lane t: columns 2t, 2t+1 (h = 0) and 2t+8, 2t+9
-(h = 1). So word w of lane t holds just that for two steps at once: step w of the chunk's first 64 columns (the low plane) and
-step w of its last 64 (the high plane).
+How codes lie in memory is drawn at the top of weights/formats.py: a lane of the tensor core reads
+four words, its share of 8 steps of 16 columns; a word holds four pairs of neighbours, a and b of
+one step in the low plane of 64 columns, c and d of one in the high plane.
 
-    chunk   | lane 0: w0 w1 w2 w3 | lane 1: w0 w1 w2 w3 | lane 2: w0 w1 w2 w3 | lane 3: w0 w1 w2 w3 |
-    column = 64 plane + 16 w + 8 h + 2t + p: pair a is (low, h=0), b (low, h=1), c (high, h=0), d (high, h=1); p = 0, 1 in a pair
+The bit trick. bfloat16 is s eeeeeeee mmmmmmm, E2M1 is s ee m. Put s in bit 15 and e, e, m in bits
+8, 7, 6, the low end of the exponent and the top of the mantissa, with zeros elsewhere: the number
+reads as the value times 2^-126, for E2M1's exponent bias is 1 and bfloat16's 127. Its one subnormal
+comes along, as a bfloat16 subnormal:
 
-    bit     31 30 29 28 27 26 25 24 23 22 21 20 19 18 17 16 | 15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    code    a1 c1 c1 c1 b1 d1 d1 a1 a1 a1 c0 b1 b1 b1 d0 d1 | a0 c0 c0 c0 b0 d0 d0 a0 a0 a0 c1 b0 b0 b0 d1 d0
-    field    s  e  e  m  s  e  e  e  e  m  s  e  e  m  s  m |  s  e  e  m  s  e  e  e  e  m  s  e  e  m  s  m
+    code 5 = 0 10 1 -> 0 00000010 1000000 = 0x0140 = 1.5 * 2^(2-127) = 3 * 2^-126     code 5 is 3
+    code 1 = 0 00 1 -> 0 00000000 1000000 = 0x0040 = 0.5 * 2^-126, subnormal          code 1 is 0.5
 
-A lane reads its w0..w3, 16 bytes, and has its share of 8 steps: no shuffles, and activations stay in their natural order.
-Groups of 8 rows lie chunk by chunk, 8 x 64 bytes at a time, since DRAM dislikes strides: on plain rows the same kernel ran
-5-10% slower. Nothing is lost: `unpack` gives the codes back in order.
+So one AND with 0x81C081C0 turns a word into two bfloat16, pair a; b takes a shift and an AND; c a
+rotation and an AND; d, whose m found no place beside its s, e, e, four: 9 instructions for 8 codes.
+(One AND each is impossible: the bits 15, 8, 7, 6 would have to tile 16 bits by rotation, and they
+do not.)
 
-The bit trick. bfloat16 is s eeeeeeee mmmmmmm, E2M1 is s ee m. Put s in bit 15 and e, e, m in bits 8, 7, 6, the low end of the
-exponent and the top of the mantissa, with zeros elsewhere: the number reads as the value times 2^-126, for E2M1's exponent bias
-is 1 and bfloat16's 127. Its one subnormal comes along, as a bfloat16 subnormal:
+Where the scales go. E4M3's bits << 4 read as bfloat16 are the scale times 2^-120, subnormals
+included; times 2^127 that is 2^7 of it. One packed multiplication by the value's 2^-126 gives
+value * scale * 2^-119: 2 + 4 significant bits, which bfloat16 holds exactly. The tensor core sums
+in float32; 2^119, the row's global scale (float32), the bias and the LoRA term enter there, in the
+epilogue. So only the sum and the output are rounded: relative error 1.65e-3 against a float64
+product. MXFP4's exponent is a bfloat16 exponent already, carried at 2^100. NF4's values come from
+byte permutes (PRMT is an 8-entry table), and their products do round: 2.8e-3.
 
-    code 5 = 0 10 1 -> 0 00000010 1000000 = 0x0140 = 1.5 * 2^(2-127) = 3 * 2^-126              code 5 is 3
-    code 1 = 0 00 1 -> 0 00000000 1000000 = 0x0040 = 0.5 * 2^-126, subnormal                   code 1 is 0.5
+Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles
+are few, K is cut (SPLIT): each split leaves a float32 partial sum and the program that comes last
+adds them in order. No atomics on values: the same bits on each run. Programmatic dependent launch
+lets a kernel start while the one before finishes. Measured on an H100; other cards from Ampere on
+run the same kernel, without dependent launch before Hopper. What was tried and lost stands in
+results/LOG.md.
 
-So one AND with 0x81C081C0 turns a word into two bfloat16, pair a; b takes a shift and an AND; c a rotation and an AND; d, whose
-m found no place beside its s, e, e, four: 9 instructions for 8 codes. (One AND each is impossible: the bits 15, 8, 7, 6 would
-have to tile 16 bits by rotation, and they do not.)
-
-Where the scales go. E4M3's bits << 4 read as bfloat16 are the scale times 2^-120, subnormals included; times 2^127 that is 2^7
-of it. One packed multiplication by the value's 2^-126 gives value * scale * 2^-119: 2 + 4 significant bits, which bfloat16
-holds exactly. The tensor core sums in float32; 2^119, the row's global scale (float32), the bias and the LoRA term enter there,
-in the epilogue. So only the sum and the output are rounded: relative error 1.65e-3 against a float64 product. MXFP4's exponent
-is a bfloat16 exponent already, carried at 2^100. NF4's values come from byte permutes (PRMT is an 8-entry table), and their
-products do round: 2.8e-3.
-
-Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles are few, K is cut (SPLIT):
-each split leaves a float32 partial sum and the program that comes last adds them in order. No atomics on values: the same bits
-on each run. Programmatic dependent launch lets a kernel start while the one before finishes. Measured on an H100; other cards
-from Ampere on run the same kernel, without dependent launch before Hopper.
-
-Tried on one H100 (7B gate_up, 37888 x 3584, microseconds at M = 8 unless said) and lost:
-- stream-K, equal ranges of (tile, K block) for each program: 40.4 against 37.1; 92 registers instead of 56, and pipelines
-  restart
-- rows stored plainly instead of in groups of 8: 37.1 against 35.6; reading alone reaches 2.57 TB/s so, 3.05 in order
-- a unit of 32 columns to a lane (scales decoded by one lane, not four; 2.84 instructions a code instead of 2.9): 36.2, but
-  activations then come in 4-byte pieces, and M = 64 takes 267 against 49
-- one dot over 128 columns instead of two over 64: Triton waits for each wgmma
-- 3 or 4 stages instead of 2 (38.4, 40.8), 128 rows of the weight a program (39.5), two accumulators (36.2: no change)
-- dependent launch signalled at the start of the kernel (40.0) or L2 prefetch of codes before the wait (35.8), against 34.4; amid
-  a decode step's other kernels the prefetch makes the GEMMs 1 us shorter and those kernels as much longer
-- from 512 rows on, 256 x 128 tiles: 5-8% faster on some shapes, for 150 KB of shared memory
-- 16 warps or 256 rows of the weight a program at M = 64: 90.5 against 56.7
-- dequantizing a slice of the weight at a time to keep it in L2, then cuBLAS on the slice: 1.40 of cuBLAS at M = 1024, as
-  without
-
-    y = matmul(x, quantize(w))                                         # any M, differentiable in x
+    y = matmul(x, quantize(w))                                  # any M, differentiable in x
     python bench.py kernels
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
@@ -74,8 +55,9 @@ from weights.formats import CHUNK, FORMATS, NF4, dequantize
 MASK = tl.constexpr(0x81C081C0 - (1 << 32))  # s and e, e, m of two codes, where bfloat16 wants them
 
 
-# PTX. $4 is a word, $5 and $6 the scales of its planes, twice each; $0..$3 are the pairs a..d. A product is an FMA with -0 (z),
-# which adds nothing: bfloat16 multiplication came with Hopper, and there ptxas makes the same instruction of both.
+# PTX. $4 is a word, $5 and $6 the scales of its planes, twice each; $0..$3 are the pairs a..d. A
+# product is an FMA with -0 (z), which adds nothing: bfloat16 multiplication came with Hopper, and
+# there ptxas makes the same instruction of both.
 EXTRACT = """{ .reg .b32 a, b, c, d, e, z;
 mov.b32 z, 0x80008000;
 and.b32 a, $4, 0x81c081c0;
@@ -89,17 +71,22 @@ fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
 
 
 def lookup(x, y):
-    """PTX that turns the index pairs in x and y into bfloat16 codebook values: byte permutes as an 8-entry table.
+    """PTX that turns the index pairs in x and y into bfloat16 codebook values: byte permutes as an
+    8-entry table.
 
-    i gets the four 3-bit indices, m each one's sign as a byte; l and h the low and high bytes, the sign choosing the half."""
-    low, high = torch.tensor(NF4).bfloat16().view(16, 1).view(torch.uint8).T.contiguous().view(torch.int32).tolist()  # 4 a word
+    i gets the four 3-bit indices, m each one's sign as a byte; l and h the low and high bytes, the
+    sign choosing the half."""
+    table = torch.tensor(NF4).bfloat16().view(16, 1).view(torch.uint8)
+    low, high = table.T.contiguous().view(torch.int32).tolist()  # 4 bytes a word
     return f"""{{ .reg .b32 i, j, m, l, h, t;
 shr.b32 i, {x}, 6;   and.b32 i, i, 0x00070007;
 shr.b32 j, {y}, 2;   and.b32 j, j, 0x00700070;   or.b32 i, i, j;
 shr.b32 j, i, 8;     or.b32 i, i, j;
 prmt.b32 m, {x}, {y}, 0xfbd9;
-prmt.b32 l, {low[0]}, {low[1]}, i;     prmt.b32 t, {low[2]}, {low[3]}, i;     lop3.b32 l, m, t, l, 0xca;
-prmt.b32 h, {high[0]}, {high[1]}, i;   prmt.b32 t, {high[2]}, {high[3]}, i;   lop3.b32 h, m, t, h, 0xca;
+prmt.b32 l, {low[0]}, {low[1]}, i;     prmt.b32 t, {low[2]}, {low[3]}, i;
+lop3.b32 l, m, t, l, 0xca;
+prmt.b32 h, {high[0]}, {high[1]}, i;   prmt.b32 t, {high[2]}, {high[3]}, i;
+lop3.b32 h, m, t, h, 0xca;
 prmt.b32 {x}, l, h, 0x6240;   prmt.b32 {y}, l, h, 0x7351; }}
 """
 
@@ -113,21 +100,25 @@ shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.
 shr.b32 b, $4, 4;   and.b32 b, b, 0x07f007f0;   fma.rn.bf16x2 b, b, p, z;   mov.b32 {x, y}, b;
 mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }""")
 TABLE = tl.constexpr(NF4)
-# codes are read at 2^-126 of their value, E4M3 at 2^7, E8M0 at 2^100, so that the products of tiny scales are not subnormal
+# codes are read at 2^-126 of their value, E4M3 at 2^7, E8M0 at 2^100, so that the products of tiny
+# scales are not subnormal
 UNSCALE4, UNSCALE8 = tl.constexpr(2.0**119), tl.constexpr(2.0**26)
 
 
 @triton.jit
 def words(codes, r, k, N, sc, FAST: tl.constexpr):
-    """Pointers (BN, 16) to the int32 words of rows r in the chunk at column k: groups of 8 rows lie chunk by chunk."""
+    """Pointers (BN, 16) to the int32 words of rows r in the chunk at column k: groups of 8 rows lie
+    chunk by chunk."""
     n = 8 if FAST else tl.minimum(8, N - r // 8 * 8)
-    p = codes.to(tl.pointer_type(tl.int32)) + ((r // 8).to(tl.int64) * (sc * 2) + (r % 8) * 16 + k // 8 * n)
+    p = codes.to(tl.pointer_type(tl.int32)) + (
+        (r // 8).to(tl.int64) * (sc * 2) + (r % 8) * 16 + k // 8 * n)
     return p[:, None] + tl.arange(0, 16)[None, :]
 
 
 @triton.jit
 def load_scales(p, k, K, keep, FMT: tl.constexpr, FAST: tl.constexpr, BN: tl.constexpr):
-    """The block scales (BN, 2 planes) of the chunk at column k as stored, bytes four to an int32; p (BN,) points at rows."""
+    """The block scales (BN, 2 planes) of the chunk at column k as stored, bytes four to an int32;
+    p (BN,) points at rows."""
     SB: tl.constexpr = 16 if FMT == "nvfp4" else (32 if FMT == "mxfp4" else 64)
     two = tl.arange(0, 2)
     if FMT == "nf4":
@@ -141,13 +132,15 @@ def load_scales(p, k, K, keep, FMT: tl.constexpr, FAST: tl.constexpr, BN: tl.con
         s = tl.zeros((BN, 2), tl.int32)
         for i in tl.static_range(4):
             at = k // SB + (two * 4 if FMT == "nvfp4" else two * 0) + i
-            s |= tl.load(p[:, None] + at[None, :], mask=keep & (at < K // SB)[None, :], other=0).to(tl.int32) << 8 * i
+            s |= tl.load(p[:, None] + at[None, :], mask=keep & (at < K // SB)[None, :],
+                         other=0).to(tl.int32) << 8 * i
     return s
 
 
 @triton.jit
 def quarters(a, b, c, d, BN: tl.constexpr):
-    """Scales (BN, 2 planes) of words w = 0..3 -> of all 16 words, (BN, 16) for each plane: every lane takes the same."""
+    """Scales (BN, 2 planes) of words w = 0..3 -> of all 16 words, (BN, 16) for each plane: every
+    lane takes the same."""
     v = tl.join(tl.join(a, c), tl.join(b, d))  # (BN, plane, w // 2, w % 2)
     lo, hi = tl.split(tl.permute(tl.reshape(v, (BN, 2, 4)), (0, 2, 1)))
     lo = tl.reshape(tl.broadcast_to(lo[:, None, :], (BN, 4, 4)), (BN, 16))
@@ -157,19 +150,23 @@ def quarters(a, b, c, d, BN: tl.constexpr):
 
 @triton.jit
 def decode(w, s, FMT: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
-    """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale; without ASM in float32."""
+    """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale;
+    without ASM in float32."""
     if FMT == "nvfp4":
         if ASM:
             s0, s1, s2, s3 = tl.inline_asm_elementwise(
-                E4M3_ASM, "=r,=r,=r,=r,r", [s], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
-        else:  # e4m3 bits << 20 are a float32 of 2^-120 times the value, subnormals included; 2^127 makes it 2^7
+                E4M3_ASM, "=r,=r,=r,=r,r", [s], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=True, pack=1)
+        else:  # e4m3 bits << 20 are a float32 of 2^-120 times the value, subnormals included;
+            # 2^127 makes it 2^7
             s0 = ((s << 20) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
             s1 = ((s << 12) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
             s2 = ((s << 4) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
             s3 = ((s >> 4) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
         lo, hi = quarters(s0, s1, s2, s3, BN)
     elif FMT == "mxfp4":  # word w of a plane: block 2 * plane + w // 2
-        even, odd = exponent(s >> (tl.arange(0, 2) * 16)[None, :], ASM), exponent(s >> (tl.arange(0, 2) * 16 + 8)[None, :], ASM)
+        even = exponent(s >> (tl.arange(0, 2) * 16)[None, :], ASM)
+        odd = exponent(s >> (tl.arange(0, 2) * 16 + 8)[None, :], ASM)
         lo, hi = quarters(even, even, odd, odd, BN)
     else:
         if ASM:
@@ -177,14 +174,16 @@ def decode(w, s, FMT: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
             s = (s << 16) | (s & 0xFFFF)
         lo, hi = quarters(s, s, s, s, BN)
     if ASM:
-        a, b, c, d = tl.inline_asm_elementwise(NF4_ASM if FMT == "nf4" else E2M1_ASM, "=r,=r,=r,=r,r,r,r", [w, lo, hi],
-                                               dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
+        a, b, c, d = tl.inline_asm_elementwise(
+            NF4_ASM if FMT == "nf4" else E2M1_ASM, "=r,=r,=r,=r,r,r,r", [w, lo, hi],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
         a, b, c, d = halves(a), halves(b), halves(c), halves(d)
     else:
         a = value(w & MASK, lo, FMT)
         b = value((w << 4) & MASK, lo, FMT)
         c = value(((w >> 6) & 0x3FFFFFF | w << 26) & MASK, hi, FMT)
-        d = value(((w >> 2) & 0x3FFFFFFF | w << 30) & MASK & ~0x00400040 | (w << 6) & 0x00400040, hi, FMT)
+        d = value(((w >> 2) & 0x3FFFFFFF | w << 30) & MASK & ~0x00400040 | (w << 6) & 0x00400040,
+                  hi, FMT)
     return a, b, c, d
 
 
@@ -207,7 +206,7 @@ def halves(a):
 
 @triton.jit
 def value(v, s, FMT: tl.constexpr):
-    """What the PTX does to one pair, in float32: masked words (BN, 16) and scales -> (BN, 16, p)."""
+    """What the PTX does to one pair, in float32: masked words (BN, 16), scales -> (BN, 16, p)."""
     t = tl.join(v << 16, v & -65536)
     if FMT == "nf4":
         i = ((t >> 28) & 8) | ((t >> 22) & 7)
@@ -221,36 +220,43 @@ def value(v, s, FMT: tl.constexpr):
 
 @triton.jit
 def arrange(a, b, BN: tl.constexpr, W: tl.constexpr, KW: tl.constexpr):
-    """Two (BN, 16, p) tensors, one plane, to (BN, 64): rows and k in the order in which an MMA's registers already hold them."""
+    """Two (BN, 16, p) tensors, one plane, to (BN, 64): rows and k in the order in which an MMA's
+    registers already hold them."""
     v = tl.join(a, b)  # (BN, 16, p, h)
     if W == 0:  # dequantization: rows stay
         v = tl.permute(tl.reshape(v, (BN, 4, 4, 2, 2)), (0, 2, 4, 1, 3))
     elif KW == 2:
-        v = tl.permute(tl.reshape(v, (BN // (16 * W), 2, W, 8, 4, 4, 2, 2)), (0, 2, 1, 3, 5, 7, 4, 6))
+        v = tl.permute(tl.reshape(v, (BN // (16 * W), 2, W, 8, 4, 4, 2, 2)),
+                       (0, 2, 1, 3, 5, 7, 4, 6))
     else:
-        v = tl.permute(tl.reshape(v, (BN // (16 * W), 2, W, 8, 4, 2, 2, 2, 2)), (0, 2, 1, 3, 5, 8, 4, 6, 7))
+        v = tl.permute(tl.reshape(v, (BN // (16 * W), 2, W, 8, 4, 2, 2, 2, 2)),
+                       (0, 2, 1, 3, 5, 8, 4, 6, 7))
     return tl.reshape(v, (BN, 64))
 
 
 @triton.jit
 def natural(x, BM: tl.constexpr, KW: tl.constexpr):
-    """Activations (64 k, BM) to the order of k that `arrange` gives the weights; only registers are renamed."""
+    """Activations (64 k, BM) to the order of k that `arrange` gives the weights; only registers
+    are renamed."""
     if KW == 4:
         x = tl.reshape(tl.permute(tl.reshape(x, (2, 2, 2, 4, 2, BM)), (0, 2, 3, 1, 4, 5)), (64, BM))
     return x
 
 
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
-def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc, ss, sxa, sb, scaling, b0, b1,
-         FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-         KW: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, ONE: tl.constexpr,
-         BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
-    """out (M, N) = x w_hat^T + bias + scaling * xa_part B^T + res; a program does BN rows of the weight, BM of x, one split of K.
+def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc, ss, sxa, sb,
+         scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
+         SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, W: tl.constexpr,
+         R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr,
+         RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
+    """out (M, N) = x w_hat^T + bias + scaling * xa_part B^T + res; a program does BN rows of the
+    weight, BM of x, one split of K.
 
-    g global scales (N,); part, count: partial sums and arrivals of the splits; sx, sc, ss, sxa, sb: row strides of x, codes,
-    scale, xa, B; b0, b1: the rows at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the MMA wants it,
-    16 or a larger power of two; FAST: tiles need no masks along K, and groups of 8 rows are full."""
-    T: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # the interpreter has no bfloat16 arithmetic
+    g global scales (N,); part, count: partial sums and arrivals of the splits; sx, sc, ss, sxa, sb:
+    row strides of x, codes, scale, xa, B; b0, b1: the rows at which LoRA parts 1 and 2 begin; C
+    chunks an iteration, W warps, RP: R as the MMA wants it, 16 or a larger power of two; FAST:
+    tiles need no masks along K, and groups of 8 rows are full."""
+    T: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # the interpreter multiplies no bfloat16
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
@@ -262,8 +268,8 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
     r = tl.arange(0, BN)
     row = tile * BN + r
     ok = row < N
-    # a load's row in the tile -> the row that the MMA takes from the same registers: (block, half, warp, lane / 4) ->
-    # (block, warp, half, lane / 4)
+    # a load's row in the tile -> the row that the MMA takes from the same registers: (block, half,
+    # warp, lane / 4) -> (block, warp, half, lane / 4)
     rl = r // (16 * W) * (16 * W) + (r // 8) % W * 16 + (r // (8 * W)) % 2 * 8 + r % 8
     rl = tl.minimum(tile * BN + rl, N - 1)
     KB = tl.cdiv(K, 128 * C)
@@ -271,22 +277,26 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
     k = split * per * (C * 128)
     j = tl.arange(0, 64)
     wp = words(codes, rl, k, N, sc, FAST)
-    step = 128 if FAST else (16 * tl.minimum(8, N - rl // 8 * 8))[:, None]  # int32 from a row's chunk to its next
+    # int32 from a row's chunk to its next
+    step = 128 if FAST else (16 * tl.minimum(8, N - rl // 8 * 8))[:, None]
     sp = scale + rl.to(tl.int64) * ss
     xp = x + m.to(tl.int64)[None, :] * sx + (k + j)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
-    # what the epilogue needs is in flight while the weight streams: loaded at the end, it would be waited for
+    # what the epilogue needs is in flight while the weight streams: loaded at the end, it would be
+    # waited for; only split 0 adds it
     rr, gs = tl.arange(0, RP), tl.load(g + row, mask=ok, other=0.0)
-    first, few = row < tl.where(split == 0, N, 0), m < tl.where(split == 0, M, 0)  # only split 0 adds these
+    first, few = row < tl.where(split == 0, N, 0), m < tl.where(split == 0, M, 0)
     if BIAS:
         bs = tl.load(bias + row, mask=first, other=0.0)
     if R > 0 and ONE:
-        bt = tl.load(B + row[:, None] * sb + rr[None, :], mask=first[:, None] & (rr < R)[None, :], other=0.0)
-    if PDL:  # the kernel before may still be running: wait before reading what it wrote or writing anything
+        bt = tl.load(B + row[:, None] * sb + rr[None, :],
+                     mask=first[:, None] & (rr < R)[None, :], other=0.0)
+    if PDL:  # the kernel before may still run: wait before reading what it wrote or writing
         tl.extra.cuda.gdc_wait()
     if R > 0 and ONE:  # all rows of the tile belong to one part
         one = (tile * BN >= b0).to(tl.int32) + (tile * BN >= b1).to(tl.int32)
-        at = tl.load(xa + m[None, :] * sxa + (one * R + rr)[:, None], mask=few[None, :] & (rr < R)[:, None], other=0.0)
+        at = tl.load(xa + m[None, :] * sxa + (one * R + rr)[:, None],
+                     mask=few[None, :] & (rr < R)[:, None], other=0.0)
     for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
         for c in tl.static_range(C):
             kc = k + (i * C + c) * 128
@@ -301,11 +311,13 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
             s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
             a, b, cc, d = decode(w, s, FMT, ASM, BN)
             low, high = arrange(a, b, BN, W, KW).to(T), arrange(cc, d, BN, W, KW).to(T)
-            acc = tl.dot(low, natural(xl, BM, KW).to(T), acc, input_precision="ieee")  # (BN, 64) @ (64, BM)
+            # (BN, 64) @ (64, BM)
+            acc = tl.dot(low, natural(xl, BM, KW).to(T), acc, input_precision="ieee")
             acc = tl.dot(high, natural(xh, BM, KW).to(T), acc, input_precision="ieee")
         wp += C * step
         xp += C * 128
-    if PDL:  # from here the next kernel fills SMs as programs leave; signalled at the start, its programs pile up on some
+    if PDL:  # from here the next kernel fills SMs as programs leave; signalled at the start, its
+        # programs pile up on some
         tl.extra.cuda.gdc_launch_dependents()
     acc *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
     acc *= gs[:, None]
@@ -314,7 +326,8 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
         if BIAS:
             acc += bs.to(tl.float32)[:, None]
         if R > 0 and ONE:
-            acc += tl.dot(bt.to(T), at.to(T), input_precision="ieee") * scaling  # (BN, RP) @ (RP, BM)
+            # (BN, RP) @ (RP, BM)
+            acc += tl.dot(bt.to(T), at.to(T), input_precision="ieee") * scaling
         elif R > 0:
             lora = tl.zeros((BN, BM), tl.float32)
             for p in tl.static_range(P):
@@ -322,10 +335,13 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
                 hi = N if p == P - 1 else (b0 if p == 0 else b1)
                 mine = (ok & (row >= lo) & (row < hi))[:, None] & (rr < R)[None, :]
                 bt = tl.load(B + row[:, None] * sb + rr[None, :], mask=mine, other=0.0)
-                at = tl.load(xa + m[None, :] * sxa + (p * R + rr)[:, None], mask=inside & (rr < R)[:, None], other=0.0)
-                lora = tl.dot(bt.to(T), at.to(T), lora, input_precision="ieee")  # (BN, RP) @ (RP, BM)
+                at = tl.load(xa + m[None, :] * sxa + (p * R + rr)[:, None],
+                             mask=inside & (rr < R)[:, None], other=0.0)
+                # (BN, RP) @ (RP, BM)
+                lora = tl.dot(bt.to(T), at.to(T), lora, input_precision="ieee")
             acc += lora * scaling
-    if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of split: the same bits on every run
+    if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of
+        # split: the same bits on every run
         slot = tile * MT + tl.program_id(0) % MT
         spot = r[:, None] * BM + tl.arange(0, BM)[None, :]
         sums = part + slot.to(tl.int64) * (SPLIT * BN * BM)
@@ -348,7 +364,8 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
 @triton.jit
 def to_bfloat16_kernel(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN: tl.constexpr,
                        FAST: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr):
-    """out (N, K) = value * block scale, times global scale if FOLD; a program does BN rows of one chunk."""
+    """out (N, K) = value * block scale, times global scale if FOLD; a program does BN rows of one
+    chunk."""
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
@@ -368,34 +385,41 @@ def to_bfloat16_kernel(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN
     tl.store(out + n[:, None].to(tl.int64) * K + j[None, :], v.to(out.dtype.element_ty), mask=keep)
 
 
-# largest M -> rows of x and of w a program takes, chunks an iteration, stages, kWidth of the dot, warps, programs an SM; measured
-# on an H100. `wide` replaces the stages where there are 3 tiles or more an SM. At most 125 KB of shared memory, 92 on Ampere
+# largest M -> rows of x and of w a program takes, chunks an iteration, stages, kWidth of the dot,
+# warps, programs an SM; measured on an H100. `wide` replaces the stages where there are 3 tiles or
+# more an SM. At most 125 KB of shared memory, 92 on Ampere
 TILES = {8: dict(BM=8, BN=64, C=2, stages=2, kw=4, warps=4, fill=5.2),
          16: dict(BM=16, BN=64, C=1, stages=3, kw=2, warps=4, fill=4),
          32: dict(BM=32, BN=64, C=1, stages=4, kw=2, warps=4, fill=4),
          64: dict(BM=64, BN=64, C=1, stages=4, kw=2, warps=4, fill=1.7, wide=3),
          256: dict(BM=128, BN=64, C=1, stages=3, kw=2, warps=4, fill=1.7),
          1 << 31: dict(BM=128, BN=128, C=1, stages=3, kw=2, warps=8, fill=1, wide=2, maxnreg=128)}
-PARTIALS, COUNTERS = 1 << 22, 1 << 17  # float32 partial sums and int32 arrival counters that a launch may use
+# float32 partial sums and int32 arrival counters that a launch may use
+PARTIALS, COUNTERS = 1 << 22, 1 << 17
 FEW = 256  # up to here the kernel always wins
 SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
 
 
 def sms(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def space(device):
-    """The device's buffers, shared by all layers (two streams at once would collide), made on the first call: 17 MB. The counters
-    are zero between kernels. The third, the scratch for a dequantized weight, grows to the largest weight that needed it."""
+    """The device's buffers, shared by all layers (two streams at once would collide), made on the
+    first call: 17 MB. The counters are zero between kernels. The third, the scratch for a
+    dequantized weight, grows to the largest weight that needed it (memory.gemm_scratch)."""
     if device not in SPACE:
-        SPACE[device] = [torch.empty(PARTIALS, device=device), torch.zeros(COUNTERS, dtype=torch.int32, device=device),
+        SPACE[device] = [torch.empty(PARTIALS, device=device),
+                         torch.zeros(COUNTERS, dtype=torch.int32, device=device),
                          torch.empty(0, dtype=torch.bfloat16, device=device)]
     return SPACE[device]
 
 
 def tiling(M, N, K, cores):
-    """The tile of TILES for this shape on so many SMs, its chunks, stages and split of K settled."""
+    """The tile of TILES for this shape on so many SMs, its chunks, stages and split of K
+    settled."""
     t = dict(next(t for top, t in TILES.items() if M <= top))
     t["C"] = t["C"] if K % (CHUNK * t["C"]) == 0 else 1
     tiles, blocks = -(-N // t["BN"]) * -(-M // t["BM"]), -(-K // (CHUNK * t["C"]))
@@ -403,7 +427,8 @@ def tiling(M, N, K, cores):
     t["pdl"] = M <= 32 or M > 64 or tiles >= 3 * cores
     if tiles >= (3 if M <= FEW else 1.5) * cores:
         t["stages"] = wide
-    # a split of s gives each program `per` blocks: at least two, to have one in flight, and only the s that leave no program idle
+    # a split of s gives each program `per` blocks: at least two, to have one in flight, and only
+    # the s that leave no program idle
     able = {-(-blocks // per) for per in range(min(2, blocks), blocks + 1)}
     able = [s for s in sorted(able) if s <= 16 and tiles * s * t["BM"] * t["BN"] <= PARTIALS] or [1]
     if M > FEW:  # bound by the tensor cores: fill whole waves
@@ -415,8 +440,9 @@ def tiling(M, N, K, cores):
 
 
 def few(M, N, K, cores):
-    """Whether M rows go through the decoding kernel. Times in ns: 7.3 for a column of K of a 128 x 128 tile on one SM;
-    dequantizing at 2.4 TB/s and cuBLAS at 700 TFLOP/s. All three were measured on an H100; other cards shift them together."""
+    """Whether M rows go through the decoding kernel. Times in ns: 7.3 for a column of K of a
+    128 x 128 tile on one SM; dequantizing at 2.4 TB/s and cuBLAS at 700 TFLOP/s. All three were
+    measured on an H100; other cards shift them together."""
     if M <= FEW:
         return True
     t = tiling(M, N, K, cores)
@@ -426,13 +452,16 @@ def few(M, N, K, cores):
 
 
 def check(x, q):
-    """ValueError if x does not fit q, or q holds what the kernels would decode wrongly (a synchronization, once a weight)."""
+    """ValueError if x does not fit q, or q holds what the kernels would decode wrongly (a
+    synchronization, once a weight)."""
     if not x.is_floating_point():
         raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")
     if x.shape[-1] != q.shape[1]:
-        raise ValueError(f"marlin_triton: x has {x.shape[-1]} columns, the weight {q.shape[1]}; they must agree")
+        raise ValueError(f"marlin_triton: x has {x.shape[-1]} columns, the weight {q.shape[1]}; "
+                         "they must agree")
     if x.device != q.codes.device:
-        raise ValueError(f"marlin_triton: x is on {x.device}, the weight on {q.codes.device}; move one of them")
+        raise ValueError(f"marlin_triton: x is on {x.device}, the weight on {q.codes.device}; "
+                         "move one of them")
     if getattr(q.scale, "checked", None) == q.scale._version:
         return
     if q.fmt not in FORMATS:
@@ -442,14 +471,19 @@ def check(x, q):
     codes, scale = (N, -(-K // CHUNK) * CHUNK // 2), (N, K // block)
     if K % block or q.codes.shape != codes or q.scale.shape != scale:
         shapes = f"codes {tuple(q.codes.shape)}, scale {tuple(q.scale.shape)}"
-        raise ValueError(f"marlin_triton: {shapes} do not fit {q.fmt} {N} x {K}; quantize or load it again")
-    # e4m3 0x7F and 0xFF are NaN, E8M0 255 is; an E8M0 scale over 2^27 would not fit the 2^100 that bfloat16 carries it at
+        raise ValueError(f"marlin_triton: {shapes} do not fit {q.fmt} {N} x {K}; quantize or load "
+                         "it again")
+    # e4m3 0x7F and 0xFF are NaN, E8M0 255 is; an E8M0 scale over 2^27 would not fit the 2^100 that
+    # bfloat16 carries it at
     bits = raw(q)
-    bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 154, "nf4": lambda: ~bits.isfinite()}[q.fmt]()
+    bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 154,
+           "nf4": lambda: ~bits.isfinite()}[q.fmt]()
     if bad.any() or not q.global_scale.isfinite().all():
-        raise ValueError(f"marlin_triton: the {q.fmt} weight {N} x {K} has a NaN, infinite or too large scale; quantize it again")
+        raise ValueError(f"marlin_triton: the {q.fmt} weight {N} x {K} has a NaN, infinite or too "
+                         "large scale; quantize it again")
     if q.fmt == "nvfp4" and (bits > 128).any():
-        raise ValueError(f"marlin_triton: the nvfp4 weight {N} x {K} has a negative block scale; quantize it again")
+        raise ValueError(f"marlin_triton: the nvfp4 weight {N} x {K} has a negative block scale; "
+                         "quantize it again")
     q.scale.checked = q.scale._version
 
 
@@ -458,9 +492,11 @@ def raw(q):
     return q.scale.view(torch.uint8) if q.fmt == "nvfp4" else q.scale
 
 
-def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None, out=None, asm=None, **override):
-    """The decoding kernel itself, whatever M; arguments as linear_decode's. On CPU tensors it needs TRITON_INTERPRET=1. `asm`
-    False takes the decoder in plain Triton, and keywords of TILES (and `split`, `pdl`) replace the planned ones."""
+def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
+             asm=None, **override):
+    """The decoding kernel itself, whatever M; arguments as linear_decode's. On CPU tensors it needs
+    TRITON_INTERPRET=1. `asm` False takes the decoder in plain Triton, and keywords of TILES (and
+    `split`, `pdl`) replace those of `tiling`."""
     (M, K), N, cuda = x.shape, q.shape[0], x.is_cuda
     out = x.new_empty(M, N) if out is None else out
     if M == 0:
@@ -469,36 +505,46 @@ def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=
         x = x.contiguous()
     t = tiling(M, N, K, sms(x.device)) | override
     major = torch.cuda.get_device_capability(x.device)[0] if cuda else 9
-    kw = t["kw"] if major in (9, 10) else 4  # where one instruction spans four warps; others take operands in the wider order
+    # where one instruction spans four warps; others take operands in the wider order
+    kw = t["kw"] if major in (9, 10) else 4
     extra = {"maxnreg": t["maxnreg"]} if cuda and "maxnreg" in t else {}
     pdl = cuda and major >= 9 and t["pdl"]
     if pdl:
         extra["launch_pdl"] = True
     part, count, _ = space(x.device)
-    R, P, sxa, sb = (0, 1, 0, 0) if B is None else (B.shape[1], len(bounds) + 1, xa.stride(0), B.stride(0))
+    R, P, sxa, sb = 0, 1, 0, 0
+    if B is not None:
+        R, P, sxa, sb = B.shape[1], len(bounds) + 1, xa.stride(0), B.stride(0)
     fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     gemm[(-(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
-        x, q.codes, raw(q), q.global_scale, bias, xa, B, residual, out, part, count, M, N, K, x.stride(0), q.codes.stride(0),
-        q.scale.stride(0), sxa, sb, float(scaling), *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"],
-        SPLIT=t["split"], STAGES=t["stages"], KW=kw, W=t["warps"], R=R, RP=max(16, triton.next_power_of_2(R)), P=P,
-        ONE=all(b % t["BN"] == 0 for b in bounds), BIAS=bias is not None, RES=residual is not None, FAST=fast, PDL=pdl,
-        ASM=cuda if asm is None else asm, num_warps=t["warps"], **extra)
+        x, q.codes, raw(q), q.global_scale, bias, xa, B, residual, out, part, count, M, N, K,
+        x.stride(0), q.codes.stride(0), q.scale.stride(0), sxa, sb, float(scaling),
+        *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"], SPLIT=t["split"],
+        STAGES=t["stages"], KW=kw, W=t["warps"], R=R, RP=max(16, triton.next_power_of_2(R)), P=P,
+        ONE=all(b % t["BN"] == 0 for b in bounds), BIAS=bias is not None,
+        RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
+        num_warps=t["warps"], **extra)
     return out
 
 
 def to_bfloat16(q, fold=False, out=None, asm=None):
-    """w_hat / global_scale (N, K) in bfloat16, which holds it exactly except for nf4; with `fold`, w_hat, rounded once. On CPU
-    tensors it needs TRITON_INTERPRET=1. out: a flat bfloat16 buffer to use."""
+    """w_hat / global_scale (N, K) in bfloat16, which holds it exactly except for nf4; with `fold`,
+    w_hat, rounded once. On CPU tensors it needs TRITON_INTERPRET=1. out: a flat bfloat16 buffer to
+    use."""
     N, K = q.shape
-    w = torch.empty(N, K, dtype=torch.bfloat16, device=q.codes.device) if out is None else out[: N * K].view(N, K)
+    if out is None:
+        out = torch.empty(N * K, dtype=torch.bfloat16, device=q.codes.device)
+    w = out[: N * K].view(N, K)
     to_bfloat16_kernel[(-(-N // 64), -(-K // CHUNK))](
-        q.codes, raw(q), q.global_scale, w, N, K, q.codes.stride(0), q.scale.stride(0), FMT=q.fmt, BN=64,
-        FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold, ASM=q.codes.is_cuda if asm is None else asm, num_warps=4)
+        q.codes, raw(q), q.global_scale, w, N, K, q.codes.stride(0), q.scale.stride(0), FMT=q.fmt,
+        BN=64, FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
+        ASM=q.codes.is_cuda if asm is None else asm, num_warps=4)
     return w
 
 
 def common_scale(q):
-    """q's global scale as a float if all its rows share one, else None; read from the device once for each weight."""
+    """q's global scale as a float if all its rows share one, else None; read from the device once
+    for each weight."""
     g = q.global_scale
     if getattr(g, "common", (None,))[0] != g._version:
         low, high = (v.item() for v in torch.aminmax(g))
@@ -516,8 +562,9 @@ def many(x, q, transposed):
     alpha = common_scale(q)
     w = to_bfloat16(q, fold=alpha is None, out=buffers[2])
     y = x.new_empty(x.shape[0], K if transposed else N)
+    w = w if transposed else w.T
     # cuBLAS multiplies its float32 sums by alpha: the global scale costs no rounding
-    return torch.addmm(y, x, w if transposed else w.T, beta=0, alpha=1.0 if alpha is None else alpha, out=y)  # (M, N) @ (N, K)
+    return torch.addmm(y, x, w, beta=0, alpha=1.0 if alpha is None else alpha, out=y)
 
 
 def product(x, q):
@@ -545,22 +592,26 @@ class Matmul(torch.autograd.Function):
 
 
 def matmul(x, q):
-    """x (..., K) times a quantized weight q (N, K), nvfp4.Quantized: (..., N) in x.dtype, differentiable in x.
+    """x (..., K) times a quantized weight q (N, K), nvfp4.Quantized: (..., N) in x.dtype,
+    differentiable in x.
 
-    bfloat16 in, float32 sums; other float dtypes are cast on the GPU. On the CPU plain torch in float32. ValueError if dtype,
-    shape or device do not fit, or a scale of q is NaN."""
+    bfloat16 in, float32 sums; other float dtypes are cast on the GPU. On the CPU plain torch in
+    float32. ValueError if dtype, shape or device do not fit, or a scale of q is NaN."""
     check(x, q)
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])
 
 
-def linear_decode(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None, out=None):
-    """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling * xa_part B^T + residual. No gradient.
+def linear_decode(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None,
+                  out=None):
+    """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
+    xa_part B^T + residual. No gradient.
 
-    x (M, K) bfloat16; q a Quantized (N, K); bias (N,); B (N, R); xa (M, P*R) = x A^T. bounds: the rows at which parts 1 and
-    2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for q, k, v; a row of part p takes columns p*R.. of xa.
-    residual and the result are (M, N), contiguous; `out` is written if given, and may be `residual`. Deterministic, and safe in a
-    CUDA graph after one call outside: kernels compile, buffers are made and weights checked on the first. On the CPU plain torch.
-    ValueError if shapes or dtypes do not fit."""
+    x (M, K) bfloat16; q a Quantized (N, K); bias (N,); B (N, R); xa (M, P*R) = x A^T. bounds: the
+    rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
+    q, k, v; a row of part p takes columns p*R.. of xa. residual and the result are (M, N),
+    contiguous; `out` is written if given, and may be `residual`. Deterministic, and safe in a CUDA
+    graph after one call outside: kernels compile, buffers are made and weights checked on the
+    first. On the CPU plain torch. ValueError if shapes or dtypes do not fit."""
     check(x, q)
     M, (N, K) = x.shape[0], q.shape
     P = len(bounds) + 1
@@ -577,7 +628,7 @@ def linear_decode(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, resi
     if B is not None:
         edges, R = (0, *bounds, N), B.shape[1]
         for p in range(P):
-            rows = slice(edges[p], edges[p + 1])
-            y[:, rows] += scaling * (xa[:, p * R : (p + 1) * R].float() @ B[rows].float().T)  # (M, R) @ (R, N_p)
+            rows, a = slice(edges[p], edges[p + 1]), xa[:, p * R : (p + 1) * R]
+            y[:, rows] += scaling * (a.float() @ B[rows].float().T)  # (M, R) @ (R, N_p)
     y = (y if residual is None else y + residual).to(x.dtype)
     return y if out is None else out.copy_(y)

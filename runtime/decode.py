@@ -1,29 +1,37 @@
 """
-The decode step on the GPU: one token for each of B rows, in nine kernels a layer, none of which waits for the host.
+The decode step on the GPU: one token for each of B rows, in nine kernels a layer, none of which
+waits for the host.
 
-A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead, mostly kernels that do almost
-nothing. So what stands between two GEMMs is one kernel (attention takes two):
+A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
+mostly kernels that do almost nothing. So what stands between two GEMMs is one kernel (attention
+takes two):
 
-    norm     RMSNorm with AQN's noise -> x                                 and x A^T of the next projection's LoRA
-    attend   RoPE of q and k, k and v into the cache, attention over the live tokens, split over the sequence when rows are few
-    combine  the splits' partial results -> y                              and y A^T
-    silu     silu(gate) * up -> y                                          and y A^T
-    stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new state
+    norm     RMSNorm with AQN's noise -> x           and x A^T of the next projection's LoRA
+    attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
+             live tokens, split over the sequence when rows are few
+    combine  the splits' partial results -> y        and y A^T
+    silu     silu(gate) * up -> y                    and y A^T
+    stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
+             state
 
-Bias, LoRA's product with B and the residual stand in the epilogue of the FP4 GEMM (marlin_triton.linear_decode). Beside 16-bit
-weights cuBLAS adds bias and residual, and lora_b, one kernel more a projection, the product with B. x A^T is split over K among
-the Z programs that make a row's x; `collect` lets the last of them to arrive add up the Z parts, so the GEMM reads one sum.
-What earlier kernels of the step wrote is read after gdc_wait(): on Hopper a kernel may be launched while its predecessor still
-runs (programmatic dependent launch), and fetches meanwhile what the step does not write.
+Bias, LoRA's product with B and the residual stand in the epilogue of the FP4 GEMM
+(marlin_triton.linear_decode). Beside 16-bit weights cuBLAS adds bias and residual, and lora_b, one
+kernel more a projection, the product with B. x A^T is split over K among the Z programs that make
+a row's x; `collect` lets the last of them to arrive add up the Z parts, so the GEMM reads one sum.
+What earlier kernels of the step wrote is read after gdc_wait(): on Hopper a kernel may be launched
+while its predecessor still runs (programmatic dependent launch), and fetches meanwhile what the
+step does not write.
 
-`Step` owns the persistent state, so that a CUDA graph of it (engine.py) stays valid while LoRA, noise, temperature and rows
-change. model.py's modules are the reference that each kernel is tested against, on the CPU too (TRITON_INTERPRET=1).
+`Step` owns the persistent state, so that a CUDA graph of it (engine.py) stays valid while LoRA,
+noise, temperature and rows change. model.py's modules are the reference that each kernel is tested
+against, on the CPU too (TRITON_INTERPRET=1).
 
     TRITON_INTERPRET=1 pytest tests/test_decode.py
     python bench.py rollout 7b:nvfp4:16:1,8 --profile
 
-Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size, S cache slots, V vocabulary,
-R rank, P parts of a fused projection, W splits of a sequence, Z slices of K in x A^T.
+Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
+S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence, Z slices
+of K in x A^T.
 """
 from itertools import accumulate
 
@@ -35,7 +43,7 @@ from triton import next_power_of_2 as power
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import marlin_triton
-from model import logits, rope_tables
+from model import logits, projections, rope_tables
 from runtime import draw
 
 STEPS = 8  # steps between two looks of the host at the tokens
@@ -58,8 +66,8 @@ def lora_a(acc, h, a, IEEE: tl.constexpr):
 
 @triton.jit
 def collect(acc, xa, part, count, z, r, p, ok, B, PR: tl.constexpr, Z: tl.constexpr):
-    """Sum acc (PP, RB) of the Z programs that share rows r into xa (B, PR): each leaves its part, the last to arrive adds them
-    all up, always in the same order."""
+    """Sum acc (PP, RB) of the Z programs that share rows r into xa (B, PR): each leaves its part,
+    the last to arrive adds them all up, always in the same order."""
     at = r[None, :] * PR + p[:, None]
     tl.store(part + z * (B * PR) + at, acc, mask=ok)
     tl.debug_barrier()
@@ -72,35 +80,43 @@ def collect(acc, xa, part, count, z, r, p, ok, B, PR: tl.constexpr, Z: tl.conste
 
 
 @triton.jit(do_not_specialize=["B"])
-def norm_kernel(x, weight, noise, out, a, xa, part, count, B, eps, C: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr,
-                RB: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, Z: tl.constexpr,
-                PDL: tl.constexpr, IEEE: tl.constexpr):
-    """RMSNorm of x (B, C) -> out, and out A^T -> xa (B, PR). Each program does SLICE columns of RB rows, and reads the whole
-    rows for their mean square."""
+def norm_kernel(x, weight, noise, out, a, xa, part, count, B, eps, C: tl.constexpr,
+                PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr,
+                STEP: tl.constexpr, CHUNK: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr,
+                IEEE: tl.constexpr):
+    """RMSNorm of x (B, C) -> out, and out A^T -> xa (B, PR). Each program does SLICE columns of RB
+    rows, and reads the whole rows for their mean square."""
     z = tl.program_id(1)
     r, p = tl.program_id(0) * RB + tl.arange(0, RB), tl.arange(0, PP)
     live = r < B
     c = z * SLICE + tl.arange(0, STEP)
     # what no kernel of this step writes is fetched before the wait
-    at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, STEP)
-    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
+    at = tl.load(a + p[:, None] * C + c[None, :],
+                 mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, STEP)
+    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) \
+        + tl.load(noise + c, mask=c < C, other=0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    v = tl.load(x + r[:, None] * C + c[None, :], mask=live[:, None] & (c[None, :] < C), other=0)  # (RB, STEP)
+    v = tl.load(x + r[:, None] * C + c[None, :],
+                mask=live[:, None] & (c[None, :] < C), other=0)  # (RB, STEP)
     square = tl.zeros((RB, CHUNK), tl.float32)
     for i in tl.static_range((C + CHUNK - 1) // CHUNK):
         k = i * CHUNK + tl.arange(0, CHUNK)
-        whole = tl.load(x + r[:, None] * C + k[None, :], mask=live[:, None] & (k[None, :] < C), other=0).to(tl.float32)
+        whole = tl.load(x + r[:, None] * C + k[None, :],
+                        mask=live[:, None] & (k[None, :] < C), other=0).to(tl.float32)
         square += whole * whole
     rms = tl.rsqrt(tl.sum(square, 1) / C + eps)[:, None]
     acc = tl.zeros((PP, RB), tl.float32)
     for i in tl.static_range(SLICE // STEP):
         if i:
             c = z * SLICE + i * STEP + tl.arange(0, STEP)
-            at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
-            w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) + tl.load(noise + c, mask=c < C, other=0)
-            v = tl.load(x + r[:, None] * C + c[None, :], mask=live[:, None] & (c[None, :] < C), other=0)
+            at = tl.load(a + p[:, None] * C + c[None, :],
+                         mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
+            w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) \
+                + tl.load(noise + c, mask=c < C, other=0)
+            v = tl.load(x + r[:, None] * C + c[None, :],
+                        mask=live[:, None] & (c[None, :] < C), other=0)
         h = (v.to(tl.float32) * rms * w[None, :]).to(out.dtype.element_ty)
         tl.store(out + r[:, None] * C + c[None, :], h, mask=live[:, None] & (c[None, :] < C))
         if PR:
@@ -111,7 +127,8 @@ def norm_kernel(x, weight, noise, out, a, xa, part, count, B, eps, C: tl.constex
 
 @triton.jit
 def attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE: tl.constexpr):
-    """Online softmax over one block: k1, k2 (BLOCK, D/2), v (BLOCK, D), ok (BLOCK,) marks the live tokens."""
+    """Online softmax over one block: k1, k2 (BLOCK, D/2), v (BLOCK, D), ok (BLOCK,) marks the live
+    tokens."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     score = tl.dot(r1, tl.trans(k1), input_precision=precision)
     score = tl.dot(r2, tl.trans(k2), acc=score, input_precision=precision) * scale  # (GP, BLOCK)
@@ -123,20 +140,37 @@ def attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE: tl.constexpr):
     return new, l * fade + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["B"])
-def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out, B, stride_b, stride_h, scale,
-                  HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-                  BLOCK: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
-    """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax over the split's live tokens.
+@triton.jit
+def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """Qwen3's RMSNorm over heads given by their halves (.., D/2), rounded as the module rounds."""
+    d = tl.arange(0, D // 2)
+    square = tl.sum(x1 * x1, len(x1.shape) - 1, keep_dims=True) \
+        + tl.sum(x2 * x2, len(x2.shape) - 1, keep_dims=True)
+    rms = tl.rsqrt(square / D + eps)
+    w1 = tl.load(weight + d).to(tl.float32) + tl.load(noise + d)
+    w2 = tl.load(weight + D // 2 + d).to(tl.float32) + tl.load(noise + D // 2 + d)
+    y1, y2 = (x1 * rms * w1).to(dtype), (x2 * rms * w2).to(dtype)
+    return y1.to(tl.float32), y2.to(tl.float32)
 
-    qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> acc (W, B, H*D), m, l (W, B, H)
-    float32, m in units of log2. Split 0 also takes the new token, which it has in registers."""
+
+@triton.jit(do_not_specialize=["B"])
+def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out, q_weight, q_noise,
+                  k_weight, k_noise, eps, B, stride_b, stride_h, scale, HKV: tl.constexpr,
+                  G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+                  BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+    """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
+    over the split's live tokens. NORM: the heads of q and k are normed first.
+
+    qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> acc
+    (W, B, H*D), m, l (W, B, H) float32, m in units of log2. Split 0 also takes the new token, which
+    it has in registers."""
     b, h, s = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
     HALF: tl.constexpr = D // 2
     g, d, e, o = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, BLOCK)
     mine = b.to(tl.int64) * stride_b + h * stride_h
     keys, values = k_cache + mine, v_cache + mine
-    # lengths and the tokens before this one were there before this step: the first block is fetched before the wait
+    # lengths and the tokens before this one were there before this step: the first block is fetched
+    # before the wait
     n = tl.load(length + b)  # tokens in the cache; the new one goes to position n
     chunk = tl.cdiv(n, W)
     t = s * chunk + o
@@ -150,20 +184,28 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
         gdc_wait()
         gdc_launch_dependents()
     base = qkv + b.to(tl.int64) * ((HKV * G + 2 * HKV) * D)
-    q1 = tl.load(base + (h * G + g[:, None]) * D + d[None, :], mask=g[:, None] < G, other=0).to(tl.float32)
-    q2 = tl.load(base + (h * G + g[:, None]) * D + HALF + d[None, :], mask=g[:, None] < G, other=0).to(tl.float32)
+    q1 = tl.load(base + (h * G + g[:, None]) * D + d[None, :],
+                 mask=g[:, None] < G, other=0).to(tl.float32)
+    q2 = tl.load(base + (h * G + g[:, None]) * D + HALF + d[None, :],
+                 mask=g[:, None] < G, other=0).to(tl.float32)
     dtype = k_cache.dtype.element_ty
+    if NORM:
+        q1, q2 = head_norm(q1, q2, q_weight, q_noise, eps, D, dtype)
     r1, r2 = (q1 * co - q2 * si).to(dtype), (q2 * co + q1 * si).to(dtype)  # (GP, HALF)
-    m, l, acc = tl.full((GP,), -float("inf"), tl.float32), tl.zeros((GP,), tl.float32), tl.zeros((GP, D), tl.float32)
+    m, l = tl.full((GP,), -float("inf"), tl.float32), tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, D), tl.float32)
     if s == 0:
         x1 = tl.load(base + (HKV * G + h) * D + d).to(tl.float32)
         x2 = tl.load(base + (HKV * G + h) * D + HALF + d).to(tl.float32)
+        if NORM:
+            x1, x2 = head_norm(x1, x2, k_weight, k_noise, eps, D, dtype)
         n1, n2 = (x1 * co - x2 * si).to(dtype), (x2 * co + x1 * si).to(dtype)
         nv = tl.load(base + (HKV * G + HKV + h) * D + e)
         tl.store(keys + n * D + d, n1)
         tl.store(keys + n * D + HALF + d, n2)
         tl.store(values + n * D + e, nv)
-        m = tl.sum(r1.to(tl.float32) * n1.to(tl.float32)[None, :] + r2.to(tl.float32) * n2.to(tl.float32)[None, :], 1) * scale
+        m = tl.sum(r1.to(tl.float32) * n1.to(tl.float32)[None, :]
+                   + r2.to(tl.float32) * n2.to(tl.float32)[None, :], 1) * scale
         l += 1
         acc += nv.to(tl.float32)[None, :]
     if s * chunk < end:
@@ -182,16 +224,19 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
 
 
 @triton.jit(do_not_specialize=["B"])
-def combine_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PR: tl.constexpr,
-                 PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
-    """attend's W splits -> out (B, H*D), always summed in the same order, and out A^T -> xa (B, PR)."""
+def combine_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl.constexpr,
+                   W: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr,
+                   SLICE: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+    """attend's W splits -> out (B, H*D), always summed in the same order, and out A^T -> xa
+    (B, PR)."""
     C: tl.constexpr = H * D
     z = tl.program_id(1)
     r = tl.program_id(0) * RB + tl.arange(0, RB)
     c, p = z * SLICE + tl.arange(0, SLICE), tl.arange(0, PP)
     live = r < B
     ok = live[:, None] & (c[None, :] < C)
-    at = tl.load(a + p[:, None] * C + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, SLICE)
+    at = tl.load(a + p[:, None] * C + c[None, :],
+                 mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, SLICE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -212,14 +257,16 @@ def combine_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl
 
 
 @triton.jit(do_not_specialize=["B"])
-def silu_kernel(gate_up, out, a, xa, part, count, B, F: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr,
-                SLICE: tl.constexpr, STEP: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+def silu_kernel(gate_up, out, a, xa, part, count, B, F: tl.constexpr, PR: tl.constexpr,
+                PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr,
+                Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """gate_up (B, 2F) -> silu(gate) * up -> out (B, F), and out A^T -> xa (B, PR)."""
     z = tl.program_id(1)
     r, p = tl.program_id(0) * RB + tl.arange(0, RB), tl.arange(0, PP)
     live = r < B
     c = z * SLICE + tl.arange(0, STEP)
-    at = tl.load(a + p[:, None] * F + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < F), other=0)  # (PP, STEP)
+    at = tl.load(a + p[:, None] * F + c[None, :],
+                 mask=(p[:, None] < PR) & (c[None, :] < F), other=0)  # (PP, STEP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -227,7 +274,8 @@ def silu_kernel(gate_up, out, a, xa, part, count, B, F: tl.constexpr, PR: tl.con
     for i in tl.static_range(SLICE // STEP):
         if i:
             c = z * SLICE + i * STEP + tl.arange(0, STEP)
-            at = tl.load(a + p[:, None] * F + c[None, :], mask=(p[:, None] < PR) & (c[None, :] < F), other=0)
+            at = tl.load(a + p[:, None] * F + c[None, :],
+                         mask=(p[:, None] < PR) & (c[None, :] < F), other=0)
         ok = live[:, None] & (c[None, :] < F)
         gate = tl.load(gate_up + r[:, None] * (2 * F) + c[None, :], mask=ok, other=0)
         up = tl.load(gate_up + r[:, None] * (2 * F) + F + c[None, :], mask=ok, other=0)
@@ -242,13 +290,16 @@ def silu_kernel(gate_up, out, a, xa, part, count, B, F: tl.constexpr, PR: tl.con
 
 
 @triton.jit(do_not_specialize=["B"])
-def lora_b_kernel(y, xa, b, B, N, split1, split2, scaling, R: tl.constexpr, RP: tl.constexpr, PR: tl.constexpr,
-                  RB: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
-    """y (B, N) += scaling * xa (B, PR) b^T for b (N, R); rows of b from split1 (split2) on belong to part 1 (2)."""
+def lora_b_kernel(y, xa, b, B, N, split1, split2, scaling, R: tl.constexpr, RP: tl.constexpr,
+                  PR: tl.constexpr, RB: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+                  IEEE: tl.constexpr):
+    """y (B, N) += scaling * xa (B, PR) b^T for b (N, R); rows of b from split1 (split2) on belong
+    to part 1 (2)."""
     rows = tl.program_id(1) * RB + tl.arange(0, RB)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, RP)
-    bt = tl.load(b + n[:, None] * R + k[None, :], mask=(n[:, None] < N) & (k[None, :] < R), other=0)  # (BN, RP)
+    bt = tl.load(b + n[:, None] * R + k[None, :],
+                 mask=(n[:, None] < N) & (k[None, :] < R), other=0)  # (BN, RP)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -256,26 +307,32 @@ def lora_b_kernel(y, xa, b, B, N, split1, split2, scaling, R: tl.constexpr, RP: 
     ok = (rows[None, :] < B) & (n[:, None] < N)
     at = y + rows[None, :].to(tl.int64) * N + n[:, None]
     acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
-    for i in range(tl.min(part, 0), tl.max(part, 0) + 1):  # a block that straddles two parts takes both
-        h = tl.load(xa + rows[None, :] * PR + i * R + k[:, None], mask=(rows[None, :] < B) & (k[:, None] < R), other=0)
+    # a block that straddles two parts takes both
+    for i in range(tl.min(part, 0), tl.max(part, 0) + 1):
+        h = tl.load(xa + rows[None, :] * PR + i * R + k[:, None],
+                    mask=(rows[None, :] < B) & (k[:, None] < R), other=0)
         term = tl.dot(bt, h, input_precision="ieee" if IEEE else "tf32")  # (BN, RB)
         acc += tl.where((part == i)[:, None], term * scaling, 0)
     tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Per row and block of the vocabulary: the largest tempered logit, the sum of exponentials below it, its index."""
+def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, BLOCK: tl.constexpr,
+                 PDL: tl.constexpr):
+    """Per row and block of the vocabulary: the largest tempered logit, the sum of exponentials
+    below it, its index."""
     b, j = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     v = j * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + b.to(tl.int64) * stride + v, mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
+    x = tl.load(logits + b.to(tl.int64) * stride + v,
+                mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
     m = tl.max(x, 0)
     tl.store(top + b * NB + j, m)
     tl.store(total + b * NB + j, tl.sum(tl.exp(x - m), 0))
-    tl.store(best + b * NB + j, tl.min(tl.where(x == m, v, 1 << 30), 0))  # ties: the lowest id, as torch on the CPU
+    # ties: the lowest id, as torch on the CPU
+    tl.store(best + b * NB + j, tl.min(tl.where(x == m, v, 1 << 30), 0))
 
 
 @triton.jit
@@ -286,7 +343,8 @@ def mix(z):
 
 
 @triton.jit
-def finish_row(b, ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS: tl.constexpr):
+def finish_row(b, ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S,
+               EOS: tl.constexpr):
     """Record the drawn id and move the row on; a row that ended stands still."""
     at = tl.load(count + b)
     tl.store(out_ids + at * S + b, ids)
@@ -302,10 +360,11 @@ def finish_row(b, ids, logp, token, length, stop, alive, count, out_ids, out_log
 
 
 @triton.jit
-def pick_kernel(logits, inverse_temperature, top, total, best, key, token, length, stop, alive, count, out_ids, out_logp, eos,
-                V, stride, NB, S, NBP: tl.constexpr, BLOCK: tl.constexpr, EOS: tl.constexpr, GREEDY: tl.constexpr,
-                PDL: tl.constexpr):
-    """One row: the first id at which the cumulative distribution exceeds u (or the likeliest id), and its log-prob."""
+def pick_kernel(logits, inverse_temperature, top, total, best, key, token, length, stop, alive,
+                count, out_ids, out_logp, eos, V, stride, NB, S, NBP: tl.constexpr,
+                BLOCK: tl.constexpr, EOS: tl.constexpr, GREEDY: tl.constexpr, PDL: tl.constexpr):
+    """One row: the first id at which the cumulative distribution exceeds u (or the likeliest id),
+    and its log-prob."""
     b = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -325,24 +384,29 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
         cdf = tl.cumsum(mass, 0)
         target = u * whole
         j = tl.min(tl.where((cdf > target) & (mass > 0), i, NBP), 0)
-        j = tl.minimum(j, tl.max(tl.where(mass > 0, i, 0), 0))  # rounding may leave u past the last block
+        # rounding may leave u past the last block
+        j = tl.minimum(j, tl.max(tl.where(mass > 0, i, 0), 0))
         before = tl.sum(tl.where(i == j - 1, cdf, 0), 0)
         v = j * BLOCK + w
-        xs = tl.load(logits + b.to(tl.int64) * stride + v, mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
+        xs = tl.load(logits + b.to(tl.int64) * stride + v,
+                     mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
         p = tl.exp(xs - peak)
         inside = tl.cumsum(p, 0) + before
         at = tl.min(tl.where((inside > target) & (p > 0), w, BLOCK), 0)
         at = tl.minimum(at, tl.max(tl.where(p > 0, w, 0), 0))
         x = tl.max(tl.where(w == at, xs, -float("inf")), 0)
         ids = j * BLOCK + at
-    finish_row(b, ids.to(tl.int64), x - peak - tl.log(whole), token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS)
+    finish_row(b, ids.to(tl.int64), x - peak - tl.log(whole), token, length, stop, alive, count,
+               out_ids, out_logp, eos, S, EOS)
 
 
 @triton.jit
-def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS: tl.constexpr):
+def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S,
+                  EOS: tl.constexpr):
     """pick's second half, for ids (B,) and logp (B,) that torch drew."""
     b = tl.program_id(0)
-    finish_row(b, tl.load(ids + b), tl.load(logp + b), token, length, stop, alive, count, out_ids, out_logp, eos, S, EOS)
+    finish_row(b, tl.load(ids + b), tl.load(logp + b), token, length, stop, alive, count, out_ids,
+               out_logp, eos, S, EOS)
 
 
 # kernel -> (rows up to: rows, columns, columns at a time of a program, warps), measured on an H100
@@ -352,9 +416,11 @@ TILES = {"norm": ((1, 2, 128, 128, 4), (16, 4, 128, 128, 4), (MOST, 4, 256, 128,
 
 
 def tiles(kernel, rows, K):
-    """RB, SLICE, STEP and num_warps of a kernel that is to do `rows` rows of K columns; columns never exceed K's power of two."""
+    """RB, SLICE, STEP and num_warps of a kernel that is to do `rows` rows of K columns; columns
+    never exceed K's power of two."""
     _, RB, SLICE, STEP, warps = next(t for t in TILES[kernel] if rows <= t[0])
-    return {"RB": RB, "SLICE": min(SLICE, power(K)), "STEP": min(STEP, power(K)), "num_warps": warps}
+    return {"RB": RB, "SLICE": min(SLICE, power(K)), "STEP": min(STEP, power(K)),
+            "num_warps": warps}
 
 
 class Projection:
@@ -372,17 +438,22 @@ class Projection:
 
 
 class Step:
-    """One decode step of a model over persistent state; `step(rows)` launches it for the first `rows` slots.
+    """One decode step of a model over persistent state; `step(rows)` launches it for the first
+    `rows` slots.
 
-    cache: model.KVCache of S slots. State, by slot: token (the last one, not yet in the cache), cache.length, key (of the
-    random numbers), stop (length at which the row ends), alive, count (where the next result goes in out_ids, out_logp)."""
+    cache: model.KVCache of S slots. State, by slot: token (the last one, not yet in the cache),
+    cache.length, key (of the random numbers), stop (length at which the row ends), alive, count
+    (where the next result goes in out_ids, out_logp)."""
 
     def __init__(self, model, cache):
         self.cache, S, dev = cache, cache.k.shape[1], cache.k.device
-        self.config, self.valid_vocab, self.dtype = model.config, model.valid_vocab, model.embed.weight.dtype
-        self.token, self.key, self.stop = (torch.zeros(S, dtype=torch.long, device=dev) for _ in range(3))
+        self.config, self.valid_vocab = model.config, model.valid_vocab
+        self.dtype = model.embed.weight.dtype
+        self.token, self.key, self.stop = (torch.zeros(S, dtype=torch.long, device=dev)
+                                           for _ in range(3))
         # arrived: collect's counters, at most one a row, zero between kernels
-        self.alive, self.count, self.arrived = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(3))
+        self.alive, self.count, self.arrived = (torch.zeros(S, dtype=torch.int32, device=dev)
+                                                for _ in range(3))
         self.out_ids = torch.zeros(STEPS, S, dtype=torch.long, device=dev)
         self.out_logp = torch.zeros(STEPS, S, device=dev)
         self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
@@ -390,13 +461,16 @@ class Step:
         c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
         self.cos, self.sin = rope_tables(places, c.head_dim, c.rope_theta)  # (tokens, D/2)
         self.embed, self.norm, self.head = model.embed.weight, model.norm, model.lm_head.weight
-        self.layers = [(b.input_layernorm, Projection(b.attn.qkv_proj, self.dtype), Projection(b.attn.o_proj, self.dtype),
-                        b.post_attention_layernorm, Projection(b.mlp.gate_up_proj, self.dtype),
-                        Projection(b.mlp.down_proj, self.dtype)) for b in model.layers]
-        self.adapters = [p for layer in self.layers for p in layer if isinstance(p, Projection) and p.lora is not None]
+        linears = [Projection(m, self.dtype) for _, m in projections(model)]  # four a block
+        self.layers = [(b.input_layernorm, *linears[4 * i : 4 * i + 2], b.post_attention_layernorm,
+                        *linears[4 * i + 2 : 4 * i + 4]) for i, b in enumerate(model.layers)]
+        self.head_norms = [(b.attn.q_norm, b.attn.k_norm) for b in model.layers]
+        self.adapters = [p for p in linears if p.lora is not None]
         hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
-        self.launch = {"PDL": hopper, "IEEE": self.dtype == torch.float32} | ({"launch_pdl": True} if hopper else {})
-        self.sms = torch.cuda.get_device_properties(dev).multi_processor_count if dev.type == "cuda" else 4
+        self.launch = {"PDL": hopper, "IEEE": self.dtype == torch.float32}
+        if hopper:
+            self.launch["launch_pdl"] = True
+        self.sms = marlin_triton.sms(dev)
         self.refresh()
 
     @torch.no_grad()
@@ -407,12 +481,14 @@ class Step:
                                  [t.detach() for p in self.adapters for t in (p.lora.A, p.lora.B)])
 
     def lora(self, p, B, Z):
-        """A's rank and buffers for the kernel that makes the input of projection p (None: no LoRA) in Z slices; xa (B, P*R)."""
+        """A's rank and buffers for the kernel that makes the input of projection p (None: no LoRA)
+        in Z slices; xa (B, P*R)."""
         a = xa = part = self.embed  # never touched without LoRA
         PR = p.PR if p is not None else 0
         if PR:
             a, xa, part = p.A, p.A.new_empty(B, PR), torch.empty(Z, B, PR, device=p.A.device)
-        return {"a": a, "xa": xa, "part": part, "count": self.arrived, "PR": PR, "PP": max(16, power(PR)), "Z": Z}
+        return {"a": a, "xa": xa, "part": part, "count": self.arrived, "PR": PR,
+                "PP": max(16, power(PR)), "Z": Z}
 
     def normed(self, x, norm, nxt):
         """RMSNorm of x (B, C), and the x A^T of `nxt`."""
@@ -420,14 +496,16 @@ class Step:
         t = tiles("norm", B, C)
         lora = self.lora(nxt, B, triton.cdiv(C, t["SLICE"]))
         norm_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](
-            x, norm.weight, norm.noise, out, B=B, eps=norm.eps, C=C, CHUNK=min(1024, power(C)), **t, **lora, **self.launch)
+            x, norm.weight, norm.noise, out, B=B, eps=norm.eps, C=C, CHUNK=min(1024, power(C)),
+            **t, **lora, **self.launch)
         return out, lora["xa"]
 
     def linear(self, p, x, xa, residual=None):
-        """base(x) + LoRA (+ residual, which is overwritten) for x (B, K) and xa = x A^T (B, P*R)."""
+        """base(x) + LoRA (+ residual, which is overwritten) for x (B, K), xa = x A^T (B, P*R)."""
         if p.quantized and x.dtype == torch.bfloat16:
-            return marlin_triton.linear_decode(x, p.base.q, p.base.bias, xa if p.PR else None, p.B, p.bounds, p.scaling, residual,
-                                               out=residual)
+            return marlin_triton.linear_decode(
+                x, p.base.q, p.base.bias, xa if p.PR else None, p.B, p.bounds, p.scaling, residual,
+                out=residual)
         if residual is None or p.quantized or p.base.bias is not None:
             y = p.base(x) if residual is None else residual.add_(p.base(x))
         else:
@@ -435,25 +513,34 @@ class Step:
         if p.PR:
             B, BN, RB = x.shape[0], 128, 8 if x.shape[0] <= 8 else 16
             lora_b_kernel[triton.cdiv(p.N, BN), triton.cdiv(B, RB)](
-                y, xa, p.B, B, p.N, *(*p.bounds, p.N, p.N)[:2], p.scaling, R=p.rank, RP=max(16, power(p.rank)), PR=p.PR,
-                RB=RB, BN=BN, num_warps=4, num_stages=1, **self.launch)
+                y, xa, p.B, B, p.N, *(*p.bounds, p.N, p.N)[:2], p.scaling, R=p.rank,
+                RP=max(16, power(p.rank)), PR=p.PR, RB=RB, BN=BN, num_warps=4, num_stages=1,
+                **self.launch)
         return y
 
     def attention(self, layer, qkv, nxt):
-        """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D) and the x A^T of `nxt`; writes the cache."""
+        """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D) and the x A^T of `nxt`; writes the
+        cache."""
         c, B, k, v = self.config, qkv.shape[0], self.cache.k[layer], self.cache.v[layer]
         H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)  # programs to fill the card twice, at most 32 splits
+        # programs to fill the card twice, at most 32 splits
+        W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)
         acc = torch.empty(W, B, H * D, dtype=torch.float32, device=qkv.device)
         m, l = (torch.empty(W, B, H, dtype=torch.float32, device=qkv.device) for _ in "ml")
+        q_norm, k_norm = self.head_norms[layer]
+        norms = [self.embed] * 4 + [0.0]  # never touched
+        if c.qk_norm:
+            norms = [q_norm.weight, q_norm.noise, k_norm.weight, k_norm.noise, q_norm.eps]
         attend_kernel[B * HKV, W](
-            qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, B, k.stride(0), k.stride(1),
-            D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
-            num_warps=4, num_stages=3, **self.launch)
+            qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, *norms, B, k.stride(0),
+            k.stride(1), D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)),
+            D=D, W=W, BLOCK=16 if W > 16 else 64, NORM=c.qk_norm, num_warps=4, num_stages=3,
+            **self.launch)
         out, t = qkv.new_empty(B, H * D), tiles("combine", B, H * D)
         del t["STEP"]  # it does its columns at once
         lora = self.lora(nxt, B, triton.cdiv(H * D, t["SLICE"]))
-        combine_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](acc, m, l, out, B=B, H=H, D=D, W=W, **t, **lora, **self.launch)
+        combine_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](
+            acc, m, l, out, B=B, H=H, D=D, W=W, **t, **lora, **self.launch)
         return out, lora["xa"]
 
     def silu(self, gate_up, nxt):
@@ -461,39 +548,48 @@ class Step:
         B, width = gate_up.shape[0], gate_up.shape[1] // 2
         out, t = gate_up.new_empty(B, width), tiles("silu", B, width)
         lora = self.lora(nxt, B, triton.cdiv(width, t["SLICE"]))
-        silu_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](gate_up, out, B=B, F=width, **t, **lora, **self.launch)
+        silu_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](
+            gate_up, out, B=B, F=width, **t, **lora, **self.launch)
         return out, lora["xa"]
 
     def hidden(self, rows):
-        """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are in the cache after it."""
+        """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are
+        in the cache after it."""
         x = F.embedding(self.token[:rows], self.embed)  # (B, C)
         for i, (norm1, qkv_proj, o_proj, norm2, gate_up_proj, down_proj) in enumerate(self.layers):
             h, xa = self.normed(x, norm1, qkv_proj)
             y, xa = self.attention(i, self.linear(qkv_proj, h, xa), o_proj)
             x = self.linear(o_proj, y, xa, residual=x)  # (B, H*D) -> (B, C)
             h, xa = self.normed(x, norm2, gate_up_proj)
-            y, xa = self.silu(self.linear(gate_up_proj, h, xa), down_proj)  # (B, C) -> (B, 2F) -> (B, F)
+            # (B, C) -> (B, 2F) -> (B, F)
+            y, xa = self.silu(self.linear(gate_up_proj, h, xa), down_proj)
             x = self.linear(down_proj, y, xa, residual=x)  # (B, F) -> (B, C)
         return self.normed(x, self.norm, None)[0]
 
     def step(self, rows, greedy=False, draw=None):
-        """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs replaces the fused sampler."""
+        """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs
+        replaces the fused sampler."""
         self.sample(logits(self.hidden(rows), self.head), greedy, draw)  # (B, C) @ (C, V)
 
     def sample(self, logits, greedy=False, draw=None):
         """Draw a token for each row of logits (B, V) float32 and move the rows on."""
         rows, S = logits.shape[0], self.token.shape[0]
-        state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids, self.out_logp, self.eos)
+        state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids,
+                 self.out_logp, self.eos)
         if draw is not None:
-            ids, logp = draw(logits[:, : self.valid_vocab], self.key[:rows], self.cache.length[:rows] + 1)
+            position = self.cache.length[:rows] + 1
+            ids, logp = draw(logits[:, : self.valid_vocab], self.key[:rows], position)
             record_kernel[(rows,)](ids, logp, *state, S, EOS=EOS_SLOTS)
             return
         BLOCK = min(4096, power(self.valid_vocab))
         NB = triton.cdiv(self.valid_vocab, BLOCK)
-        top, total = (torch.empty(rows, NB, dtype=torch.float32, device=logits.device) for _ in range(2))
+        top, total = (torch.empty(rows, NB, dtype=torch.float32, device=logits.device)
+                      for _ in range(2))
         best = torch.empty(rows, NB, dtype=torch.int32, device=logits.device)
-        common = {"BLOCK": BLOCK, "num_warps": 8} | {k: v for k, v in self.launch.items() if k != "IEEE"}
+        common = {"BLOCK": BLOCK, "num_warps": 8} | self.launch
+        del common["IEEE"]
         blocks = (logits, self.inverse_temperature, top, total, best)
         stats_kernel[rows, NB](*blocks, self.valid_vocab, logits.stride(0), NB, **common)
-        pick_kernel[(rows,)](*blocks, self.key, *state, self.valid_vocab, logits.stride(0), NB, S, NBP=power(NB), EOS=EOS_SLOTS,
-                             GREEDY=greedy, **common)
+        pick_kernel[(rows,)](
+            *blocks, self.key, *state, self.valid_vocab, logits.stride(0), NB, S, NBP=power(NB),
+            EOS=EOS_SLOTS, GREEDY=greedy, **common)

@@ -2,9 +2,11 @@
 A real checkpoint beside Hugging Face transformers (not a test: transformers is no dependency of this project).
 
     pip install transformers
+    python tests/compare_transformers.py families
     python tests/compare_transformers.py logits --model DIR --data gsm8k --out results/logits_h100.json
     python tests/compare_transformers.py speed --model DIR --data gsm8k --device cpu --out results/generate_cpu.json
 
+families: a tiny random model of each family that is read here, written by transformers; max |difference| of logits in float32.
 logits: for each of 20 prompts both models see the same ids; max |difference| over all positions and ids. speed: 8 prompts
 sampled at temperature 1 to 64 new tokens each, no stop token, by sample.generate and by transformers' generate, in turn, the best
 of three; both in each of the two dtypes.
@@ -13,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -56,17 +59,39 @@ def speed(prompts, ours, theirs, device, new=64):
             "ratio": ours / theirs}
 
 
+def families(transformers):
+    """{family: max |difference of logits|} of tiny models with random norms, biases and large q and k."""
+    shape = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=128)
+    report, ids = {}, torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(0))
+    for name, options in (("Qwen2", {}), ("Llama", {"head_dim": 32}), ("Qwen3", {"head_dim": 32})):
+        config = getattr(transformers, f"{name}Config")(**shape, **options)
+        theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        for key, p in theirs.named_parameters():
+            torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, 0.3)
+        with tempfile.TemporaryDirectory() as folder:
+            theirs.save_pretrained(folder)
+            ours = checkpoint.load(folder, dtype=torch.float32)
+        report[name] = (ours(ids) - theirs(ids).logits).abs().max().item()
+    return report
+
+
 @torch.no_grad()
 def main():
     p = argparse.ArgumentParser(description="this project beside transformers, on one checkpoint")
-    p.add_argument("what", choices=["logits", "speed"])
-    p.add_argument("--model", required=True, help="checkpoint folder or hub id")
+    p.add_argument("what", choices=["families", "logits", "speed"])
+    p.add_argument("--model", help="checkpoint folder or hub id, for logits and speed")
     p.add_argument("--data", default="gsm8k", help="data set whose first questions are the prompts")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     p.add_argument("--out", help="write the JSON here too")
     args = p.parse_args()
     import transformers
 
+    if args.what == "families":
+        print(json.dumps({"transformers": transformers.__version__, "max_abs_diff": families(transformers)}))
+        return
+    if not args.model:
+        p.error(f"{args.what}: --model is needed")
     # tf32 would round float32 products to 10 bits and hide what is compared here
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     folder = checkpoint.fetch(args.model)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: bytes by hand, checkpoints that compressed-tensors made, round trips, damage, interruption, sizes."""
+"""Quantized checkpoints: bytes by hand, checkpoints that compressed-tensors made, round trips, damage, interruption."""
 import json
 import shutil
 from pathlib import Path
@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import lora
 import model as M
 from nvfp4 import FORMATS, Quantized, QuantLinear
-from weights import checkpoint, convert, memory
+from weights import checkpoint, convert
 from weights.formats import pack
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -18,9 +17,10 @@ TINY = Path(__file__).parent.parent / "assets" / "tiny"
 IDS = torch.randint(0, 48, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def base(tmp_path):
+def base(tmp_path, family="qwen2"):
     """A 16-bit checkpoint whose K suits every format: hidden 128, intermediate 256, two layers."""
     raw = json.loads((FIXTURES / "qwen2_tied" / "config.json").read_text()) | {"hidden_size": 128, "intermediate_size": 256}
+    raw |= {"model_type": family, "head_dim": 32}
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
@@ -80,10 +80,10 @@ def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
 # ---- round trips
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt):
+@pytest.mark.parametrize("fmt,family", [*((fmt, "qwen2") for fmt in FORMATS), ("nvfp4", "qwen3")])
+def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt, family):
     """And a second time around: the stored reciprocal of the global scale must not drift."""
-    folder = base(tmp_path)
+    folder = base(tmp_path, family)
     state = load_file(folder / "model.safetensors")
     state["model.layers.0.self_attn.q_proj.weight"][:2] = 0  # blocks of zeros are there in checkpoints that were quantized once
     state["model.layers.0.mlp.up_proj.weight"][:, :64] = -0.0
@@ -294,40 +294,3 @@ def test_the_command_writes_a_checkpoint_and_says_what_it_cost(tmp_path, capsys)
     report = json.loads((tmp_path / "q" / "quantization.json").read_text())
     assert report["format"] == "mxfp4" and report["method"] == "round to nearest" and len(report["layers"]) == 8
     assert all(0.05 < row["weight_error"] < 0.2 for row in report["layers"])
-
-
-# ---- sizes
-
-
-@pytest.mark.parametrize("fmt", ["none", *FORMATS])
-def test_the_plan_counts_the_bytes_that_loading_takes(tmp_path, fmt):
-    folder = base(tmp_path)
-    model = M.load(folder, quant=fmt)
-    tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
-    assert sum(memory.weights(checkpoint.read_config(folder), fmt).values()) == sum(t.nbytes for t in tensors.values())
-
-
-def test_the_plan_of_the_published_shapes(tmp_path, capsys):
-    """Weights on the card against published sizes; the adapter against the number PEFT prints (r = 16: 40.4 M for the 7B)."""
-    shapes = {"7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8), "32b": (5120, 27648, 64, 40, 8)}
-    gib = {}
-    for name, (C, F, L, H, kv) in shapes.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(dict(
-            model_type="qwen2", vocab_size=152064, hidden_size=C, intermediate_size=F, num_hidden_layers=L, num_attention_heads=H,
-            num_key_value_heads=kv, tie_word_embeddings=False)))
-        gib[name] = sum(memory.weights(checkpoint.read_config(tmp_path / f"{name}.json"), "nvfp4").values()) / 2**30
-    assert gib["7b"] < 5.6 and gib["14b"] < 9.9 and gib["32b"] < 19.7 and gib["7b"] > 5.3
-    c = checkpoint.read_config(tmp_path / "7b.json")
-    assert memory.lora_parameters(c, 16) == 40_370_176 and memory.kv_per_token(c) == 57344
-    assert abs(sum(memory.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
-    convert.quantize_command(["--plan", str(tmp_path / "7b.json"), "--rank", "16"])
-    out = capsys.readouterr().out
-    assert all(word in out for word in ("nvfp4", "LoRA r=16", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
-
-
-def test_the_plan_counts_the_adapter_that_training_makes(tmp_path):
-    model = M.load(base(tmp_path))
-    made = sum(p.numel() for p in lora.add_lora(model, 4, 4))
-    assert memory.lora_parameters(model.config, 4) == made
-    cache = M.KVCache(model, 3, 7)
-    assert memory.kv_per_token(model.config) * 21 == cache.k.nbytes + cache.v.nbytes

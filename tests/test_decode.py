@@ -2,6 +2,7 @@
 
 On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them, and CUDA graphs of them, on the device."""
 import copy
+import dataclasses
 import gc
 
 import pytest
@@ -109,6 +110,29 @@ def test_attention_of_eight_query_heads_without_bias():
     step.token[:2] = torch.tensor([3, 77])
     want = m.hidden(step.token[:2, None], first_rows(plain, 2))[:, 0]
     torch.testing.assert_close(step.hidden(2), want, atol=2e-5, rtol=1e-4)
+
+
+def with_head_norms(config, **kw):
+    """A Qwen3: heads of q and k normed, with weights and (which AQN never draws) noise far from 1 and 0."""
+    m = build(dataclasses.replace(config, qkv_bias=False, qk_norm=True), **kw)
+    for block in m.layers:
+        for norm in (block.attn.q_norm, block.attn.k_norm):
+            assert not norm.noise.any()
+            torch.nn.init.normal_(norm.weight, 1, 0.5)
+            torch.nn.init.normal_(norm.noise, 0, 0.1)
+    return m
+
+
+@torch.no_grad()
+def test_norms_over_the_heads_of_q_and_k():
+    """Normed before the rotation, each head with its own mean square, the cache holding normed keys; q's weight is not k's."""
+    m = with_head_norms(CPU)
+    fused, plain = filled(m, [40, 7]), filled(m, [40, 7])
+    step = decode.Step(m, fused)
+    step.token[:2] = torch.tensor([3, 77])
+    want = m.hidden(step.token[:2, None], first_rows(plain, 2))[:, 0]
+    torch.testing.assert_close(step.hidden(2), want, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(fused.k, plain.k, atol=1e-5, rtol=1e-4)
 
 
 def drawn(logits, temperature=1.0, greedy=False, seed=0, device="cpu"):
@@ -356,6 +380,14 @@ def test_gpu_logprobs_equal_the_full_forward(quant, dtype, capsys):
     gap = check_gaps(m, sample.generate(m, PROMPTS, n=8, max_new_tokens=60))
     with capsys.disabled():
         print(f"\n{quant} {dtype}: |log-prob gap| mean {gap.mean():.4f}, max {gap.max():.4f}")
+    sample.release(m)
+
+
+@gpu
+@pytest.mark.parametrize(("quant", "dtype"), [("none", torch.float32), ("nvfp4", torch.bfloat16)])
+def test_gpu_logprobs_of_qwen3_equal_the_full_forward(quant, dtype):
+    m = with_head_norms(GPU, quant=quant, rank=16, device="cuda", dtype=dtype)
+    check_gaps(m, sample.generate(m, PROMPTS, n=8, max_new_tokens=60))
     sample.release(m)
 
 

@@ -13,7 +13,7 @@ import model as M
 from weights import checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
-MODELS = ("qwen2_tied", "qwen2_sharded", "llama_head_dim")
+MODELS = ("qwen2_tied", "qwen2_sharded", "llama_head_dim", "qwen3")
 
 
 def load(name, **kw):
@@ -48,10 +48,11 @@ def test_logits_equal_transformers(name):
 
 
 def test_the_fixtures_cover_what_they_are_for():
-    """Tied and untied, one file and shards, bias and none, head_dim that is not hidden / heads."""
+    """Tied and untied, one file and shards, bias and none, head_dim that is not hidden / heads, norms over heads and none."""
     configs = {n: checkpoint.read_config(FIXTURES / n) for n in MODELS}
-    assert [configs[n].tie_word_embeddings for n in MODELS] == [True, False, False]
-    assert [configs[n].qkv_bias for n in MODELS] == [True, True, False]
+    assert [configs[n].tie_word_embeddings for n in MODELS] == [True, False, False, True]
+    assert [configs[n].qkv_bias for n in MODELS] == [True, True, False, False]
+    assert [configs[n].qk_norm for n in MODELS] == [False, False, False, True]
     llama = configs["llama_head_dim"]
     assert llama.head_dim * llama.num_attention_heads != llama.hidden_size and llama.rope_theta == 5e5
     assert len(list((FIXTURES / "qwen2_sharded").glob("model-*.safetensors"))) > 1
@@ -128,24 +129,26 @@ def names(folder):
     return [n for f in sorted(folder.glob("model*.safetensors")) for n in load_file(f)]
 
 
-def test_each_tensor_reaches_the_logits(tmp_path):
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
+def test_each_tensor_reaches_the_logits(tmp_path, name):
     """A tensor read into the wrong place, or not at all, leaves the logits as they were when it changes."""
-    folder = copy(tmp_path)
+    folder = copy(tmp_path, name)
     ids = torch.randint(0, 48, (1, 12), generator=torch.Generator().manual_seed(0))
     before = M.load(folder, dtype=torch.float32)(ids)
     original = load_file(folder / "model.safetensors")
-    for name, t in original.items():
-        change = -t if "bias" in name else t + 0.5
-        save_file(original | {name: change}, folder / "model.safetensors")
-        assert not torch.allclose(M.load(folder, dtype=torch.float32)(ids), before, atol=1e-4), name
+    for key, t in original.items():
+        change = -t if "bias" in key else t + 0.5
+        save_file(original | {key: change}, folder / "model.safetensors")
+        assert not torch.allclose(M.load(folder, dtype=torch.float32)(ids), before, atol=1e-4), key
 
 
-def test_each_missing_tensor_is_named(tmp_path):
-    folder = copy(tmp_path)
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
+def test_each_missing_tensor_is_named(tmp_path, name):
+    folder = copy(tmp_path, name)
     original = load_file(folder / "model.safetensors")
-    for name in original:
-        save_file({k: v for k, v in original.items() if k != name}, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=f"qwen2_tied: the tensor {name} is missing"):
+    for key in original:
+        save_file({k: v for k, v in original.items() if k != key}, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=f"{name}: the tensor {key} is missing"):
             M.load(folder)
 
 

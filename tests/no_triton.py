@@ -1,0 +1,50 @@
+"""
+The project where Triton is not installed, as on a Mac: its import fails here.
+
+    python tests/no_triton.py                        # every file, four bits, sampling
+    python tests/no_triton.py train.py --help        # a command
+"""
+import importlib
+import runpy
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# the kernels, and what measures them on a GPU
+NEED_TRITON = {"marlin_triton", "runtime.decode", "bench", "bench_quantization"}
+sys.path.insert(0, str(ROOT))
+sys.modules["triton"] = None
+
+
+def modules():
+    """Names of the project's modules."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("weights/*.py"), *ROOT.glob("runtime/*.py")]
+    return sorted(".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files
+                  if f.stem != "__init__")
+
+
+def main():
+    for name in modules():
+        if name not in NEED_TRITON:
+            importlib.import_module(name)
+    import torch
+
+    import lora
+    import model
+    import nvfp4
+    import sample
+
+    for fmt in nvfp4.FORMATS:
+        w = torch.randn(8, 128)
+        assert (nvfp4.dequantize(nvfp4.quantize(w, fmt)) - w).norm() < 0.2 * w.norm()
+    m = model.load(ROOT / "assets" / "tiny", dtype=torch.float32, quant="nvfp4")
+    lora.add_lora(m, 4, 4)
+    [[s]] = sample.generate(m, [[1, 2, 3]], max_new_tokens=8)
+    assert len(s.ids) == 8 and m(torch.tensor([s.ids])).isfinite().all()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        del sys.argv[0]
+        sys.exit(runpy.run_path(sys.argv[0], run_name="__main__"))
+    main()

@@ -1,0 +1,104 @@
+"""The arithmetic of bytes: against what loading, an adapter and a cache take, and published sizes; what frees the engine."""
+import json
+
+import pytest
+import torch
+
+import grpo
+import lora
+import model as M
+from nvfp4 import FORMATS
+from runtime import engine
+from weights import checkpoint, convert, memory
+
+SHAPES = {"7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8), "32b": (5120, 27648, 64, 40, 8)}
+
+
+def build(family="qwen2", fmt="none", device="cpu", **changes):
+    shape = dict(vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=64, tie_word_embeddings=True) | changes
+    config = M.Config(**shape, **checkpoint.FAMILIES[family])
+    return checkpoint.build(config, checkpoint.RandomCheckpoint(), device, torch.bfloat16, fmt)
+
+
+def config(size):
+    C, F, L, H, kv = SHAPES[size]
+    return M.Config(152064, C, F, L, H, kv, C // H)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("fmt", ["none", *FORMATS])
+def test_the_plan_counts_the_bytes_that_loading_takes(fmt, family):
+    model = build(family, fmt)
+    tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
+    assert sum(memory.weights(model.config, fmt).values()) == sum(t.nbytes for t in tensors.values())
+
+
+def test_the_plan_of_the_published_shapes(tmp_path, capsys):
+    """Weights on the card against published sizes; the adapter against the number PEFT prints (r = 16: 40.4 M for the 7B)."""
+    gib = {}
+    for name, (C, F, L, H, kv) in SHAPES.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(dict(
+            model_type="qwen2", vocab_size=152064, hidden_size=C, intermediate_size=F, num_hidden_layers=L, num_attention_heads=H,
+            num_key_value_heads=kv, tie_word_embeddings=False)))
+        gib[name] = sum(memory.weights(checkpoint.read_config(tmp_path / f"{name}.json"), "nvfp4").values()) / 2**30
+    assert gib["7b"] < 5.6 and gib["14b"] < 9.9 and gib["32b"] < 19.7 and gib["7b"] > 5.3
+    c = checkpoint.read_config(tmp_path / "7b.json")
+    assert memory.lora_parameters(c, 16) == 40_370_176 and memory.kv_per_token(c) == 57344
+    assert abs(sum(memory.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
+    convert.quantize_command(["--plan", str(tmp_path / "7b.json"), "--rank", "16"])
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("nvfp4", "LoRA r=16", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
+
+
+def test_the_plan_counts_the_adapter_that_training_makes():
+    model = build()
+    made = sum(p.numel() for p in lora.add_lora(model, 4, 4))
+    assert memory.lora_parameters(model.config, 4) == made
+    cache = M.KVCache(model, 3, 7)
+    assert memory.kv_per_token(model.config) * 21 == cache.k.nbytes + cache.v.nbytes
+
+
+def test_an_update_is_planned_once_and_on_the_careful_side():
+    """The plan once said 8.3 GiB for the 7B where making room said 14.8: one of them let an update run out of memory."""
+    c = config("7b")
+    kept, momentary = memory.update_bytes(c, "nvfp4", 16384)
+    assert kept + momentary > 14.8 * memory.GIB
+    assert memory.training_peak(c, "nvfp4", 32, 16384)[2:] == (kept, momentary)
+    assert memory.update_bytes(c, "nvfp4", 16384, checkpointing=False)[0] > 10 * kept
+    assert memory.update_bytes(c, "nvfp4", 8192)[0] * 2 == kept
+    assert momentary - memory.update_bytes(c, "none", 16384)[1] == memory.gemm_scratch(c, "nvfp4")
+
+
+def test_making_room_frees_the_engine_only_if_the_update_needs_it(monkeypatch):
+    """Freed at each step, the engine is captured anew each time; never freed, the update runs out of memory."""
+    model = build()
+    monkeypatch.setattr(engine, "free_bytes", lambda: 1000)
+    engine.make_room(model, 2000)  # nothing there to free
+    engine.ENGINES[model] = ("mark", "engine", 8)
+    engine.make_room(model, 1000)
+    assert model in engine.ENGINES
+    engine.make_room(model, 1001)
+    assert model not in engine.ENGINES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_gpu_an_update_takes_no_more_than_planned(checkpointing):
+    """Peak memory of forward and backward of one micro-batch, the chunked LM head included, and not a small part of the plan."""
+    c = dict(vocab_size=50000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
+    model = build("qwen2", "nvfp4", "cuda", **c)
+    model.checkpointing = checkpointing
+    lora.add_lora(model, 32, 32)
+    for _ in range(2):  # the first run also compiles
+        ids = torch.randint(0, 50000, (16, 1024), device="cuda")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        hidden = model.hidden(ids).flatten(0, 1)
+        grpo.token_logprobs(hidden, model.lm_head.weight, ids.flatten())[0].sum().backward()
+        took = torch.cuda.max_memory_allocated() - before
+        model.zero_grad()
+        del hidden
+    planned = sum(memory.update_bytes(model.config, "nvfp4", 16384, checkpointing))
+    assert 0.2 * planned < took < planned, f"{took / memory.GIB:.2f} of {planned / memory.GIB:.2f} GiB"
