@@ -222,7 +222,8 @@ def floor_bytes(c, quant, rank, rows, length):
     values of `length` tokens."""
     w = memory.weights(c, quant)
     return {"linear": w["attention"] + w["mlp"], "head": w["lm_head"] or w["embeddings"],
-            "lora": 2 * memory.lora_parameters(c, rank), "kv": rows * length * memory.kv_per_token(c)}
+            "lora": 2 * memory.lora_parameters(c, rank),
+            "kv": rows * length * memory.kv_per_token(c)}
 
 
 def adapt(model, rank):
@@ -365,7 +366,8 @@ def update(row, c, ceiling, micro_batch_tokens):
 
 def files(args):
     """Seconds to read a checkpoint, to load it quantized, and to write it quantized."""
-    source, row = checkpoint.Checkpoint(args.model), {"shape": args.model.name, "format": args.format}
+    source = checkpoint.Checkpoint(args.model)
+    row = {"shape": args.model.name, "format": args.format}
     names = sorted(source.where, key=lambda n: (source.where[n], n))
     seconds, nbytes = timed(lambda: sum(source.get(n).clone().nbytes for n in names))
     row |= {"checkpoint_gib": nbytes / memory.GIB, "reading_seconds": seconds}
@@ -448,7 +450,8 @@ def rollout_curves(rows):
 def rollout_config(text):
     """An argparse type: what one model of `rollout` is to be measured at."""
     rows = r"([1-9]\d*(x[1-9]\d*)?|queue)"
-    if not re.fullmatch(rf"({'|'.join(SIZES)}):({'|'.join(memory.BITS)}):\d+:{rows}(,{rows})*", text):
+    sizes, formats = "|".join(SIZES), "|".join(memory.BITS)
+    if not re.fullmatch(rf"({sizes}):({formats}):\d+:{rows}(,{rows})*", text):
         raise argparse.ArgumentTypeError(f"{text}: expected size:format:rank:rows, as "
                                          f"7b:nvfp4:16:1,8; sizes are {', '.join(SIZES)}")
     return text

@@ -365,7 +365,8 @@ def _tagged(text):
 
 
 def scorer(style="tags", own=None):
-    """(text, row) -> a dict as `reward` gives it: that of a style, or of --reward file.py:function."""
+    """(text, row) -> a dict as `reward` gives it: that of a style, or of --reward
+    file.py:function."""
     if own:
         return own_reward(own)
     return lambda text, row: reward(text, row["answer"], style)

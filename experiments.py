@@ -1,14 +1,17 @@
 """
 Measurements behind the README's choices, apart from training runs.
 
-    gradient   which log-probs should the ratio be taken against when the sampler is noisy? The gradient of one step from noisy
-               samples, for each --old-logp, beside the gradient from clean samples of the same prompts: their cosine, and the
-               share of tokens that the clip takes away. Two clean gradients of other samples are the ceiling.
+    gradient   which log-probs should the ratio be taken against when the sampler is noisy? The
+               gradient of one step from noisy samples, for each --old-logp, beside the gradient
+               from clean samples of the same prompts: their cosine, and the share of tokens that
+               the clip takes away. Sigma 0, two clean gradients of different samples, is the
+               ceiling.
 
-Flags after the name are train.py's; --prompts-per-step x --group-size completions are drawn for each gradient.
+Flags after the name are train.py's; --prompts-per-step x --group-size completions are drawn for
+each gradient.
 
-    python experiments.py gradient --prompts-per-step 32 --group-size 32 --out results/gradient_tiny.json
-    python experiments.py gradient --model DIR --data gsm8k --prompt-style boxed --max-new-tokens 400 --out results/gradient.json
+    python experiments.py gradient --prompts-per-step 32 --group-size 32 --out gradient.json
+    python experiments.py gradient --model DIR --data gsm8k --prompt-style boxed --out gradient.json
 """
 import json
 import sys
@@ -29,8 +32,9 @@ SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 
 def drawn(model, tok, rows, args, seed):
     """Graded completions with their advantages, a list."""
-    groups = sample.generate(model, [r["ids"] for r in rows], args.group_size, args.max_new_tokens, args.temperature,
-                             eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows)
+    groups = sample.generate(
+        model, [r["ids"] for r in rows], args.group_size, args.max_new_tokens, args.temperature,
+        eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows)
     out = [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in g]
            for row, g in zip(rows, groups, strict=True)]
     for group in out:
@@ -58,10 +62,12 @@ def gradient_of(model, params, completions, settings):
 
 def gradient(args):
     model, tok = flags.load_policy(args)
-    rows, _ = data.prompts(tok, data.load(args.data, "train", seed=args.seed), args.prompt_style, args.max_prompt)
-    rows, params = rows[: args.prompts_per_step], lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
+    rows = data.load(args.data, "train", seed=args.seed)
+    rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
+    params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
     model.checkpointing, out = args.checkpointing, []
-    plain = grpo.Settings(args.loss, micro_batch_tokens=args.micro_batch_tokens, max_new_tokens=args.max_new_tokens)
+    plain = grpo.Settings(args.loss, micro_batch_tokens=args.micro_batch_tokens,
+                          max_new_tokens=args.max_new_tokens)
     clean = gradient_of(model, params, drawn(model, tok, rows, args, 1), plain)[0]
     for sigma in SIGMAS:
         aqn.set_noise(model, sigma, 7)

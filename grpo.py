@@ -21,6 +21,7 @@ Shapes: P prompts, G completions a prompt, B rows, L tokens of a row (padded), T
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -160,31 +161,26 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
         completions. Default: this batch's own, which is right only if it is the whole batch.
     max_len: Dr.GRPO's constant. entropy: (B, T), only measured.
 
-    Metrics, 0-d tensors summed over the mask: loss, tokens, clip_low, clip_high, kl, logp_gap,
-    logp_gap_max (a maximum), sampler_kl (KL(sampler || trainer), k3), ratio_outside, entropy. Put
-    them through sum_metrics and mean_metrics. ValueError for arguments that contradict each other.
+    Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum), for sum_metrics and
+    mean_metrics; sampler_kl is KL(sampler || trainer), k3. ValueError for what contradicts.
     """
     check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
                     tis_cap, max_len)
     objective = OBJECTIVES[loss]
-    low = objective.clip[0] if eps_low is None else eps_low
-    high = objective.clip[1] if eps_high is None else eps_high
+    low, high = (own if given is None else given
+                 for given, own in zip((eps_low, eps_high), objective.clip, strict=True))
 
-    def difference(a, b):  # what stands in the padding, nan included, must reach nothing
-        return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
-
+    difference = partial(masked_difference, mask)
     own = logp.detach() if trainer_old_logp is None else trainer_old_logp
     drift = difference(own, old_logp).detach()  # trainer - sampler, token by token
     anchor = old_logp if trainer_old_logp is None else trainer_old_logp
     ratio = objective.level(difference(logp, anchor), mask).exp()  # (B, T)
     adv = advantages[:, None].to(logp.dtype)  # (B, 1)
-    gain = objective.surrogate(ratio, adv, logp.masked_fill(~mask, 0.0), low, high)  # (B, T)
+    gain = objective.surrogate(ratio, adv, logp.masked_fill(~mask, 0.0), low, high)
     if tis_cap is not None:  # what was sampled is not quite from the trainer's policy
         gain = gain * objective.level(drift, mask).exp().clamp(max=tis_cap)
-    kl = torch.zeros_like(gain)
-    if ref_logp is not None:
-        d = difference(ref_logp, logp)
-        kl = d.exp() - d - 1  # k3: unbiased, never negative
+    d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp)
+    kl = d.exp() - d - 1  # k3: unbiased, never negative
     per_token = (beta * kl - gain if beta else -gain) * mask  # (B, T)
 
     tokens = torch.as_tensor(mask.sum() if total_tokens is None else total_tokens).clamp(min=1)
@@ -197,16 +193,20 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
             # counted only where PPO's clip stops the gradient
             "clip_low": ((ratio < 1 - low) & (adv < 0) & mask).sum(),
             "clip_high": ((ratio > 1 + high) & (adv > 0) & mask).sum(),
-            "kl": (kl.detach() * mask).sum(),
+            "kl": (kl * mask).sum(),
             "logp_gap": drift.abs().sum(),
             "logp_gap_max": drift.abs().max() if drift.numel() else drift.sum(),
             "sampler_kl": (drift.exp() - drift - 1).sum(),
             "ratio_outside": (((drift.exp() - 1).abs() > 0.1) & mask).sum(),
-            "entropy": value.new_zeros(()),
+            "entropy": (mask * 0.0 if entropy is None else entropy.masked_fill(~mask, 0.0)).sum(),
         }
-        if entropy is not None:
-            metrics["entropy"] = entropy.masked_fill(~mask, 0.0).sum()
     return value, metrics
+
+
+def masked_difference(mask, a, b):
+    """a - b where the mask is true, else 0: what stands in the padding, nan included, reaches
+    nothing."""
+    return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
 
 
 def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
