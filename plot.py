@@ -222,8 +222,10 @@ def plot(runs, out, x="step", smooth=1):
         if scale == "count":
             ax.set_ylim(bottom=0)
             ax.yaxis.set_major_formatter(EngFormatter(sep=""))
-    fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside upper left", frameon=False,
-               ncols=min(2, len(drawn)), fontsize=9, handlelength=3.5)
+    handles, texts = fig.axes[0].get_legend_handles_labels()
+    columns = max(1, min(len(texts), 110 // (max(map(len, texts)) + 10)))  # as many as fit abreast
+    fig.legend(handles, texts, loc="outside upper left", frameon=False, ncols=columns, fontsize=9,
+               handlelength=3.5)
     fig.savefig(out, dpi=160)
     return out
 
