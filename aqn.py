@@ -1,19 +1,23 @@
-"""
-Adaptive Quantization Noise (QeRL, Sec. 3.3): scheduled Gaussian noise folded into the RMSNorm weights, so that a policy whose
-quantization error is static explores more, early, and less, late.
+""" Adaptive Quantization Noise (QeRL, Sec. 3.3): scheduled Gaussian noise folded into the RMSNorm
+weights, so that a policy whose quantization error is static explores more, early, and less, late.
 
-Why a norm: y = x / rms(x) * (w + Z) feeds W as y W^T. Channel k of y is multiplied by (w + Z)[k] / w[k] = 1 + Z[k] / w[k], which
-is the same as multiplying input channel k of W by it (a row of W^T, hence "row-wise" in the paper). So adding Z (C,) to a norm
-is multiplicative noise on the quantized weights behind it, with no new GEMM and no 4-bit weight touched. q,k,v share the Z of
+Why a norm: y = x / rms(x) * (w + Z) feeds W as y W^T. Channel k of y is multiplied by (w + Z)[k] /
+w[k] = 1 + Z[k] / w[k], which is the same as multiplying input channel k of W by it (a row of W^T,
+hence "row-wise" in the paper). So adding Z (C,) to a norm is multiplicative noise on the quantized
+weights behind it, with no new GEMM and no 4-bit weight touched. q,k,v share the Z of
 input_layernorm and gate,up that of post_attention_layernorm; o, down and the LM head get none.
 
-The noise is state of its own (`norm.noise`), never added to the weight: redrawing replaces it, sigma 0 restores the clean model
-bit for bit, and a run cannot random-walk. It is written in place, so CUDA graphs that captured the buffers see it.
+The noise is state of its own (`norm.noise`), never added to the weight: redrawing replaces it,
+sigma 0 restores the clean model bit for bit, and a run cannot random-walk. It is written in place,
+so CUDA graphs that captured the buffers see it.
 
-    aqn.set_noise(model, aqn.sigma(step, total_steps, 1e-2, 5e-4), aqn.noise_seed(seed, step))  # once an optimizer step
-    with aqn.clean(model): update(...)                                                         # Algorithm 1: the update is clean
+    aqn.set_noise(model, aqn.sigma(step, total_steps, 1e-2, 5e-4), aqn.noise_seed(seed, step))  #
+    once an optimizer step with aqn.clean(model): update(...)
+    # Algorithm 1: the update is clean
 
-To try a noise of your own, write to the buffers (z is a (C,) tensor; here: only the second half of the layers, and scaled by w):
+To try a noise of your own, write to the buffers after set_noise (here: only the second half of the
+layers, and scaled by w). Any module's buffer called `noise` will do: set_noise(model, 0) and
+`clean` clear them all, so that none leaks into update or evaluation.
 
     for pre, post in aqn.norms(model)[len(model.layers) // 2:]:
         for norm in (pre, post):
@@ -22,7 +26,8 @@ To try a noise of your own, write to the buffers (z is a (C,) tensor; here: only
     python aqn.py --aqn-start 1e-2 --aqn-end 1e-4      # print the schedule
     python -m pytest tests/test_aqn.py
 
-Left out: noise on the activations of o and down (no norm precedes them), and redrawing within a rollout.
+Left out: noise on the activations of o and down (no norm precedes them), and redrawing within a
+rollout.
 """
 import argparse
 import contextlib
@@ -35,23 +40,27 @@ SCHEDULES = ("exponential", "linear", "cosine", "logarithmic", "eq8")
 
 
 def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
-    """Standard deviation of the noise at optimizer step `step` of `total_steps`: a pure function, so a resume cannot restart it.
+    """Standard deviation of the noise at optimizer step `step` of `total_steps`: a pure function,
+    so a resume cannot restart it.
 
-    Training is cut into `stages` equal intervals. The first has no added noise (quantization noise alone explores); the other
-    stages - 1 go from start to exactly end: geometrically ("exponential", the paper's best), or as start + (end - start) * f with
-    f = x ("linear"), (1 - cos pi x) / 2 ("cosine"), log(1 + i) / log(stages - 1) ("logarithmic"), where x = i / (stages - 2) and
-    i counts the noisy stages from 0. (Two stages leave one noisy level: end.) "eq8" is the paper's Eq. 8 as printed: all
-    `stages` are noisy, geometric from start to end. Steps past the end keep the last level. ValueError for bad arguments.
+    Training is cut into `stages` equal intervals. The first has no added noise (quantization noise
+    alone explores); the other stages - 1 go from start to exactly end: geometrically
+    ("exponential", the paper's best), or as start + (end - start) * f with f = x ("linear"), (1 -
+    cos pi x) / 2 ("cosine"), log(1 + i) / log(stages - 1) ("logarithmic"), where x = i / (stages -
+    2) and i counts the noisy stages from 0. (Two stages leave one noisy level: end.) "eq8" is the
+    paper's Eq. 8 as printed: all `stages` are noisy, geometric from start to end. Steps past the
+    end keep the last level. ValueError for bad arguments.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"--aqn-schedule {schedule}: choose one of {', '.join(SCHEDULES)}")
     for flag, value in (("--aqn-start", start), ("--aqn-end", end)):
         if not 0 < value < math.inf:
-            raise ValueError(f"{flag} {value}: must be a positive number (turn the noise off rather than setting it to 0)")
+            raise ValueError(f"{flag} {value}: must be a positive number; --no-aqn is no noise")
     if stages < 2:
         raise ValueError(f"--aqn-stages {stages}: must be at least 2")
     if total_steps < 1 or step < 0:
-        raise ValueError(f"step {step} of {total_steps}: --steps must be at least 1 and a step is never negative")
+        raise ValueError(f"step {step} of {total_steps}: --steps must be at least 1, no step is "
+                         "negative")
     stage = min(step * stages // total_steps, stages - 1)
     if schedule == "eq8":
         i, last = stage, stages - 1
@@ -60,7 +69,7 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
     else:
         i, last = stage - 1, stages - 2
     x = i / last if last else 1.0
-    if schedule in ("exponential", "eq8"):  # AQN, Eq. 8; in this form both ends are hit to the last bit
+    if schedule in ("exponential", "eq8"):  # AQN, Eq. 8; this form hits both ends to the last bit
         return start ** (1 - x) * end**x
     f = {"linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2,
          "logarithmic": math.log1p(i) / math.log1p(last) if last else 1.0}[schedule]
@@ -68,9 +77,11 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
 
 
 def norms(model):
-    """[(input_layernorm, post_attention_layernorm)] of every layer: all that get noise. The final norm gets none.
+    """[(input_layernorm, post_attention_layernorm)] of every layer: all that get noise. The final
+    norm gets none.
 
-    By name, not by type: a type test that matches nothing trains without noise and says nothing. ValueError if there is none."""
+    By name, not by type: a type test that matches nothing trains without noise and says nothing.
+    ValueError if there is none."""
     found = [(block.input_layernorm, block.post_attention_layernorm) for block in model.layers]
     if not found or not all(hasattr(norm, "noise") for pair in found for norm in pair):
         raise ValueError("the model has no layer norms with a noise buffer; AQN works on a "
@@ -79,63 +90,73 @@ def norms(model):
 
 
 def noise_seed(*key):
-    """A 63-bit seed from integers or strings: of (run seed, step), noise is redrawn each step and the same again after a resume.
+    """A 63-bit seed from integers or strings: of (run seed, step), noise is redrawn each step and
+    the same again after a resume.
 
     A hash, because seed + step would give run 0 at step 1 the noise of run 1 at step 0."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def buffers(model):
+    """Every noise buffer of the model by name, those of one's own ideas included, whatever module
+    they sit in."""
+    return {name: b for name, b in model.named_buffers() if name.rpartition(".")[2] == "noise"}
 
 
 @torch.no_grad()
 def set_noise(model, sigma, seed=0):
-    """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`, in place of what was there -> the number of norms written.
+    """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)` -> the number of norms written; 0 in
+    every other noise buffer.
 
-    Float32, from a CPU generator seeded by (seed, layer, norm): the same on every rank and device. sigma = 0 writes zeros.
-    """
+    What was there is replaced, never added to. Float32, from a CPU generator seeded by (seed,
+    layer, norm): the same on every rank and device. sigma = 0 clears all noise, bit for bit."""
     if not 0 <= sigma < math.inf:
         raise ValueError(f"sigma {sigma}: must be a finite number >= 0")
+    for b in buffers(model).values():
+        b.zero_()
     pairs = norms(model)
-    for layer, pair in enumerate(pairs):
+    for layer, pair in enumerate(pairs if sigma else ()):
         for which, norm in enumerate(pair):
-            if sigma == 0:
-                norm.noise.zero_()
-                continue
             gen = torch.Generator().manual_seed(noise_seed(seed, layer, which))
-            norm.noise.copy_(sigma * torch.randn(norm.noise.shape, generator=gen, dtype=torch.float32))
+            norm.noise.copy_(sigma * torch.randn(norm.noise.shape, generator=gen))
     return 2 * len(pairs)
 
 
 @contextlib.contextmanager
+@torch.no_grad()
 def clean(model):
-    """Without noise inside the block, with the same noise again after it, also when the block raises."""
-    buffers = [norm.noise for pair in norms(model) for norm in pair]
-    saved = [b.clone() for b in buffers]
+    """Without any noise inside the block, with the same noise again after it, also when the block
+    raises."""
+    saved = {name: b.clone() for name, b in buffers(model).items()}
     try:
         set_noise(model, 0.0)
         yield
     finally:
-        with torch.no_grad():
-            for b, s in zip(buffers, saved, strict=True):
-                b.copy_(s)
+        for name, b in buffers(model).items():
+            b.copy_(saved[name])
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Print the noise schedule: one line a stage, steps and sigma.",
+    parser = argparse.ArgumentParser(description="Print the noise schedule, a line a stage.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--aqn-start", type=float, default=1e-2, help="sigma of the first noisy stage")
-    parser.add_argument("--aqn-end", type=float, default=5e-4, help="sigma of the last stage")
-    parser.add_argument("--aqn-stages", type=int, default=10, help="equal intervals of training")
-    parser.add_argument("--aqn-schedule", default="exponential", help=f"one of {', '.join(SCHEDULES)}")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of the whole training")
+    add = parser.add_argument
+    add("--aqn-start", type=float, default=1e-2, help="sigma of the first noisy stage")
+    add("--aqn-end", type=float, default=5e-4, help="sigma of the last stage")
+    add("--aqn-stages", type=int, default=10, help="equal intervals of training")
+    add("--aqn-schedule", default="exponential", help=f"one of {', '.join(SCHEDULES)}")
+    add("--steps", type=int, default=200, help="rollouts of the whole training")
     a = parser.parse_args(argv)
     try:
-        levels = [sigma(s, a.steps, a.aqn_start, a.aqn_end, a.aqn_stages, a.aqn_schedule) for s in range(max(a.steps, 1))]
+        levels = [sigma(step, a.steps, a.aqn_start, a.aqn_end, a.aqn_stages, a.aqn_schedule)
+                  for step in range(max(a.steps, 1))]
     except ValueError as e:
         parser.error(str(e))
     first = 0
-    for s in range(1, a.steps + 1):
-        if s == a.steps or levels[s] != levels[first]:
-            print(f"steps {first:5d} to {s - 1:5d}  sigma {levels[first]:.3e}")
-            first = s
+    for step in range(1, a.steps + 1):
+        if step == a.steps or levels[step] != levels[first]:
+            print(f"steps {first:5d} to {step - 1:5d}  sigma {levels[first]:.3e}")
+            first = step
 
 
 if __name__ == "__main__":

@@ -1,159 +1,256 @@
+""" The RL mathematics of QeRL: advantages, objectives, log-probs through a chunked LM head, one
+optimizer step.
+
+An objective is a triple: at which level a ratio is taken, what of it is maximised, and what the sum
+over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one table
+(`OBJECTIVES`); one of your own is three functions or fewer. Beside it: clip-higher, a KL term (k3),
+truncated importance weights between sampler and trainer, DAPO's soft length penalty. Left out:
+value networks and GAE (a group's mean is the baseline) and entropy bonuses (the paper uses none:
+quantization noise explores).
+
+Each loss is divided by the token or completion count of the *global* batch. So the losses of
+micro-batches, and of GPUs, add up to exactly the full-batch loss: sum them, never average. Metrics
+add up likewise.
+
+    python -c "import torch, grpo; print(grpo.advantages(torch.tensor([[1., 0, 0, 1], [1, 1, 1,
+    1]])))" python -m pytest tests/test_grpo.py tests/test_loop.py
+
+Shapes: P prompts, G completions a prompt, B rows, L tokens of a row (padded), T completion tokens
+(padded), S flat tokens, C hidden, V vocabulary.
 """
-The RL mathematics of QeRL: advantages, policy objectives, log-probs through a chunked LM head. Pure functions on tensors.
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
-Here: group advantages; GRPO, DAPO, Dr.GRPO and GSPO with clip-higher, an optional KL term (k3) and truncated importance
-weights between sampler and trainer; DAPO's soft length penalty; log-probs and entropy without a (B, T, V) tensor.
-Left out: value networks and GAE (a group's mean is the baseline), entropy bonuses (the paper uses none: quantization noise
-explores), and DAPO's re-sampling loop, which needs the sampler and so stands in train.py.
-
-Each loss is divided by the token or completion count of the *global* batch, passed in by the caller. So the losses of
-micro-batches, and of GPUs, add up to exactly the full-batch loss: sum them, never average. Metrics add up likewise.
-
-    python -c "import torch, grpo; print(grpo.advantages(torch.tensor([[1., 0, 0, 1], [1, 1, 1, 1]])))"
-    python -m pytest tests/test_grpo.py
-
-Shapes: P prompts, G completions a prompt, B rows, T completion tokens (padded), S flat tokens, C hidden, V vocabulary.
-"""
 import torch
 
+import lora
 from model import logits
 
-LOSSES = ("grpo", "dapo", "dr_grpo", "gspo")
+
+@dataclass
+class Completion:
+    """One sampled answer: what was drawn, what it earned, and what the update is told about it."""
+
+    row: dict  # the question's row of the data set
+    prompt: list  # ids
+    ids: list  # of the completion, the EOS included if it was drawn
+    logprobs: list  # of each id, under the policy that sampled it: noise included
+    finished: bool  # ended with EOS, not at the length limit
+    text: str = ""
+    reward: float = 0.0
+    correct: bool = False
+    format: bool = False
+    advantage: float = 0.0
+    trainer_logprobs: list | None = None  # of each id, under the clean policy before the step
 
 
 def advantages(rewards, scale=True, eps=1e-4):
     """A = (r - mean r) / (std r + eps) within each group: rewards (P, G) -> (P, G) float32.
 
-    std has n - 1 below the fraction, as in TRL. scale=False leaves it out (Dr.GRPO). A group of equal rewards gets exact zeros.
-    ValueError for groups of one, whose only advantage is always 0.
-    """
+    std has n - 1 below the fraction, as in TRL. scale=False leaves it out (Dr.GRPO). A group of
+    equal rewards gets exact zeros. ValueError for groups of one, whose only advantage is always
+    0."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards {tuple(rewards.shape)}: want (prompts, group) with --group-size of at least 2")
-    r = rewards.double()  # in float32 the mean of eight times 0.2 is not 0.2, and 1 / eps would make noise of the difference
+        raise ValueError(f"rewards {tuple(rewards.shape)}: want (prompts, group), --group-size at "
+                         "least 2")
+    # in float32 the mean of eight times 0.2 is not 0.2, and 1 / eps makes noise of the difference
+    r = rewards.double()
     centred = r - r.mean(1, keepdim=True)
     return (centred / (r.std(1, keepdim=True) + eps) if scale else centred).float()
 
 
 def soft_overlong_penalty(lengths, max_len, buffer):
-    """DAPO's soft length penalty, added to the reward: 0 up to max_len - buffer tokens, then linear down to -1 at max_len."""
+    """DAPO's soft length penalty, added to the reward: 0 up to max_len - buffer tokens, then linear
+    to -1 at max_len."""
     if not 0 < buffer <= max_len:
-        raise ValueError(f"the overlong buffer of {buffer} tokens must be within 1..{max_len}, the completion limit")
+        raise ValueError(f"--overlong-buffer {buffer}: must be within 1..{max_len}, the completion "
+                         "limit")
     return ((max_len - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def lengths_to_mask(lengths, width=None):
-    """lengths (B,) -> mask (B, width) bool, true on each row's first `length` places (width: the longest row).
+    """lengths (B,) -> mask (B, width) bool, true on each row's first `length` places (width: the
+    longest row).
 
-    Masks come from lengths here and everywhere: with pad == eos, comparing ids would mask the stop token, and the model would
-    never be taught to stop."""
+    Masks come from lengths here and everywhere: with pad == eos, comparing ids would mask the stop
+    token, and the model would never be taught to stop."""
     width = int(lengths.max()) if width is None else width
     return torch.arange(width, device=lengths.device) < lengths[:, None]  # (B, width)
 
 
-# ---- objectives
+# ---- objectives: level of the ratio, surrogate, normaliser
 
 
-def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=0.2, eps_high=0.2, ref_logp=None, beta=0.0,
-                trainer_old_logp=None, tis_cap=None, total_tokens=None, total_seqs=None, max_len=None, entropy=None):
-    """The clipped policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
+def of_tokens(log_ratio, mask):
+    """A ratio for each token."""
+    return log_ratio
 
-    logp, old_logp   (B, T): of the trained policy (differentiable), and of whoever sampled. With quantization noise the two
-                     differ from the first update on, so old_logp must be what the sampler recorded, never a re-computation.
-    advantages (B,), mask (B, T) bool: true on the completion tokens to train on.
-    loss             "grpo": mean over completions of the mean over tokens; "dapo": mean over tokens; "dr_grpo": sum over
-                     tokens / (completions * max_len); "gspo": "grpo" with one ratio a completion, exp(mean log-ratio).
-    ref_logp, beta   (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref), estimator k3. Without beta the
-                     KL is only measured.
-    trainer_old_logp, tis_cap: (B, T) the trainer's own log-probs before the first update of this batch. The ratio is then taken
-                     against these, and min(pi_trainer_old / pi_sampler, tis_cap) corrects for the sampler.
-    total_tokens, total_seqs: counts over the *global* batch, of tokens in the mask and of completions with any. Default: this
-                     batch's own, which is right only if it is the whole batch.
-    entropy          (B, T), only measured.
-    Metrics, 0-d tensors summed over the mask: loss, tokens, clip_low, clip_high, kl, logp_gap, logp_gap_max (a maximum),
-    ratio_outside, entropy. Put them through sum_metrics and mean_metrics. ValueError for arguments that contradict each other.
-    """
-    if loss not in LOSSES:
-        raise ValueError(f"--loss {loss}: choose one of {', '.join(LOSSES)}")
-    if loss == "dr_grpo" and not max_len:
-        raise ValueError("--loss dr_grpo needs max_len, the completion limit it divides by")
-    if beta and ref_logp is None:
-        raise ValueError(f"beta = {beta} needs ref_logp, the log-probs with the adapter off")
-    if (trainer_old_logp is None) != (tis_cap is None):
-        raise ValueError("truncated importance weights need both trainer_old_logp and tis_cap")
-    if not logp.shape == old_logp.shape == mask.shape or advantages.shape != logp.shape[:1]:
-        raise ValueError(f"shapes differ: logp {tuple(logp.shape)}, old_logp {tuple(old_logp.shape)}, "
-                         f"mask {tuple(mask.shape)}, advantages {tuple(advantages.shape)}")
 
-    def difference(a, b):  # what stands in the padding, inf or nan included, must reach neither loss nor gradient
-        return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
-
+def of_completions(log_ratio, mask):
+    """GSPO: one ratio a completion, the geometric mean over its tokens, so that a long one does not
+    overflow."""
     length = mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+    return (log_ratio.sum(1, keepdim=True) / length).expand_as(log_ratio)  # (B, 1) -> (B, T)
+
+
+def ppo_clip(ratio, adv, logp, low, high):
+    """PPO: the smaller of the plain and the clipped gain, also where A < 0 (the pessimistic bound).
+    DAPO: high > low."""
+    return torch.min(ratio * adv, ratio.clamp(1 - low, 1 + high) * adv)
+
+
+def clipped_weight(ratio, adv, logp, low, high):
+    """CISPO: the clipped ratio is a constant weight of REINFORCE, so no token loses its
+    gradient."""
+    return ratio.clamp(1 - low, 1 + high).detach() * adv * logp
+
+
+def completion_mean(per_token, mask, tokens, seqs, max_len):
+    """GRPO: mean over completions of the mean over their tokens."""
+    return (per_token / mask.sum(1, keepdim=True).clamp(min=1)).sum() / seqs
+
+
+def token_mean(per_token, mask, tokens, seqs, max_len):
+    """DAPO: mean over the tokens of the whole batch, so that a long completion weighs more than a
+    short one."""
+    return per_token.sum() / tokens
+
+
+def constant(per_token, mask, tokens, seqs, max_len):
+    """Dr.GRPO: a constant instead of the length, which would favour short right and long wrong
+    answers."""
+    return per_token.sum() / (seqs * max_len)
+
+
+@dataclass(frozen=True)
+class Objective:
+    level: Callable
+    surrogate: Callable
+    normaliser: Callable
+    clip: tuple = (0.2, 0.2)  # eps_low, eps_high if none are given
+
+
+OBJECTIVES = {
+    "grpo": Objective(of_tokens, ppo_clip, completion_mean),
+    "dapo": Objective(of_tokens, ppo_clip, token_mean, (0.2, 0.28)),
+    "dr_grpo": Objective(of_tokens, ppo_clip, constant),
+    "gspo": Objective(of_completions, ppo_clip, completion_mean, (3e-4, 4e-4)),
+    "cispo": Objective(of_tokens, clipped_weight, token_mean, (1.0, 4.0)),  # ratios in [0, 5]
+}
+
+
+def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps_high=None,
+                ref_logp=None, beta=0.0, trainer_old_logp=None, tis_cap=None, total_tokens=None,
+                total_seqs=None, max_len=None, entropy=None):
+    """The policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
+
+    logp, old_logp: (B, T), of the trained policy (differentiable), and of whoever sampled. With
+        quantization noise the two differ from the first update on, so old_logp must be what the
+        sampler recorded.
+    advantages: (B,). mask: (B, T) bool, true on the completion tokens to train on.
+    loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
+    ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
+        estimator k3. Without beta the KL is only measured.
+    trainer_old_logp, tis_cap: (B, T), the trainer's own log-probs, of before the first update or
+        detached of this one. The ratio is then taken against these, and
+        min(pi_trainer / pi_sampler, tis_cap) corrects for the sampler. At GSPO's level both are
+        geometric means: TRL's exp(sum) of a long completion is 0 or the cap.
+    total_tokens, total_seqs: counts over the *global* batch, of tokens in the mask and of
+        completions. Default: this batch's own, which is right only if it is the whole batch.
+    max_len: Dr.GRPO's constant. entropy: (B, T), only measured.
+
+    Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum), for sum_metrics and
+    mean_metrics; sampler_kl is KL(sampler || trainer), k3. ValueError for what contradicts.
+    """
+    check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
+                    tis_cap, max_len)
+    objective = OBJECTIVES[loss]
+    low, high = (own if given is None else given
+                 for given, own in zip((eps_low, eps_high), objective.clip, strict=True))
+
+    difference = partial(masked_difference, mask)
+    own = logp.detach() if trainer_old_logp is None else trainer_old_logp
+    drift = difference(own, old_logp).detach()  # trainer - sampler, token by token
     anchor = old_logp if trainer_old_logp is None else trainer_old_logp
-    log_ratio = difference(logp, anchor)  # (B, T)
-    if loss == "gspo":  # the geometric mean over the tokens, so that one long completion does not overflow
-        log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(logp)  # (B, 1) -> (B, T)
-    ratio, adv = log_ratio.exp(), advantages[:, None].to(logp.dtype)
-    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)  # DAPO: clip-higher is eps_high > eps_low
-    gain = torch.min(ratio * adv, clipped * adv)  # min also where A < 0: the pessimistic bound of PPO
-    with torch.no_grad():
-        own = logp if trainer_old_logp is None else trainer_old_logp
-        drift = difference(own.detach(), old_logp)  # trainer - sampler, token by token
-    if tis_cap is not None:
-        level = (drift.sum(1, keepdim=True) / length).expand_as(drift) if loss == "gspo" else drift
-        gain = gain * level.exp().clamp(max=tis_cap)
-    kl = torch.zeros_like(gain)
-    if ref_logp is not None:
-        d = difference(ref_logp, logp)
-        kl = d.exp() - d - 1
-    per_token = beta * kl - gain if beta else -gain  # (B, T)
+    ratio = objective.level(difference(logp, anchor), mask).exp()  # (B, T)
+    adv = advantages[:, None].to(logp.dtype)  # (B, 1)
+    gain = objective.surrogate(ratio, adv, logp.masked_fill(~mask, 0.0), low, high)
+    if tis_cap is not None:  # what was sampled is not quite from the trainer's policy
+        gain = gain * objective.level(drift, mask).exp().clamp(max=tis_cap)
+    d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp)
+    kl = d.exp() - d - 1  # k3: unbiased, never negative
+    per_token = (beta * kl - gain if beta else -gain) * mask  # (B, T)
 
-    total_tokens = torch.as_tensor(mask.sum() if total_tokens is None else total_tokens).clamp(min=1)
-    total_seqs = torch.as_tensor(mask.any(1).sum() if total_seqs is None else total_seqs).clamp(min=1)
-    per_token = per_token * mask
-    if loss == "dapo":  # token-level over the whole batch: a long completion weighs more than a short one
-        value = per_token.sum() / total_tokens
-    elif loss == "dr_grpo":  # a constant instead of the length, which would favour short right and long wrong answers
-        value = per_token.sum() / (total_seqs * max_len)
-    else:
-        value = (per_token / length).sum() / total_seqs
-
+    tokens = torch.as_tensor(mask.sum() if total_tokens is None else total_tokens).clamp(min=1)
+    seqs = torch.as_tensor(mask.any(1).sum() if total_seqs is None else total_seqs).clamp(min=1)
+    value = objective.normaliser(per_token, mask, tokens, seqs, max_len)
     with torch.no_grad():
-        off = (drift.exp() - 1).abs() > 0.1
         metrics = {
             "loss": value.detach(),
             "tokens": mask.sum(),
-            "clip_low": ((ratio < 1 - eps_low) & (adv < 0) & mask).sum(),  # only where the clip stops the gradient
-            "clip_high": ((ratio > 1 + eps_high) & (adv > 0) & mask).sum(),
-            "kl": (kl.detach() * mask).sum(),
+            # counted only where PPO's clip stops the gradient
+            "clip_low": ((ratio < 1 - low) & (adv < 0) & mask).sum(),
+            "clip_high": ((ratio > 1 + high) & (adv > 0) & mask).sum(),
+            "kl": (kl * mask).sum(),
             "logp_gap": drift.abs().sum(),
             "logp_gap_max": drift.abs().max() if drift.numel() else drift.sum(),
-            "ratio_outside": (off & mask).sum(),
-            "entropy": value.new_zeros(()) if entropy is None else entropy.detach().masked_fill(~mask, 0.0).sum(),
+            "sampler_kl": (drift.exp() - drift - 1).sum(),
+            "ratio_outside": (((drift.exp() - 1).abs() > 0.1) & mask).sum(),
+            "entropy": (mask * 0.0 if entropy is None else entropy.masked_fill(~mask, 0.0)).sum(),
         }
     return value, metrics
 
 
+def masked_difference(mask, a, b):
+    """a - b where the mask is true, else 0: what stands in the padding, nan included, reaches
+    nothing."""
+    return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
+
+
+def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
+                    tis_cap, max_len):
+    if loss not in OBJECTIVES:
+        raise ValueError(f"--loss {loss}: choose one of {', '.join(OBJECTIVES)}")
+    if OBJECTIVES[loss].normaliser is constant and not max_len:
+        raise ValueError(f"--loss {loss} needs max_len, the completion limit it divides by")
+    if beta and ref_logp is None:
+        raise ValueError(f"--beta {beta} needs ref_logp, the log-probs with the adapter off")
+    if (trainer_old_logp is None) != (tis_cap is None):
+        raise ValueError("truncated importance weights need both trainer_old_logp and tis_cap")
+    if not logp.shape == old_logp.shape == mask.shape or advantages.shape != logp.shape[:1]:
+        raise ValueError(f"shapes differ: logp {tuple(logp.shape)}, old_logp "
+                         f"{tuple(old_logp.shape)}, mask {tuple(mask.shape)}, advantages "
+                         f"{tuple(advantages.shape)}")
+
+
 def sum_metrics(parts):
-    """Metrics of several micro-batches -> of all of them: sums, and the maximum of names that end in _max."""
-    return {k: (torch.stack([p[k] for p in parts]).amax(0) if k.endswith("_max") else sum(p[k] for p in parts))
-            for k in parts[0]}
+    """Metrics of several micro-batches -> of all of them: sums, and the maximum of names that end
+    in _max."""
+    return {k: torch.stack([p[k] for p in parts]).amax(0) if k.endswith("_max")
+            else sum(p[k] for p in parts) for k in parts[0]}
 
 
 def mean_metrics(total):
-    """Summed metrics -> floats a token, under the column names of metrics.jsonl (one device synchronisation)."""
+    """Summed metrics -> floats a token, under the column names of metrics.jsonl (one device
+    synchronisation)."""
     names = list(total)
     t = dict(zip(names, torch.stack([total[k].double() for k in names]).tolist(), strict=True))
     n = max(t["tokens"], 1.0)
-    return {"loss": t["loss"], "clip_low_frac": t["clip_low"] / n, "clip_high_frac": t["clip_high"] / n, "kl": t["kl"] / n,
+    return {"loss": t["loss"], "clip_low_frac": t["clip_low"] / n,
+            "clip_high_frac": t["clip_high"] / n, "kl": t["kl"] / n,
             "logp_gap_mean": t["logp_gap"] / n, "logp_gap_max": t["logp_gap_max"],
-            "ratio_outside_frac": t["ratio_outside"] / n, "entropy": t["entropy"] / n}
+            "sampler_kl": t["sampler_kl"] / n, "ratio_outside_frac": t["ratio_outside"] / n,
+            "entropy": t["entropy"] / n}
 
 
 # ---- log-probs through the LM head
 
 
 def log_softmax_chunk(hidden, weight, temperature, valid_vocab):
-    """hidden (c, C), weight (V, C) -> log-probs (c, V), float32 (float64 in float64). Ids >= valid_vocab get -inf."""
+    """hidden (c, C), weight (V, C) -> log-probs (c, V), float32 (float64 in float64). Ids >=
+    valid_vocab get -inf."""
     x = logits(hidden, weight)
     x[:, valid_vocab:] = -torch.inf  # Qwen's embedding has rows past the tokenizer's last id
     if temperature != 1.0:
@@ -162,18 +259,23 @@ def log_softmax_chunk(hidden, weight, temperature, valid_vocab):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log p(target) and entropy, chunk by chunk over the tokens; nothing wider than a chunk's (c, V) lives in either pass.
+    """log p(target) and entropy, chunk by chunk over the tokens; nothing wider than a chunk's (c,
+    V) lives in either pass.
 
-    The upstream gradient of a token is one number, so d logp / d hidden (S, C) can be finished in forward, while the chunk's
-    softmax is at hand: with frozen weights (LoRA) the backward is one multiplication and never sees the vocabulary again. The
-    weight's gradient needs the upstream numbers first, so it recomputes the chunks.
+    The upstream gradient of a token is one number, so d logp / d hidden (S, C) can be finished in
+    forward, while the chunk's softmax is at hand: with frozen weights (LoRA) the backward is one
+    multiplication and never sees the vocabulary again. The weight's gradient needs the upstream
+    numbers first, so it recomputes the chunks.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, valid_vocab, chunk, need_hidden, need_weight):
+    def forward(ctx, hidden, weight, targets, temperature, valid_vocab, chunk, need_hidden,
+                need_weight):
         acc = torch.promote_types(hidden.dtype, torch.float32)
-        logp, entropy = (torch.empty(len(hidden), dtype=acc, device=hidden.device) for _ in range(2))
-        slope = torch.empty_like(hidden) if need_hidden else None  # (S, C): -temperature * d logp / d hidden
+        logp = torch.empty(len(hidden), dtype=acc, device=hidden.device)
+        entropy = torch.empty_like(logp)
+        # (S, C): -temperature * d logp / d hidden
+        slope = torch.empty_like(hidden) if need_hidden else None
         for i in range(0, len(hidden), chunk):
             s = slice(i, i + chunk)
             lp = log_softmax_chunk(hidden[s], weight, temperature, valid_vocab)  # (c, V)
@@ -182,7 +284,8 @@ class TokenLogprobs(torch.autograd.Function):
             p = lp.exp_()
             entropy[s] = torch.special.entr(p).sum(1)  # -p log p, and 0 at p = 0
             if need_hidden:
-                p.scatter_add_(1, t, p.new_full(t.shape, -1.0))  # p - onehot, before rounding to bf16: no cancellation after
+                # p - onehot, before rounding to bf16: no cancellation after
+                p.scatter_add_(1, t, p.new_full(t.shape, -1.0))
                 slope[s] = p.to(weight.dtype) @ weight  # (c, V) @ (V, C)
             del lp, p  # before the next chunk allocates
         ctx.temperature, ctx.valid_vocab, ctx.chunk = temperature, valid_vocab, chunk
@@ -199,10 +302,12 @@ class TokenLogprobs(torch.autograd.Function):
         grad_weight = None
         if saved:
             hidden, weight, targets = saved
-            grad_weight = torch.zeros_like(weight, dtype=grad.dtype)  # float32: a sum over many chunks in bf16 would stall
+            # float32: a sum over many chunks in bf16 would stall
+            grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
             for i in range(0, len(hidden), ctx.chunk):
                 s = slice(i, i + ctx.chunk)
-                p = log_softmax_chunk(hidden[s], weight, ctx.temperature, ctx.valid_vocab).exp_()  # (c, V)
+                p = log_softmax_chunk(hidden[s], weight, ctx.temperature, ctx.valid_vocab)
+                p = p.exp_()  # (c, V)
                 t = targets[s, None]
                 p.scatter_add_(1, t, p.new_full(t.shape, -1.0)).mul_(grad[s, None])
                 grad_weight += p.to(hidden.dtype).t() @ hidden[s]  # (V, c) @ (c, C)
@@ -212,22 +317,177 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, chunk=None):
-    """log p(target) and entropy (nats) of softmax(hidden @ weight.T / temperature): (S,), (S,), float32.
+    """log p(target) and entropy (nats) of softmax(hidden @ weight.T / temperature): (S,), (S,),
+    float32.
 
-    hidden (S, C): final-normed states of the positions that *predict* the targets; weight (V, C): the LM head; targets (S,) long
-    in [0, valid_vocab). Ids >= valid_vocab have probability 0. logp is differentiable in hidden, and in weight if it requires
-    grad; the entropy is a detached metric. `chunk`: tokens at a time; default: at most 0.5 GiB of float32 logits.
-    Gather the positions you need before the call: prompt and padding positions cost as much as the others. Any S, 0 included.
+    hidden (S, C): final-normed states of the positions that *predict* the targets; weight (V, C):
+    the LM head; targets (S,) long in [0, valid_vocab). Ids >= valid_vocab have probability 0. logp
+    is differentiable in hidden, and in weight if it requires grad; the entropy is a detached
+    metric. `chunk`: tokens at a time; default: at most 0.5 GiB of float32 logits. Gather the
+    positions you need before the call: prompt and padding positions cost as much as the others. Any
+    S, 0 included.
     """
     if temperature <= 0:
-        raise ValueError(f"--temperature {temperature}: must be > 0; greedy decoding has no log-prob to train on")
+        raise ValueError(f"--temperature {temperature}: must be > 0; greedy decoding has no "
+                         "log-prob to train on")
     V = weight.shape[0]
     valid_vocab = V if valid_vocab is None else valid_vocab
     if not 0 < valid_vocab <= V:
         raise ValueError(f"valid_vocab {valid_vocab} is outside 1..{V}, the rows of the LM head")
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}: want (S, C) and (S,)")
+        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}: want "
+                         "(S, C) and (S,)")
     chunk = max(1, 2**27 // V) if chunk is None else chunk
     grad = torch.is_grad_enabled()
     return TokenLogprobs.apply(hidden, weight, targets, float(temperature), valid_vocab, chunk,
                                grad and hidden.requires_grad, grad and weight.requires_grad)
+
+
+# ---- one optimizer step
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one optimizer step needs to know. Names and meanings are those of train.py's flags."""
+
+    loss: str = "grpo"
+    eps_low: float | None = None
+    eps_high: float | None = None
+    beta: float = 0.0
+    old_logp: str = "sampler"  # what the ratio is taken against: sampler | trainer | current
+    tis_cap: float = 2.0
+    overlong: str = "none"
+    max_new_tokens: int = 4096
+    temperature: float = 1.0
+    micro_batch_tokens: int = 16384
+    grad_clip: float = 0.2
+
+
+def completion_logprobs(model, completions, temperature):
+    """(logp (B, T), entropy (B, T), mask (B, T)) of B completions, under the model as it is now:
+    its noise, its adapter."""
+    device = model.embed.weight.device
+    full = [c.prompt + c.ids for c in completions]
+    L = max(map(len, full))
+    # (B, L), padded on the right
+    ids = torch.tensor([f + [0] * (L - len(f)) for f in full], device=device)
+    start = torch.tensor([len(c.prompt) for c in completions], device=device)[:, None]  # (B, 1)
+    length = torch.tensor([len(c.ids) for c in completions], device=device)  # (B,)
+    place = torch.arange(L - 1, device=device)  # place j predicts token j + 1
+    predicts = (place >= start - 1) & (place < start - 1 + length[:, None])  # (B, L-1)
+    hidden = model.hidden(ids)[:, :-1][predicts]  # (B, L-1, C) -> (S, C)
+    logp, entropy = token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][predicts], temperature,
+                                   model.valid_vocab)
+    mask = lengths_to_mask(length)  # (B, T)
+    blank = torch.zeros(mask.shape, dtype=logp.dtype, device=device)
+    # (S,) -> (B, T)
+    return blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy), mask
+
+
+def micro_batches(completions, token_budget):
+    """Completions sorted by length and cut so that rows x longest stays within the budget (one row
+    always goes)."""
+
+    def size(c):
+        return len(c.prompt) + len(c.ids)
+
+    batch = []
+    for c in sorted(completions, key=size):
+        if batch and (len(batch) + 1) * size(c) > token_budget:
+            yield batch
+            batch = []
+        batch.append(c)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def record_trainer_logprobs(model, completions, settings):
+    """Fill `trainer_logprobs` of each completion: a pass of its own, before any parameter moves
+    (--old-logp trainer)."""
+    for batch in micro_batches(completions, settings.micro_batch_tokens):
+        logp, _, mask = completion_logprobs(model, batch, settings.temperature)
+        for c, values, m in zip(batch, logp, mask, strict=True):
+            c.trainer_logprobs = values[m].tolist()
+
+
+def batch_loss(model, batch, settings, total_tokens, total_seqs):
+    """policy_loss of one micro-batch, with the reference and the ratio's anchor that `settings` ask
+    for."""
+    s, device, reference = settings, model.embed.weight.device, None
+
+    def padded(rows):  # a list a completion -> (B, T)
+        T = max(map(len, rows))
+        return torch.tensor([r + [0.0] * (T - len(r)) for r in rows], device=device)
+
+    if s.beta:
+        with torch.no_grad(), lora.disabled(model):  # the base: the same model, adapter off
+            reference = completion_logprobs(model, batch, s.temperature)[0]
+    logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
+    anchor = None
+    if s.old_logp == "trainer":
+        anchor = padded([c.trainer_logprobs for c in batch])
+    elif s.old_logp == "current":  # the ratio is 1: the plain policy gradient, weighted
+        anchor = logp.detach()
+    advantages = torch.tensor([c.advantage for c in batch], device=device)
+    return policy_loss(
+        logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, s.eps_low, s.eps_high,
+        reference, s.beta, anchor, None if anchor is None else s.tis_cap, total_tokens, total_seqs,
+        s.max_new_tokens, entropy)
+
+
+def update(model, optimizer, completions, settings):
+    """One optimizer step on whole groups -> (summed metrics, gradient norm before clipping), or
+    None if none is trained.
+
+    The loss is normalised by the counts of all completions, so that micro-batches add up to the
+    full-batch loss. ValueError for a gradient that is not finite; nothing has then changed."""
+    trained, parts = completions, []
+    if settings.overlong == "mask":  # DAPO: what was cut is neither right nor wrong
+        trained = [c for c in completions if c.finished]
+    if not trained:
+        return None
+    # Dr.GRPO divides by a constant: it counts the masked completions as well
+    counted = completions if OBJECTIVES[settings.loss].normaliser is constant else trained
+    total_tokens = sum(len(c.ids) for c in trained)
+    for batch in micro_batches(trained, settings.micro_batch_tokens):
+        loss, metrics = batch_loss(model, batch, settings, total_tokens, len(counted))
+        loss.backward()
+        parts.append(metrics)
+    norm = torch.nn.utils.clip_grad_norm_(optimizer.params, settings.grad_clip).item()
+    if not math.isfinite(norm):
+        optimizer.zero_grad(set_to_none=True)
+        raise ValueError(f"the gradient norm is {norm}; nothing was updated. Lower --lr, or look "
+                         "for broken weights in --model")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return sum_metrics(parts), norm
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW on float32 masters: 16-bit parameters (full training) are copied back after each step;
+    LoRA's are masters already."""
+
+    def __init__(self, params, lr, betas, weight_decay):
+        self.params = params
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in params]
+        super().__init__(self.masters, lr, betas, weight_decay=weight_decay)
+
+    @torch.no_grad()
+    def step(self):
+        pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p is not m]
+        for p, m in pairs:
+            m.grad = None if p.grad is None else p.grad.float()
+        super().step()
+        for p, m in pairs:
+            p.copy_(m)
+            p.grad = m.grad = None
+
+
+def learning_rate(step, total, peak, warmup):
+    """Linear warm-up over the first `warmup` (a share) of `total` optimizer steps, then a cosine to
+    0."""
+    warm = max(1, round(warmup * total))
+    if step < warm:
+        return peak * (step + 1) / warm
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))

@@ -61,6 +61,13 @@ class RMSNorm(nn.Module):
         return (h * (self.weight.float() + self.noise)).to(x.dtype)
 
 
+def random_init(weight):
+    """N(0, 0.02^2), for training from scratch. Not on meta tensors: torch would spend seconds on
+    importing its compiler first."""
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=0.02)
+
+
 class Linear(nn.Module):
     """y = x W^T + b for W (N, K), in 16 bits.
 
@@ -84,7 +91,7 @@ class Linear(nn.Module):
         self.shape = sum(self.parts.values()), in_features
         self.weight = nn.Parameter(torch.empty(self.shape))
         self.bias = nn.Parameter(torch.zeros(self.shape[0])) if bias else None
-        nn.init.normal_(self.weight, std=0.02)
+        random_init(self.weight)
 
     @property
     def base(self):
@@ -221,8 +228,9 @@ class Transformer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config, self.checkpointing, self.valid_vocab = config, False, config.vocab_size
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        nn.init.normal_(self.embed.weight, std=0.02)
+        V, C = config.vocab_size, config.hidden_size
+        self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)
+        random_init(self.embed.weight)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})

@@ -1,9 +1,11 @@
 """
-Curves of one or several training runs from their metrics.jsonl, as one PNG: reward, accuracy, entropy, completion length,
-gradient norm, the gap between sampler and trainer, the noise level and the speed.
+Curves of one or several training runs from their metrics.jsonl, as one PNG: reward, accuracy,
+entropy, completion length, gradient norm, sampler-trainer gap, noise level and speed.
 
-Each panel shows the steps as logged (faint) and their trailing mean (bold). Columns that no run has are left out, so old files
-and files of other programs with the same names work. Left out: anything interactive; load metrics.jsonl with pandas for that.
+What is drawn is what was logged; --smooth N draws means instead, and the axis says so. Runs that
+differ in their seed alone are one line: their mean, in a band from the least to the greatest, over
+the steps that all of them have. The legend names the flags that differ. Columns that no run has
+are left out, so files of other programs work too.
 
     python plot.py runs/demo
     python plot.py runs/bf16 runs/nvfp4 runs/nvfp4_aqn --x seconds --out compare.png
@@ -11,34 +13,58 @@ and files of other programs with the same names work. Left out: anything interac
 import argparse
 import json
 import math
+from os.path import commonprefix
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-PANELS = [  # title, columns (the first solid, the second dashed), how the y axis reads
+PANELS = [  # title, columns (the second drawn thin), how the y axis reads
     ("reward", ["reward"], "linear"),
+    ("held-out accuracy", ["eval_accuracy"], "percent"),
     ("accuracy of the samples", ["accuracy"], "percent"),
     ("entropy (nats a token)", ["entropy"], "linear"),
     ("completion length (tokens)", ["length_mean"], "count"),
     ("gradient norm", ["grad_norm"], "linear"),
     ("|log-prob gap|, sampler to trainer", ["logp_gap_mean"], "log"),
     ("noise $\\sigma$", ["sigma"], "log"),
-    ("tokens/s", ["rollout_tok_s", "update_tok_s"], "count"),
+    ("tokens/s of rollout (thin: update)", ["rollout_tok_s", "update_tok_s"], "count"),
 ]
-COLORS = ["#0b6e99", "#d9541e", "#2a9d5c", "#8e4fa8", "#c9a100", "#5a5a5a", "#d1478c", "#3fb0c9"]
+# Okabe and Ito's colours without the yellow, which is lost on white; in grey print line styles and
+# markers tell runs apart. Seven and four have no common divisor, so 28 looks before one returns.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000"]
+STYLES = ["-", (0, (4, 1.2)), (0, (1, 1)), (0, (5, 1.2, 1, 1.2))]
+MARKERS = "os^D"
+
+
+def look(i):
+    """Colour, line style and marker of line `i`."""
+    return {"color": COLORS[i % 7], "ls": STYLES[i % 4], "marker": MARKERS[i % 4], "ms": 4}
+
+
+def dress(ax, title, xlabel):
+    """What all pictures here share; bench.py's too."""
+    ax.set_title(title, fontsize=9.5, loc="left")
+    ax.set_xlabel(xlabel, fontsize=8, color="#555555")
+    ax.set_xmargin(0.02)
+    ax.grid(True, color="#e6e6e6", lw=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color("#999999")
+    ax.tick_params(labelsize=8, color="#999999", labelcolor="#444444", which="both")
 
 
 def read(run):
-    """A run folder (or a metrics.jsonl itself) -> its rows, list of dicts in the order of their steps.
+    """A run folder (or a metrics.jsonl itself) -> its rows, dicts in the order of their steps.
 
-    A last line that is not complete is dropped: the run may be writing it. A step logged twice (killed, resumed) counts once,
-    as logged last. FileNotFoundError without the file; ValueError for a broken line before the last, or no row at all."""
-    run = Path(run)
-    path = run if run.is_file() else run / "metrics.jsonl"
+    A last line that is not complete is dropped: the run may be writing it. A step logged twice
+    (killed, resumed) counts once, as logged last. FileNotFoundError without the file; ValueError
+    for a broken line before the last, or no row at all."""
+    path = Path(run) if Path(run).is_file() else Path(run) / "metrics.jsonl"
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; RUN is a folder that train.py --out wrote (it holds metrics.jsonl)")
+        raise FileNotFoundError(f"{path}: no such file; RUN is a folder that train.py --out wrote "
+                                "(it holds metrics.jsonl)")
     lines, rows = path.read_text(errors="replace").splitlines(), {}
     for n, line in enumerate(lines, 1):
         if not line.strip():
@@ -48,10 +74,30 @@ def read(run):
             rows[int(row["step"])] = row
         except (ValueError, TypeError, KeyError) as e:
             if n < len(lines):
-                raise ValueError(f"{path}, line {n}: not a metrics row ({type(e).__name__}: {e}); remove the line") from None
+                raise ValueError(f"{path}, line {n}: not a metrics row ({type(e).__name__}: {e}); "
+                                 "remove the line") from None
     if not rows:
         raise ValueError(f"{path}: no complete row yet; wait for the first step")
     return [rows[step] for step in sorted(rows)]
+
+
+def beside(run, name):
+    """The dict in the JSON file `name` of a run's folder; {} without that file."""
+    path = (Path(run).parent if Path(run).is_file() else Path(run)) / name
+    try:
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+    except (ValueError, TypeError):
+        raise ValueError(f"{path}: not a JSON object; remove it to plot without it") from None
+
+
+def with_summary(run, rows):
+    """`rows`; if they hold no held-out accuracy, with summary.json's: before training at step -1,
+    after it at the last step."""
+    summary = beside(run, "summary.json")
+    if "accuracy_before" not in summary or any("eval_accuracy" in row for row in rows):
+        return rows
+    first = {"step": -1, "seconds": 0.0, "eval_accuracy": summary["accuracy_before"]}
+    return [first, *rows[:-1], {**rows[-1], "eval_accuracy": summary.get("accuracy_after")}]
 
 
 def column(rows, name):
@@ -64,53 +110,111 @@ def trailing_mean(values, width):
     out = []
     for i in range(len(values)):
         window = [v for v in values[max(0, i - width + 1) : i + 1] if math.isfinite(v)]
-        out.append(sum(window) / len(window) if window else math.nan)
+        out.append(fmean(window) if window else math.nan)
     return out
 
 
-def labels(runs):
+def over_seeds(seeds, name, smooth=1):
+    """A column of several runs (their rows) -> lists (mean, least, greatest) of one value a step,
+    at the steps that all of them have; nan where no run has a value."""
+    runs = [dict(zip((row["step"] for row in rows), trailing_mean(column(rows, name), smooth),
+                     strict=True)) for rows in seeds]
+    steps = sorted(set.intersection(*map(set, runs)))
+    values = [[run[s] for run in runs if math.isfinite(run[s])] or [math.nan] for s in steps]
+    return [[f(v) for v in values] for f in (fmean, min, max)]
+
+
+def names(runs):
     """A short name for each run: the folder's, or the whole path where two would be the same."""
-    paths = [Path(r) for r in runs]
-    names = [p.resolve().parent.name if p.name == "metrics.jsonl" else p.resolve().stem if p.is_file() else p.resolve().name
-             for p in paths]
-    return [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
+    paths = [Path(r).parent if Path(r).name == "metrics.jsonl" else Path(r) for r in runs]
+    short = [p.resolve().stem if p.is_file() else p.resolve().name for p in paths]
+    return [n if short.count(n) == 1 else str(r) for n, r in zip(short, runs, strict=True)]
 
 
-def plot(runs, out, x="step", smooth=5):
-    """Draw the curves of `runs` (folders) over x ("step" or "seconds") into the file `out`; returns its Path.
+def shown(value):
+    """A flag's value as a legend has room for it."""
+    if value is None or isinstance(value, bool):
+        return {True: "on", False: "off", None: "none"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value).rstrip("/").split("/")[-1]
 
-    Errors: those of `read`; ValueError if x is in none of the rows, or for a file type that matplotlib cannot write."""
-    data, names, out = [read(run) for run in runs], labels(runs), Path(out)
+
+def lines(runs):
+    """[(label, runs)] of the lines to draw: runs whose flags differ in their seed alone are one.
+
+    Labels are the flags that differ between lines ("quant=none aqn=off"); folder names where none
+    does, more than four do, they do not tell all lines apart, or a run has no config.json."""
+    found = []  # (flags, {seed: (run, its name)})
+    for run, name in zip(runs, names(runs), strict=True):
+        flags = beside(run, "config.json")
+        seed = flags.pop("seed", None)
+        flags = {k: v for k, v in flags.items() if k not in ("out", "resume")}
+        alike = [seeds for other, seeds in found if flags and other == flags and seed not in seeds]
+        if alike:
+            alike[0][seed] = run, name
+        else:
+            found.append((flags, {seed: (run, name)}))
+    every, many = [flags for flags, _ in found], [[*seeds.values()] for _, seeds in found]
+    differ = [k for k in every[0] if all(k in f for f in every) and
+              any(f[k] != every[0][k] for f in every)]
+    labels = [" ".join(f"{k.replace('_', '-')}={shown(f[k])}" for k in differ) for f in every]
+    if not 1 <= len(differ) <= 4 or len({*labels}) < len(labels):
+        labels = [commonprefix([name for _, name in m]) + "*" * (len(m) > 1) for m in many]
+    return [(label + (f" ({len(m)} seeds)" if len(m) > 1 else ""), [run for run, _ in m])
+            for label, m in zip(labels, many, strict=True)]
+
+
+def curve(ax, seeds, name, x, smooth, **options):
+    """Draw one column of the runs `seeds` (their rows)."""
+    [xs, _, _], [ys, low, high] = over_seeds(seeds, x), over_seeds(seeds, name, smooth)
+    if name == "eval_accuracy":  # measured at some steps only, with an error
+        if len(seeds) == 1:
+            error = column(seeds[0], "eval_stderr")
+            low, high = ([y + sign * e for y, e in zip(ys, error, strict=True)] for sign in (-1, 1))
+        at = [i for i, y in enumerate(ys) if math.isfinite(y)]
+        bars = [[max(0, ys[i] - low[i]) for i in at], [max(0, high[i] - ys[i]) for i in at]]
+        if len(at) < 3:  # before and after: the way between them was not measured
+            options["ls"] = "none"
+        ax.errorbar([xs[i] for i in at], [ys[i] for i in at], bars, elinewidth=0.8, capsize=2,
+                    **options)
+        return
+    # a line of one step would be invisible without its marker; the noise is constant in a stage
+    ax.plot(xs, ys, markevery=[] if len(ys) > 2 else None,
+            drawstyle="steps-post" if name == "sigma" else "default", **options)
+    if len(seeds) > 1:
+        ax.fill_between(xs, low, high, color=options["color"], alpha=0.18, lw=0)
+
+
+def plot(runs, out, x="step", smooth=1):
+    """Draw the curves of `runs` (folders) over x ("step" or "seconds") into the file `out`; returns
+    its Path. smooth: steps in the mean that is drawn in place of each step's value, 1 for none.
+
+    Errors: those of `read`; ValueError if x is in none of the rows of a run, for a broken JSON file
+    beside them, or for a file type that matplotlib cannot write."""
+    data, out = {run: with_summary(run, read(run)) for run in runs}, Path(out)
     if not out.resolve().parent.is_dir():
-        raise FileNotFoundError(f"--out {out}: the folder {out.resolve().parent} does not exist; make it first")
-    for run, rows in zip(runs, data, strict=True):
+        raise FileNotFoundError(f"--out {out}: the folder {out.resolve().parent} does not exist; "
+                                "make it first")
+    for run, rows in data.items():
         if not any(math.isfinite(v) for v in column(rows, x)):
             raise ValueError(f"--x {x}: {run} logged no such column; choose another")
-
-    def drawable(name, scale):  # a log axis has no place for the zeros of a run without noise
-        return any(math.isfinite(v) and (v > 0 or scale != "log") for rows in data for v in column(rows, name))
-
-    panels = [p for p in PANELS if any(drawable(c, p[2]) for c in p[1])]
+    # a log axis has no place for the zeros of a run without noise
+    floor = {"log": 0.0}
+    panels = [p for p in PANELS if any(v > floor.get(p[2], -math.inf) for rows in data.values()
+                                       for name in p[1] for v in column(rows, name))]
     if not panels:
-        raise ValueError(f"{runs[0]}: metrics.jsonl has none of the columns {', '.join(c for p in PANELS for c in p[1])}")
-    wide = min(4, len(panels))
+        known = ", ".join(c for p in PANELS for c in p[1])
+        raise ValueError(f"{runs[0]}: metrics.jsonl has none of the columns {known}")
+    drawn, wide = lines(runs), min(3, len(panels))
     tall = math.ceil(len(panels) / wide)
-    fig = Figure(figsize=(3.7 * wide, 2.7 * tall + 0.6), layout="constrained")
+    fig = Figure(figsize=(3 * wide, 2.2 * tall + 0.4), layout="constrained")
     for n, (title, columns, scale) in enumerate(panels):
         ax = fig.add_subplot(tall, wide, n + 1, sharex=fig.axes[0] if n else None)
-        for r, rows in enumerate(data):
-            color, xs = COLORS[r % len(COLORS)], column(rows, x)
-            for style, name in zip(("-", (0, (3, 1.5))), columns, strict=False):
-                ys = column(rows, name)
-                if name == "sigma":
-                    ax.plot(xs, [y if y > 0 else math.nan for y in ys], color=color, lw=1.8, drawstyle="steps-post")
-                    continue
-                dots = {"marker": "o", "ms": 3} if len(ys) < 3 else {}  # one step alone is a point, not a line
-                ax.plot(xs, ys, color=color, lw=0.8, alpha=0.3, ls=style)
-                ax.plot(xs, trailing_mean(ys, smooth), color=color, lw=1.8, ls=style, **dots)
-        ax.set_title(title, fontsize=10, loc="left", color="#222222")
-        ax.set_xlabel(x, fontsize=8, color="#666666")
-        ax.set_xmargin(0.02)
+        mean = 1 if columns[0] in ("eval_accuracy", "sigma") else smooth
+        for i, (label, members) in enumerate(drawn):
+            for c, name in enumerate(columns):
+                curve(ax, [data[run] for run in members], name, x, mean, **look(i),
+                      lw=0.7 if c else 1.5, label=None if c else label)
+        dress(ax, title, x + (f", mean of the last {mean}" if mean > 1 else ""))
         if scale == "log":
             ax.set_yscale("log", nonpositive="mask")
         if scale == "percent":
@@ -118,34 +222,33 @@ def plot(runs, out, x="step", smooth=5):
         if scale == "count":
             ax.set_ylim(bottom=0)
             ax.yaxis.set_major_formatter(EngFormatter(sep=""))
-        if len(columns) > 1:
-            ax.legend([Line2D([], [], color="#666666", ls=s) for s in ("-", (0, (3, 1.5)))],
-                      [c.split("_")[0] for c in columns], fontsize=8, frameon=False)
-        ax.grid(True, color="#e6e6e6", lw=0.7)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["left", "bottom"]].set_color("#999999")
-        ax.tick_params(labelsize=8, color="#999999", labelcolor="#444444", which="both")
-    handles = [Line2D([], [], color=COLORS[r % len(COLORS)], lw=2.5) for r in range(len(runs))]
-    fig.legend(handles, names, loc="outside upper left", ncols=min(4, len(runs)), frameon=False, fontsize=10)
-    fig.savefig(out, dpi=130)
+    handles, texts = fig.axes[0].get_legend_handles_labels()
+    columns = max(1, min(len(texts), 110 // (max(map(len, texts)) + 10)))  # as many as fit abreast
+    fig.legend(handles, texts, loc="outside upper left", frameon=False, ncols=columns, fontsize=9,
+               handlelength=3.5)
+    fig.savefig(out, dpi=160)
     return out
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Plot the curves of training runs from their metrics.jsonl.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder of train.py, or a metrics.jsonl; several are overlaid")
-    parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or compare.png for several runs")
+    parser = argparse.ArgumentParser(
+        description="Plot the curves of training runs from their metrics.jsonl.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("runs", metavar="RUN", nargs="+",
+                        help="run folder of train.py, or a metrics.jsonl; several are overlaid")
+    parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or "
+                        "compare.png for several runs")
     parser.add_argument("--x", choices=["step", "seconds"], default="step", help="horizontal axis")
-    parser.add_argument("--smooth", type=int, default=5, help="steps in the trailing mean; 1 turns it off")
+    parser.add_argument("--smooth", type=int, default=1, metavar="N",
+                        help="draw the mean of the last N steps; 1 draws what was logged")
     a = parser.parse_args(argv)
     if a.smooth < 1:
         parser.error(f"--smooth {a.smooth}: must be at least 1")
     first = Path(a.runs[0])
-    default = "compare.png" if len(a.runs) > 1 else (first.parent if first.is_file() else first) / "metrics.png"
+    folder = first.parent if first.is_file() else first
+    out = a.out or ("compare.png" if len(a.runs) > 1 else folder / "metrics.png")
     try:
-        print(f"wrote {plot(a.runs, a.out or default, a.x, a.smooth)}")
+        print(f"wrote {plot(a.runs, out, a.x, a.smooth)}")
     except (ValueError, OSError) as e:
         parser.error(str(e))
 

@@ -1,20 +1,21 @@
 """
 Sampling: prompts in, completions with the log-prob of each token out.
 
-`generate` is what training, evaluation and the command line call. A prompt is prefilled once and its keys and values are
-copied to the rows of its group; then all rows decode together, one token a step. A row lives in a slot: when it finishes, a
-waiting row takes the slot, and when none waits, the last row moves into the hole and the batch shrinks.
+`generate` is what training, evaluation and the command line call. A prompt is prefilled once and
+its keys and values are copied to the rows of its group; then all rows decode together, one token a
+step. A row lives in a slot: when it finishes, a waiting row takes the slot, and when none waits,
+the last row moves into the hole and the batch shrinks.
 
-What a row draws depends on (seed, prompt index, sample index, position) and its logits, never on who else was in the batch.
-engine.py has the engines: the model's modules on the CPU, CUDA graphs of decode.py's kernels on the GPU. The latter stays on the
-model between calls, with its keys and values, until `release(model)`.
+What a row draws depends on (seed, prompt index, sample index, position) and its logits, never on
+who else was in the batch. runtime/engine.py has the engines: the model's modules on the CPU, CUDA
+graphs of decode.py's kernels on the GPU. The latter stays on the model between calls, with its keys
+and values, until `release(model)`.
 
 Left out: beam search, repetition penalties, stop strings, speculative decoding.
 
     python sample.py --prompt "What is 3 + 4 * 5?"
     python sample.py --model Qwen/Qwen2.5-0.5B-Instruct --file prompts.txt --out out.jsonl --n 4
 """
-import argparse
 import json
 import sys
 import time
@@ -25,8 +26,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from runtime import flags
 from runtime.draw import row_keys
 from runtime.engine import Eager, engine_for, onednn_linears, prefill, release
+from runtime.tokenizer import styled
+from weights.files import whole
 
 __all__ = ["Sample", "generate", "release"]
 MAX_ROWS = 256  # rows that decode together, if the caller does not say
@@ -34,9 +38,10 @@ MAX_ROWS = 256  # rows that decode together, if the caller does not say
 
 @dataclass
 class Sample:
-    """One completion. ids: tokens, the EOS included if it was drawn. logprobs: of each, under softmax(logits / temperature) over
-    the whole tokenizer vocabulary (also when top_p < 1 cut the tail before drawing; at temperature 0, under softmax(logits)).
-    finished: ended with EOS, not at the length limit."""
+    """One completion. ids: tokens, the EOS included if it was drawn. logprobs: of each, under
+    softmax(logits / temperature) over the whole tokenizer vocabulary (also when top_p < 1 cut the
+    tail before drawing; at temperature 0, under softmax(logits)). finished: ended with EOS, not at
+    the length limit."""
 
     ids: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
@@ -44,15 +49,19 @@ class Sample:
 
 
 @torch.no_grad()
-def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0, eos_ids=(), seed=0, max_rows=None,
-             progress=False, on_token=None, eager=False):
-    """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n Samples.
+def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0, eos_ids=(),
+             seed=0, max_rows=None, progress=False, on_token=None, eager=False):
+    """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n
+    Samples.
 
-    max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode together (default: MAX_ROWS, or
-    what fits the GPU's memory; the others wait). progress: a live line (rows done, tokens/s). on_token(prompt, sample, id) is
-    called as tokens arrive, for streaming. eager: the reference engine on the GPU too. ValueError names the flag when an argument
-    is out of range, a prompt does not fit the model, or no row fits the memory."""
-    limits = list(max_new_tokens) if isinstance(max_new_tokens, (list, tuple)) else [max_new_tokens] * len(prompts)
+    max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
+    together (default: MAX_ROWS, or what fits the GPU's memory; the others wait). progress: a live
+    line (rows done, tokens/s). on_token(prompt, sample, id) is called as tokens arrive, for
+    streaming. eager: the reference engine on the GPU too. ValueError names the flag when an
+    argument is out of range, a prompt does not fit the model, or no row fits the memory."""
+    limits = max_new_tokens
+    if not isinstance(limits, (list, tuple)):
+        limits = [max_new_tokens] * len(prompts)
     check_arguments(model, prompts, n, limits, temperature, top_p, max_rows)
     out = [[Sample() for _ in range(n)] for _ in prompts]
     if not prompts:
@@ -69,18 +78,22 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
             engine = engine_for(model, slots, max_len, top_p)
         engine.begin(temperature, top_p, eos)
         with onednn_linears(model):
-            decode_all(model, engine, prompts, out, limits, keys, eos, min(slots, engine.slots), progress, on_token)
+            decode_all(model, engine, prompts, out, limits, keys, eos, min(slots, engine.slots),
+                       progress, on_token)
     return out
 
 
 def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, on_token):
-    """generate's loop: every (prompt, sample) through a slot of the engine, its tokens into out[prompt][sample]."""
+    """generate's loop: every (prompt, sample) through a slot of the engine, its tokens into
+    out[prompt][sample]."""
     waiting = deque((p, j) for p, group in enumerate(out) for j in range(len(group)))
-    live, held = [], [None] * slots  # live[s]: the (prompt, sample) in slot s; held[s]: the prompt whose cache lies there
+    # live[s]: the (prompt, sample) in slot s; held[s]: the prompt whose cache lies there
+    live, held = [], [None] * slots
     bar = tqdm(total=len(waiting), unit="row", desc="sample", leave=False, disable=not progress)
     begin, tokens, free = time.perf_counter(), 0, list(range(slots))
     while True:
-        # waiting rows take the free slots, lowest first; what is left free is closed by moving the last rows down
+        # waiting rows take the free slots, lowest first; what is left free is closed by moving the
+        # last rows down
         starts = []
         while waiting and free:
             s = free.pop(0)
@@ -94,10 +107,12 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
         if not live:
             break
         if starts:
-            fill(model, engine, prompts, starts, live, held)
+            bring_prompts(model, engine, prompts, starts, live, held)
             rows = [live[s] for s in starts]
-            engine.start(starts, [prompts[p][-1] for p, _ in rows], [len(prompts[p]) - 1 for p, _ in rows],
-                         [limits[p] for p, _ in rows], torch.stack([keys[p, j] for p, j in rows]).to(engine.cache.k.device))
+            row_key = torch.stack([keys[p, j] for p, j in rows]).to(engine.cache.k.device)
+            engine.start(starts, [prompts[p][-1] for p, _ in rows],
+                         [len(prompts[p]) - 1 for p, _ in rows], [limits[p] for p, _ in rows],
+                         row_key)
         left = max(limits[p] - len(out[p][j].ids) for p, j in live)
         new_ids, new_logprobs = engine.run(len(live), left)
         free = []
@@ -116,13 +131,15 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
                     on_token(p, j, t)
         bar.update(len(free))
         if progress:
-            bar.set_postfix_str(f"{len(live) - len(free)} live, {tokens / (time.perf_counter() - begin):.0f} tokens/s")
+            speed = tokens / (time.perf_counter() - begin)
+            bar.set_postfix_str(f"{len(live) - len(free)} live, {speed:.0f} tokens/s")
     bar.close()
 
 
-def fill(model, engine, prompts, starts, live, held):
-    """Bring the prompt of each starting row into its slot: it may lie there already, or in the slot of another row of its
-    group, else it is prefilled. While a prompt has rows waiting, some slot always holds it, since freed slots go to them."""
+def bring_prompts(model, engine, prompts, starts, live, held):
+    """Bring the prompt of each starting row into its slot: it may lie there already, or in the slot
+    of another row of its group, else it is prefilled. While a prompt has rows waiting, some slot
+    always holds it, since freed slots go to them."""
     fresh = {}  # prompt -> the slot it is prefilled into
     where = {p: s for s, p in enumerate(held) if p is not None}
     copies = []
@@ -134,7 +151,8 @@ def fill(model, engine, prompts, starts, live, held):
             where[p] = fresh[p] = s
         elif where[p] != s:
             copies.append((p, s))
-    # a slot that still holds another group's prompt may be its only copy: read those before they are overwritten
+    # a slot that still holds another group's prompt may be its only copy: read those before they
+    # are overwritten
     for p, s in copies:
         if p not in fresh:
             engine.copy_row(where[p], s, len(prompts[p]) - 1)
@@ -150,7 +168,8 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
     if n < 1:
         raise ValueError(f"--n {n}: must be at least 1")
     if any(m < 1 for m in limits) or len(limits) != len(prompts):
-        raise ValueError(f"--max-new-tokens {min(limits, default=0)}: must be at least 1, one number or one per prompt")
+        raise ValueError(f"--max-new-tokens {min(limits, default=0)}: must be at least 1, one "
+                         "number or one per prompt")
     if not temperature >= 0:
         raise ValueError(f"--temperature {temperature}: must be 0 (greedy) or more")
     if not 0 < top_p <= 1:
@@ -162,9 +181,14 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
         if not p:
             raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
         if len(p) + m > room:
-            raise ValueError(f"prompt {i} has {len(p)} tokens, with --max-new-tokens {m} it passes the model's {room} positions")
+            raise ValueError(f"prompt {i} has {len(p)} tokens, with --max-new-tokens {m} it passes "
+                             f"the model's {room} positions")
         if min(p) < 0 or max(p) >= model.config.vocab_size:
-            raise ValueError(f"prompt {i} holds the id {max(p)}, the model has {model.config.vocab_size}: wrong tokenizer?")
+            raise ValueError(f"prompt {i} holds the id {max(p)}, the model has "
+                             f"{model.config.vocab_size}: wrong tokenizer?")
+
+
+# ---- the command
 
 
 def read_prompts(path):
@@ -179,123 +203,99 @@ def read_prompts(path):
                 row = json.loads(line)
                 lines[i] = row["prompt"] if "prompt" in row else row["question"]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"--file {path}: line {i + 1} is not a JSON object with \"prompt\" or \"question\"") from None
+                raise ValueError(f'--file {path}: line {i + 1} is not a JSON object with "prompt" '
+                                 'or "question"') from None
     if not lines or not all(isinstance(t, str) for t in lines):
         raise ValueError(f"--file {path}: no prompts in it, one line of text each is expected")
     return lines
 
 
+def turns(args, *texts):
+    """Messages of a conversation: --system, then user and assistant in turn, questions in
+    --prompt-style."""
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    for i, text in enumerate(texts):
+        user = i % 2 == 0
+        content = styled(text, args.prompt_style) if user else text
+        messages.append({"role": "user" if user else "assistant", "content": content})
+    return messages
+
+
 def limit(model, prompt, args):
-    """--max-new-tokens; without it, 512 or what the model's positions leave."""
-    return args.max_new_tokens or max(1, min(512, model.config.max_position_embeddings - len(prompt)))
+    """--max-new-tokens; without it, 4096 or what the model's positions leave."""
+    room = model.config.max_position_embeddings - len(prompt)
+    return args.max_new_tokens or max(1, min(4096, room))
 
 
-def answer(model, tok, messages, args, stream=None):
-    """One completion of a conversation; its text, also written to `stream` piece by piece as tokens arrive."""
+def answer(model, tok, args, texts):
+    """The next turn of a conversation, printed piece by piece as its tokens arrive; returns its
+    text."""
     ids, shown = [], ""
 
     def show(_prompt, _sample, token):
         nonlocal shown
         ids.append(token)
         text = tok.decode(ids)
-        if stream and not text.endswith("\ufffd"):  # half a character: wait for the rest
-            stream.write(text[len(shown) :])
-            stream.flush()
+        if not text.endswith("\ufffd"):  # half a character: wait for the rest
+            print(text[len(shown) :], end="", flush=True)
             shown = text
 
-    prompt = tok.encode(tok.chat(messages))
-    [[sample]] = generate(model, [prompt], 1, limit(model, prompt, args), args.temperature, args.top_p, tok.eos_ids, args.seed,
-                          on_token=show)
-    if stream:
-        stream.write("\n")
+    prompt = tok.encode(tok.chat(turns(args, *texts)))
+    [[sample]] = generate(model, [prompt], 1, limit(model, prompt, args), args.temperature,
+                          args.top_p, tok.eos_ids, args.seed, on_token=show)
+    print("" if sample.finished else " [cut: raise --max-new-tokens]")
     return tok.decode(sample.ids)
 
 
-def chat(model, tok, system, args):
-    """A conversation in the terminal, each answer streamed, until end of input (ctrl-D) or ctrl-C."""
-    print("type a message; an empty line starts over, ctrl-D ends", file=sys.stderr)
-    messages = list(system)
+def chat(model, tok, args):
+    """A conversation in the terminal until /quit, end of input (ctrl-D) or ctrl-C."""
+    print("A line that ends in \\ goes on. /clear starts over, /quit ends.", file=sys.stderr)
+    texts = []
     while True:
         try:
-            text = input("> ").strip()
-            if not text:
-                messages = list(system)
-                continue
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": answer(model, tok, messages, args, sys.stdout)})
+            text = input("User: ")
+            while text.endswith("\\"):
+                text = f"{text[:-1]}\n{input('... ')}"
+            if text.strip() == "/quit":
+                return
+            if text.strip() == "/clear":
+                texts = []
+            elif text.strip():
+                print("Assistant: ", end="", flush=True)
+                texts += [text, answer(model, tok, args, [*texts, text])]
         except (EOFError, KeyboardInterrupt):
             print()
             return
 
 
-def batch(model, tok, system, args):
+def batch(model, tok, args, prompts):
     """--file -> --out: one JSON row a sample, in order, written whole at the end."""
-    prompts = read_prompts(args.file)
-    ids = [tok.encode(tok.chat([*system, {"role": "user", "content": text}])) for text in prompts]
-    groups = generate(model, ids, args.n, [limit(model, p, args) for p in ids], args.temperature, args.top_p, tok.eos_ids,
-                      args.seed, max_rows=args.max_rows, progress=sys.stderr.isatty())
-    rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids), "finished": s.finished,
-             "logprob": sum(s.logprobs)} for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]
-    temporary = Path(f"{args.out}.tmp")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    temporary.replace(args.out)
+    ids = [tok.encode(tok.chat(turns(args, text))) for text in prompts]
+    limits = [limit(model, p, args) for p in ids]
+    groups = generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids,
+                      args.seed, args.max_rows, progress=sys.stderr.isatty())
+    rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids),
+             "finished": s.finished, "logprob": sum(s.logprobs)}
+            for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]
+    with whole(args.out) as part, open(part, "w") as f:
+        f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     print(f"{args.out}: {len(rows)} rows, {sum(row['tokens'] for row in rows)} tokens")
 
 
-def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description="Sample from a model: chat, one prompt, or a file of prompts.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--model", default=str(Path(__file__).parent / "assets" / "tiny"), help="checkpoint folder or hub id")
-    add("--adapter", help="folder of a PEFT-layout LoRA adapter")
-    add("--quant", default="none", choices=["none", "nvfp4", "mxfp4", "nf4"], help="format of the weights")
-    add("--prompt", help="answer this and exit; without it and without --file: a chat")
-    add("--file", help="prompts, one a line, or .jsonl with \"prompt\" or \"question\"")
-    add("--out", help="where --file's answers go, .jsonl")
-    add("--system", help="system message")
-    add("--temperature", type=float, default=0.7, help="0: greedy")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest ids that hold this mass")
-    add("--max-new-tokens", type=int, help="most tokens of an answer (default: 512, or what the model has room for)")
-    add("--n", type=int, default=1, help="answers a prompt, with --file")
-    add("--max-rows", type=int, help="rows that decode together, with --file (default: what fits)")
-    add("--seed", type=int, default=0, help="the same seed, the same answers")
-    add("--device", default="auto", help="cpu, cuda or cuda:i; auto is cuda where there is one")
-    add("--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="auto is bfloat16 on cuda, float32 on the CPU")
-    args = parser.parse_args(argv)
-    if (args.file is None) != (args.out is None):
-        parser.error("--file and --out go together")
-    if args.file and args.prompt is not None:
-        parser.error("--prompt and --file exclude each other")
-    if args.max_new_tokens is not None and args.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
-    return parser, args
+def run(args, argv):
+    prompts = read_prompts(args.file) if args.file else None
+    model, tok = flags.load_policy(args)
+    if prompts:
+        batch(model, tok, args, prompts)
+    elif args.prompt is not None:
+        answer(model, tok, args, [args.prompt])
+    else:
+        chat(model, tok, args)
 
 
 def main(argv=None):
-    import data
-    import lora
-    from runtime.flags import place
-    from weights import checkpoint
-
-    parser, args = parse_args(argv)
-    try:
-        folder = checkpoint.fetch(args.model)
-        tok = data.Tokenizer(folder)
-        device, dtype = place(args.device, args.dtype)
-        model = checkpoint.load(folder, device, dtype, args.quant)
-        model.valid_vocab = min(model.config.vocab_size, len(tok))
-        if args.adapter:
-            lora.load_adapter(model, args.adapter)
-        system = [{"role": "system", "content": args.system}] if args.system else []
-        if args.file:
-            batch(model, tok, system, args)
-        elif args.prompt is not None:
-            answer(model, tok, [*system, {"role": "user", "content": args.prompt}], args, sys.stdout)
-        else:
-            chat(model, tok, system, args)
-    except (ValueError, OSError) as e:
-        parser.error(str(e))
+    return flags.run_command("sample", run, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

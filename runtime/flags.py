@@ -1,11 +1,20 @@
-"""
-Every flag of train.py: its type, its default, what it means. The defaults are the paper's; those of the embedded model, which
-trains in minutes on a CPU, stand in a column beside them.
+""" Every flag of train.py, eval.py and sample.py in one table, by groups: one name and one default
+for one thing. And what the flags of a policy stand for: `load_policy` gives the model and tokenizer
+to all commands alike.
+
+The defaults are the paper's unless the help says otherwise; those of the embedded model (`--model
+tiny`, which trains in minutes on a CPU) stand in a column beside them. What an adapter was trained
+with (base, format, AWQ, prompt) is written beside it in policy.json, and is the default of eval.py
+and sample.py when they are given the adapter or its run.
 
     python train.py --help
 """
 import argparse
+import hashlib
+import json
 import math
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,24 +22,16 @@ import torch
 import aqn
 import data
 import grpo
+import lora
+from weights import awq, checkpoint
+from weights.files import whole
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny"
-
-
-def place(device="auto", dtype="auto"):
-    """(device, torch.dtype) that the flags --device and --dtype stand for: auto is cuda where there
-    is one, with bfloat16, else the CPU, with float32. ValueError for cuda on a machine without."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: this machine has no CUDA device; use --device cpu")
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    return device, getattr(torch, dtype)
+FORMATS = ("none", "nvfp4", "mxfp4", "nf4")
+TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 
 
-def at_least(low, kind=int, below=math.inf):
-    """An argparse type: a number of `kind` in [low, below)."""
+def number(low, kind=int, below=math.inf):
+    """An argparse type: a number of `kind` in [low, below), never NaN."""
 
     def parse(text):
         value = kind(text)
@@ -48,91 +49,328 @@ def levels(text):
     return sorted({int(part) for part in text.split(",")})
 
 
-# flag, type or choices, default (the paper's), default of the embedded demo, meaning
-KNOBS = (
-    ("model", str, str(TINY), None, "checkpoint folder or hub id"),
-    ("data", str, "gsm8k", "arithmetic", "gsm8k, arithmetic, or a .jsonl file / folder of {question, answer}"),
-    ("levels", levels, None, None, "keep only rows of these levels, 5 the hardest: 3,4,5 for the paper's Big-Math"),
-    ("out", str, None, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
-    ("resume", bool, False, None, "continue the run in --out; its own flags are used again"),
-    ("seed", at_least(0), 0, None, "of samples, noise, data order and adapter"),
-    ("device", ("auto", "cpu", "cuda"), "auto", None, "cuda where there is one"),
-    ("dtype", ("auto", "bfloat16", "float32"), "auto", None, "of activations: bfloat16 on cuda, float32 on the CPU"),
-    ("quant", ("none", "nvfp4", "mxfp4", "nf4"), "nvfp4", None, "number format of the frozen base"),
-    ("lora-rank", at_least(0), 32, 16, "0 with --quant none trains all parameters"),
-    ("lora-alpha", at_least(1e-6, float), 32.0, 32.0, "the adapter is scaled by alpha / rank"),
-    ("aqn", bool, True, None, "adaptive quantization noise in the RMSNorms"),
-    ("aqn-start", at_least(0, float), 1e-2, None, "sigma of the first noisy stage"),
-    ("aqn-end", at_least(0, float), 5e-4, None, "sigma of the last stage"),
-    ("aqn-stages", at_least(2), 10, None, "equal intervals of training; the first has no noise"),
-    ("aqn-schedule", aqn.SCHEDULES, "exponential", None, "how sigma falls from stage to stage"),
-    ("aqn-scope", ("rollout", "both"), "rollout", None, "noise where samples are drawn only, or in the update's forward too"),
-    ("loss", grpo.LOSSES, "grpo", "dapo", "objective"),
-    ("eps-low", at_least(0, float), 0.2, None, "ratio clip below 1"),
-    ("eps-high", at_least(0, float), 0.28, None, "ratio clip above 1 (DAPO: clip-higher)"),
-    ("beta", at_least(0, float), 0.0, None, "weight of KL to the adapter-off model"),
-    ("old-logp", ("sampler", "trainer"), "sampler", None, "what the ratio is taken against; trainer adds --tis-cap weights"),
-    ("tis-cap", at_least(1, float), 2.0, None, "cap of the truncated importance weights of --old-logp trainer"),
-    ("overlong", ("none", "mask", "soft"), "none", "mask", "completions cut at the limit: as they are, left out, length penalty"),
-    ("overlong-buffer", at_least(1), 512, 16, "tokens over which --overlong soft falls from 0 to -1"),
-    ("dynamic-sampling", bool, False, True, "DAPO: replace groups whose rewards are all equal"),
-    ("max-resample", at_least(0), 2, 1, "extra rollouts a step that --dynamic-sampling may draw"),
-    ("steps", at_least(1), None, 40, "rollouts (default: one pass over the data)"),
-    ("prompts-per-step", at_least(1), 16, 16, "prompts a rollout"),
-    ("group-size", at_least(2), 8, 8, "completions a prompt"),
-    ("updates-per-rollout", at_least(1), 4, 2, "optimizer steps a rollout, each on its own share of the prompts"),
-    ("micro-batch-tokens", at_least(1), 16384, 8192, "padded tokens a forward/backward holds at most (a single row always fits)"),
-    ("checkpointing", bool, True, False, "recompute activations in backward: less memory, a third more arithmetic"),
-    ("lr", at_least(0, float), 1e-5, 2e-3, "AdamW's peak learning rate, the same for each --quant"),
-    ("weight-decay", at_least(0, float), 0.1, 0.0, "AdamW's"),
-    ("beta1", at_least(0, float, 1), 0.9, None, "AdamW's"),
-    ("beta2", at_least(0, float, 1), 0.99, None, "AdamW's"),
-    ("warmup", at_least(0, float, 1), 0.1, None, "share of the optimizer steps spent warming up, then cosine to 0"),
-    ("grad-clip", at_least(0, float), 0.2, 1.0, "norm the gradient is clipped to"),
-    ("prompt-style", tuple(data.SUFFIX), "tags", None, "what the prompt asks for and the reward looks for"),
-    ("max-prompt", at_least(1), 256, 128, "longer prompts are skipped and counted"),
-    ("max-new-tokens", at_least(1), 4096, 96, "completion limit"),
-    ("temperature", at_least(1e-6, float), 1.0, None, "of rollouts; log-probs are those of the tempered distribution"),
-    ("max-rows", at_least(1), 256, 256, "completions decoded side by side at most"),
-    ("eval-limit", at_least(0), 0, 256, "held-out questions before and after training, 0 for all"),
-    ("eval-n", at_least(0), 1, 1, "samples a question in these evaluations, 0 for no evaluation"),
-    ("eval-temperature", at_least(0, float), 0.6, 0.6, "0 is greedy"),
-    ("eval-top-p", at_least(1e-6, float), 0.95, 0.95, "nucleus of the evaluations"),
-    ("save-every", at_least(1), 20, 10, "steps between checkpoints"),
-    ("gap-bound", at_least(0, float), 0.05, 0.05, "warn when sampler and trainer differ by more nats a token, noise off"),
+@dataclass(frozen=True)
+class Flag:
+    """name; type, choices or bool; default; meaning; the demo's own default; whether policy.json
+    gives the default."""
+
+    name: str
+    kind: object
+    default: object
+    help: str
+    tiny: object = None
+    kept: bool = False
+
+
+# a group and the commands that have it, then its flags
+TABLE = (
+    "model: train eval sample",
+    Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", kept=True),
+    Flag("quant", FORMATS, "nvfp4", "number format of the frozen base; none is 16 bits", kept=True),
+    Flag("awq", bool, False, "scales chosen by activations, not by rounding", kept=True),
+    Flag("calib", str, None, "text for --awq (default: arithmetic problems)", kept=True),
+    Flag("device", ("auto", "cpu", "cuda"), "auto", "auto is cuda where there is one"),
+    Flag("dtype", ("auto", "bfloat16", "float32"), "auto", "bfloat16 on cuda, else float32"),
+    "trained policy: eval sample",
+    Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
+    Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
+    "adapter: train",
+    Flag("lora-rank", number(0), 32, "0 with --quant none trains all parameters", 16),
+    Flag("lora-alpha", number(1e-6, float), 32.0, "the adapter is scaled by alpha / rank"),
+    "noise: train",
+    Flag("aqn", bool, True, "adaptive quantization noise in the RMSNorms"),
+    Flag("aqn-start", number(0, float), 1e-2, "sigma of the first noisy stage"),
+    Flag("aqn-end", number(0, float), 5e-4, "sigma of the last stage"),
+    Flag("aqn-stages", number(2), 10, "equal intervals of training; the first has no noise"),
+    Flag("aqn-schedule", aqn.SCHEDULES, "exponential", "how sigma falls from stage to stage"),
+    Flag("aqn-scope", ("rollout", "both"), "rollout", "or in the update as well"),
+    "data and prompt: train eval",
+    Flag("data", str, "gsm8k",
+         "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a .jsonl, a folder, a hub "
+         "id; eval.py takes several with commas", "arithmetic", kept=True),
+    Flag("levels", levels, None, "keep rows of these, 5 the hardest: 3,4,5 for Big-Math"),
+    Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.reward)"),
+    "prompt: train eval sample",
+    Flag("prompt-style", (*data.SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
+    "rollout: train",
+    Flag("steps", number(1), None, "rollouts (default: one pass over the data)", 40),
+    Flag("prompts-per-step", number(1), 16, "prompts a rollout"),
+    Flag("group-size", number(2), 8, "completions a prompt"),
+    Flag("max-prompt", number(1), 256, "longer prompts, in tokens, are skipped and counted", 128),
+    Flag("max-new-tokens", number(1), 4096, "completion limit", 96),
+    Flag("temperature", number(1e-6, float), 1.0, "of rollouts, and of all log-probs"),
+    Flag("dynamic-sampling", bool, False, "DAPO: replace groups whose rewards are all equal", True),
+    Flag("max-resample", number(0), 2, "extra rollouts that --dynamic-sampling may draw", 1),
+    Flag("overlong", ("none", "mask", "soft"), "none",
+         "cut completions: as they are, left out of the loss, DAPO's length penalty", "mask"),
+    Flag("overlong-buffer", number(1), 512, "tokens over which soft falls from 0 to -1", 16),
+    "objective: train",
+    Flag("loss", tuple(grpo.OBJECTIVES), "grpo", "objective", "dapo"),
+    Flag("eps-low", number(0, float), None, "ratio clip below 1 (0.2; gspo 3e-4, cispo none)"),
+    Flag("eps-high", number(0, float), None, "ratio clip above 1 (0.2; dapo 0.28, gspo 4e-4)"),
+    Flag("beta", number(0, float), 0.0, "weight of the KL to the adapter-off model"),
+    Flag("old-logp", ("sampler", "trainer", "current"), "sampler",
+         "what the ratio is taken against: the log-probs of the sampler; of the trainer before "
+         "the step (a second pass); of the update itself, detached, so that nothing is clipped"),
+    Flag("tis-cap", number(1, float), 2.0, "cap of the importance weights of trainer and current"),
+    "optimizer: train",
+    Flag("updates-per-rollout", number(1), 4, "optimizer steps, each on its own prompts", 2),
+    Flag("micro-batch-tokens", number(1), 16384, "padded tokens a forward holds at most", 8192),
+    Flag("checkpointing", bool, True, "recompute blocks in backward, for memory", False),
+    Flag("lr", number(0, float), 1e-5, "AdamW's peak, the same for each --quant", 2e-3),
+    Flag("weight-decay", number(0, float), 0.1, "AdamW's", 0.0),
+    Flag("beta1", number(0, float, 1), 0.9, "AdamW's"),
+    Flag("beta2", number(0, float, 1), 0.99, "AdamW's"),
+    Flag("warmup", number(0, float, 1), 0.1, "share of the updates that warm up; then cosine to 0"),
+    Flag("grad-clip", number(0, float), 0.2, "norm the gradient is clipped to", 1.0),
+    "held-out questions: train",
+    Flag("eval-n", number(0), 1, "samples a question, 0 for no evaluation"),
+    Flag("eval-every", number(0), 0, "steps between evaluations; 0: only before and after", 10),
+    Flag("eval-limit", number(1), None, "how many questions (default: all)", 256),
+    Flag("eval-temperature", number(0, float), 0.6, "0 is greedy"),
+    Flag("eval-top-p", number(1e-6, float), 0.95, "nucleus"),
+    "questions: eval",
+    Flag("split", ("test", "train"), "test", "which part of the data"),
+    Flag("limit", number(1), None, "questions of each set, drawn by --seed (default: all)"),
+    Flag("n", number(1), None, "samples a question (default: 4; with --greedy 1)"),
+    Flag("max-prompt", number(1), None, "skip and count longer prompts, in tokens"),
+    Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
+    Flag("out", str, None, "write a row per question to this .jsonl"),
+    "chat: sample",
+    Flag("prompt", str, None, "answer this and exit; without it and without --file: a chat"),
+    Flag("file", str, None, 'prompts, one a line, or .jsonl with "prompt" or "question"'),
+    Flag("out", str, None, "where --file's answers go, .jsonl"),
+    Flag("n", number(1), 1, "answers a prompt, with --file"),
+    Flag("system", str, None, "system message"),
+    "sampling: eval sample",
+    Flag("max-new-tokens", number(1), None, "completion limit (4096, or what there is room for)"),
+    Flag("temperature", number(0, float), 0.6, "0 is greedy"),
+    Flag("top-p", number(1e-6, float), 0.95, "draw from the likeliest ids that hold this mass"),
+    "run: train",
+    Flag("out", str, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
+    Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it"),
+    Flag("save-every", number(1), 20, "steps between checkpoints", 10),
+    Flag("show-every", number(0), 10, "steps between samples on the terminal, 0: none"),
+    Flag("log-to", ("tensorboard", "wandb"), None, "also log there (pip install it first)"),
+    Flag("gap-bound", number(0, float), 0.05, "nats between sampler and trainer to warn at"),
+    "engine: train eval sample",
+    Flag("max-rows", number(1), 256, "completions decoded side by side at most"),
+    Flag("seed", number(0), 0, "of samples, noise, data order and adapter"),
 )
+ABOUT = {"train": "QeRL training.", "eval": "Pass@1 of a model, and of an adapter beside it.",
+         "sample": "Sample from a model: chat, one prompt, or a file of prompts."}
 
 
-class UserError(Exception):
-    """One line for the terminal, exit code 2."""
+def flags_of(command):
+    """(group, flag) of each flag that a command has, in the table's order."""
+    for entry in TABLE:
+        if isinstance(entry, str):
+            group, _, commands = entry.partition(": ")
+        elif command in commands.split():
+            yield group, entry
 
 
-def parse_args(argv):
-    """Flags as a Namespace; the embedded demo's defaults where --model is the embedded model."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--model", default=str(TINY))
-    demo = Path(first.parse_known_args([a for a in argv if a not in ("-h", "--help")])[0].model).resolve() == TINY
-    p = argparse.ArgumentParser(description="QeRL training", allow_abbrev=False)
-    for name, kind, paper, tiny, text in KNOBS:
-        default = tiny if demo and tiny is not None else paper
-        shown = f" [{paper}]" if tiny in (None, paper) else f" [{paper}; tiny: {tiny}]"
-        shown = {"model": " [the embedded assets/tiny]", "out": "", "levels": "", "steps": f" [tiny: {tiny}]"}.get(name, shown)
-        if kind is bool:
-            p.add_argument(f"--{name}", action=argparse.BooleanOptionalAction if name != "resume" else "store_true",
-                           default=default, help=text + shown)
-        elif isinstance(kind, tuple):
-            p.add_argument(f"--{name}", choices=kind, default=default, help=text + shown)
+def dest(flag):
+    return flag.name.replace("-", "_")
+
+
+def parser(command, tiny=False, only_given=False):
+    """The argparse parser of a command; `tiny`: the demo's defaults; `only_given`: none at all."""
+    p = argparse.ArgumentParser(f"{command}.py", f"python {command}.py [flags]", ABOUT[command],
+                                allow_abbrev=False)
+    groups = {}
+    for title, f in flags_of(command):
+        shown = [] if f.default is None else [str(f.default)]
+        if f.tiny is not None:
+            shown.append(f"tiny: {f.tiny}")
+        if f.kept and command != "train":
+            shown.append("an adapter's own")
+        how = {"help": f.help + (f" [{'; '.join(shown)}]" if shown else "")}
+        how["default"] = f.tiny if tiny and f.tiny is not None else f.default
+        if only_given:
+            how["default"] = argparse.SUPPRESS
+        elif f.kept and command != "train":
+            how["default"] = None  # take_policy fills it
+        if f.kind is bool:
+            how["action"] = argparse.BooleanOptionalAction
         else:
-            p.add_argument(f"--{name}", type=kind, default=default, help=text + shown)
-    args = p.parse_args(argv)
+            how["choices" if isinstance(f.kind, tuple) else "type"] = f.kind
+        if title not in groups:
+            groups[title] = p.add_argument_group(title)
+        groups[title].add_argument(f"--{f.name}", **how)
+    return p
+
+
+def given(command, argv):
+    """The flags that stand on the command line, without defaults, as a dict."""
+    return vars(parser(command, only_given=True).parse_args(argv))
+
+
+def parse(command, argv):
+    """The flags of a command as a Namespace, checked against each other; the demo's defaults for
+    the embedded model.
+
+    SystemExit for what argparse refuses, ValueError for what contradicts; nothing is loaded or
+    written."""
+    named = given(command, argv).get("model", "tiny")
+    args = parser(command, tiny=command == "train" and named == "tiny").parse_args(argv)
+    if command != "train":
+        take_policy(command, args)
+    if args.awq and args.quant == "none":
+        raise ValueError("--awq: chooses the scales of a four-bit format; --quant is none")
+    if args.calib and not args.awq:
+        raise ValueError("--calib: plain rounding uses no text; add --awq")
+    {"train": check_train, "eval": check_eval, "sample": check_sample}[command](args)
+    return args
+
+
+def check_train(args):
     if args.aqn:
-        aqn.sigma(0, 1, args.aqn_start, args.aqn_end, args.aqn_stages, args.aqn_schedule)  # raises what it would raise later
+        # raises what it would raise later
+        aqn.sigma(0, 1, args.aqn_start, args.aqn_end, args.aqn_stages, args.aqn_schedule)
+    if args.prompt_style == "plain":
+        raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
+                         "or boxed")
     if args.lora_rank == 0 and args.quant != "none":
-        raise UserError(f"--lora-rank 0 trains all parameters and needs --quant none; {args.quant} weights cannot be trained")
+        raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
+                         f"{args.quant} cannot be trained")
     if args.lora_rank == 0 and args.beta:
-        raise UserError("--beta needs an adapter: its reference is the adapter-off model; use --lora-rank 1 or more")
+        raise ValueError("--beta: its reference is the model without adapter; use --lora-rank 1 or "
+                         "more")
     if args.updates_per_rollout > args.prompts_per_step:
-        raise UserError(f"--updates-per-rollout {args.updates_per_rollout}: more than --prompts-per-step {args.prompts_per_step}")
+        raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
+                         f"its own, and --prompts-per-step is {args.prompts_per_step}")
+    if args.overlong == "soft":
+        grpo.soft_overlong_penalty(torch.zeros(1), args.max_new_tokens, args.overlong_buffer)
     if args.out is None:
         args.out = f"runs/{Path(args.model).name}-{Path(args.data).stem}-{args.quant}-s{args.seed}"
-    return args
+
+
+def check_eval(args):
+    if args.greedy and args.n not in (None, 1):
+        raise ValueError(f"--n {args.n}: --greedy gives the same completion each time; leave --n "
+                         "out")
+    if args.out and (Path(args.out).is_dir() or not Path(args.out).resolve().parent.is_dir()):
+        raise ValueError(f"--out {args.out}: must be a file, in a folder that exists")
+    args.n = args.n or (1 if args.greedy else 4)
+    args.temperature = 0.0 if args.greedy else args.temperature
+
+
+def check_sample(args):
+    if (args.file is None) != (args.out is None):
+        raise ValueError("--file and --out go together")
+    if args.file and args.prompt is not None:
+        raise ValueError("--prompt and --file exclude each other")
+
+
+def run_command(command, body, argv=None):
+    """body(args, argv) with the errors a user can mend as one line -> exit code, 2 for these."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return body(parse(command, argv), argv) or 0
+    except KeyboardInterrupt:
+        print(f"{command}.py: stopped", file=sys.stderr)
+        return 130
+    except torch.OutOfMemoryError as e:
+        lower = "--micro-batch-tokens, " if command == "train" else ""
+        problem = (f"out of GPU memory ({str(e).split('. ')[0]}); lower {lower}--max-rows or "
+                   "--max-new-tokens")
+    except (ValueError, OSError) as e:
+        problem = e
+    print(f"{command}.py: error: {problem}", file=sys.stderr)
+    return 2
+
+
+# ---- what the flags stand for
+
+
+def place(device="auto", dtype="auto"):
+    """(device, torch.dtype) that --device and --dtype stand for: auto is cuda where there is one,
+    with bfloat16, else the CPU, with float32. ValueError for cuda on a machine without it."""
+    device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: this machine has no CUDA device; use --device cpu")
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return device, getattr(torch, dtype)
+
+
+def model_folder(name):
+    """The checkpoint folder that --model stands for."""
+    return TINY if name == "tiny" else checkpoint.fetch(name)
+
+
+def load_policy(args):
+    """(model, tokenizer) as the flags say: base, format, AWQ, adapter, and ids past the tokenizer
+    shut off."""
+    device, dtype = place(args.device, args.dtype)
+    folder = model_folder(args.model)
+    tok = data.Tokenizer(folder)
+    if args.awq:
+        model = awq.load(folder, device, dtype, args.quant, args.calib)
+    else:
+        model = checkpoint.load(folder, device, dtype, args.quant)
+    model.valid_vocab = len(tok)
+    if device == "cpu" and model.config.hidden_size < 512:
+        torch.set_num_threads(min(torch.get_num_threads(), 2))  # more of them wait for each other
+    if getattr(args, "adapter", None):
+        lora.load_adapter(model, args.adapter)
+        check_policy(args, model)
+    return model, tok
+
+
+def save_policy(folder, model, args):
+    """policy.json beside an adapter: what it was trained with, and by which it must be used."""
+    kept = [dest(f) for _, f in flags_of("train") if f.kept]
+    with whole(Path(folder) / "policy.json") as part:
+        policy = {name: getattr(args, name) for name in kept} | {"base": base_hash(model)}
+        part.write_text(json.dumps(policy, indent=2) + "\n")
+
+
+def read_policy(folder):
+    """What save_policy wrote, {} where there is none (an adapter of another program)."""
+    path = Path(folder) / "policy.json"
+    try:
+        policy = json.loads(path.read_text()) if path.is_file() else {}
+        return policy | {}
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{path}: not a JSON object ({e}); delete it to choose --model, --quant "
+                         "and --prompt-style by hand") from None
+
+
+def take_policy(command, args):
+    """Fill the flags that were not given from --run or --adapter, else from the table."""
+    if args.run and args.adapter:
+        raise ValueError("--run and --adapter exclude each other: a run holds its adapter")
+    if args.run:
+        args.adapter = str(Path(args.run) / "adapter")
+        if not Path(args.adapter).is_dir():
+            raise ValueError(f"--run {args.run}: has no adapter/ (yet); give the folder that "
+                             "train.py called --out")
+    args.trained_with = read_policy(args.adapter) if args.adapter else {}
+    for _, f in flags_of(command):
+        if f.kept and getattr(args, dest(f)) is None:
+            default = f.tiny if args.model == "tiny" and f.tiny is not None else f.default
+            if command == "sample" and f.name == "prompt-style":
+                default = "plain"  # a chat with a base model asks for nothing in particular
+            setattr(args, dest(f), args.trained_with.get(dest(f), default))
+
+
+def check_policy(args, model):
+    """ValueError if the adapter was trained on another base; a warning where the format differs."""
+    policy = args.trained_with
+    if policy.get("base", base_hash(model)) != base_hash(model):
+        raise ValueError(f"--model {args.model}: the adapter {args.adapter} was trained on another "
+                         f"base, {policy.get('model')}; an adapter only fits its own")
+    for name in ("quant", "awq"):
+        if policy.get(name, getattr(args, name)) != getattr(args, name):
+            print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "
+                  f"{policy[name]}", file=sys.stderr)
+
+
+def base_hash(model):
+    """Tells bases apart, whatever their number format: a hash of the final norm and the first rows
+    of the embedding."""
+    some = torch.cat([model.norm.weight.detach(), model.embed.weight[:64].detach().flatten()])
+    some = some.to("cpu", torch.bfloat16).view(torch.uint8)
+    return hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16]

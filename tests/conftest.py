@@ -5,3 +5,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def exit_code(main, argv):
+    """What the shell would see of a command."""
+    try:
+        return main(argv)
+    except SystemExit as e:  # argparse's own refusals
+        return e.code

@@ -11,35 +11,42 @@ from weights import checkpoint
 
 
 def test_rows_measured_again_replace_the_old_ones(tmp_path):
-    """A table is made in parts: what is not measured this time stays, what is replaces, nothing is there twice."""
+    """A table is made in parts: what is not measured this time stays, what is replaces, nothing is
+    there twice."""
     out, key = tmp_path / "new" / "r.json", ("shape", "M")
     bench.merge(out, [{"shape": "a", "M": 1, "us": 3.0}, {"shape": "a", "M": 2, "us": 4.0}], key)
     bench.merge(out, [{"shape": "a", "M": 2, "us": 5.0}], key)
-    assert json.loads(out.read_text()) == [{"shape": "a", "M": 1, "us": 3.0}, {"shape": "a", "M": 2, "us": 5.0}]
+    assert json.loads(out.read_text()) == [{"shape": "a", "M": 1, "us": 3.0},
+                                           {"shape": "a", "M": 2, "us": 5.0}]
     assert list(out.parent.iterdir()) == [out]
 
 
 def test_floor_of_a_7b_step():
-    """The arithmetic behind every "x floor": 3.67 GB of four-bit weights, 1.09 GB of head, 80 MB of adapter, 56 KiB a token."""
+    """The arithmetic behind every floor: 3.67 GB of four-bit weights, 1.09 GB of head, 80 MB of
+    adapter, 56 KiB a token."""
     floor = bench.floor_bytes(bench.config("7b"), "nvfp4", 16, 8, 512)
     assert floor == {"linear": pytest.approx(3.67e9, rel=0.01), "head": 152064 * 3584 * 2,
                      "lora": pytest.approx(8.07e7, rel=0.01), "kv": 8 * 512 * 57344}
 
 
 def test_adapters_replace_each_other():
-    """Rank 16, then 64, then none, around the same weights: an adapter around an adapter would be measured twice."""
+    """Rank 16, then 64, then none, around the same weights: an adapter around an adapter would be
+    measured twice."""
     c = qwen.Config(301, 64, 96, 2, 4, 2, 16)
     m = checkpoint.build(c, checkpoint.RandomCheckpoint(), dtype=torch.float32)
     base = m.layers[0].mlp.down_proj
     for rank in (4, 8):
         bench.adapt(m, rank)
-        assert m.layers[0].mlp.down_proj.base is base and {layer.rank for _, layer in lora.lora_layers(m)} == {rank}
+        assert m.layers[0].mlp.down_proj.base is base
+        assert {layer.rank for _, layer in lora.lora_layers(m)} == {rank}
     bench.adapt(m, 0)
     assert m.layers[0].mlp.down_proj is base and not lora.lora_layers(m)
 
 
 @pytest.mark.parametrize("argv, told", [
-    (["rollout", "7b:fp3:16:1"], "size:format:rank:rows"), (["rollout", "7b:nvfp4:16:x"], "7b:nvfp4"),
+    (["rollout", "7b:fp3:16:1"], "size:format:rank:rows"),
+    (["rollout", "7b:nvfp4:16:x"], "7b:nvfp4"), (["rollout", "7b:nvfp4:16:0"], "7b:nvfp4:16:0"),
+    (["rollout", "7b:nvfp4:16:1,"], "7b:nvfp4:16:1,"),
     (["kernels", "--shapes", "7b.up"], "7b.gate_up"), (["step", "--sizes", "8b"], "0.5b")])
 def test_bad_arguments_are_told(argv, told, capsys):
     with pytest.raises(SystemExit) as e:
@@ -47,14 +54,57 @@ def test_bad_arguments_are_told(argv, told, capsys):
     assert e.value.code == 2 and told in capsys.readouterr().err
 
 
+def test_what_is_measured_by_default_can_be_named():
+    """A default that the command itself would refuse."""
+    assert [bench.rollout_config(c) for c in bench.ROLLOUTS] == bench.ROLLOUTS
+
+
+def test_every_peer_says_what_was_measured_and_how():
+    """A figure without its version, card and method, or one that belongs to no number of rows."""
+    for peer in bench.PEERS.values():
+        assert all(peer[k] for k in ("what", "version", "card", "method"))
+        for values in [*peer.get("speedup", {}).values(), peer.get("geometric_mean")]:
+            assert values is None or len(values) == len(peer["rows"])
+    assert list(bench.PEERS["marlin"]["speedup"]) == bench.SHAPES
+
+
 def test_report_makes_tables_and_pictures(tmp_path, monkeypatch, capsys):
+    """Marlin's and vLLM's figures beside another shape or number of rows than they belong to."""
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 2.0} for s in bench.MARLIN for m in bench.ROWS]
+    rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 2.0}
+            for s in bench.SHAPES for m in bench.ROWS]
     (tmp_path / "kernels_h100.json").write_text(json.dumps(rows))
-    rows = [{"size": "7b", "quant": q, "lora_rank": 16, "rows": n, "kind": "rows", "decode_tok_s": 380.0 * n, "step_ms": 2.0,
-             "floor_ms": 1.5, "peak_gib": 9.0} for q in ("none", "nvfp4") for n in (1, 8)]
+    rows = [{"size": "7b", "quant": q, "lora_rank": 16, "rows": n, "kind": "rows",
+             "decode_tok_s": 380.0 * n} for q in ("none", "nvfp4") for n in (1, 8, 16)]
     (tmp_path / "rollout_h100.json").write_text(json.dumps(rows))
     bench.report(None)
     out = capsys.readouterr().out
-    assert "| geometric mean | 2.00 (1.82)" in out and "| 7b NVFP4 + LoRA 16, 1 | 380 | 190 | 2.00 | 2.00 | 1.50 | 9.0 |" in out
-    assert (tmp_path / "kernels_h100.png").stat().st_size > 1000 < (tmp_path / "rollout_h100.png").stat().st_size
+    assert "| 7b.o | 2.00 (1.19) | 2.00 (1.20)" in out and "| geometric mean | 2.00 (1.82)" in out
+    assert "| rows | 1 | 8 | 16 |" in out
+    assert "| 7b:nvfp4:16 | 380 (190) | 3040 (1552) | 6080 (-) |" in out
+    for name in ("kernels", "rollout"):
+        assert (tmp_path / f"{name}_h100.png").stat().st_size > 1000
+
+
+def test_ratios_are_drawn_in_log2(tmp_path, monkeypatch):
+    """A slow-down by two looking half as large as a speed-up by two; means over six of the shapes
+    beside means over all eight."""
+    drawn = []
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench.plot.Figure, "savefig", lambda fig, *a, **k: drawn.append(fig.axes))
+    for shapes in (bench.SHAPES, bench.SHAPES[:6]):
+        rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 4.0 / m}
+                for s in shapes for m in (1, 2, 4, 8)]
+        (tmp_path / "kernels_h100.json").write_text(json.dumps(rows))
+        bench.report(None)
+    everyone = ["Marlin", "humming", "triton_kernels"]
+    for (_, means), peers in zip(drawn, (everyone, ["Marlin"]), strict=True):
+        assert [line.get_label() for line in means.lines] == ["this project", *peers]
+        assert means.yaxis.get_transform().base == 2 and {0.5, 1, 2} <= {*means.get_yticks()}
+
+
+@pytest.mark.gpu
+def test_the_plan_is_within_five_percent_of_what_a_model_takes():
+    _, r = bench.build(bench.config("7b"), "nvfp4")
+    assert abs(r["weights_gib"] / r["planned_gib"] - 1) < 0.05 and r["weights_gib"] < 5.6
+    assert r["load_peak_gib"] < r["weights_gib"] + 4

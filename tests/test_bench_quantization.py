@@ -13,54 +13,58 @@ TINY = Path(__file__).parent.parent / "assets" / "tiny"
 @pytest.fixture
 def folder(tmp_path):
     for split, n in (("train", 80), ("test", 4)):
-        rows = [{"question": f"What is {i}+{i}*2?", "answer": f"{i}+{i}={2 * i} #### {4 * i}"} for i in range(1, n)]
+        rows = [{"question": f"What is {i}+{i}*2?", "answer": f"{i}+{i}={2 * i} #### {4 * i}"}
+                for i in range(1, n)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
 
 
 def test_the_table_is_measured_row_by_row_and_resumes(folder, monkeypatch, capsys):
-    """A row that is in the file is kept as it is; each row carries its gap to the 16-bit model, paired by document."""
+    """A row that is in the file is kept as it is; each row carries its gap to the 16-bit model,
+    paired by document."""
     out = folder / "r" / "q.json"
-    argv = ["--model", str(TINY), "--data", str(folder), "--formats", "nvfp4", "--methods", "rtn,awq", "--questions", "2",
-            "--samples", "2", "--max-new-tokens", "4", "--sequences", "4", "--length", "32", "--device", "cpu", "--out", str(out)]
+    argv = ["--model", str(TINY), "--data", str(folder), "--formats", "nvfp4", "--methods", "rtn",
+            "awq", "--questions", "2", "--samples", "2", "--max-new-tokens", "4",
+            "--sequences", "4", "--length", "32", "--device", "cpu", "--out", str(out)]
     bench.main(argv)
     rows = json.loads(out.read_text())["table"]
-    assert [(r["format"], r["method"]) for r in rows] == [("none", "-"), ("nvfp4", "rtn"), ("nvfp4", "awq")]
+    measured = [(r["format"], r["method"]) for r in rows]
+    assert measured == [("none", "-"), ("nvfp4", "rtn"), ("nvfp4", "awq")]
     log_ratio = math.log(rows[1]["perplexity"] / rows[0]["perplexity"])
     assert rows[0]["gap"] == 0 and rows[1]["gap"] == pytest.approx(log_ratio, abs=1e-3)
-    assert rows[2]["gap_removed"] == 1 - rows[2]["gap"] / rows[1]["gap"] and rows[2]["error_kept"] < 0.8
-    assert all({"perplexity", "gap_se", "accuracy", "accuracy_se", "entropy", "entropy_se"} <= set(r) for r in rows)
+    assert rows[2]["gap_removed"] == 1 - rows[2]["gap"] / rows[1]["gap"]
+    assert rows[2]["error_kept"] < 0.8
+    keys = {"perplexity", "gap_se", "accuracy", "accuracy_se", "entropy", "entropy_se"}
+    assert all(keys <= set(r) for r in rows)
     nll = json.loads((folder / "r" / "q.nll.json").read_text())
     assert [len(v) for v in nll.values()] == [3, 3, 3]
     assert sorted(p.name for p in out.parent.iterdir()) == ["q.json", "q.nll.json"]
     last = capsys.readouterr().out.splitlines()
-    assert json.loads(last[-1])["table"] == rows and any(line.startswith("nvfp4   awq") for line in last)
+    assert json.loads(last[-1])["table"] == rows
+    assert any(line.startswith("nvfp4   awq") for line in last)
     monkeypatch.setattr(bench, "row", lambda *a: pytest.fail("measured again"))
     bench.main(argv)
     assert json.loads(out.read_text())["table"] == rows
 
 
 def test_the_gap_and_its_error_are_of_paired_documents():
-    """By hand: gaps of 1 and 3 nats over 10 and 10 tokens are 0.2 a token, and 0.0707 its standard error."""
-    rows = [{"format": "none", "method": "-", "tokens": 20}, {"format": "nf4", "method": "rtn", "tokens": 20},
-            {"format": "nf4", "method": "awq", "tokens": 20}]
-    bench.compare(rows, {"none -": [[5, 10], [7, 10]], "nf4 rtn": [[6, 10], [10, 10]], "nf4 awq": [[5.5, 10], [8.5, 10]]})
-    assert rows[1]["gap"] == 0.2 and rows[1]["gap_se"] == pytest.approx(math.sqrt(2) / 20) and rows[2]["gap_removed"] == 0.5
+    """By hand: gaps of 1 and 3 nats over 10 and 10 tokens are 0.2 a token, and 0.0707 its standard
+    error."""
+    rows = [{"format": f, "method": m, "tokens": 20}
+            for f, m in (("none", "-"), ("nf4", "rtn"), ("nf4", "awq"))]
+    bench.compare(rows, {"none -": [[5, 10], [7, 10]], "nf4 rtn": [[6, 10], [10, 10]],
+                         "nf4 awq": [[5.5, 10], [8.5, 10]]})
+    assert rows[1]["gap"] == 0.2 and rows[1]["gap_se"] == pytest.approx(math.sqrt(2) / 20)
+    assert rows[2]["gap_removed"] == 0.5
 
 
 @pytest.mark.parametrize("argv,message", [
-    (["--parts", "tabel"], "--parts tabel: unknown, choose from table"),
-    (["--methods", "gptq"], "--methods gptq: unknown"),
-    ([], "--model and --data are needed"),
+    (["--formats", "fp3"], "--formats: invalid choice: 'fp3'"),
+    (["--methods", "gptq"], "--methods: invalid choice: 'gptq'"),
+    ([], "required: --model, --data"),
     (["--model", "nowhere", "--data", "."], "--model nowhere: no such folder"),
 ])
 def test_bad_flags_exit_with_2(tmp_path, argv, message, capsys):
     with pytest.raises(SystemExit) as e:
         bench.main([*argv, "--out", str(tmp_path / "o.json")])
     assert e.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-def test_the_plan_is_within_five_percent_of_what_a_model_takes():
-    r = bench.size("7b", "nvfp4")
-    assert abs(r["gib"] / r["planned_gib"] - 1) < 0.05 and r["gib"] < 5.6 and r["peak_gib"] < r["gib"] + 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import data
-import grade
+from runtime import grade
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "assets" / "tiny"
@@ -150,6 +150,80 @@ def test_no_completion_can_crash_or_hang_the_reward(monkeypatch):
     assert time.time() - begin < 60  # a hang, not a speed: each answer has its second, then the grader is killed
 
 
+# ---- a reward of one's own
+
+def own(tmp_path, body, name="score"):
+    (tmp_path / "own.py").write_text(body)
+    return data.own_reward(f"{tmp_path / 'own.py'}:{name}")
+
+
+def test_own_reward_sees_the_whole_row_and_may_return_a_number(tmp_path):
+    """A number is the reward; 1 and above counts as right, and there is no format to miss."""
+    grade = own(tmp_path, "def score(text, row):\n    return len(text) / row.pop('length')\n")
+    row = {"question": "q", "answer": "2", "length": 4}
+    assert grade("abcd", row) == {"reward": 1.0, "correct": True, "format": True, "given": None}
+    half = grade("ab", row)  # the row is as it was, whatever the function does to its own
+    assert half == {"reward": 0.5, "correct": False, "format": True, "given": None}
+    assert set(half) == set(data.reward("2", "2"))
+
+
+def test_own_reward_may_return_a_dict(tmp_path):
+    """"correct" and "format" are what it says, and by default what they are for a number."""
+    grade = own(tmp_path, "def score(text, row):\n    return row['score']\n")
+    full = {"reward": -1, "correct": True, "format": False, "given": "7"}
+    assert grade("", {"score": full}) == full
+    assert grade("", {"score": {"reward": 2}})["correct"] is True
+    assert grade("", {"score": True})["reward"] == 1.0
+
+
+def test_own_reward_may_use_dataclasses_and_the_project(tmp_path):
+    """A module outside sys.modules breaks dataclasses with postponed annotations."""
+    grade = own(tmp_path, """from __future__ import annotations
+from dataclasses import dataclass
+import data
+@dataclass
+class Score:
+    r: float
+def score(text, row):
+    return Score(data.reward(text, row["answer"], "boxed")["reward"]).r / 2
+""")
+    assert grade("\\boxed{2}", {"answer": "2"})["reward"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(("spec", "body", "says"), [
+    ("none.py:score", "", r"none\.py: not found.*score\(text, row\)"),
+    ("own.py", "", "want file.py:function"),
+    ("own.txt:score", "", "want file.py:function"),
+    ("own.py:score", "def other(): 0", r"own\.py: score is not in it; define score\(text, row\)"),
+    ("own.py:score", "score = 1", r"own\.py: score is not a function"),
+    ("own.py:score", "import no_such_thing", r"own\.py: import fails with ModuleNotFoundError: No m"),
+    ("own.py:score", "def score(:", r"own\.py: import fails with SyntaxError"),
+    ("own.py:score", "raise SystemExit('a\\nb')", r"own\.py: import fails with SystemExit: a; "),
+])
+def test_an_own_reward_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, spec, body, says):
+    (tmp_path / "own.py").write_text(body)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=says) as e:
+        data.own_reward(spec)
+    assert str(e.value).startswith("--reward ") and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "None", "'1'", "{}", "[1]",
+                                   "{'reward': None}", "{'correct': True}", "1j"])
+def test_an_own_reward_that_is_no_finite_number_is_an_error(tmp_path, value):
+    """One NaN among a group's rewards would make NaN of every advantage in it."""
+    grade = own(tmp_path, f"def score(text, row):\n    return {value}\n")
+    with pytest.raises(ValueError, match=r"--reward .*own\.py:score: returned .*finite number"):
+        grade("text", {})
+
+
+def test_an_own_reward_that_raises_is_named_with_its_line(tmp_path):
+    grade = own(tmp_path, "def score(text, row):\n    return row['levle']\n")
+    with pytest.raises(ValueError, match=r"own\.py:score: raised KeyError: 'levle' \(.*own\.py, "
+                                         r"line 2\)"):
+        grade("text", {"level": 1})
+
+
 # ---- data sets
 
 def test_jsonl_columns_of_the_usual_sets(tmp_path):
@@ -173,6 +247,30 @@ def test_folder_and_parquet(tmp_path):
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"train\.jsonl"):
         data.load(tmp_path, "train")
+
+
+def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
+    """Sets of the hub come in parts; two of three would be a smaller set, two folders two sets."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def part(path, question):
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"question": [question], "answer": ["1"]}), path)
+
+    for i in (2, 0, 1):
+        part(tmp_path / "data" / f"train-0000{i}-of-00003.parquet", f"q{i}")
+    assert [r["question"] for r in data.load(tmp_path, "train")] == ["q0", "q1", "q2"]
+    part(tmp_path / "other" / "train-00000-of-00001.parquet", "q")
+    with pytest.raises(ValueError, match="in several folders; choose one: .*data, .*other"):
+        data.load(tmp_path, "train")
+    (tmp_path / "data" / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(ValueError, match="2 of 3 parts"):
+        data.load(tmp_path / "data", "train")
+    (tmp_path / "data" / "train-00000-of-00003.parquet").write_text("no parquet")
+    part(tmp_path / "data" / "train-00001-of-00003.parquet", "q")
+    with pytest.raises(ValueError, match=r"train-00000-of-00003\.parquet: not a parquet file"):
+        data.load(tmp_path / "data", "train")
 
 
 @pytest.mark.parametrize(("lines", "says"), [

@@ -14,6 +14,7 @@ import eval as evaluation
 import lora
 import model as qwen
 import sample
+from tests.conftest import exit_code
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "assets" / "tiny"
@@ -54,7 +55,7 @@ def cli(*argv):
 def scripted(monkeypatch, tok, texts):
     """sample.generate says these: texts[p][j], a trailing ... meaning cut at the limit."""
 
-    def generate(model, prompts, n=1, **_):
+    def generate(model, prompts, n=1, *_, **__):
         return [[sample.Sample(tok.encode(t.removesuffix("...")), [], not t.endswith("...")) for t in group[:n]]
                 for group in texts[: len(prompts)]]
 
@@ -129,9 +130,7 @@ def test_the_adapter_is_applied_and_the_base_is_the_base(tmp_path):
 @pytest.mark.parametrize(("scale", "says"), [(0.0, "every B is zero"), (1e-30, "bit for bit")])
 def test_an_adapter_that_changes_nothing_is_an_error(tmp_path, capsys, scale, says):
     folder = adapter(tmp_path / "adapter", scale)
-    with pytest.raises(SystemExit) as e:
-        cli("--limit", "2", "--adapter", folder)
-    assert e.value.code == 2
+    assert exit_code(evaluation.main, ["--limit", "2", "--adapter", folder]) == 2
     err = capsys.readouterr().err
     assert "--adapter" in err and says in err
 
@@ -156,16 +155,14 @@ def test_several_sets_have_a_line_each(tmp_path):
 @pytest.mark.parametrize(("argv", "says"), [
     (["--model", "nowhere"], "--model nowhere"), (["--data", "nowhere"], "--data nowhere"),
     (["--adapter", "nowhere"], "--adapter"),
-    (["--n", "0"], "--n 0"), (["--greedy", "--n", "4"], "--n 4"), (["--top-p", "0"], "--top-p"), (["--frobnicate"], "frobnicate"),
-    (["--temperature", "-1"], "--temperature"), (["--limit", "0"], "--limit 0"), (["--prompt-style", "poem"], "--prompt-style"),
+    (["--n", "0"], "--n: 0"), (["--greedy", "--n", "4"], "--n 4"), (["--top-p", "0"], "--top-p"), (["--frobnicate"], "frobnicate"),
+    (["--temperature", "-1"], "--temperature"), (["--limit", "0"], "--limit: 0"), (["--prompt-style", "poem"], "--prompt-style"),
     (["--out", "no/such/folder/x.jsonl"], "--out"), (["--max-prompt", "3"], "--max-prompt 3"),
     (["--max-new-tokens", "9999"], "9999"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(argv, says, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as e:
-        cli("--limit", "2", *argv)
-    assert e.value.code == 2
+    assert exit_code(evaluation.main, ["--limit", "2", *argv]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error:" in last and says in last
 

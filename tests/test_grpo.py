@@ -42,7 +42,7 @@ def by_hand(logp, old, adv, lengths, loss, lo, hi, ref=None, beta=0.0, own=None,
 
 
 @pytest.mark.parametrize("extra", ["plain", "kl", "tis"])
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("loss", [name for name in grpo.OBJECTIVES if name != "cispo"])
 def test_each_objective_equals_numpy_and_its_gradient_finite_differences(loss, extra):
     """A wrong normaliser, clip side or sign in any objective."""
     logp, old, adv, lengths = batch(drift=0.15 if loss == "gspo" else 0.4)
@@ -70,6 +70,37 @@ def test_each_objective_equals_numpy_and_its_gradient_finite_differences(loss, e
         e = torch.zeros_like(logp)
         e[i, t] = h
         assert x.grad[i, t].item() == pytest.approx(((f(logp + e) - f(logp - e)) / (2 * h)).item(), rel=1e-5, abs=1e-8)
+
+
+def test_cispo_weighs_every_token_by_its_clipped_ratio():
+    """A clip that stops the gradient, or one that flows through the weight: CISPO's gradient is clip(ratio) A d logp."""
+    logp, old, adv, lengths = batch(drift=1.5)
+    mask, x = grpo.lengths_to_mask(lengths), logp.clone().requires_grad_()
+    value, _ = grpo.policy_loss(x, old, adv, mask, "cispo", eps_low=0.5, eps_high=1.0)
+    value.backward()
+    weight = (logp - old).exp().clamp(0.5, 2.0) * adv[:, None] * mask / mask.sum()
+    torch.testing.assert_close(x.grad, -weight)
+    torch.testing.assert_close(value.detach(), -(weight * logp).sum())
+    assert (((logp - old).exp() > 2.0) & mask).any()
+
+
+def test_each_objective_has_its_own_clip():
+    """GSPO's ratios are a thousand times closer to 1 than a token's: with 0.2 it would never clip."""
+    args = torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, dtype=torch.bool)
+    for loss, high in (("grpo", 1.2), ("dapo", 1.28), ("dr_grpo", 1.2), ("gspo", 1.0004)):
+        value, m = grpo.policy_loss(torch.ones(1, 1), *args, loss, max_len=1)
+        assert value.item() == pytest.approx(-high) and m["clip_high"] == 1
+        low = grpo.policy_loss(-torch.ones(1, 1), args[0], -args[1], args[2], loss, max_len=1)[0].item()
+        assert low == pytest.approx(1 - 3e-4 if loss == "gspo" else 0.8)
+        assert grpo.policy_loss(torch.ones(1, 1), *args, loss, 0.5, 0.5, max_len=1)[0].item() == pytest.approx(-1.5)
+
+
+def test_sampler_kl_is_the_k3_estimate():
+    """A gap without sign cannot tell noise from rounding: KL(sampler || trainer) over what the sampler drew."""
+    logp, old, adv, lengths = batch()
+    mask = grpo.lengths_to_mask(lengths)
+    d = (logp - old)[mask]
+    torch.testing.assert_close(grpo.policy_loss(logp, old, adv, mask)[1]["sampler_kl"], (d.exp() - 1 - d).sum())
 
 
 def test_negative_advantage_takes_the_minimum():
@@ -109,7 +140,7 @@ def test_clip_higher_uses_its_own_bound():
     assert grpo.policy_loss(logp, *args, eps_high=0.20)[0].item() == pytest.approx(-1.20)
 
 
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("loss", grpo.OBJECTIVES)
 def test_micro_batches_add_up_to_the_full_batch(loss):
     """Trap 14 and DAPO's token mean: per-micro-batch means, or the last micro-batch's loss reported as the loss."""
     logp, old, adv, lengths = batch()
@@ -167,7 +198,7 @@ def test_overlong_rows_can_be_masked_or_penalised():
     """Cut completions counted as wrong answers; an all-masked batch must give 0, not nan."""
     mask = grpo.lengths_to_mask(torch.tensor([3, 4]))
     logp = torch.zeros(2, 4, requires_grad=True)
-    for loss in grpo.LOSSES:
+    for loss in grpo.OBJECTIVES:
         for totals in ({}, {"total_tokens": 0, "total_seqs": 0}):
             value, m = grpo.policy_loss(logp, torch.ones(2, 4), torch.ones(2), mask & False, loss, max_len=4, **totals)
             assert value == 0 and grpo.mean_metrics(m)["logp_gap_mean"] == 0

@@ -7,14 +7,20 @@ import pytest
 
 import plot
 
-ROWS = [{"step": i, "reward": 0.1 * i, "accuracy": 0.05 * i, "entropy": 1 / (i + 1), "length_mean": 40 + i, "grad_norm": 0.2,
-         "logp_gap_mean": 0.01 * i, "sigma": 0.0 if i < 2 else 0.01, "rollout_tok_s": 900.0, "update_tok_s": 800.0,
+ROWS = [{"step": i, "reward": 0.1 * i, "accuracy": 0.05 * i, "entropy": 1 / (i + 1),
+         "length_mean": 40 + i, "grad_norm": 0.2, "logp_gap_mean": 0.01 * i,
+         "sigma": 0.0 if i < 2 else 0.01, "rollout_tok_s": 900.0, "update_tok_s": 800.0,
          "seconds": 2.0 * i} for i in range(8)]
+for measured in ROWS[::3]:
+    measured.update(eval_accuracy=0.1 * measured["step"], eval_stderr=0.02)
 
 
-def folder(path, rows=ROWS, tail=""):
+def folder(path, rows=ROWS, tail="", config=None, summary=None):
     path.mkdir()
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + tail)
+    for name, content in (("config", config), ("summary", summary)):
+        if content is not None:
+            (path / f"{name}.json").write_text(json.dumps(content))
     return path
 
 
@@ -26,38 +32,123 @@ def size(png):
 
 @pytest.fixture
 def axes(monkeypatch):
-    """The panels of the pictures drawn, as matplotlib objects."""
+    """The panels of the pictures, as matplotlib objects; writing them would take seconds each."""
     seen = []
-    real = plot.Figure.savefig
-    monkeypatch.setattr(plot.Figure, "savefig", lambda fig, *a, **k: (seen.append(fig), real(fig, *a, **k))[1])
+    monkeypatch.setattr(plot.Figure, "savefig", lambda fig, *a, **k: seen.append(fig))
     return lambda: {ax.get_title(loc="left"): ax for ax in seen[-1].axes}
+
+
+def legend(panels):
+    return [text.get_text() for text in panels["reward"].figure.legends[0].get_texts()]
 
 
 def test_all_panels_and_runs_are_drawn(tmp_path, axes):
     """A column renamed in train.py, or the last run drawn over the others."""
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", ROWS[:5])]
-    out = plot.plot(runs, tmp_path / "p.png", x="seconds", smooth=3)
-    assert out == tmp_path / "p.png" and min(size(out)) > 400
+    out = plot.plot(runs, tmp_path / "p.png", x="seconds")
+    assert out == tmp_path / "p.png"
     panels = axes()
     assert list(panels) == [p[0] for p in plot.PANELS]
-    raw_a, mean_a, raw_b, _ = panels["reward"].lines
-    assert list(raw_a.get_xdata()) == [2.0 * i for i in range(8)] and len(raw_b.get_xdata()) == 5
-    assert list(raw_a.get_ydata()) == [0.1 * i for i in range(8)]
-    assert mean_a.get_ydata()[7] == pytest.approx(0.6)
-    assert [t.get_text() for t in panels["reward"].figure.legends[0].get_texts()] == ["a", "b"]
-    assert len(panels["tokens/s"].lines) == 8
+    a, b = panels["reward"].lines
+    assert list(a.get_xdata()) == [2.0 * i for i in range(8)] and len(b.get_xdata()) == 5
+    assert list(a.get_ydata()) == [0.1 * i for i in range(8)]  # as logged, not smoothed
+    assert legend(panels) == ["a", "b"]
+    assert len(panels["tokens/s of rollout (thin: update)"].lines) == 4
+
+
+def test_means_are_drawn_only_when_asked_for_and_the_axis_says_so(tmp_path, axes):
+    """A mean passed off as data: a jump of one step looks like a slope of five."""
+    run = folder(tmp_path / "a")
+    plot.plot([run], tmp_path / "p.png", smooth=3)
+    panels = axes()
+    assert panels["reward"].lines[0].get_ydata()[7] == pytest.approx(0.6)
+    assert panels["reward"].get_xlabel() == "step, mean of the last 3"
+    assert panels["noise $\\sigma$"].lines[0].get_ydata()[2] == 0.01
+    assert panels["held-out accuracy"].get_xlabel() == "step"
+    plot.plot([run], tmp_path / "p.png")
+    assert axes()["reward"].get_xlabel() == "step"
+
+
+def test_held_out_accuracy_is_drawn_where_it_was_measured(tmp_path, axes):
+    """The one number that matters in no picture, or a line through steps without a measurement."""
+    rows = [{"step": 0, "reward": 0.1}, {"step": 1, "reward": 0.2}]
+    end = {"accuracy_before": 0.25, "accuracy_after": 0.75}
+    runs = [folder(tmp_path / "a"), folder(tmp_path / "b", rows, summary=end),
+            folder(tmp_path / "none", rows, summary=dict.fromkeys(end))]
+    plot.plot(runs, tmp_path / "p.png")
+    a, b, none = axes()["held-out accuracy"].containers
+    assert list(a.lines[0].get_xdata()) == [0, 3, 6] and a.lines[0].get_linestyle() == "-"
+    assert a.lines[0].get_ydata() == pytest.approx([0, 0.3, 0.6])
+    ends = [segment[:, 1].tolist() for segment in a.lines[2][0].get_segments()]
+    assert ends[1] == pytest.approx([0.28, 0.32])  # the standard error, both ways
+    assert list(b.lines[0].get_xdata()) == [-1, 1] and list(b.lines[0].get_ydata()) == [0.25, 0.75]
+    assert b.lines[0].get_linestyle() == "None" and len(none.lines[0].get_xdata()) == 0
+
+
+def test_runs_of_several_seeds_are_one_line_in_a_band(tmp_path, axes):
+    """Three seeds drawn as three arms, a repeated seed counted as another, or seeds of different
+    settings averaged."""
+    def run(name, seed, quant, rows):
+        rows = [{"step": i, "reward": r, "eval_accuracy": r} for i, r in enumerate(rows)]
+        return folder(tmp_path / name, rows, config={"quant": quant, "seed": seed, "out": name})
+
+    runs = [run("a0", 0, "nvfp4", [1.0, 2, 3]), run("b0", 0, "none", [5.0, 5, 5]),
+            run("a1", 1, "nvfp4", [3.0, 2, 7, 9])]
+    plot.plot(runs, tmp_path / "p.png")
+    panels = axes()
+    assert legend(panels) == ["quant=nvfp4 (2 seeds)", "quant=none"]
+    assert list(panels["reward"].lines[0].get_ydata()) == [2.0, 2.0, 5.0]  # steps that both have
+    band = panels["reward"].collections[0].get_datalim(panels["reward"].transData)
+    assert (band.y0, band.y1) == (1.0, 7.0)
+    bars = panels["held-out accuracy"].containers[0].lines[2][0].get_segments()
+    assert [s[:, 1].tolist() for s in bars] == [[1.0, 3.0], [2.0, 2.0], [3.0, 7.0]]
+    again = run("a2", 1, "nvfp4", [0.0])
+    assert plot.lines([*runs[::2], again]) == [("a* (2 seeds)", runs[::2]), ("a2", [again])]
+
+
+def test_labels_are_the_flags_that_differ(tmp_path):
+    """Folder names that say nothing of what was compared, or a legend with every flag in it."""
+    def label(*configs):
+        at = tmp_path / str(len(list(tmp_path.iterdir())))
+        at.mkdir()
+        return [name for name, _ in plot.lines([folder(at / f"r{i}", config=c)
+                                                for i, c in enumerate(configs)])]
+
+    same = {"model": "some/where/base", "lr": 1e-5, "lora_rank": 32}
+    assert label({**same, "quant": "none", "aqn": False}, {**same, "quant": "nvfp4", "aqn": True}) \
+        == ["quant=none aqn=off", "quant=nvfp4 aqn=on"]
+    assert label(same, {**same, "lr": 3e-5, "lora_rank": 16, "model": "x/tiny/"}) \
+        == ["model=base lr=1e-05 lora-rank=32", "model=tiny lr=3e-05 lora-rank=16"]
+    assert label(same, same) == ["r0", "r1"] and label(same) == ["r0"]
+    assert label(same, {**same, "new_flag": 3}) == ["r0", "r1"]  # what the other did is not known
+    assert label(same, None, {**same, "lr": 1.0}) == ["r0", "r1", "r2"]
+    assert label({**same, "quant": "a"}, {**same, "quant": "b"}, {**same, "quant": "b"}) \
+        == ["r0", "r1", "r2"]
+    assert label(dict.fromkeys("abcde", 0), dict.fromkeys("abcde", 1)) == ["r0", "r1"]
+
+
+def test_eight_runs_look_different_in_grey_print(tmp_path, axes):
+    """Told apart by colour alone, or two runs of one look."""
+    runs = [folder(tmp_path / str(i)) for i in range(8)]
+    plot.plot(runs, tmp_path / "p.png")
+    looks = [(str(line.get_color()), line.get_linestyle(), line.get_marker())
+             for line in axes()["reward"].lines]
+    assert len({*looks}) == 8 and len({look[1:] for look in looks[:4]}) == 4
 
 
 def test_missing_columns_and_values_are_tolerated(tmp_path, axes):
-    """KeyError on a run without noise, a null from a step with nothing to train on, or an older file."""
-    rows = [{"step": 0, "reward": None}, {"step": 1, "reward": 1.0, "sigma": 0.0}, {"step": 2, "reward": math.nan}]
+    """KeyError on a run without noise, a null from a step with nothing to train on, or an older
+    file."""
+    rows = [{"step": 0, "reward": None}, {"step": 1, "reward": 1.0, "sigma": 0.0},
+            {"step": 2, "reward": math.nan}]
     assert plot.column(rows, "reward")[1] == 1.0 and math.isnan(plot.column(rows, "reward")[0])
     plot.plot([folder(tmp_path / "a", rows), folder(tmp_path / "b")], tmp_path / "p.png")
-    assert len(axes()) == 8
+    assert len(axes()) == 9
     plot.plot([tmp_path / "a"], tmp_path / "p.png")
     assert list(axes()) == ["reward"]  # a sigma that is always 0 has nothing to show on a log axis
     plot.plot([folder(tmp_path / "one", [{"step": 0, "reward": 1.0}])], tmp_path / "p.png")
-    assert axes()["reward"].lines[-1].get_marker() == "o"  # a line of one step would be invisible
+    point = axes()["reward"].lines[-1]  # a line of one step would be invisible
+    assert point.get_marker() == "o" and point.get_markevery() is None
 
 
 def test_trailing_mean_skips_nan():
@@ -83,7 +174,8 @@ def test_broken_line_in_the_middle_is_an_error(tmp_path):
 
 
 def test_a_resumed_step_counts_once(tmp_path):
-    """A run killed between its row and its checkpoint logs that step again: the curve would go back in time."""
+    """A run killed between its row and its checkpoint logs that step again: the curve would go
+    back in time."""
     again = {**ROWS[5], "reward": 9.0}
     rows = plot.read(folder(tmp_path / "a", [*ROWS[:7], again]))
     assert [r["step"] for r in rows] == list(range(7)) and rows[5]["reward"] == 9.0
@@ -93,20 +185,21 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
     """Two legends that read `run`."""
     for d in ("x", "y"):
         (tmp_path / d).mkdir()
-    runs = [folder(tmp_path / "x" / "run"), folder(tmp_path / "y" / "run"), folder(tmp_path / "z")]
-    assert plot.labels(runs) == [str(runs[0]), str(runs[1]), "z"]
-    assert plot.labels([runs[2] / "metrics.jsonl"]) == ["z"]
+    runs = [folder(tmp_path / d) for d in ("x/run", "y/run", "z")]
+    assert plot.names(runs) == [str(runs[0]), str(runs[1]), "z"]
+    assert plot.names([runs[2] / "metrics.jsonl"]) == ["z"]
 
 
 def test_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
     """A picture in another folder than the one printed."""
-    a, b = folder(tmp_path / "a"), folder(tmp_path / "b")
+    a, b = folder(tmp_path / "a"), folder(tmp_path / "b", [{"step": 0, "reward": 1.0}])
     monkeypatch.chdir(tmp_path)
     plot.main([str(a)])
-    assert size(a / "metrics.png") and f"wrote {a / 'metrics.png'}" in capsys.readouterr().out
-    plot.main([str(a), str(b)])
+    assert f"wrote {a / 'metrics.png'}" in capsys.readouterr().out
+    assert min(size(a / "metrics.png")) > 400
+    plot.main([str(b), str(b)])
     assert size(tmp_path / "compare.png")
-    plot.main([str(a / "metrics.jsonl"), "--out", "c.png", "--smooth", "1"])
+    plot.main([str(b / "metrics.jsonl"), "--out", "c.png", "--smooth", "2"])
     assert size(tmp_path / "c.png")
 
 
@@ -117,11 +210,15 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
     (tmp_path / "nothing").mkdir()
     empty = str(folder(tmp_path / "empty", []))
     bare = str(folder(tmp_path / "bare", [{"step": 0, "other": 1}]))
-    for argv, word in (([], "RUN"), (["nothing"], "nothing/metrics.jsonl: no such file"), (["absent"], "absent"),
-                       ([empty], "no complete row"), ([bare], "none of the columns"), ([bare, "--x", "seconds"], "--x seconds"),
+    broken = folder(tmp_path / "broken")
+    (broken / "config.json").write_text('{"quant": "nv')
+    for argv, word in (([], "RUN"), (["nothing"], "nothing/metrics.jsonl: no such file"),
+                       (["absent"], "absent"), ([empty], "no complete row"),
+                       ([bare], "none of the columns"), ([bare, "--x", "seconds"], "--x seconds"),
                        ([good, "--smooth", "0"], "--smooth"), ([good, "--x", "epoch"], "--x"),
-                       ([good, "--out", "no/where.png"], "--out"), ([good, "--out", "p.docx"], "docx"),
-                       ([good, "--what"], "--what")):
+                       ([good, "--out", "no/where.png"], "--out"),
+                       ([good, "--out", "p.docx"], "docx"), ([good, "--what"], "--what"),
+                       ([str(broken)], "broken/config.json: not a JSON object")):
         with pytest.raises(SystemExit) as e:
             plot.main(argv)
         err = capsys.readouterr().err

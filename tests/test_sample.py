@@ -9,6 +9,7 @@ import lora
 import model as M
 import sample
 from runtime import draw
+from tests.conftest import exit_code
 from weights import checkpoint, memory
 
 CONFIG = M.Config(101, 48, 64, 2, 4, 2, 12, max_position_embeddings=64)
@@ -218,6 +219,5 @@ def test_command_prompt_streams_the_answer(capsys):
 ])
 def test_command_errors_exit_with_2(argv, says, capsys):
     """One line that names the flag, exit code 2, no traceback."""
-    with pytest.raises(SystemExit) as e:
-        sample.main([*argv, "--device", "cpu"])
-    assert e.value.code == 2 and says in capsys.readouterr().err.splitlines()[-1]
+    assert exit_code(sample.main, [*argv, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]

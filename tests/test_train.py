@@ -1,6 +1,7 @@
 """train.py: the loop as a user runs it, on the embedded model, and the traps that small RL codebases fall into."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,14 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-import aqn
 import data
+import eval as evaluation
+import grpo
 import lora
 import model as qwen
 import sample
 import train
 from runtime import flags
+from runtime.run import Run, warnings_for
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--steps", "4", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4",
@@ -47,8 +51,7 @@ def straight(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy():
-    """(model with an adapter that does something, tokenizer, completions as train.rollout makes them)."""
-    args = flags.parse_args([*SMALL, "--max-new-tokens", "40"])
+    """(model with an adapter that does something, tokenizer, completions, optimizer)."""
     tok = data.Tokenizer(flags.TINY)
     model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
     model.valid_vocab = len(tok)
@@ -56,20 +59,25 @@ def policy():
     torch.manual_seed(0)
     for p in params:
         p.data.add_(0.02 * torch.randn_like(p))
-    rows, _ = data.prompts(tok, data.load("arithmetic", "train", n=4), args.prompt_style, 128)
-    groups, _ = train.rollout(model, tok, rows, args, 0, False)
-    for g in groups:
-        for i, r in enumerate(g):
-            r["advantage"] = float(i) - 1.4
-    return model, tok, [r for g in groups for r in g], args, params
+    rows, _ = data.prompts(tok, data.load("arithmetic", "train", n=4))
+    completions = drawn(model, tok, rows)
+    for i, c in enumerate(completions):
+        c.advantage = float(i % 4) - 1.4
+    return model, tok, completions, grpo.AdamW(params, 0.0, (0.9, 0.99), 0.0)
+
+
+def drawn(model, tok, rows, **options):
+    groups = sample.generate(model, [row["ids"] for row in rows], 4, 40, eos_ids=tok.eos_ids, **options)
+    return [grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished)
+            for row, group in zip(rows, groups, strict=True) for s in group]
 
 
 def test_a_run_leaves_every_file_it_promises(straight):
     names = {"config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "checkpoint", "metrics.png", "summary.json"}
     assert names <= {p.name for p in straight.iterdir()}
-    assert not list(straight.rglob("*.tmp"))
     summary = json.loads((straight / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "steps", "seconds", "command"} <= set(summary)
+    assert not [p for p in straight.rglob("*") if p.name.startswith(".")]
     wanted = {"reward", "accuracy", "format", "reward_std", "zero_var_frac", "entropy", "length_mean", "truncated_frac",
               "grad_norm", "lr", "sigma", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean", "logp_gap_max",
               "ratio_outside_frac", "rollout_tok_s", "update_tok_s", "seconds_rollout", "seconds_reward", "seconds_update",
@@ -102,6 +110,99 @@ def test_resume_is_exact(straight, tmp_path, monkeypatch):
 def test_a_resume_with_other_flags_is_refused(straight, capsys):
     assert train.main(["--resume", "--out", str(straight), "--lr", "0.5"]) == 2
     assert "--lr" in capsys.readouterr().err
+
+
+def copy_of(straight, tmp_path):
+    return Path(shutil.copytree(straight, tmp_path / "copy"))
+
+
+def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path):
+    """A run that ended can go on: its rows stay, new ones follow, its flags are kept but for --steps."""
+    out = copy_of(straight, tmp_path)
+    assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 0
+    assert rows_of(out)[:4] == rows_of(straight) and [r["step"] for r in rows_of(out)] == [0, 1, 2, 3, 4, 5]
+    assert json.loads((out / "config.json").read_text())["steps"] == 6
+    assert json.loads((out / "summary.json").read_text())["steps"] == 6
+
+
+def test_resuming_a_finished_run_keeps_its_summary(straight, tmp_path, capsys):
+    out = copy_of(straight, tmp_path)
+    before = (out / "summary.json").read_bytes()
+    assert train.main(["--resume", "--out", str(out)]) == 0
+    assert (out / "summary.json").read_bytes() == before and "--steps" in capsys.readouterr().out
+
+
+def test_a_start_that_came_to_nothing_does_not_block_the_next(straight, tmp_path, monkeypatch):
+    """Ctrl-C in the first rollout, or a kill before the first checkpoint: both a fresh start and --resume must then work, and
+    give what an undisturbed start gives."""
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for again in ([], ["--resume"]):
+        out = tmp_path / f"run{len(again)}"
+        with monkeypatch.context() as m:
+            m.setattr(sample, "generate", interrupted)
+            m.setattr(Run, "save", interrupted)  # as if killed: nothing is saved on the way out
+            with pytest.raises(KeyboardInterrupt):
+                train.train(flags.parse("train", [*SMALL, "--out", str(out)]), [])
+        assert (out / "config.json").exists() and not (out / "checkpoint").exists()
+        assert (train.main(["--resume", "--out", str(out)]) if again else run(out)) == 0
+        assert rows_of(out) == rows_of(straight)
+
+
+def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
+    """--eval-every: the row of a step has the held-out accuracy of the policy that drew its samples; adapter_best/ is the one
+    with the highest, not the last."""
+    answers = iter([0.1, 0.6, 0.3, 0.2])
+    adapters = []
+
+    def scripted(model, tok, rows, *a, **kw):
+        adapters.append({k: v.clone() for k, v in lora.adapter_state(model).items()})
+        return {"accuracy": next(answers), "stderr": 0.01, "rows": []}
+
+    monkeypatch.setattr(evaluation, "evaluate", scripted)
+    out = tmp_path / "run"
+    assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "1", "--eval-limit", "2") == 0
+    assert [r["eval_accuracy"] for r in rows_of(out)] == [0.1, 0.6, 0.3]
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.1, 0.2)
+    assert summary["best"] == {"step": 1, "accuracy": 0.6, "stderr": 0.01}
+    best, last = (load_file(out / name / "adapter_model.safetensors") for name in ("adapter_best", "adapter"))
+    assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
+
+
+def test_an_adapter_remembers_what_it_was_trained_with(straight, tmp_path, capsys):
+    """Evaluated on another format, or with another prompt, than it was trained with, an adapter looks worse than it is; on
+    another base it is noise. eval.py and sample.py take them from policy.json; another base is refused."""
+    args = flags.parse("eval", ["--run", str(straight)])
+    assert (args.model, args.quant, args.prompt_style, args.data) == ("tiny", "nvfp4", "tags", "arithmetic")
+    assert flags.parse("sample", ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
+    out = copy_of(straight, tmp_path)
+    policy = json.loads((out / "adapter" / "policy.json").read_text())
+    (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"quant": "mxfp4", "prompt_style": "boxed"}))
+    args = flags.parse("eval", ["--run", str(out)])
+    assert (args.quant, args.prompt_style) == ("mxfp4", "boxed")
+    flags.load_policy(flags.parse("eval", ["--run", str(out), "--quant", "nvfp4"]))
+    assert "warning: --quant nvfp4" in capsys.readouterr().err
+    (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"base": "another"}))
+    with pytest.raises(ValueError, match="--model .*another base"):
+        flags.load_policy(flags.parse("eval", ["--run", str(out)]))
+
+
+def test_a_reward_of_ones_own_is_trained_on(tmp_path):
+    """--reward file.py:function sees the whole row of each completion."""
+    (tmp_path / "mine.py").write_text("def shorter(text, row):\n    return {'reward': -len(text), 'correct': row['form'] == 'steps'}\n")
+    out = tmp_path / "run"
+    assert run(out, "--steps", "1", "--reward", f"{tmp_path / 'mine.py'}:shorter") == 0
+    samples = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert all(s["reward"] == -len(s["text"]) and s["correct"] == s["question"].startswith("Start") for s in samples)
+
+
+def test_an_uninstalled_log_is_named_before_the_run_begins(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(tmp_path / "run", "--log-to", "wandb") == 2
+    assert "pip install wandb" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_sigterm_saves_before_it_stops(tmp_path):
@@ -150,71 +251,52 @@ def test_an_empty_model_folder_and_an_empty_data_set_are_errors(tmp_path, capsys
 
 def test_sampler_and_trainer_agree_on_every_token(policy):
     """Invariant 2, defect 12: the log-probs recorded while sampling are the trainer's, temperature and masked ids included."""
-    model, tok, rows, _, _ = policy
+    model, tok, completions, _ = policy
     for temperature in (1.0, 0.7):
-        if temperature != 1.0:
-            groups = sample.generate(model, [r["prompt"] for r in rows[:4]], 2, 24, temperature, eos_ids=tok.eos_ids, seed=3)
-            rows = [{"prompt": r["prompt"], "ids": s.ids, "logprobs": s.logprobs}
-                    for r, g in zip(rows, groups, strict=False) for s in g]
+        cs = completions if temperature == 1.0 else drawn(model, tok, [c.row for c in completions[::4]], temperature=0.7, seed=3)
         with torch.no_grad():
-            logp, _, mask = train.token_logprobs(model, rows, temperature)
-        for r, values, m in zip(rows, logp, mask, strict=True):
-            assert torch.allclose(values[m], torch.tensor(r["logprobs"]), atol=1e-4)
+            logp, _, mask = grpo.completion_logprobs(model, cs, temperature)
+        for c, values, m in zip(cs, logp, mask, strict=True):
+            assert torch.allclose(values[m], torch.tensor(c.logprobs), atol=1e-4)
 
 
 def test_the_stop_token_is_trained(policy):
     """Trap 11: with pad == eos, a mask made by comparing ids drops the stop token, and the model never learns to stop."""
-    model, tok, rows, _, _ = policy
-    finished = [r for r in rows if r["finished"]]
-    assert finished and all(r["ids"][-1] in tok.eos_ids for r in finished)
-    _, _, mask = train.token_logprobs(model, finished, 1.0)
-    assert mask.sum(1).tolist() == [len(r["ids"]) for r in finished]
+    model, tok, completions, _ = policy
+    finished = [c for c in completions if c.finished]
+    assert finished and all(c.ids[-1] in tok.eos_ids for c in finished)
+    _, _, mask = grpo.completion_logprobs(model, finished, 1.0)
+    assert mask.sum(1).tolist() == [len(c.ids) for c in finished]
 
 
 def test_any_micro_batching_gives_the_same_gradient_and_loss(policy, monkeypatch):
     """Trap 14: token mean over the global batch, and the logged loss is not the last micro-batch's."""
-    model, _, rows, args, params = policy
-    seen = []
+    model, _, completions, optimizer = policy
+    seen, losses = [], []
 
-    def keep(p, clip):
-        seen.append([q.grad.clone() for q in p])
+    def keep(params, clip):
+        seen.append([p.grad.clone() for p in params])
         return torch.tensor(1.0)
 
-    class Still:
-        def step(self):
-            pass
-
-        def zero_grad(self, set_to_none):
-            for p in params:
-                p.grad = None
-
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", keep)
-    losses = []
     for budget in (1, 300, 10**6):
-        args.micro_batch_tokens = budget
-        metrics, _ = train.update(model, Still(), params, rows, args)
+        metrics, _ = grpo.update(model, optimizer, completions, grpo.Settings("dapo", micro_batch_tokens=budget))
         losses.append(metrics["loss"].item())
-    assert len(list(train.micro_batches(rows, 1))) == len(rows) and len(list(train.micro_batches(rows, 10**6))) == 1
+    assert len(list(grpo.micro_batches(completions, 1))) == len(completions)
+    assert len(list(grpo.micro_batches(completions, 10**6))) == 1
     for grads in seen[1:]:
         for a, b in zip(grads, seen[0], strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
     assert max(losses) - min(losses) < 1e-5
 
 
-def test_noisy_rollouts_are_off_policy_for_the_clean_update(policy):
-    """Defect 4: with noise in the rollout only, the ratio is not identically 1; with the noise off it is."""
-    model, tok, rows, args, _ = policy
-    questions = [{"ids": r["prompt"], "question": r["question"], "answer": r["answer"]} for r in rows[::4]]
-    gaps = []
-    for sigma in (0.0, 0.05):
-        aqn.set_noise(model, sigma, 1)
-        noisy = [r for g in train.rollout(model, tok, questions, args, 1, False)[0] for r in g]
-        aqn.set_noise(model, 0.0)
-        with torch.no_grad():
-            logp, _, mask = train.token_logprobs(model, noisy, 1.0)
-        sampler = torch.cat([torch.tensor(r["logprobs"]) for r in noisy])
-        gaps.append((logp[mask] - sampler).abs().mean().item())
-    assert gaps[0] < 1e-5 and gaps[1] > 1e-3
+def test_micro_batches_hold_no_more_than_their_budget(policy):
+    """Padded tokens, not tokens, are what fills the memory."""
+    completions = policy[2]
+    for budget in (150, 400):
+        batches = list(grpo.micro_batches(completions, budget))
+        assert sorted(len(c.ids) for b in batches for c in b) == sorted(len(c.ids) for c in completions)
+        assert all(len(b) == 1 or len(b) * max(len(c.prompt) + len(c.ids) for c in b) <= budget for b in batches)
 
 
 def test_training_moves_the_adapter_and_leaves_one_untouched_base(straight):
@@ -235,9 +317,8 @@ def test_full_parameter_training_moves_every_matrix(tmp_path):
 
 def test_sixteen_bit_parameters_are_trained_through_float32_masters():
     """In bfloat16 a step of 1e-5 on a weight of 1 rounds to nothing; many of them must still add up."""
-    args = flags.parse_args(["--lr", "1e-4", "--weight-decay", "0"])
     p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = train.AdamW([p], args)
+    optimizer = grpo.AdamW([p], 1e-4, (0.9, 0.99), 0.0)
     for _ in range(100):
         p.grad = torch.ones_like(p)
         optimizer.step()
@@ -255,50 +336,34 @@ def test_data_order_is_a_function_of_seed_and_cursor():
 
 def test_the_arms_of_the_ablation_differ_by_one_flag():
     """Defect 10: BF16 and NVFP4, noise on and off, run at the same learning rate, data and everything else."""
-    base = vars(flags.parse_args(["--model", "m", "--out", "o"]))
+    base = vars(flags.parse("train", ["--model", "m", "--out", "o"]))
     for given, changed in ((["--quant", "none"], {"quant"}), (["--no-aqn"], {"aqn"})):
-        arm = vars(flags.parse_args(["--model", "m", "--out", "o", *given]))
+        arm = vars(flags.parse("train", ["--model", "m", "--out", "o", *given]))
         assert {k for k in base if base[k] != arm[k]} == changed
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():
-    args = flags.parse_args(["--lr", "1.0", "--warmup", "0.1"])
-    lrs = [train.learning_rate(i, 100, args) for i in range(100)]
+    lrs = [grpo.learning_rate(i, 100, 1.0, 0.1) for i in range(100)]
     assert lrs[0] == pytest.approx(0.1) and max(lrs) == lrs[9] == lrs[10] == 1.0 and lrs[-1] < 0.01
 
 
 @pytest.mark.parametrize("change, told", [
     ({"reward": 0.0}, "--prompt-style"), ({"format": 0.0}, "--prompt-style boxed"), ({"truncated_frac": 1.0}, "--max-new-tokens"),
-    ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp trainer"),
+    ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp current"),
 ])
 def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """Defect 7: a prompt without the instruction that the reward wants trains on zeros, silently."""
-    args = flags.parse_args([])
-    fine = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01}
-    assert not list(train.warnings_for(fine, args))
-    assert any(told in text for text in train.warnings_for({**fine, **change}, args))
-
-
-def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(policy, monkeypatch):
-    model, tok, _, args, _ = policy
-    rows = [{"ids": [1], "question": "q", "answer": "a"}] * 50
-    drawn = []
-
-    def fake(model, tok, prompts, args, draw, progress):
-        drawn.append(len(prompts))
-        return [[{"reward": float(len(drawn) > 1 and i == 0 and j == 0)} for j in range(2)] for i in range(len(prompts))], 0.0
-
-    monkeypatch.setattr(train, "rollout", fake)
-    args.dynamic_sampling, args.max_resample, args.prompts_per_step = True, 2, 4
-    kept, first, sampled, _ = train.collect(model, tok, train.Prompts(rows, 0), args, 0, False)
-    assert drawn == [4, 4, 3] and sampled == 11 and len(kept) == 2 and len(first) == 4
-    assert all(train.has_signal(g) for g in kept)
+    args = flags.parse("train", [])
+    fine = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
+            "clip_first_frac": 0.0}
+    assert not list(warnings_for(fine, args))
+    assert any(told in text for text in warnings_for({**fine, **change}, args))
 
 
 def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
     """Otherwise the accuracy called held-out is measured on the training questions."""
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(50)))
-    rows, held = train.load_data(flags.parse_args(["--data", str(tmp_path / "d.jsonl"), "--eval-limit", "0"]))
+    rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl")]))
     assert (len(rows), len(held)) == (45, 5) and not {r["question"] for r in rows} & {r["question"] for r in held}
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 @contextmanager
 def whole(path):
-    """Yields a temporary Path beside `path` to write to; it becomes `path` when the block ends well and is removed when not.
+    """Yields a temporary Path beside `path` to write to; it becomes `path` when the block ends well
+    and is removed when not.
 
-    The name is unique, so that a file of the user's is never hit; what is renamed has reached the disk (fsync)."""
+    The name is unique, so that a file of the user's is never hit; what is renamed has reached the
+    disk (fsync)."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:

@@ -1,11 +1,13 @@
-"""Is this answer the gold one? Numbers as people and LaTeX write them are compared as exact fractions; what is no number is
-compared as text, then by math-verify in a process of its own that is killed when it takes too long. So no completion can
-crash or hang a run, from whatever thread it is graded.
+"""
+Is this answer the gold one? Numbers as people and LaTeX write them are compared as exact fractions;
+what is no number is compared as text, then by math-verify in a process of its own that is killed
+when it takes too long. So no completion can crash or hang a run, from whatever thread it is graded.
 
-Left out: units are dropped, not converted ("3 cents" is "3"), and no rounding is forgiven (0.33 is not 1/3).
+Left out: units are dropped, not converted ("3 cents" is "3"), and no rounding is forgiven (0.33 is
+not 1/3).
 
-    python grade.py '1,000 dollars' 1000
-    python grade.py '\\frac{1}{2}x' '0.5x'
+    python -m runtime.grade '1,000 dollars' 1000
+    python -m runtime.grade '\\frac{1}{2}x' '0.5x'
 """
 
 import atexit
@@ -20,12 +22,14 @@ import threading
 from fractions import Fraction
 
 LONGEST = 400  # characters of an answer that are still read as mathematics
-UNITS = set("cm mm m km kg g mg l ml lb lbs oz ft in mi mph h hr hrs min s sec am pm c f usd".split())
+UNITS = set("cm mm m km kg g mg l ml lb lbs oz ft in mi mph h hr hrs min s sec am pm c f usd"
+            .split())
 NOT_UNITS = set("pi sqrt sin cos tan log ln exp mod and or dozen percent hundred half".split())
 SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 NUMBER = re.compile(
     r"(?P<sign>[-+]?)\s*(?:(?:(?P<whole>[0-9]{1,60})\s+)?(?P<over>[0-9]{1,60})\s*/\s*(?P<under>[0-9]{1,60})"
-    r"|(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}){1,60}|[0-9]{1,200})(?:\.[0-9]{0,200})?|\.[0-9]{1,200})(?:[eE](?P<exp>[-+]?[0-9]{1,3}))?)"
+    r"|(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}){1,60}|[0-9]{1,200})(?:\.[0-9]{0,200})?|\.[0-9]{1,200})"
+    r"(?:[eE](?P<exp>[-+]?[0-9]{1,3}))?)"
     r"(?P<space>\s*)(?P<percent>%|percent\b)?(?P<unit>[A-Za-z /.'-]{0,60})"
 )
 BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\[\\{}]|[{}]")
@@ -45,7 +49,8 @@ def last_boxed(text):
 
 
 def same(given, gold):
-    """Is the given answer the gold one? Where gold is a number the answer must be one too: "3+4" is not an answer of 7."""
+    """Is the given answer the gold one? Where gold is a number the answer must be one too: "3+4" is
+    not an answer of 7."""
     if len(given) > 4 * LONGEST or len(given := _plain(given)) > LONGEST:
         return False
     gold = _plain(gold)
@@ -65,13 +70,15 @@ def _equal(a, b):
     (x, x_percent), (y, y_percent) = a, b
     if x == y or x_percent == y_percent:
         return x == y
-    return x / 100 == y if x_percent else x == y / 100  # 50% is 50 to one data set and 1/2 to the next
+    # 50% is 50 to one data set and 1/2 to the next
+    return x / 100 == y if x_percent else x == y / 100
 
 
 def number(text):
     """A number as written by people or in LaTeX -> (Fraction, whether it is a percentage), or None.
 
-    "1,000", "$1000.00", "1000 dollars", "1/2", "3\\frac{1}{2}", "1e3", "90^\\circ", "x = 5". ASCII digits only.
+    "1,000", "$1000.00", "1000 dollars", "1/2", "3\\frac{1}{2}", "1e3", "90^\\circ", "x = 5". ASCII
+    digits only.
     """
     s = _plain(text) if len(text) <= 4 * LONGEST else ""
     s = re.sub(r"^[A-Za-z]{1,12}\s*=\s*", "", s)
@@ -85,7 +92,8 @@ def number(text):
             return None
         value = int(m["whole"] or 0) + Fraction(int(m["over"]), int(m["under"]))
     else:
-        value = Fraction(m["digits"].replace(",", "").rstrip(".")) * Fraction(10) ** int(m["exp"] or 0)
+        digits = m["digits"].replace(",", "").rstrip(".")
+        value = Fraction(digits) * Fraction(10) ** int(m["exp"] or 0)
     words = [w for w in re.split(r"[ /.'-]+", m["unit"].lower()) if w]
     if words and words[0] in SCALES:
         value *= SCALES[words.pop(0)]
@@ -98,20 +106,24 @@ def number(text):
 
 
 def _plain(s):
-    """Drops what does not change an answer's meaning: maths delimiters, spacing commands, currency, \\text, degrees."""
-    s = s.replace("\u2212", "-").replace("\u00a0", " ").replace("\u202f", " ").replace("\\$", "").replace("\\%", "%")
+    """Drops what does not change an answer's meaning: maths delimiters, spacing commands, currency,
+    \\text, degrees."""
+    s = s.replace("\u2212", "-").replace("\u00a0", " ").replace("\u202f", " ")
+    s = s.replace("\\$", "").replace("\\%", "%")
     if (box := last_boxed(s)) is not None:
         s = box
     s = re.sub(r"\\!\s*", "", s)
-    s = re.sub(r"\\[()\[\]!,;: ]|\\(left|right|degree)(?![a-z])|\^\s*(\\circ|\{\\circ\})|[$\u20ac\u00a3\u00b0*]", "", s)
+    s = re.sub(r"\\[()\[\]!,;: ]|\\(left|right|degree)(?![a-z])|\^\s*(\\circ|\{\\circ\})"
+               r"|[$\u20ac\u00a3\u00b0*]", "", s)
     s = re.sub(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}", r" \1", s).replace("{,}", ",")
     s = re.sub(r"\\[dt]frac", r"\\frac", s)
     return re.sub(r"\s+", " ", s).strip().rstrip(".").strip()
 
 
 class _Grader:
-    """math-verify in a child process. Its own time limits are signals, which only work in the main thread and cannot
-    stop a bignum power; a child can be killed from any thread, and one that eats memory takes nothing down with it."""
+    """math-verify in a child process. Its own time limits are signals, which only work in the main
+    thread and cannot stop a bignum power; a child can be killed from any thread, and one that eats
+    memory takes nothing down with it."""
 
     def __init__(self, seconds=3.0):
         self.seconds, self.lock, self.child = seconds, threading.Lock(), None
@@ -129,8 +141,9 @@ class _Grader:
                 return False
 
     def _start(self):
-        self.child = subprocess.Popen([sys.executable, __file__, "--grader"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                      start_new_session=True)  # ctrl-C is for the run, which saves first
+        self.child = subprocess.Popen(
+            [sys.executable, __file__, "--grader"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            start_new_session=True)  # ctrl-C is for the run, which saves first
         if self._read(120.0) != b"r":
             raise ValueError("math-verify does not start; pip install -r requirements.txt")
 
@@ -172,7 +185,8 @@ def _grader_main():
     out.write(b"r")
     for line in sys.stdin:
         try:
-            given, gold = (math_verify.parse(f"${s}$", parsing_timeout=None) for s in json.loads(line))
+            given, gold = (math_verify.parse(f"${s}$", parsing_timeout=None)
+                           for s in json.loads(line))
             out.write(b"1" if math_verify.verify(gold, given, timeout_seconds=None) else b"0")
         except Exception:  # sympy raises anything on what it cannot read; that is a wrong answer
             out.write(b"0")
@@ -184,4 +198,4 @@ if __name__ == "__main__":
     elif len(sys.argv) == 3:
         print("same" if same(*sys.argv[1:]) else "different")
     else:
-        sys.exit("usage: python grade.py ANSWER GOLD")
+        sys.exit("usage: python -m runtime.grade ANSWER GOLD")

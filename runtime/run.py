@@ -1,0 +1,371 @@
+""" What surrounds the loop of train.py: the run folder, checkpoints and resume, signals, metrics,
+the console.
+
+A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
+adapter/ and adapter_best/ (PEFT's layout, and policy.json), checkpoint/ (what resume needs),
+eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
+Each file appears whole or not at all. Nothing is written before everything that can be refused has
+been; a folder without checkpoint/ holds nothing that is worth keeping, and a start takes it over.
+
+    python train.py --out runs/x                        # ctrl-C at any moment python train.py
+    --resume --out runs/x               # goes on; with a larger --steps beyond its end
+"""
+import argparse
+import json
+import resource
+import shlex
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import grpo
+import lora
+import plot
+from runtime import flags
+from weights.files import whole
+
+FREE = ("resume", "out", "steps", "save_every", "show_every", "log_to")  # what --resume may change
+
+
+@dataclass
+class State:
+    """Where a run stands between two steps. Samples, noise and learning rate follow from it and the
+    flags."""
+
+    step: int = 0  # steps done
+    cursor: int = 0  # training prompts handed out
+    seconds: float = 0.0
+    before: dict | None = None  # {"accuracy", "stderr"} of the held-out questions before training
+    best: dict | None = None  # {"step", "accuracy"} of the adapter in adapter_best/
+
+
+def settle(args, argv):
+    """The flags to run with: as given in a fresh folder, those of the run with --resume. ValueError
+    for a folder that holds a run, or a flag that a resumed run cannot change. Writes nothing."""
+    out = Path(args.out)
+    saved, begun = out / "config.json", (out / "checkpoint" / "state.pt").is_file()
+    if not args.resume:
+        if begun:
+            raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, "
+                             "or choose another folder")
+        return args
+    if not saved.is_file():
+        raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
+    try:
+        old = json.loads(saved.read_text())
+        wanted = flags.given("train", argv)
+        changed = [k for k in wanted if k not in FREE and wanted[k] != old[k]]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{saved}: not a run's flags ({type(e).__name__}: {e})") from None
+    if changed:
+        raise ValueError(f"--{changed[0].replace('_', '-')}: the run in {out} used "
+                         f"{old[changed[0]]}; --resume keeps a run's flags")
+    free = {k: v for k, v in wanted.items() if k in FREE}
+    return argparse.Namespace(**{**old, **free, "resume": begun, "out": args.out})
+
+
+class Run:
+    """One run's folder, clock and signals. `phase(name)` begins a phase of the step: its seconds
+    are counted, and Ctrl-C or SIGTERM drop any phase at once but an update, which has changed
+    weights when it ends and is logged first. `advance` ends it."""
+
+    def __init__(self, args, argv):
+        self.args, self.argv, self.out, self.started = args, argv, Path(args.out), time.time()
+        self.state, self.clock, self.current, self.asked = State(), {}, None, False
+        self.warned, self.earlier = set(), 0.0
+
+    def open(self, optimizer):
+        """Make the folder, or with --resume load its checkpoint; from here on signals are handled.
+        False if there is nothing to do: the run has ended, and --steps asks for no more."""
+        if self.args.resume:
+            self.restore(optimizer)
+            if self.state.step >= self.args.steps and (self.out / "summary.json").is_file():
+                print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
+                return False
+        self.tracker = tracker(self.args) if self.args.log_to else None
+        self.out.mkdir(parents=True, exist_ok=True)
+        if not self.args.resume:
+            for name in ("metrics.jsonl", "rollouts.jsonl"):
+                (self.out / name).unlink(missing_ok=True)  # of a start that came to nothing
+        with whole(self.out / "config.json") as part:
+            part.write_text(json.dumps(vars(self.args), indent=2) + "\n")
+        self.earlier = self.state.seconds
+        for s in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(s, self.interrupt)
+        print("\n".join(f"{k:>20} {v}" for k, v in vars(self.args).items()))
+        return True
+
+    # ---- signals and time
+
+    def interrupt(self, *_):
+        if self.asked or self.current not in ("update", "log"):
+            self.asked = True
+            raise KeyboardInterrupt
+        self.asked = True
+        print("finishing the update, then saving (again to stop at once)", flush=True)
+
+    def phase(self, name):
+        now = time.time()
+        if self.current:
+            self.clock[self.current] = self.clock.get(self.current, 0.0) + now - self.since
+        self.current, self.since = name, now
+
+    def seconds(self):
+        """Seconds of the run so far, those before a resume included."""
+        return self.earlier + time.time() - self.started
+
+    # ---- checkpoints
+
+    def save(self, model, optimizer):
+        if self.args.lora_rank:
+            self.save_adapter("adapter", model)
+        (self.out / "checkpoint").mkdir(exist_ok=True)
+        state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
+                 "masters": [m.detach().cpu() for m in optimizer.masters],
+                 "optimizer": optimizer.state_dict()}
+        with whole(self.out / "checkpoint" / "state.pt") as part:
+            torch.save(state, part)
+
+    def save_adapter(self, name, model):
+        lora.save_adapter(model, self.out / name, self.args.model)
+        flags.save_policy(self.out / name, model, self.args)
+
+    def restore(self, optimizer):
+        """checkpoint/ into the optimizer and its parameters; what was logged after it is
+        dropped."""
+        path = self.out / "checkpoint" / "state.pt"
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            with torch.no_grad():
+                tensors = [*state.pop("params"), *state.pop("masters")]
+                for p, saved in zip([*optimizer.params, *optimizer.masters], tensors, strict=True):
+                    p.copy_(saved)
+            optimizer.load_state_dict(state.pop("optimizer"))
+            self.state = State(**state)
+        except Exception as e:  # torch's unpickler raises many kinds
+            raise ValueError(f"{path}: cannot be resumed ({type(e).__name__}: {e})") from None
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            path = self.out / name
+            lines = path.read_text().splitlines(True) if path.exists() else []
+            whole_lines = [line for line in lines if line.endswith("\n")]
+            with whole(path) as part:
+                part.write_text("".join(line for line in whole_lines
+                                        if json.loads(line)["step"] < self.state.step))
+
+    # ---- what is written and shown
+
+    def log(self, row, groups):
+        """One step's row into metrics.jsonl, two samples into rollouts.jsonl, a line on the
+        console."""
+        append(self.out / "metrics.jsonl", [row])
+        samples = [{"step": row["step"], "question": c.row["question"], "answer": c.row["answer"],
+                    "text": c.text, "reward": c.reward, "correct": c.correct}
+                   for c in (group[0] for group in groups[:2])]
+        append(self.out / "rollouts.jsonl", samples)
+        eta = (self.args.steps - row["step"] - 1) * row["seconds_step"]
+        print(console(row) + f" | eta {eta / 60:.0f} min", flush=True)
+        if self.args.show_every and row["step"] % self.args.show_every == 0:
+            for s in samples:
+                mark = "right" if s["correct"] else f"wrong, it is {s['answer']}"
+                print(f"      Q: {one_line(s['question'])}\n"
+                      f"      A: {one_line(s['text'])} ({mark})")
+        for text in warnings_for(row, self.args):
+            if text not in self.warned:  # once a run is enough to be told
+                print(f"warning: {text}", flush=True)
+            self.warned.add(text)
+        if self.tracker:
+            self.tracker({k: v for k, v in row.items() if v is not None}, row["step"])
+
+    def due(self, step):
+        """Whether the held-out questions are asked before this step: so a row has both the accuracy
+        of its samples and the held-out accuracy of the policy that drew them, and a resumed run
+        evaluates where the uninterrupted one does."""
+        a = self.args
+        return a.eval_n and (step == 0 or a.eval_every and step % a.eval_every == 0)
+
+    def evaluated(self, result, model):
+        """The accuracy before training, and later the best adapter so far, into adapter_best/."""
+        s, found = self.state, {k: result[k] for k in ("accuracy", "stderr")}
+        print(f"held-out accuracy after {s.step} steps: {found['accuracy']:.1%}", flush=True)
+        if s.step == 0:
+            s.before = found
+            write_rows(self.out / "eval_before.jsonl", result["rows"])
+        elif self.args.eval_every and (s.best is None or found["accuracy"] > s.best["accuracy"]):
+            s.best = {"step": s.step, **found}
+            if self.args.lora_rank:
+                self.save_adapter("adapter_best", model)
+
+    def advance(self, step, cursor, model, optimizer):
+        """`step` steps are done: save where --save-every says so, stop if a signal has come."""
+        s = self.state
+        s.step, s.cursor, s.seconds = step, cursor, self.seconds()
+        self.phase(None)
+        if self.asked:
+            raise KeyboardInterrupt
+        if step % self.args.save_every == 0:
+            self.save(model, optimizer)
+
+    def stop(self):
+        """How a run that was interrupted goes on."""
+        where = shlex.quote(str(self.out))
+        print(f"\nstopped after {self.state.step} steps; continue with: "
+              f"python train.py --resume --out {where}")
+        return 130
+
+    def finish(self, after):
+        """summary.json and metrics.png, and what was learned in the last lines."""
+        s, before = self.state, self.state.before
+        s.seconds = self.seconds()
+        summary = {"accuracy_before": before and before["accuracy"],
+                   "accuracy_after": after and after["accuracy"],
+                   "stderr_before": before and before["stderr"],
+                   "stderr_after": after and after["stderr"], "best": s.best, "steps": s.step,
+                   "seconds": round(s.seconds, 1), "peak_gib": round(peak_gib(), 2),
+                   "command": shlex.join(["python", "train.py", *self.argv])}
+        if after:
+            write_rows(self.out / "eval_after.jsonl", after["rows"])
+        with whole(self.out / "summary.json") as part:
+            part.write_text(json.dumps(summary, indent=2) + "\n")
+        plot.plot([self.out], self.out / "metrics.png")
+        print(f"{self.out}: adapter/, metrics.jsonl, metrics.png, summary.json ({s.seconds:.0f} s)")
+        if after:
+            self.show_learned(after["rows"])
+            gain = 100 * (after["accuracy"] - before["accuracy"])
+            print(f"held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} "
+                  f"after {s.step} steps ({gain:+.1f} points)")
+
+    def show_learned(self, after):
+        """One question that was answered wrong before training and right after it."""
+        before = [json.loads(line) for line in (self.out / "eval_before.jsonl").open()]
+        for b, a in zip(before, after, strict=True):
+            if b["accuracy"] == 0 and a["accuracy"] == 1:
+                print(f"one of the questions: {one_line(a['question'])} (it is {a['answer']})\n"
+                      f"  before: {one_line(b['samples'][0]['text'])}\n"
+                      f"  after:  {one_line(a['samples'][0]['text'])}")
+                return
+
+
+def append(path, rows):
+    with open(path, "a") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write_rows(path, rows):
+    with whole(path) as part:
+        append(part, rows)
+
+
+def one_line(text, width=160):
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def peak_gib():
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def metrics_row(run, step, groups, kept, sampled, updates, sigma, lr, held):
+    """A step's row of metrics.jsonl. groups: the first rollout, whole, for honest statistics; kept:
+    the groups trained on; sampled: prompts drawn; updates: (summed metrics, gradient norm) of each,
+    None where it had nothing to train on; held: the evaluation before this step, if there was
+    one."""
+    run.phase("log")
+    updates = [u for u in updates if u]
+    flat, used = ([c for g in some for c in g] for some in (groups, kept))
+    lengths = [len(c.ids) for c in flat]
+    spread = torch.tensor([[c.reward for c in g] for g in groups])  # (P, G)
+    rewards = spread.mean(1)  # (P,): the groups are the independent draws
+    row = {"step": step, "reward": mean(c.reward for c in flat),
+           "reward_se": (rewards.std() / len(groups) ** 0.5).item() if len(groups) > 1 else 0.0,
+           "accuracy": mean(c.correct for c in flat), "format": mean(c.format for c in flat),
+           "reward_std": spread.std(1).mean().item(),
+           "zero_var_frac": mean(not has_signal(g) for g in groups), "length_mean": mean(lengths),
+           "length_max": max(lengths), "truncated_frac": mean(not c.finished for c in flat),
+           # -log p of what was drawn: the entropy of the policy that sampled, its noise included
+           "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths),
+           "groups": len(kept), "prompts_sampled": sampled, "updates": len(updates), "lr": lr,
+           "sigma": sigma, "grad_norm": mean(norm for _, norm in updates)}
+    names = ("loss", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean", "logp_gap_max",
+             "sampler_kl", "ratio_outside_frac", "entropy", "clip_first_frac")
+    row |= dict.fromkeys(names, 0.0)
+    if updates:
+        each = [grpo.mean_metrics(sums) for sums, _ in updates]
+        row |= grpo.mean_metrics(grpo.sum_metrics([sums for sums, _ in updates]))
+        row["loss"] = mean(m["loss"] for m in each)
+        # sampler and trainer are compared before the step's first update moves one of them
+        first = each[0]
+        row |= {k: first[k] for k in first if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
+        row["clip_first_frac"] = first["clip_low_frac"] + first["clip_high_frac"]
+    s = {name: run.clock.pop(name, 0.0) for name in ("rollout", "reward", "update")}
+    tokens = sampled * len(groups[0]) * mean(lengths)
+    trained = sum(len(c.prompt) + len(c.ids) for c in used)
+    return row | {"eval_accuracy": held and held["accuracy"],
+                  "eval_stderr": held and held["stderr"], "seconds": run.seconds(),
+                  "seconds_rollout": s["rollout"], "seconds_reward": s["reward"],
+                  "seconds_update": s["update"], "seconds_step": sum(s.values()),
+                  "rollout_tok_s": tokens / s["rollout"], "update_tok_s": trained / s["update"],
+                  "peak_gib": peak_gib()}
+
+
+def has_signal(group):
+    """Whether the rewards of a group differ: if not, its advantages are all 0."""
+    return len({c.reward for c in group}) > 1
+
+
+def console(row):
+    held_out = "" if row["eval_accuracy"] is None else f" | held-out {row['eval_accuracy']:.1%}"
+    return (f"{row['step']:>5} | reward {row['reward']:.3f} | acc {row['accuracy']:.3f} | "
+            f"len {row['length_mean']:.0f} | trunc {row['truncated_frac']:.0%} | "
+            f"ent {row['entropy']:.3f} | grad {row['grad_norm']:.3f} | "
+            f"dlogp {row['logp_gap_mean']:.4f} | sigma {row['sigma']:.1e} | "
+            f"{row['rollout_tok_s']:.0f} tok/s | {row['peak_gib']:.1f} GB | "
+            f"{row['seconds_step']:.1f} s{held_out}")
+
+
+def warnings_for(row, args):
+    """What a user of this row should be told, each with what to do."""
+    if row["reward"] == 0:
+        yield ("every reward is 0: nothing can be learned; does --prompt-style fit the model, is "
+               "--max-new-tokens long enough?")
+    elif row["format"] == 0:
+        yield (f"no completion follows the {args.prompt_style} format: try --prompt-style boxed or "
+               "an instruction-tuned --model")
+    if row["truncated_frac"] == 1:
+        yield f"every completion was cut at {args.max_new_tokens} tokens: raise --max-new-tokens"
+    if row["zero_var_frac"] == 1:
+        yield ("no group has rewards that differ, so there is no gradient: raise --group-size, or "
+               "choose easier or harder --data")
+    if row["logp_gap_mean"] > args.gap_bound and (row["sigma"] == 0 or args.aqn_scope == "both"):
+        yield (f"sampler and trainer disagree by more than {args.gap_bound} nats a token: "
+               "use --old-logp current, or --dtype float32")
+    if row["clip_first_frac"] > 0.02:  # nothing has been learned from these completions yet
+        yield ("more than 2% of the tokens are clipped before the first update: the noise alone "
+               "moves the ratio out of the clip; use --old-logp current, or lower --aqn-start")
+
+
+def tracker(args):
+    """row, step -> the --log-to program."""
+    try:
+        if args.log_to == "wandb":
+            import wandb
+
+            run = wandb.init(project="qerl", name=Path(args.out).name, config=vars(args))
+            return lambda row, step: run.log(row, step=step)
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(f"--log-to {args.log_to}: not installed; pip install {args.log_to}"
+                         ) from None
+    writer = SummaryWriter(args.out)
+    return lambda row, step: [writer.add_scalar(k, v, step) for k, v in row.items()]

@@ -1,0 +1,447 @@
+"""The meaning of the training loop: what the sampler and the update see in a run of train.py on the embedded model.
+
+A run is recorded where sampling, update, loss and optimizer step are entered; the tests read the record. A mutation of the
+loop that changes what is learned must fail one of them (tests/mutants.py)."""
+import json
+import math
+from collections import namedtuple
+
+import pytest
+import torch
+
+import aqn
+import data
+import grpo
+import lora
+import model as qwen
+import plot
+import sample
+import train
+from runtime import flags, run
+
+POLICY_LOSS = grpo.policy_loss
+SMALL = ["--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
+         "--save-every", "99", "--show-every", "0", "--device", "cpu", "--lr", "3e-3", "--no-dynamic-sampling",
+         "--overlong", "none"]
+Record = namedtuple("Record", "out code sampled updates losses steps")
+
+
+def noise_of(model):
+    return torch.cat([norm.noise for pair in aqn.norms(model) for norm in pair]).clone()
+
+
+def record(tmp_path, *argv, seen=None):
+    """Run train.py with what is drawn, updated and stepped written down. seen(model): called at the first rollout."""
+    r = Record(tmp_path / "run", [], [], [], [], [])
+    generate, update, policy_loss, step = sample.generate, grpo.update, grpo.policy_loss, grpo.AdamW.step
+
+    def spy_generate(model, prompts, n, max_new_tokens, temperature, **kw):
+        if seen and not r.sampled:
+            seen(model)
+        r.sampled.append({"noise": noise_of(model), "prompts": prompts, "n": n, "limit": max_new_tokens,
+                          "temperature": temperature, "valid_vocab": model.valid_vocab, **kw})
+        return generate(model, prompts, n, max_new_tokens, temperature, **kw)
+
+    def spy_update(model, optimizer, completions, settings):
+        with torch.no_grad():
+            clean = [p.clone() for p in optimizer.params]
+        r.updates.append({"noise": noise_of(model), "completions": completions, "settings": settings, "rollouts": len(r.sampled),
+                          "lr": optimizer.param_groups[0]["lr"], "group": dict(optimizer.param_groups[0]), "before": clean,
+                          "rewards": [c.reward for c in completions], "advantages": [c.advantage for c in completions]})
+        result = update(model, optimizer, completions, settings)
+        r.updates[-1] |= {"result": result, "after": [p.detach().clone() for p in optimizer.params]}
+        return result
+
+    def spy_loss(*args, **kw):
+        r.losses.append((len(r.updates) - 1, args, kw))
+        return policy_loss(*args, **kw)
+
+    def spy_step(self):
+        r.steps.append(torch.cat([p.grad.flatten() for p in self.params if p.grad is not None]).norm().item())
+        return step(self)
+
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps(row) + "\n" for row in data.arithmetic("train", 48)))
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(plot, "plot", lambda *a: None)
+        m.setattr(sample, "generate", spy_generate)
+        m.setattr(grpo, "update", spy_update)
+        m.setattr(grpo, "policy_loss", spy_loss)
+        m.setattr(grpo.AdamW, "step", spy_step)
+        r.code.append(train.main([*SMALL, "--out", str(r.out), "--data", str(problems), *argv]))
+    return r
+
+
+def rows_of(r):
+    return [json.loads(line) for line in (r.out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """Four steps of two updates; two stages, so that steps 2 and 3 are noisy at the same sigma."""
+    return record(tmp_path_factory.mktemp("noisy"), "--steps", "4", "--aqn-stages", "2", "--aqn-start", "0.05",
+                  "--aqn-end", "0.05", "--updates-per-rollout", "2",
+                  "--grad-clip", "0.01", "--temperature", "0.9", "--weight-decay", "0.03",
+                  "--beta1", "0.8", "--beta2", "0.95", "--warmup", "0.5", "--loss", "dapo", "--micro-batch-tokens", "400")
+
+
+# ---- noise
+
+
+def test_noise_is_in_the_rollout_and_not_in_the_update(noisy):
+    """Noise left on in the update: Algorithm 1 trains the clean policy. Noise that never fires: defect 1."""
+    assert noisy.code == [0]
+    sigmas = [row["sigma"] for row in rows_of(noisy)]
+    assert sigmas == [0.0, 0.0, 0.05, 0.05]
+    for call, sigma in zip(noisy.sampled, sigmas, strict=True):
+        assert call["noise"].std().item() == pytest.approx(sigma, rel=0.1)
+    assert len(noisy.updates) == 8 and not any(u["noise"].any() for u in noisy.updates)
+
+
+def test_noise_is_drawn_anew_each_step(noisy):
+    """The same Z in every step is a fixed perturbation, which the adapter learns to undo."""
+    a, b = noisy.sampled[2]["noise"], noisy.sampled[3]["noise"]
+    assert a.any() and not torch.equal(a, b) and (a * b).mean().abs() < 0.05**2 / 5
+
+
+def test_noise_is_a_function_of_seed_and_step(noisy):
+    """Drawn from a global state, noise would differ after a resume."""
+    m = qwen.load(flags.TINY, "cpu", torch.float32)
+    aqn.set_noise(m, 0.05, aqn.noise_seed(0, 3))
+    assert torch.equal(noise_of(m), noisy.sampled[3]["noise"])
+
+
+def test_scope_both_keeps_the_rollouts_noise_in_the_update(tmp_path):
+    """--aqn-scope both: update and sampler see one policy, so their log-probs agree although it is noisy."""
+    r = record(tmp_path, "--steps", "2", "--aqn-stages", "2", "--aqn-start", "0.05", "--aqn-end", "0.05", "--aqn-scope", "both",
+               "--updates-per-rollout", "1")
+    assert r.sampled[1]["noise"].any() and torch.equal(r.updates[1]["noise"], r.sampled[1]["noise"])
+    assert rows_of(r)[1]["logp_gap_mean"] < 1e-5
+
+
+def test_no_aqn_is_no_noise(tmp_path):
+    """The ablation's other arm."""
+    r = record(tmp_path, "--steps", "2", "--aqn-stages", "2", "--no-aqn", "--updates-per-rollout", "1")
+    assert not any(c["noise"].any() for c in r.sampled) and all(row["sigma"] == 0 for row in rows_of(r))
+
+
+# ---- what is sampled
+
+
+def test_each_step_draws_new_samples_of_new_prompts(noisy):
+    """A seed that does not change from step to step, or a cursor that stands still."""
+    assert len({call["seed"] for call in noisy.sampled}) == 4
+    prompts = [tuple(p) for call in noisy.sampled for p in call["prompts"]]
+    assert len(prompts) == 16 == len(set(prompts))
+
+
+def test_flags_reach_the_sampler(noisy):
+    """Temperature, limits, stop tokens and the tokenizer's last id."""
+    tok = data.Tokenizer(flags.TINY)
+    for call in noisy.sampled:
+        assert (call["n"], call["limit"], call["temperature"]) == (4, 24, 0.9)
+        assert call["eos_ids"] == tok.eos_ids and call["valid_vocab"] == len(tok) < 512
+
+
+def test_ids_past_the_tokenizer_are_impossible_in_sampler_and_update(tmp_path):
+    """Trap 12: the embedding's spare rows. Here they are made the likeliest of all ids, and must still have no probability."""
+
+    def spare_rows_win(model):
+        with torch.no_grad():
+            for w in {model.embed.weight, model.lm_head.weight}:
+                w[model.valid_vocab :] = 3 * w[: model.valid_vocab].abs().max() * torch.sign(torch.randn(1, w.shape[1]))
+
+    tok = data.Tokenizer(flags.TINY)
+    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", seen=spare_rows_win)
+    assert all(max(c.ids) < len(tok) for c in r.updates[0]["completions"])
+    assert rows_of(r)[0]["logp_gap_max"] < 1e-3  # the trainer leaves them out as well
+
+
+# ---- what is learned from
+
+
+def test_advantages_are_the_rewards_within_their_group(noisy):
+    """Negated advantages unlearn; advantages of another group, or of the batch, are noise."""
+    for u in noisy.updates:
+        groups = torch.tensor(u["rewards"]).view(-1, 4)
+        want = grpo.advantages(groups)
+        torch.testing.assert_close(torch.tensor(u["advantages"]).view(-1, 4), want)
+        for reward, advantage in zip(groups, want, strict=True):
+            assert (advantage[reward > reward.mean()] > 0).all() and (advantage[reward < reward.mean()] < 0).all()
+    assert any(len(set(u["rewards"])) > 1 for u in noisy.updates)
+
+
+def test_rewards_are_those_of_the_grader(noisy):
+    """Correct and well-formed, each at its own weight, on the text that was sampled for that question."""
+    tok = data.Tokenizer(flags.TINY)
+    for u in noisy.updates:
+        for c in u["completions"]:
+            score = data.reward(tok.decode(c.ids), c.row["answer"], "tags")
+            assert (c.reward, c.correct, c.format) == (score["reward"], score["correct"], score["format"])
+
+
+def test_each_group_is_in_exactly_one_update(noisy):
+    """Every update on all groups reuses completions that the policy has already moved on; a group cut in two has half a mean."""
+    for step in range(4):
+        first, second = noisy.updates[2 * step : 2 * step + 2]
+        assert first["rollouts"] == second["rollouts"] == step + 1
+        seen = [tuple(c.prompt) for u in (first, second) for c in u["completions"]]
+        assert sorted(seen) == sorted(tuple(p) for p in noisy.sampled[step]["prompts"] for _ in range(4))
+        assert not {tuple(c.prompt) for c in first["completions"]} & {tuple(c.prompt) for c in second["completions"]}
+
+
+def test_the_ratio_is_taken_against_what_the_sampler_recorded(noisy):
+    """Defect 4: pi_old recomputed by the trainer makes every ratio 1, noise or not."""
+    for index, (_, old, advantages, mask, *_), _ in noisy.losses:
+        completions = {tuple(c.ids): c for c in noisy.updates[index]["completions"]}
+        for i, n in enumerate(mask.sum(1).tolist()):
+            match = [c for c in completions.values() if len(c.ids) == n and torch.equal(torch.tensor(c.logprobs), old[i, :n])]
+            assert match and any(c.advantage == advantages[i].item() for c in match)
+    gap = [row["logp_gap_mean"] for row in rows_of(noisy)]
+    assert max(gap[:2]) < 1e-5 and min(gap[2:]) > 1e-4
+
+
+def test_the_loss_is_normalised_by_the_whole_update(noisy):
+    """DAPO's token mean is over all micro-batches of the update, not over each."""
+    assert len(noisy.losses) > len(noisy.updates)
+    for index, args, _ in noisy.losses:
+        total_tokens, total_seqs = args[11:13]
+        completions = noisy.updates[index]["completions"]
+        assert total_tokens == sum(len(c.ids) for c in completions) and total_seqs == len(completions)
+
+
+# ---- the optimizer step
+
+
+def test_learning_rate_of_each_update(noisy):
+    """A rate that is never set stays at its peak: no warm-up, no decay."""
+    total, warm = 8, 4
+    want = [3e-3 * (i + 1) / warm if i < warm else 3e-3 * 0.5 * (1 + math.cos(math.pi * (i - warm) / (total - warm)))
+            for i in range(total)]
+    assert [u["lr"] for u in noisy.updates] == pytest.approx(want)
+    assert [row["lr"] for row in rows_of(noisy)] == pytest.approx(want[1::2])
+
+
+def test_adamw_gets_its_flags(noisy):
+    for u in noisy.updates:
+        assert (u["group"]["betas"], u["group"]["weight_decay"]) == ((0.8, 0.95), 0.03)
+
+
+def test_gradients_are_clipped_and_the_norm_before_is_logged(noisy):
+    """Without clipping one bad group decides the step."""
+    assert len(noisy.steps) == 8 and max(noisy.steps) <= 0.01 * 1.001
+    norms = [u["result"][1] for u in noisy.updates]
+    assert max(norms) > 0.01
+    means = [(a + b) / 2 for a, b in zip(norms[::2], norms[1::2], strict=True)]
+    assert [row["grad_norm"] for row in rows_of(noisy)] == pytest.approx(means)
+
+
+def test_every_update_moves_the_adapter_and_nothing_else_does(noisy):
+    """An update whose result is thrown away, or parameters that change between updates."""
+    for u, following in zip(noisy.updates, [*noisy.updates[1:], None], strict=True):
+        assert any(not torch.equal(a, b) for a, b in zip(u["before"], u["after"], strict=True))
+        assert following is None or all(torch.equal(a, b) for a, b in zip(u["after"], following["before"], strict=True))
+
+
+def test_the_logged_loss_is_the_mean_over_the_updates(noisy):
+    """A sum grows with --updates-per-rollout; trap 14."""
+    for step, row in enumerate(rows_of(noisy)):
+        losses = [u["result"][0]["loss"].item() for u in noisy.updates[2 * step : 2 * step + 2]]
+        assert row["loss"] == pytest.approx(sum(losses) / 2)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys):
+    """A NaN in one completion would be in every parameter after the step."""
+    loss = grpo.policy_loss
+    monkeypatch.setattr(grpo, "policy_loss", lambda *a, **kw: (loss(*a, **kw)[0] * float("nan"), loss(*a, **kw)[1]))
+    model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
+    params = lora.add_lora(model, 2, 2)
+    before = [p.detach().clone() for p in params]
+    optimizer = grpo.AdamW(params, 0.1, (0.9, 0.99), 0.1)
+    completions = [grpo.Completion({}, [1, 2, 3], [4, 5], [-1.0, -1.0], True, advantage=1.0)]
+    with pytest.raises(ValueError, match="gradient norm is nan"):
+        grpo.update(model, optimizer, completions, grpo.Settings())
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True)) and not optimizer.state
+    assert all(p.grad is None for p in params)
+
+
+# ---- options
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """(model whose adapter does something, its optimizer, eight graded completions of two prompts, two of them cut)."""
+    tok = data.Tokenizer(flags.TINY)
+    model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
+    model.valid_vocab = len(tok)
+    params = lora.add_lora(model, 4, 4)
+    torch.manual_seed(0)
+    for p in params:
+        p.data.add_(0.05 * torch.randn_like(p))
+    rows, _ = data.prompts(tok, data.load("arithmetic", "train", n=2))
+    groups = sample.generate(model, [row["ids"] for row in rows], 4, 40, eos_ids=tok.eos_ids, seed=1)
+    completions = [grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished, advantage=i - 1.4)
+                   for row, g in zip(rows, groups, strict=True) for i, s in enumerate(g)]
+    for c in (completions[1], completions[6]):
+        c.finished = False
+    return model, grpo.AdamW(params, 0.0, (0.9, 0.99), 0.0), completions
+
+
+def arguments(policy, monkeypatch, **settings):
+    """What one update passes to policy_loss, by name; micro-batches of one completion, keyed by its ids."""
+    model, optimizer, completions = policy
+    calls, real = [], POLICY_LOSS
+    code = real.__code__
+
+    def spy(*args, **kw):
+        calls.append(dict(zip(code.co_varnames, args, strict=False)) | kw)
+        return real(*args, **kw)
+
+    monkeypatch.setattr(grpo, "policy_loss", spy)
+    result = grpo.update(model, optimizer, completions, grpo.Settings(micro_batch_tokens=1, max_new_tokens=40, **settings))
+    return calls, result
+
+
+def test_the_kl_reference_is_the_model_without_its_adapter(policy, monkeypatch):
+    """Against itself the KL is always 0, and --beta does nothing."""
+    calls, result = arguments(policy, monkeypatch, beta=0.1)
+    model, _, completions = policy
+    with torch.no_grad(), lora.disabled(model):
+        want = {tuple(c.ids): grpo.completion_logprobs(model, [c], 1.0)[0] for c in completions}
+    for call in calls:
+        ref = call["ref_logp"]
+        assert any(w.shape == ref.shape and torch.allclose(w, ref, atol=1e-5) for w in want.values())
+        assert not torch.allclose(ref, call["logp"], atol=1e-3) and call["beta"] == 0.1
+    assert result[0]["kl"] > 0
+
+
+def test_trainer_logprobs_are_those_before_the_first_update(tmp_path):
+    """--old-logp trainer: recorded after an update, the second update's ratio would start at 1 again; and the weight that
+    corrects for the sampler must come along, capped."""
+    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "2", "--old-logp", "trainer", "--tis-cap", "1.5",
+               "--aqn-schedule", "eq8", "--aqn-start", "0.05", "--aqn-end", "0.05", "--lr", "0.05", "--warmup", "0")
+    model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
+    model.valid_vocab = r.sampled[0]["valid_vocab"]
+    lora.add_lora(model, 4, 32.0, 0)
+    for p, value in zip([p for _, m in lora.lora_layers(model) for p in (m.A, m.B)], r.updates[0]["before"], strict=True):
+        p.data.copy_(value)
+    for u in r.updates:
+        for c in u["completions"]:
+            with torch.no_grad():
+                logp = grpo.completion_logprobs(model, [c], 1.0)[0][0]
+            torch.testing.assert_close(torch.tensor(c.trainer_logprobs), logp, atol=1e-4, rtol=0)
+            assert not torch.allclose(torch.tensor(c.logprobs), logp, atol=1e-3)  # the sampler was noisy
+    second = [args for index, args, _ in r.losses if index == 1]
+    assert all((a[0] - a[9]).abs().max() > 1e-4 and a[10] == 1.5 for a in second)  # logp has moved from trainer_old_logp
+
+
+def test_current_logprobs_make_every_ratio_one_and_keep_the_weight(policy, monkeypatch):
+    """--old-logp current: no clip acts, no second pass is needed, the truncated weight corrects for the sampler."""
+    model, _, completions = policy
+    aqn.set_noise(model, 0.05, 1)  # the policy is not the one that sampled
+    calls, result = arguments(policy, monkeypatch, old_logp="current", tis_cap=1.2, eps_low=0.0, eps_high=0.0)
+    aqn.set_noise(model, 0.0)
+    for call in calls:
+        assert torch.equal(call["trainer_old_logp"], call["logp"].detach()) and call["tis_cap"] == 1.2
+        assert not torch.allclose(call["old_logp"], call["trainer_old_logp"], atol=1e-3)
+    assert result[0]["clip_low"] == result[0]["clip_high"] == 0 and result[0]["logp_gap"] > 0
+
+
+def test_sampler_anchor_takes_no_weight(policy, monkeypatch):
+    """--old-logp sampler: the ratio itself corrects; a weight on top would count the gap twice."""
+    calls, _ = arguments(policy, monkeypatch)
+    assert all(call["trainer_old_logp"] is None and call["tis_cap"] is None for call in calls)
+
+
+def test_overlong_mask_leaves_cut_completions_out(policy, monkeypatch):
+    """DAPO: a completion that was cut is neither right nor wrong."""
+    calls, result = arguments(policy, monkeypatch, overlong="mask")
+    kept = [c for c in policy[2] if c.finished]
+    assert len(kept) == 6 and len(calls) == 6 and result[0]["tokens"] == sum(len(c.ids) for c in kept)
+    assert all(call["total_seqs"] == 6 and call["total_tokens"] == result[0]["tokens"] for call in calls)
+    none, _ = arguments(policy, monkeypatch, overlong="none")
+    assert len(none) == 8
+
+
+def test_dr_grpo_divides_by_a_constant_also_where_completions_are_masked(policy, monkeypatch):
+    """Its divisor is the budget of the rollout: fewer finished completions must not make each of them count for more."""
+    for overlong in ("none", "mask"):
+        calls, _ = arguments(policy, monkeypatch, loss="dr_grpo", overlong=overlong)
+        assert all(call["total_seqs"] == 8 and call["max_len"] == 40 for call in calls)
+
+
+def test_dr_grpo_does_not_divide_by_the_standard_deviation(tmp_path):
+    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--loss", "dr_grpo")
+    rewards = torch.tensor(r.updates[0]["rewards"]).view(4, 4)
+    want = rewards - rewards.mean(1, keepdim=True)
+    torch.testing.assert_close(torch.tensor(r.updates[0]["advantages"]).view(4, 4), want)
+    assert want.any()
+
+
+def test_overlong_soft_lowers_the_reward_of_long_completions(tmp_path):
+    """The penalty of a completion of n tokens: linear over the last --overlong-buffer."""
+    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--overlong", "soft", "--overlong-buffer", "20")
+    tok, lower = data.Tokenizer(flags.TINY), 0
+    for c in r.updates[0]["completions"]:
+        plain = data.reward(tok.decode(c.ids), c.row["answer"])["reward"]
+        assert c.reward == pytest.approx(plain + max(-1.0, min(0.0, (4 - len(c.ids)) / 20)))
+        lower += c.reward < plain
+    assert lower > 2
+
+
+def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(tmp_path, monkeypatch):
+    """DAPO: what has equal rewards is not trained on; further prompts are drawn at most --max-resample times, under the same
+    noise and another seed; statistics are of the first rollout."""
+    real, calls = train.rollout, []
+
+    def scripted(run, model, tok, score, rows, draw):
+        groups = real(run, model, tok, score, rows, draw)
+        for i, g in enumerate(groups):
+            for j, c in enumerate(g):  # the first rollout has signal in one group of four, the second in one, the third in none
+                c.reward = float(j == 0 and i == 0 and len(calls) < 2)
+        calls.append((draw, [tuple(row["ids"]) for row in rows]))
+        return groups
+
+    monkeypatch.setattr(train, "rollout", scripted)
+    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--dynamic-sampling", "--max-resample", "2",
+               "--aqn-schedule", "eq8")
+    assert [len(rows) for _, rows in calls] == [4, 3, 2] and len({draw for draw, _ in calls}) == 3
+    assert len({p for _, rows in calls for p in rows}) == 9 and len({c["seed"] for c in r.sampled}) == 3
+    assert r.sampled[0]["noise"].any() and all(torch.equal(c["noise"], r.sampled[0]["noise"]) for c in r.sampled)
+    assert len(r.updates[0]["completions"]) == 8 and len(set(r.updates[0]["advantages"])) > 1
+    [row] = rows_of(r)
+    assert (row["groups"], row["prompts_sampled"], row["zero_var_frac"], row["reward"]) == (2, 9, 0.75, 1 / 16)
+
+
+# ---- learning
+
+
+def accuracy(out):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return sum(row["accuracy"] for row in rows[:2]) / 2, sum(row["accuracy"] for row in rows[-2:]) / 2
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ten_steps_raise_the_accuracy_and_negated_rewards_lower_it(tmp_path, monkeypatch, sign):
+    """The whole loop, end to end: what is rewarded becomes more frequent."""
+    real = data.reward
+
+    def reward(*args):
+        score = real(*args)
+        return {**score, "reward": sign * score["reward"]}
+
+    monkeypatch.setattr(data, "reward", reward)
+    monkeypatch.setattr(plot, "plot", lambda *a: None)
+    code = train.main([*SMALL, "--steps", "10", "--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "40",
+                       "--lr", "4e-3", "--lora-rank", "8", "--out", str(tmp_path / "run")])
+    before, after = accuracy(tmp_path / "run")
+    assert code == 0 and (after > before + 0.15 if sign == 1 else after < before - 0.1)
+
+
+def test_warnings_name_the_clip_that_noise_alone_reaches():
+    """At sigma 5e-2 the first update already loses 4% of its tokens to the clip: nothing has been learned from them yet."""
+    args = flags.parse("train", [])
+    fine = dict.fromkeys(("reward", "format", "truncated_frac", "zero_var_frac", "logp_gap_mean", "sigma"), 0.02)
+    assert not list(run.warnings_for({**fine, "clip_first_frac": 0.01}, args))
+    [text] = run.warnings_for({**fine, "clip_first_frac": 0.04}, args)
+    assert "--old-logp current" in text
