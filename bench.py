@@ -131,7 +131,7 @@ def show(columns, row=None):
     print("".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)), flush=True)
 
 
-def merge(path, rows, key):
+def merge_rows(path, rows, key):
     """Write `rows`, four digits of each float, into the JSON list at `path`, and print them; old
     rows with the same values of `key` go."""
     rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
@@ -164,7 +164,7 @@ def kernels(args):
                 row = {"fmt": fmt, "shape": name} | gemm(weights, dense, M, back, ceiling)
                 results.append(row)
                 show(columns, row | {"marlin": None if back else theirs.get(M)})
-    merge(args.out, results, ("fmt", "shape", "pass", "M"))
+    merge_rows(args.out, results, ("fmt", "shape", "pass", "M"))
 
 
 def gemm(weights, dense, M, back, ceiling):
@@ -214,7 +214,7 @@ def rollout(args):
             if args.profile and what.isdigit():
                 profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
         engine.release(model)
-    merge(args.out, results, ("size", "quant", "lora_rank", "rows", "kind"))
+    merge_rows(args.out, results, ("size", "quant", "lora_rank", "rows", "kind"))
 
 
 def floor_bytes(c, quant, rank, rows, length):
@@ -339,7 +339,7 @@ def step(args):
         except torch.OutOfMemoryError:
             results[-1]["out_of_memory"] = True
         show(columns, results[-1])
-    merge(args.out, results, ("size", "quant", "tokens", "length"))
+    merge_rows(args.out, results, ("size", "quant", "tokens", "length"))
 
 
 def update(row, c, ceiling, micro_batch_tokens):
@@ -379,7 +379,7 @@ def files(args):
             torch.cuda.reset_peak_memory_stats()
             row[f"{what}_seconds"] = timed(f)[0]
             row[f"{what}_peak_gib"] = peak_gib()
-    merge(args.out, [row], ("shape", "format"))
+    merge_rows(args.out, [row], ("shape", "format"))
 
 
 def report(args):
