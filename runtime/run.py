@@ -183,8 +183,9 @@ class Run:
             optimizer.load_state_dict(state.pop("optimizer"))
             self.state = State(**state)
         except Exception as e:  # torch's unpickler raises many kinds
-            raise ValueError(f"{path}: cannot be resumed ({type(e).__name__}: {e}); start anew in "
-                             "another --out") from None
+            why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
+                             ) from None
         if self.state.data != data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
