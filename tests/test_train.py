@@ -220,6 +220,33 @@ def test_sigterm_saves_before_it_stops(tmp_path):
     assert 1 <= state["step"] == len(rows_of(out))
 
 
+def test_a_signal_in_an_update_waits_for_the_step_and_its_row(straight, tmp_path, monkeypatch):
+    """Saved as it stands in the middle of a step, the step's first update would be done twice after --resume."""
+    out, update, calls = tmp_path / "run", grpo.update, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(*args)
+
+    monkeypatch.setattr(grpo, "update", interrupted)
+    assert run(out) == 130
+    state = torch.load(out / "checkpoint" / "state.pt", weights_only=True)
+    assert state["step"] == 1 and rows_of(out) == rows_of(straight)[:1]
+    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {len(calls)}
+
+
+def test_a_checkpoint_every_so_many_steps(tmp_path, monkeypatch):
+    """A killed run loses no more than --save-every steps."""
+    saved = []
+    monkeypatch.setattr(Run, "save", lambda self, *_: saved.append(self.state.step))
+    r = Run(flags.parse("train", ["--save-every", "3", "--out", str(tmp_path)]), [])
+    for step in range(1, 8):
+        r.advance(step, 0, None, None)
+    assert saved == [3, 6]
+
+
 def test_an_existing_run_folder_is_not_overwritten(straight, capsys):
     before = (straight / "metrics.jsonl").read_bytes()
     assert run(straight) == 2
