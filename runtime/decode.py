@@ -56,6 +56,27 @@ MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
 
 
 @triton.jit
+def wait(PDL: tl.constexpr):
+    """What earlier kernels of the step wrote may be read from here."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def tile(p, r, c, R, C):
+    """Rows r and columns c of a matrix (R, C) that lies at p row by row; 0 outside of it."""
+    ok = (r[:, None] < R) & (c[None, :] < C)
+    return tl.load(p + r[:, None] * C + c[None, :], mask=ok, other=0)
+
+
+@triton.jit
+def norm_weight(weight, noise, c, C):
+    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
+    return w + tl.load(noise + c, mask=c < C, other=0)
+
+
+@triton.jit
 def lora_a(acc, h, a, IEEE: tl.constexpr):
     """acc (PP, RB) += a (PP, STEP) h^T for h (RB, STEP). One row is no work for tensor cores."""
     if h.shape[0] == 1:
@@ -91,32 +112,22 @@ def norm_kernel(x, weight, noise, out, a, xa, part, count, B, eps, C: tl.constex
     live = r < B
     c = z * SLICE + tl.arange(0, STEP)
     # what no kernel of this step writes is fetched before the wait
-    at = tl.load(a + p[:, None] * C + c[None, :],
-                 mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, STEP)
-    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) \
-        + tl.load(noise + c, mask=c < C, other=0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    v = tl.load(x + r[:, None] * C + c[None, :],
-                mask=live[:, None] & (c[None, :] < C), other=0)  # (RB, STEP)
+    at = tile(a, p, c, PR, C)  # (PP, STEP)
+    w = norm_weight(weight, noise, c, C)
+    wait(PDL)
+    v = tile(x, r, c, B, C)  # (RB, STEP)
     square = tl.zeros((RB, CHUNK), tl.float32)
     for i in tl.static_range((C + CHUNK - 1) // CHUNK):
-        k = i * CHUNK + tl.arange(0, CHUNK)
-        whole = tl.load(x + r[:, None] * C + k[None, :],
-                        mask=live[:, None] & (k[None, :] < C), other=0).to(tl.float32)
+        whole = tile(x, r, i * CHUNK + tl.arange(0, CHUNK), B, C).to(tl.float32)
         square += whole * whole
     rms = tl.rsqrt(tl.sum(square, 1) / C + eps)[:, None]
     acc = tl.zeros((PP, RB), tl.float32)
     for i in tl.static_range(SLICE // STEP):
         if i:
             c = z * SLICE + i * STEP + tl.arange(0, STEP)
-            at = tl.load(a + p[:, None] * C + c[None, :],
-                         mask=(p[:, None] < PR) & (c[None, :] < C), other=0)
-            w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32) \
-                + tl.load(noise + c, mask=c < C, other=0)
-            v = tl.load(x + r[:, None] * C + c[None, :],
-                        mask=live[:, None] & (c[None, :] < C), other=0)
+            at = tile(a, p, c, PR, C)
+            w = norm_weight(weight, noise, c, C)
+            v = tile(x, r, c, B, C)
         h = (v.to(tl.float32) * rms * w[None, :]).to(out.dtype.element_ty)
         tl.store(out + r[:, None] * C + c[None, :], h, mask=live[:, None] & (c[None, :] < C))
         if PR:
@@ -144,11 +155,9 @@ def attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE: tl.constexpr):
 def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
     """Qwen3's RMSNorm over heads given by their halves (.., D/2), rounded as the module rounds."""
     d = tl.arange(0, D // 2)
-    square = tl.sum(x1 * x1, len(x1.shape) - 1, keep_dims=True) \
-        + tl.sum(x2 * x2, len(x2.shape) - 1, keep_dims=True)
+    square = tl.sum(x1 * x1 + x2 * x2, len(x1.shape) - 1, keep_dims=True)
     rms = tl.rsqrt(square / D + eps)
-    w1 = tl.load(weight + d).to(tl.float32) + tl.load(noise + d)
-    w2 = tl.load(weight + D // 2 + d).to(tl.float32) + tl.load(noise + D // 2 + d)
+    w1, w2 = norm_weight(weight, noise, d, D), norm_weight(weight, noise, d + D // 2, D)
     y1, y2 = (x1 * rms * w1).to(dtype), (x2 * rms * w2).to(dtype)
     return y1.to(tl.float32), y2.to(tl.float32)
 
@@ -180,9 +189,7 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
     k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok[:, None], other=0)
     v = tl.load(values + t[:, None] * D + e[None, :], mask=ok[:, None], other=0)  # (BLOCK, D)
     co, si = tl.load(cos + n * HALF + d), tl.load(sin + n * HALF + d)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait(PDL)
     base = qkv + b.to(tl.int64) * ((HKV * G + 2 * HKV) * D)
     q1 = tl.load(base + (h * G + g[:, None]) * D + d[None, :],
                  mask=g[:, None] < G, other=0).to(tl.float32)
@@ -235,11 +242,8 @@ def combine_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl
     c, p = z * SLICE + tl.arange(0, SLICE), tl.arange(0, PP)
     live = r < B
     ok = live[:, None] & (c[None, :] < C)
-    at = tl.load(a + p[:, None] * C + c[None, :],
-                 mask=(p[:, None] < PR) & (c[None, :] < C), other=0)  # (PP, SLICE)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    at = tile(a, p, c, PR, C)  # (PP, SLICE)
+    wait(PDL)
     head = r[:, None] * H + (c // D)[None, :]
     top = tl.full((RB, SLICE), -float("inf"), tl.float32)
     for s in tl.static_range(W):
@@ -265,17 +269,13 @@ def silu_kernel(gate_up, out, a, xa, part, count, B, F: tl.constexpr, PR: tl.con
     r, p = tl.program_id(0) * RB + tl.arange(0, RB), tl.arange(0, PP)
     live = r < B
     c = z * SLICE + tl.arange(0, STEP)
-    at = tl.load(a + p[:, None] * F + c[None, :],
-                 mask=(p[:, None] < PR) & (c[None, :] < F), other=0)  # (PP, STEP)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    at = tile(a, p, c, PR, F)  # (PP, STEP)
+    wait(PDL)
     acc = tl.zeros((PP, RB), tl.float32)
     for i in tl.static_range(SLICE // STEP):
         if i:
             c = z * SLICE + i * STEP + tl.arange(0, STEP)
-            at = tl.load(a + p[:, None] * F + c[None, :],
-                         mask=(p[:, None] < PR) & (c[None, :] < F), other=0)
+            at = tile(a, p, c, PR, F)
         ok = live[:, None] & (c[None, :] < F)
         gate = tl.load(gate_up + r[:, None] * (2 * F) + c[None, :], mask=ok, other=0)
         up = tl.load(gate_up + r[:, None] * (2 * F) + F + c[None, :], mask=ok, other=0)
@@ -298,11 +298,8 @@ def lora_b_kernel(y, xa, b, B, N, split1, split2, scaling, R: tl.constexpr, RP: 
     rows = tl.program_id(1) * RB + tl.arange(0, RB)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, RP)
-    bt = tl.load(b + n[:, None] * R + k[None, :],
-                 mask=(n[:, None] < N) & (k[None, :] < R), other=0)  # (BN, RP)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    bt = tile(b, n, k, N, R)  # (BN, RP)
+    wait(PDL)
     part = (n >= split1).to(tl.int32) + (n >= split2).to(tl.int32)
     ok = (rows[None, :] < B) & (n[:, None] < N)
     at = y + rows[None, :].to(tl.int64) * N + n[:, None]
@@ -322,9 +319,7 @@ def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, B
     """Per row and block of the vocabulary: the largest tempered logit, the sum of exponentials
     below it, its index."""
     b, j = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait(PDL)
     v = j * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b.to(tl.int64) * stride + v,
                 mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
@@ -366,9 +361,7 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
     """One row: the first id at which the cumulative distribution exceeds u (or the likeliest id),
     and its log-prob."""
     b = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait(PDL)
     i, w = tl.arange(0, NBP), tl.arange(0, BLOCK)
     m = tl.load(top + b * NB + i, mask=i < NB, other=-float("inf"))
     best_of = tl.load(best + b * NB + i, mask=i < NB, other=1 << 30)
