@@ -231,6 +231,7 @@ def test_a_row_tells_of_all_completions_of_its_step(noisy):
         assert all(c.finished == (c.ids[-1] in ends) for c in drawn)
         want = {"reward": sum(c.reward for c in drawn) / 16, "accuracy": sum(c.correct for c in drawn) / 16,
                 "format": sum(c.format for c in drawn) / 16, "length_mean": sum(len(c.ids) for c in drawn) / 16,
+                "reward_se": torch.tensor([c.reward for c in drawn]).view(4, 4).mean(1).std().item() / 2,
                 "truncated_frac": sum(len(c.ids) == 24 and c.ids[-1] not in ends for c in drawn) / 16,
                 "sampler_entropy": -sum(sum(c.logprobs) for c in drawn) / sum(len(c.ids) for c in drawn)}
         assert {name: row[name] for name in want} == pytest.approx(want)

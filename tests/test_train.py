@@ -1,4 +1,5 @@
 """train.py: the loop as a user runs it, on the embedded model, and the traps that small RL codebases fall into."""
+import inspect
 import json
 import os
 import shutil
@@ -171,6 +172,19 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
     assert summary["best"] == {"step": 1, "accuracy": 0.6, "stderr": 0.01}
     best, last = (load_file(out / name / "adapter_model.safetensors") for name in ("adapter_best", "adapter"))
     assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
+
+
+def test_held_out_questions_are_asked_as_the_flags_say(tmp_path, monkeypatch):
+    """Before and after are compared with eval.py's numbers: the same temperature, nucleus, limits and reward."""
+    names, seen = inspect.signature(evaluation.evaluate), {}
+    monkeypatch.setattr(evaluation, "evaluate", lambda *a, **kw: seen.update(names.bind(*a, **kw).arguments))
+    monkeypatch.setattr(Run, "evaluated", lambda *a: None)
+    args = flags.parse("train", ["--eval-n", "3", "--eval-temperature", "0.4", "--eval-top-p", "0.8", "--max-new-tokens", "20",
+                                 "--max-prompt", "50", "--max-rows", "5", "--prompt-style", "boxed", "--out", str(tmp_path)])
+    train.evaluate(Run(args, []), "model", "tok", "score", "rows")
+    want = {"model": "model", "tok": "tok", "rows": "rows", "style": "boxed", "n": 3, "temperature": 0.4, "top_p": 0.8,
+            "max_new_tokens": 20, "max_prompt": 50, "max_rows": 5, "score": "score"}
+    assert {name: seen.get(name) for name in want} == want
 
 
 def test_an_adapter_remembers_what_it_was_trained_with(straight, tmp_path, capsys):
