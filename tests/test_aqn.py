@@ -138,6 +138,15 @@ def test_noise_does_not_accumulate():
         assert a.post_attention_layernorm.noise.equal(b.post_attention_layernorm.noise)
 
 
+def test_noise_of_each_norm_is_its_own_and_has_the_deviation_asked_for():
+    """One Z for all layers is a single direction of exploration; sigma^2 for sigma is none."""
+    m = tiny()
+    aqn.set_noise(m, 0.1, 3)
+    drawn = [norm.noise for pair in aqn.norms(m) for norm in pair]
+    assert len({tuple(z.tolist()) for z in drawn}) == len(drawn) == 6
+    assert torch.cat(drawn).std().item() == pytest.approx(0.1, rel=0.2)
+
+
 def test_noise_is_written_in_place():
     """A CUDA graph that captured the buffers would go on reading the old noise."""
     m = tiny()

@@ -9,6 +9,7 @@ import torch
 import model as M
 import nvfp4
 from nvfp4 import FORMATS, QuantLinear, dequantize
+from runtime import flags
 from weights import awq, checkpoint, convert, formats
 from weights.formats import block_scales, encode, snap
 
@@ -250,6 +251,14 @@ def test_load_gives_a_quantized_model_and_its_report(tmp_path):
     ids = torch.arange(40)[None]
     plain, original = (M.load(TINY, dtype=torch.float32, quant=q)(ids) for q in ("nvfp4", "none"))
     assert (model(ids) - original).norm() < (plain - original).norm()
+
+
+def test_the_flag_of_the_commands_loads_with_awq(monkeypatch):
+    """--awq that is parsed and forgotten is plain rounding, and looks like it."""
+    seen = []
+    monkeypatch.setattr(awq, "load", lambda *a: seen.append(a) or M.load(TINY, dtype=torch.float32))
+    flags.load_policy(flags.parse("train", ["--awq", "--calib", "text.txt", "--quant", "mxfp4", "--device", "cpu"]))
+    assert seen == [(flags.TINY, "cpu", torch.float32, "mxfp4", "text.txt")]
 
 
 def test_the_command_reports_perplexity_before_and_after_and_writes_what_loading_makes(tmp_path, capsys):

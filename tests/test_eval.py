@@ -86,6 +86,21 @@ def test_what_is_counted(monkeypatch, tok, model):
     assert evaluation.gain(base, better) == (0.5, 0.5)
 
 
+def test_arguments_reach_the_sampler(monkeypatch, tok, model):
+    """Without top-p or at another temperature, a number is not the paper's Pass@1; without the seed, a repetition repeats."""
+    names = ["n", "max_new_tokens", "temperature", "top_p", "eos_ids", "seed", "max_rows"]
+    seen = {}
+
+    def generate(model, prompts, *args, **kw):
+        seen.update(zip(names, args, strict=False), **kw)
+        return [[sample.Sample([1], [-1.0], True)] * 3 for _ in prompts]
+
+    monkeypatch.setattr(sample, "generate", generate)
+    evaluation.evaluate(model, tok, [{"question": "q", "answer": "7"}], "tags", 3, 0.4, 0.8, 20, max_rows=5, seed=6)
+    want = [3, 20, 0.4, 0.8, tok.eos_ids, 6, 5]
+    assert {name: seen[name] for name in names} == dict(zip(names, want, strict=True))
+
+
 def test_noise_never_reaches_an_evaluation(tok, model):
     """AQN's noise is off while accuracy is measured, and is what it was afterwards."""
     rows = data.load("arithmetic", "test", 6)

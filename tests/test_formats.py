@@ -232,7 +232,9 @@ def test_the_global_scale_survives_its_stored_reciprocal():
     top = (torch.arange(2**23, dtype=torch.int32) + (120 << 23)).view(torch.float32)
     g = 1 / (1 / top)
     assert torch.equal(1 / (1 / g), g)
-    assert block_scales(weights(), "nvfp4")[1][0] in 1 / (1 / block_scales(weights(), "nvfp4")[1])
+    for seed in range(64):
+        g = block_scales(weights(seed=seed), "nvfp4")[1]
+        assert torch.equal(1 / (1 / g), g)
 
 
 # ---- the layout in memory

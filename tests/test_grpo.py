@@ -95,6 +95,17 @@ def test_each_objective_has_its_own_clip():
         assert grpo.policy_loss(torch.ones(1, 1), *args, loss, 0.5, 0.5, max_len=1)[0].item() == pytest.approx(-1.5)
 
 
+def test_clipped_tokens_are_counted_where_the_gradient_stops():
+    """Below the clip with A > 0, or above it with A < 0, PPO's minimum is the plain gain: nothing is lost there."""
+    ratio = torch.tensor([[0.5, 1.0, 2.0], [0.5, 1.0, 2.0]])
+    logp, mask = ratio.log().requires_grad_(), torch.tensor([[True] * 3, [True, True, False]])
+    for sign, low, high in ((1.0, 0, 1), (-1.0, 2, 0)):
+        loss, m = grpo.policy_loss(logp, torch.zeros(2, 3), sign * torch.ones(2), mask)
+        [grad] = torch.autograd.grad(loss, logp)
+        assert (m["clip_low"].item(), m["clip_high"].item()) == (low, high)
+        assert ((grad == 0) & mask).sum() == low + high
+
+
 def test_sampler_kl_is_the_k3_estimate():
     """A gap without sign cannot tell noise from rounding: KL(sampler || trainer) over what the sampler drew."""
     logp, old, adv, lengths = batch()

@@ -39,14 +39,16 @@ def record(tmp_path, *argv, seen=None):
         if seen and not r.sampled:
             seen(model)
         r.sampled.append({"noise": noise_of(model), "prompts": prompts, "n": n, "limit": max_new_tokens,
-                          "temperature": temperature, "valid_vocab": model.valid_vocab, **kw})
+                          "temperature": temperature, "valid_vocab": model.valid_vocab,
+                          "formats": {m.q and m.q.fmt for _, m in qwen.projections(model)}, **kw})
         return generate(model, prompts, n, max_new_tokens, temperature, **kw)
 
     def spy_update(model, optimizer, completions, settings):
         with torch.no_grad():
             clean = [p.clone() for p in optimizer.params]
         r.updates.append({"noise": noise_of(model), "completions": completions, "settings": settings, "rollouts": len(r.sampled),
-                          "lr": optimizer.param_groups[0]["lr"], "group": dict(optimizer.param_groups[0]), "before": clean,
+                          "lr": optimizer.param_groups[0]["lr"], "stale": any(p.grad is not None for p in optimizer.params),
+                          "group": dict(optimizer.param_groups[0]), "before": clean,
                           "rewards": [c.reward for c in completions], "advantages": [c.advantage for c in completions]})
         result = update(model, optimizer, completions, settings)
         r.updates[-1] |= {"result": result, "after": [p.detach().clone() for p in optimizer.params]}
@@ -143,6 +145,17 @@ def test_flags_reach_the_sampler(noisy):
         assert call["eos_ids"] == tok.eos_ids and call["valid_vocab"] == len(tok) < 512
 
 
+def test_the_rollout_runs_on_the_quantized_base(noisy):
+    """The ablation would compare 16 bits with 16 bits."""
+    assert all(call["formats"] == {"nvfp4"} for call in noisy.sampled)
+
+
+def test_flags_reach_the_adapter(noisy):
+    """An adapter scaled by anything but alpha / rank learns at another rate."""
+    config = json.loads((noisy.out / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 32)
+
+
 def test_ids_past_the_tokenizer_are_impossible_in_sampler_and_update(tmp_path):
     """Trap 12: the embedding's spare rows. Here they are made the likeliest of all ids, and must still have no probability."""
 
@@ -210,6 +223,21 @@ def test_the_loss_is_normalised_by_the_whole_update(noisy):
         assert total_tokens == sum(len(c.ids) for c in completions) and total_seqs == len(completions)
 
 
+def test_a_row_tells_of_all_completions_of_its_step(noisy):
+    """Statistics of one update's share, cut ones taken for finished ones, an entropy below 0."""
+    ends = data.Tokenizer(flags.TINY).eos_ids
+    for step, row in enumerate(rows_of(noisy)):
+        drawn = [c for u in noisy.updates[2 * step : 2 * step + 2] for c in u["completions"]]
+        assert all(c.finished == (c.ids[-1] in ends) for c in drawn)
+        want = {"reward": sum(c.reward for c in drawn) / 16, "accuracy": sum(c.correct for c in drawn) / 16,
+                "format": sum(c.format for c in drawn) / 16, "length_mean": sum(len(c.ids) for c in drawn) / 16,
+                "reward_se": torch.tensor([c.reward for c in drawn]).view(4, 4).mean(1).std().item() / 2,
+                "truncated_frac": sum(len(c.ids) == 24 and c.ids[-1] not in ends for c in drawn) / 16,
+                "sampler_entropy": -sum(sum(c.logprobs) for c in drawn) / sum(len(c.ids) for c in drawn)}
+        assert {name: row[name] for name in want} == pytest.approx(want)
+    assert len({c.finished for u in noisy.updates for c in u["completions"]}) == 2
+
+
 # ---- the optimizer step
 
 
@@ -241,6 +269,11 @@ def test_every_update_moves_the_adapter_and_nothing_else_does(noisy):
     for u, following in zip(noisy.updates, [*noisy.updates[1:], None], strict=True):
         assert any(not torch.equal(a, b) for a, b in zip(u["before"], u["after"], strict=True))
         assert following is None or all(torch.equal(a, b) for a, b in zip(u["after"], following["before"], strict=True))
+
+
+def test_every_update_begins_without_a_gradient(noisy):
+    """Gradients that pile up: each update would repeat all the earlier ones."""
+    assert not any(u["stale"] for u in noisy.updates)
 
 
 def test_the_logged_loss_is_the_mean_over_the_updates(noisy):
@@ -345,6 +378,7 @@ def test_current_logprobs_make_every_ratio_one_and_keep_the_weight(policy, monke
         assert torch.equal(call["trainer_old_logp"], call["logp"].detach()) and call["tis_cap"] == 1.2
         assert not torch.allclose(call["old_logp"], call["trainer_old_logp"], atol=1e-3)
     assert result[0]["clip_low"] == result[0]["clip_high"] == 0 and result[0]["logp_gap"] > 0
+    assert result[1] > 0  # not detached, the ratio would be 1 whatever the parameters, its gradient 0
 
 
 def test_sampler_anchor_takes_no_weight(policy, monkeypatch):

@@ -67,6 +67,18 @@ def test_logprobs_equal_the_full_forward(model, temperature):
             torch.testing.assert_close(torch.tensor(s.logprobs), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_what_is_drawn_is_a_function_of_seed_prompt_sample_and_position(model, top_p):
+    """Any of the four left out repeats random numbers: completions that rhyme. top-p must reach the draw."""
+    groups = sample.generate(model, PROMPTS, n=3, max_new_tokens=9, top_p=top_p, seed=7)
+    for p, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=True)):
+        for j, s in enumerate(group):
+            logits = model(torch.tensor([prompt + s.ids]))[0, len(prompt) - 1 : -1, : model.valid_vocab]
+            key = draw.row_keys(7, torch.tensor([p]), torch.tensor([j]))
+            u = draw.uniform(key, len(prompt) + torch.arange(9))
+            assert s.ids == draw.sample_ids(logits, u, 1.0, top_p)[0].tolist()
+
+
 def test_top_p_logprobs_are_of_the_whole_distribution(model):
     """RL needs log-probs of the policy, not of its truncated copy."""
     [[s]] = sample.generate(model, PROMPTS[1:2], max_new_tokens=20, temperature=0.8, top_p=0.5)

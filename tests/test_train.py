@@ -1,4 +1,5 @@
 """train.py: the loop as a user runs it, on the embedded model, and the traps that small RL codebases fall into."""
+import inspect
 import json
 import os
 import shutil
@@ -173,6 +174,19 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
     assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
 
 
+def test_held_out_questions_are_asked_as_the_flags_say(tmp_path, monkeypatch):
+    """Before and after are compared with eval.py's numbers: the same temperature, nucleus, limits and reward."""
+    names, seen = inspect.signature(evaluation.evaluate), {}
+    monkeypatch.setattr(evaluation, "evaluate", lambda *a, **kw: seen.update(names.bind(*a, **kw).arguments))
+    monkeypatch.setattr(Run, "evaluated", lambda *a: None)
+    args = flags.parse("train", ["--eval-n", "3", "--eval-temperature", "0.4", "--eval-top-p", "0.8", "--max-new-tokens", "20",
+                                 "--max-prompt", "50", "--max-rows", "5", "--prompt-style", "boxed", "--out", str(tmp_path)])
+    train.evaluate(Run(args, []), "model", "tok", "score", "rows")
+    want = {"model": "model", "tok": "tok", "rows": "rows", "style": "boxed", "n": 3, "temperature": 0.4, "top_p": 0.8,
+            "max_new_tokens": 20, "max_prompt": 50, "max_rows": 5, "score": "score"}
+    assert {name: seen.get(name) for name in want} == want
+
+
 def test_an_adapter_remembers_what_it_was_trained_with(straight, tmp_path, capsys):
     """Evaluated on another format, or with another prompt, than it was trained with, an adapter looks worse than it is; on
     another base it is noise. eval.py and sample.py take them from policy.json; another base is refused."""
@@ -219,6 +233,33 @@ def test_sigterm_saves_before_it_stops(tmp_path):
     assert process.wait(timeout=30) == 130
     state = torch.load(out / "checkpoint" / "state.pt", weights_only=True)
     assert 1 <= state["step"] == len(rows_of(out))
+
+
+def test_a_signal_in_an_update_waits_for_the_step_and_its_row(straight, tmp_path, monkeypatch):
+    """Saved as it stands in the middle of a step, the step's first update would be done twice after --resume."""
+    out, update, calls = tmp_path / "run", grpo.update, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(*args)
+
+    monkeypatch.setattr(grpo, "update", interrupted)
+    assert run(out) == 130
+    state = torch.load(out / "checkpoint" / "state.pt", weights_only=True)
+    assert state["step"] == 1 and rows_of(out) == rows_of(straight)[:1]
+    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {len(calls)}
+
+
+def test_a_checkpoint_every_so_many_steps(tmp_path, monkeypatch):
+    """A killed run loses no more than --save-every steps."""
+    saved = []
+    monkeypatch.setattr(Run, "save", lambda self, *_: saved.append(self.state.step))
+    r = Run(flags.parse("train", ["--save-every", "3", "--out", str(tmp_path)]), [])
+    for step in range(1, 8):
+        r.advance(step, 0, None, None)
+    assert saved == [3, 6]
 
 
 def test_an_existing_run_folder_is_not_overwritten(straight, capsys):

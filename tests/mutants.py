@@ -1,0 +1,651 @@
+"""
+Would a test notice? Small mutations of the sources, each of which must make a named test fail.
+
+A test suite is only as good as the mistakes it catches, and a training loop hides its mistakes
+well: with its advantages negated it still runs, logs and saves. Every entry of MUTANTS is such a
+mistake, in one line of one file, and the test that is there to catch it. This is done to copies in
+a temporary folder, never to the tree itself. What counts is an assertion that fails (or a test that
+raises); a fixture that breaks or a file that no longer imports proves nothing, and is an error. So
+is a mutation whose text is no longer found exactly once, and a named test that fails unmutated.
+
+A parent process imports the libraries (not the project) once and forks a child for each mutant,
+two at a time.
+
+    python tests/mutants.py                   # all of them, as a table; exit code 1 if one survives
+    python tests/mutants.py --third           # a third, chosen by the date, as CI does
+    python tests/mutants.py draw.py negated   # those whose file or name contains one of these
+"""
+import argparse
+import gc
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 150  # seconds after which a test that a mutation keeps from ending is given up
+# imported once, before the children are forked, where each would need five seconds for them
+LIBRARIES = ("pytest", "torch", "torch._dynamo", "torch.utils.checkpoint", "numpy", "triton",
+             "safetensors.torch", "tokenizers", "jinja2.sandbox", "huggingface_hub",
+             "matplotlib.pyplot", "tqdm")
+
+# source file -> (name, text that is there once, what it becomes, tests that must notice). A test is
+# written as file::name without the two words "test_".
+MUTANTS = {
+    "train.py": [
+        ("advantages negated", "advantages.tolist()", "(-advantages).tolist()",
+         "loop::advantages_are_the_rewards_within_their_group"),
+        ("the noise stays on in the update", 'args.aqn_scope == "rollout"', "False",
+         "loop::noise_is_in_the_rollout_and_not_in_the_update"),
+        ("the noise is off in the update of scope both", 'args.aqn_scope == "rollout"', "True",
+         "loop::scope_both_keeps_the_rollouts_noise_in_the_update"),
+        ("the noise is never redrawn", "aqn.noise_seed(args.seed, step)",
+         "aqn.noise_seed(args.seed, 0)", "loop::noise_is_drawn_anew_each_step"),
+        ("the noise ignores --no-aqn", "if args.aqn else 0.0", "if True else 0.0",
+         "loop::no_aqn_is_no_noise"),
+        ("the schedule counts from the second step", "aqn.sigma(step, ", "aqn.sigma(step + 1, ",
+         "loop::noise_is_in_the_rollout_and_not_in_the_update"),
+        ("the learning rate is never set", 'optimizer.param_groups[0]["lr"] = lr',
+         'optimizer.defaults["lr"] = lr', "loop::learning_rate_of_each_update"),
+        ("one learning rate for all updates of a step", "step * n + i", "step * n",
+         "loop::learning_rate_of_each_update"),
+        ("every update on all groups", "groups[i::n]", "groups",
+         "loop::each_group_is_in_exactly_one_update"),
+        ("Dr.GRPO divides by the standard deviation", 'scale=args.loss != "dr_grpo"', "scale=True",
+         "loop::dr_grpo_does_not_divide_by_the_standard_deviation"),
+        ("the overlong penalty is ignored", "c.reward += ", "c.reward += 0 * ",
+         "loop::overlong_soft_lowers_the_reward_of_long_completions"),
+        ("samples seeded without the step", 'f"samples/{draw}"', '"samples"',
+         "loop::each_step_draws_new_samples_of_new_prompts"),
+        ("prompts of one epoch in every epoch's order", '(f"{self.seed}/{epoch}")',
+         '(f"{self.seed}")', "train::data_order_is_a_function_of_seed_and_cursor"),
+        ("the cursor of the prompts stands still", "self.cursor += 1", "self.cursor += 0",
+         "loop::each_step_draws_new_samples_of_new_prompts"),
+        ("the cursor is not saved", "run.advance(step + 1, prompts.cursor,",
+         "run.advance(step + 1, 0,", "train::resume_is_exact"),
+        ("the cursor is not restored", "prompts.cursor = run.state.cursor", "prompts.cursor = 0",
+         "train::resume_is_exact"),
+        ("sampling at temperature 1", "args.max_new_tokens, args.temperature,",
+         "args.max_new_tokens, 1.0,", "loop::flags_reach_the_sampler"),
+        ("the stop tokens are not passed", "eos_ids=tok.eos_ids", "eos_ids=()",
+         "loop::flags_reach_the_sampler"),
+        ("the sampler's log-probs are not recorded", "s.ids, s.logprobs, s.finished",
+         "s.ids, [0.0] * len(s.ids), s.finished",
+         "loop::the_ratio_is_taken_against_what_the_sampler_recorded"),
+        ("every completion counts as finished", "s.ids, s.logprobs, s.finished",
+         "s.ids, s.logprobs, True", "loop::a_row_tells_of_all_completions_of_its_step"),
+        ("groups without signal are trained on", "groups = [g for g in first if has_signal(g)]",
+         "groups = list(first)",
+         "loop::dynamic_sampling_replaces_groups_without_variance_and_is_bounded"),
+        ("resampled groups without signal are kept", "[g for g in more if has_signal(g)]", "more",
+         "loop::dynamic_sampling_replaces_groups_without_variance_and_is_bounded"),
+        ("resampled groups with signal are dropped", "groups + [g for g in more if has_signal(g)]",
+         "groups", "loop::dynamic_sampling_replaces_groups_without_variance_and_is_bounded"),
+        ("dynamic sampling goes on past its bound", "range(args.max_resample)",
+         "range(args.max_resample + 1)",
+         "loop::dynamic_sampling_replaces_groups_without_variance_and_is_bounded"),
+        ("resampling draws the first rollout's samples", 'f"{step}/{again + 1}"', "step",
+         "loop::dynamic_sampling_replaces_groups_without_variance_and_is_bounded"),
+        ("statistics of the groups that were kept", "step, first, groups, sampled,",
+         "step, groups, groups, sampled,",
+         "loop::dynamic_sampling_replaces_groups_without_variance_and_is_bounded"),
+        ("held-out questions at temperature 1", "a.eval_n, a.eval_temperature, a.eval_top_p",
+         "a.eval_n, 1.0, a.eval_top_p", "train::held_out_questions_are_asked_as_the_flags_say"),
+        ("held-out questions graded by another reward", "a.max_rows, score=score",
+         "a.max_rows, score=None", "train::held_out_questions_are_asked_as_the_flags_say"),
+        ("betas are not passed", "(args.beta1, args.beta2)", "(0.9, 0.99)",
+         "loop::adamw_gets_its_flags"),
+        ("weight decay is not passed", "(args.beta1, args.beta2), args.weight_decay",
+         "(args.beta1, args.beta2), 0.0", "loop::adamw_gets_its_flags"),
+        ("held-out questions are trained on", "return rows[held:] or rows, rows[:held]",
+         "return rows, rows[:held]", "train::a_single_file_keeps_a_tenth_out_of_training"),
+        ("the adapter's alpha is its rank", "args.lora_rank, args.lora_alpha, args.seed",
+         "args.lora_rank, args.lora_rank, args.seed", "loop::flags_reach_the_adapter"),
+    ],
+    "grpo.py": [
+        ("standard deviation of the batch", "r.std(1, keepdim=True)", "r.std()",
+         "grpo::advantages_are_by_group"),
+        ("advantages against the mean of the batch", "centred = r - r.mean(1, keepdim=True)",
+         "centred = r - r.mean()", "grpo::advantages_are_by_group"),
+        ("the length penalty begins at the limit", "(max_len - buffer - lengths)",
+         "(max_len - lengths)", "grpo::overlong_rows_can_be_masked_or_penalised"),
+        ("the stop token is masked", "device=lengths.device) < lengths[:, None]",
+         "device=lengths.device) < lengths[:, None] - 1", "grpo::masks_come_from_lengths"),
+        ("GSPO's ratio is a product", "(log_ratio.sum(1, keepdim=True) / length)",
+         "log_ratio.sum(1, keepdim=True)",
+         "grpo::each_objective_equals_numpy_and_its_gradient_finite_differences"),
+        ("PPO takes the larger gain", "torch.min(ratio * adv", "torch.max(ratio * adv",
+         "grpo::negative_advantage_takes_the_minimum"),
+        ("the two bounds of the clip are swapped", "ratio.clamp(1 - low, 1 + high) * adv)",
+         "ratio.clamp(1 - high, 1 + low) * adv)", "grpo::clip_higher_uses_its_own_bound"),
+        ("a gradient through CISPO's weight", "ratio.clamp(1 - low, 1 + high).detach()",
+         "ratio.clamp(1 - low, 1 + high)", "grpo::cispo_weighs_every_token_by_its_clipped_ratio"),
+        ("GRPO counts tokens, not completions",
+         "return (per_token / mask.sum(1, keepdim=True).clamp(min=1))",
+         "return (per_token / mask.sum().clamp(min=1))",
+         "grpo::each_objective_equals_numpy_and_its_gradient_finite_differences"),
+        ("DAPO divides by its micro-batch's tokens", "return per_token.sum() / tokens",
+         "return per_token.sum() / mask.sum()", "grpo::micro_batches_add_up_to_the_full_batch"),
+        ("Dr.GRPO divides by the length", "/ (seqs * max_len)", "/ (seqs * mask.sum(1).max())",
+         "grpo::each_objective_equals_numpy_and_its_gradient_finite_differences"),
+        ("GSPO clips like PPO", "(3e-4, 4e-4)", "(0.2, 0.2)",
+         "grpo::each_objective_has_its_own_clip"),
+        ("the importance weight is not truncated", ".exp().clamp(max=tis_cap)", ".exp()",
+         "grpo::each_objective_equals_numpy_and_its_gradient_finite_differences"),
+        ("no importance weight", "gain = gain * objective.level(drift, mask)",
+         "gain = gain * objective.level(0 * drift, mask)",
+         "grpo::each_objective_equals_numpy_and_its_gradient_finite_differences"),
+        ("the ratio is against the sampler where the trainer was asked for",
+         "anchor = old_logp if trainer_old_logp is None else trainer_old_logp",
+         "anchor = old_logp",
+         "grpo::each_objective_equals_numpy_and_its_gradient_finite_differences"),
+        ("clipped tokens are counted where no gradient stops",
+         "(ratio < 1 - low) & (adv < 0) & mask", "(ratio < 1 - low) & mask",
+         "grpo::clipped_tokens_are_counted_where_the_gradient_stops"),
+        ("the KL has its arguments swapped", "difference(ref_logp, logp)",
+         "difference(logp, ref_logp)",
+         "grpo::each_objective_equals_numpy_and_its_gradient_finite_differences"),
+        ("beta is ignored", "(beta * kl - gain if beta else -gain)", "(-gain)",
+         "grpo::each_objective_equals_numpy_and_its_gradient_finite_differences"),
+        ("the largest gap is the sum of the largest", ".amax(0)", ".sum(0)",
+         "grpo::micro_batches_add_up_to_the_full_batch"),
+        ("spare rows of the embedding have probability", "x[:, valid_vocab:] = -torch.inf",
+         "x[:, valid_vocab:] += 0", "grpo::ids_past_the_tokenizer_have_probability_zero"),
+        ("the temperature multiplies", "x.div_(temperature)", "x.mul_(temperature)",
+         "grpo::temperature_is_applied_before_the_logprob"),
+        ("the temperature is missing in the gradient", "grad = -grad / ctx.temperature",
+         "grad = -grad", "grpo::chunked_head_equals_dense_in_value_and_gradient"),
+        ("log-probs of the token before", "ids[:, 1:][predicts]", "ids[:, :-1][predicts]",
+         "train::sampler_and_trainer_agree_on_every_token"),
+        ("the update forgets the temperature",
+         "logp, entropy, mask = completion_logprobs(model, batch, s.temperature)",
+         "logp, entropy, mask = completion_logprobs(model, batch, 1.0)",
+         "loop::the_ratio_is_taken_against_what_the_sampler_recorded"),
+        ("the KL reference is the adapter itself", "with torch.no_grad(), lora.disabled(model):",
+         "with torch.no_grad():", "loop::the_kl_reference_is_the_model_without_its_adapter"),
+        ("trainer log-probs are those of the update",
+         "anchor = padded([c.trainer_logprobs for c in batch])", "anchor = logp.detach()",
+         "loop::trainer_logprobs_are_those_before_the_first_update"),
+        ("the update's own log-probs keep their gradient", "anchor = logp.detach()",
+         "anchor = logp", "loop::current_logprobs_make_every_ratio_one_and_keep_the_weight"),
+        ("the last micro-batch is dropped", "    if batch:\n        yield batch",
+         "    if not batch:\n        yield batch",
+         "train::micro_batches_hold_no_more_than_their_budget"),
+        ("the overlong mask is ignored", 'settings.overlong == "mask"', "False",
+         "loop::overlong_mask_leaves_cut_completions_out"),
+        ("Dr.GRPO's divisor counts the finished ones", "counted = completions if",
+         "counted = trained if",
+         "loop::dr_grpo_divides_by_a_constant_also_where_completions_are_masked"),
+        ("each micro-batch is normalised by itself", "settings, total_tokens, len(counted)",
+         "settings, None, None", "loop::the_loss_is_normalised_by_the_whole_update"),
+        ("the loss of the last micro-batch", "parts.append(metrics)", "parts = [metrics]",
+         "train::any_micro_batching_gives_the_same_gradient_and_loss"),
+        ("the gradient of the last micro-batch", "        loss.backward()",
+         "        optimizer.zero_grad() or loss.backward()",
+         "train::any_micro_batching_gives_the_same_gradient_and_loss"),
+        ("gradients are not clipped", "optimizer.params, settings.grad_clip",
+         "optimizer.params, 1e9", "loop::gradients_are_clipped_and_the_norm_before_is_logged"),
+        ("a gradient that is not finite is stepped", "if math.isfinite(norm):", "if True:",
+         "loop::a_gradient_that_is_not_finite_changes_nothing"),
+        ("gradients pile up from update to update",
+         "    optimizer.step()\n    optimizer.zero_grad(set_to_none=True)", "    optimizer.step()",
+         "loop::every_update_begins_without_a_gradient"),
+        ("the step is left out", "    optimizer.step()\n", "    optimizer.state\n",
+         "loop::every_update_moves_the_adapter_and_nothing_else_does"),
+        ("16-bit parameters never see their masters", "p.copy_(m)", "p.copy_(p)",
+         "train::sixteen_bit_parameters_are_trained_through_float32_masters"),
+        ("the learning rate does not decay", "peak * 0.5 * (1 + math.cos(",
+         "peak * (1 + 0 * math.cos(", "train::learning_rate_warms_up_and_ends_near_zero"),
+    ],
+    "aqn.py": [
+        ("the schedule rises", "start ** (1 - x) * end**x", "start**x * end ** (1 - x)",
+         "aqn::schedule_gives_the_published_levels"),
+        ("the first stage is noisy", "elif stage == 0:", "elif stage < 0:",
+         "aqn::schedule_gives_the_published_levels"),
+        ("the variance instead of the deviation", "sigma * torch.randn(",
+         "sigma**2 * torch.randn(",
+         "aqn::noise_of_each_norm_is_its_own_and_has_the_deviation_asked_for"),
+        ("noise on the first norm of a layer only", "in enumerate(pair):",
+         "in enumerate(pair[:1]):", "aqn::noise_reaches_every_layer_norm_and_only_those"),
+        ("one noise for all layers", "noise_seed(seed, layer, which)", "noise_seed(seed, which)",
+         "aqn::noise_of_each_norm_is_its_own_and_has_the_deviation_asked_for"),
+        ("noise is not cleared", "        b.zero_()", "        b.add_(0)",
+         "aqn::sigma_zero_restores_the_clean_output_bit_for_bit"),
+        ("noise is not given back after a clean block", "b.copy_(saved[name])", "b.copy_(b)",
+         "aqn::clean_block_is_clean_and_restores_the_noise"),
+    ],
+    "model.py": [
+        ("noise relative to the weight", "self.weight.float() + self.noise",
+         "self.weight.float() * (1 + self.noise)",
+         "aqn::noise_equals_row_scaling_of_the_weights_behind_it"),
+        ("the rotation turns the other way", "a * cos - b * sin, b * cos + a * sin",
+         "a * cos + b * sin, b * cos - a * sin", "model::logits_equal_transformers"),
+        ("gate and up are swapped", "F.silu(gate) * up", "F.silu(up) * gate",
+         "model::logits_equal_transformers"),
+        ("cached keys see the future", "device=ids.device) <= pos[..., None]",
+         "device=ids.device) <= pos[..., None] + 1",
+         "model::rows_of_one_cache_may_have_different_lengths"),
+    ],
+    "lora.py": [
+        ("the scaling is alpha", "LoRALinear(m, rank, alpha / rank, g)",
+         "LoRALinear(m, rank, alpha, g)",
+         "lora::each_projection_of_a_fused_group_has_its_own_a_and_b"),
+        ("rank-stabilised adapters are scaled plainly", "alpha / math.sqrt(rank) if",
+         "alpha / rank if", "lora::an_adapter_that_peft_saved_gives_pefts_logits"),
+        ("a loaded adapter keeps the old scaling", "        m.scaling = scaling\n",
+         "        m.scaling *= 1\n", "lora::save_then_load_gives_the_same_logits_bit_for_bit"),
+        ("a fresh adapter is not the base", "torch.zeros(N, rank, device=device)",
+         "torch.ones(N, rank, device=device)",
+         "lora::a_fresh_adapter_is_the_base_model_bit_for_bit_and_learns"),
+        ("the base is trained as well", "model.requires_grad_(False)",
+         "model.requires_grad_(True)",
+         "lora::only_the_adapter_is_trainable_and_all_of_it_gets_a_gradient"),
+        ("a merge forgets the scaling", "self.scaling * torch.cat(delta)", "torch.cat(delta)",
+         "lora::the_merged_checkpoint_computes_what_base_and_adapter_do"),
+        ("switching back turns on what was off", "m.enabled = on", "m.enabled = True",
+         "lora::disabled_restores_each_layer_as_it_was_even_after_an_error"),
+        ("targets that are left out keep their B", "B.zero_()", "B.add_(0)",
+         "lora::a_subset_of_targets_clears_what_an_earlier_adapter_left"),
+        ("the saved alpha is the scaling", "alpha = round(m.scaling * m.rank, 9)",
+         "alpha = round(m.scaling, 9)", "lora::save_then_load_gives_the_same_logits_bit_for_bit"),
+    ],
+    "sample.py": [
+        ("the stop token is cut off", "ids[: 1 + next(", "ids[: next(", "sample::stops"),
+        ("no completion is finished", "sample.finished = True", "sample.finished = False",
+         "sample::stops"),
+        ("the samples of a group are copies", "row_keys(seed, index[:, 0], index[:, 1])",
+         "row_keys(seed, index[:, 0], index[:, 0])",
+         "sample::group_members_differ_and_equal_prompts_too"),
+        ("the seed is ignored", "row_keys(seed,", "row_keys(0,",
+         "sample::samples_do_not_depend_on_the_other_prompts"),
+        ("top-p does not reach the engine", "engine.begin(temperature, top_p, eos)",
+         "engine.begin(temperature, 1.0, eos)",
+         "sample::what_is_drawn_is_a_function_of_seed_prompt_sample_and_position"),
+        ("a copied prompt lacks its last token",
+         "engine.copy_row(fresh[p], s, len(prompts[p]) - 1)",
+         "engine.copy_row(fresh[p], s, len(prompts[p]) - 2)",
+         "sample::logprobs_equal_the_full_forward"),
+        ("a row that moves leaves its newest keys behind", "len(prompts[p]) + len(out[p][j].ids))",
+         "len(prompts[p]))", "sample::refill_and_shrink_keep_every_sample"),
+    ],
+    "runtime/engine.py": [
+        ("the same number at every position", "uniform(self.key[:rows], view.length)",
+         "uniform(self.key[:rows], 0 * view.length)",
+         "sample::what_is_drawn_is_a_function_of_seed_prompt_sample_and_position"),
+        ("spare rows of the embedding are drawn", "logits[:, : self.model.valid_vocab]",
+         "logits[:]", "sample::logprobs_equal_the_full_forward"),
+        ("a long prompt's chunks overwrite each other", "cache.length += part.shape[1]",
+         "cache.length += 0", "sample::long_prompts_go_through_in_chunks"),
+        ("a row that moves leaves its random numbers behind",
+         "for t in (self.token, self.key, self.cache.length):",
+         "for t in (self.token, self.cache.length):",
+         "sample::refill_and_shrink_keep_every_sample"),
+        ("biases are left out while sampling", "self.bias = bias", "self.bias = None",
+         "train::sampler_and_trainer_agree_on_every_token"),
+        ("the GPU engine leaves the random numbers of a row that moves",
+         "for t in (st.token, st.key, st.stop,", "for t in (st.token, st.stop,",
+         "decode::engine_equals_eager"),
+        ("the GPU engine multiplies by the temperature", "1 / temperature if temperature",
+         "temperature if temperature", "decode::engine_equals_eager"),
+    ],
+    "runtime/draw.py": [
+        ("the temperature multiplies the logits", "logits.float() / temperature",
+         "logits.float() * temperature", "sample::logprobs_equal_the_full_forward"),
+        ("the id that crosses top-p is left out", "before = p.cumsum(-1) - p",
+         "before = p.cumsum(-1)", "sample::top_p_keeps_the_boundary_token"),
+        ("log-probs are not tempered", "return ids, logp.gather",
+         "return ids, logits.float().log_softmax(-1).gather",
+         "sample::logprobs_equal_the_full_forward"),
+        ("what top-p cuts off goes to the last id", "u[:, None] * cdf[:, -1:]", "u[:, None]",
+         "sample::top_p_keeps_the_boundary_token"),
+        ("the position is left out of the hash", "(position + 1) * GOLDEN",
+         "(0 * position + 1) * GOLDEN", "sample::uniform_is_a_pure_function_and_never_0_or_1"),
+        ("the prompt is left out of the key", "key + prompt * GOLDEN", "key + 0 * prompt",
+         "sample::uniform_is_a_pure_function_and_never_0_or_1"),
+    ],
+    "runtime/tokenizer.py": [
+        ("one stop token of several", "return sorted(ids - {None})",
+         "return sorted(ids - {None})[:1]", "data::every_way_to_end_a_turn_is_an_eos"),
+        ("the prompt does not ask for the format", 'return f"{question}\\n{SUFFIX[style]}"',
+         "return question", "data::prompt_is_the_checkpoints_own_template"),
+        ("the assistant's turn is not opened", "add_generation_prompt=True",
+         "add_generation_prompt=False", "data::prompt_is_the_checkpoints_own_template"),
+    ],
+    "data.py": [
+        ("the format earns nothing", "0.2 * well_formed", "0.0 * well_formed",
+         "data::format_and_correctness_add_up"),
+        ("the first answer counts", 'text.rfind("<answer>", 0, end)',
+         'text.find("<answer>", 0, end)', "data::the_last_answer_counts"),
+        ("an answer that is cut off counts", '"<answer>" in text[end:]', "False",
+         "data::an_answer_cut_off_is_no_answer"),
+        ("test problems are trained on", 'in_test(chain) != (split == "test")', "False",
+         "data::arithmetic_train_and_test_are_disjoint"),
+        ("the worked solution is the answer", 'answer.rsplit("####", 1)[1]',
+         'answer.rsplit("####", 1)[0]', "data::jsonl_columns_of_the_usual_sets"),
+        ("long prompts are kept", 'row["question"], style, max_prompt)',
+         'row["question"], style, None)', "data::long_prompts_are_skipped_and_counted"),
+        ("level 5 is the easiest fifth", "5 - sum(rate > edge", "1 + sum(rate > edge",
+         "data::levels_are_quintiles_of_the_solve_rate"),
+        ("a reward of one's own is always right", 'score.get("correct", r >= 1)',
+         'score.get("correct", r >= 0)',
+         "data::own_reward_sees_the_whole_row_and_may_return_a_number"),
+    ],
+    "runtime/grade.py": [
+        ("the sign is ignored", 'if m["sign"] == "-"', 'if m["sign"] == "~"',
+         "data::what_is_another_number_is_wrong", "data::numbers_are_compared_as_numbers"),
+        ("fractions lose their whole part", 'int(m["whole"] or 0) + Fraction', "Fraction",
+         "data::numbers_are_compared_as_numbers"),
+        ("any number is the right one", "return a is not None and _equal(a, b)",
+         "return a is not None", "data::what_is_another_number_is_wrong"),
+        ("the first box counts", "if at > best[0]:", "if best[1] is None:",
+         "data::boxed_braces_balance_and_the_last_box_counts"),
+    ],
+    "weights/formats.py": [
+        ("ties go to the odd code", "(2.5, 0)", "(2.5, 1)",
+         "formats::ties_go_to_the_even_code_and_large_values_saturate"),
+        ("block scales leave the top of the grid empty", "(amax / 6 / top)", "(amax / 4 / top)",
+         "formats::nvfp4_follows_its_formula_element_by_element"),
+        ("the global scale changes when it is stored", "top = 1 / (1 / top)", "top = 1 * top",
+         "formats::the_global_scale_survives_its_stored_reciprocal"),
+        ("MXFP4's scale is twice as large", "exponent - 3 + 127", "exponent - 2 + 127",
+         "formats::mxfp4_scale_is_the_ocp_power_of_two"),
+        ("NF4 rounds down", "(table[1:] + table[:-1]) / 2", "table[1:]",
+         "formats::nf4_takes_the_nearest_codebook_entry"),
+        ("negative weights become positive", ".to(torch.uint8) * 8", ".to(torch.uint8) * 0",
+         "formats::nvfp4_follows_its_formula_element_by_element"),
+    ],
+    "nvfp4.py": [
+        ("the bias of a quantized linear is dropped", "self.cpu_weight(x.dtype), self.bias",
+         "self.cpu_weight(x.dtype), None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
+        ("a copy in the old precision is kept", "self.copy is None or self.copy.dtype != dtype",
+         "self.copy is None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
+    ],
+    "weights/awq.py": [
+        ("the norm is not folded", "torch.isfinite(folded), folded, gain)",
+         "torch.isfinite(folded), gain, gain)",
+         "awq::the_folded_model_is_the_original_before_rounding"),
+        ("the bias of v is not divided", "(bias.float() / divide)", "(bias.float() / 1)",
+         "awq::the_folded_model_is_the_original_before_rounding"),
+        ("the worst block scale wins", "better = e < least", "better = e > least",
+         "awq::searched_block_scales_are_valid_and_never_worse_per_block"),
+        ("block scales are searched for unscaled activations", "H / s / s[:, None]", "H",
+         "awq::block_scales_are_searched_for_the_scaled_activations"),
+        ("perplexity counts the tokens it does not score", "len(docs[i]) - 1)", "len(docs[i]))",
+         "awq::perplexity_in_padded_batches_is_perplexity_one_by_one"),
+    ],
+    "weights/checkpoint.py": [
+        ("nibbles are swapped on the way in", "[codes & 15, codes >> 4]",
+         "[codes >> 4, codes & 15]",
+         "checkpoint::a_checkpoint_that_compressed_tensors_made_gives_its_logits"),
+        ("nibbles are swapped on the way out", "codes[:, 0::2] | codes[:, 1::2] << 4",
+         "codes[:, 1::2] | codes[:, 0::2] << 4", "checkpoint::packing_by_hand"),
+        ("the global scale is stored as it is", "1 / q.global_scale[rows][:1]",
+         "q.global_scale[rows][:1]",
+         "checkpoint::save_then_load_gives_the_same_logits_bit_for_bit"),
+        ("tensors that fit nowhere are ignored", "    if unused:", "    if False:",
+         "model::a_tensor_that_fits_nowhere_is_an_error"),
+        ("biases are written as zeros", 'yield f"{where}.{name}.bias", b',
+         'yield f"{where}.{name}.bias", 0 * b',
+         "checkpoint::save_then_load_gives_the_same_logits_bit_for_bit"),
+    ],
+    "weights/convert.py": [
+        ("a merge takes the weights before rounding", "device, dtype, quant):",
+         'device, dtype, "none"):',
+         "lora::the_merged_checkpoint_computes_what_base_and_adapter_do"),
+    ],
+    "weights/memory.py": [
+        ("the plan forgets the values", "return 2 * c.num_hidden_layers",
+         "return c.num_hidden_layers", "memory::the_plan_of_the_published_shapes"),
+    ],
+    "runtime/run.py": [
+        ("the optimizer's state is not restored",
+         'optimizer.load_state_dict(state.pop("optimizer"))', 'state.pop("optimizer")',
+         "train::resume_is_exact"),
+        ("the parameters are not restored", "                    p.copy_(saved)",
+         "                    p.copy_(p)", "train::resume_is_exact"),
+        ("rows after the checkpoint are kept", '["step"] < self.state.step', '["step"] >= 0',
+         "train::resume_is_exact"),
+        ("the step that was saved is done again", "s.step, s.cursor, s.seconds = step,",
+         "s.step, s.cursor, s.seconds = step - 1,", "train::resume_is_exact"),
+        ("the worst adapter is kept as the best", 'found["accuracy"] > s.best["accuracy"]',
+         'found["accuracy"] < s.best["accuracy"]',
+         "train::held_out_accuracy_by_step_and_the_best_adapter"),
+        ("an interrupt drops an update that is half done", 'self.current not in ("update", "log")',
+         'self.current not in ("log",)',
+         "train::a_signal_in_an_update_waits_for_the_step_and_its_row"),
+        ("checkpoints are never due", "if step % self.args.save_every == 0:", "if False:",
+         "train::a_checkpoint_every_so_many_steps"),
+        ("broken parameters are saved over good ones", "        if broken:", "        if False:",
+         "train::a_broken_parameter_is_not_saved_over_a_good_one"),
+        ("a checkpoint with flipped bits is resumed", 'state.pop("digest") != digest_of(state)',
+         'not state.pop("digest")', "train::a_damaged_checkpoint_is_one_line_and_never_a_resume"),
+        ("a run goes on with other questions", "self.state.data != data", "False",
+         "train::resume_needs_the_questions_it_began_with"),
+        ("a policy that only makes NaN is trained on", "self.failed + 1", "0",
+         "train::skipped_updates_are_counted_and_ten_in_a_row_end_the_run"),
+        ("the logged loss is the sum", 'row["loss"] = mean(m["loss"] for m in each)',
+         'row["loss"] = sum(m["loss"] for m in each)',
+         "loop::the_logged_loss_is_the_mean_over_the_updates"),
+        ("finished is counted as truncated", "mean(not c.finished for c in flat)",
+         "mean(c.finished for c in flat)", "loop::a_row_tells_of_all_completions_of_its_step"),
+        ("the error is that of one group", "(rewards.std() / len(groups) ** 0.5)",
+         "(rewards.std())", "loop::a_row_tells_of_all_completions_of_its_step"),
+        ("the entropy has the wrong sign", '"sampler_entropy": -sum(', '"sampler_entropy": sum(',
+         "loop::a_row_tells_of_all_completions_of_its_step"),
+        ("the gap of the last update", "first = each[0]", "first = each[-1]",
+         "loop::the_ratio_is_taken_against_what_the_sampler_recorded"),
+        ("a group has signal whatever its rewards", "len({c.reward for c in group}) > 1",
+         "len({c.reward for c in group}) > 0",
+         "loop::dynamic_sampling_replaces_groups_without_variance_and_is_bounded"),
+    ],
+    "runtime/flags.py": [
+        ("the tokenizer's last id is not set", "model.valid_vocab = len(tok)", "len(tok)",
+         "loop::flags_reach_the_sampler"),
+        ("policy.json is ignored", "args.trained_with.get(dest(f), default)", "default",
+         "train::an_adapter_remembers_what_it_was_trained_with"),
+        ("an adapter of another base is taken",
+         'policy.get("base", base_hash(model)) != base_hash(model)', "False",
+         "train::an_adapter_remembers_what_it_was_trained_with"),
+        ("--awq is ignored", "    if args.awq:\n", "    if False:\n",
+         "awq::the_flag_of_the_commands_loads_with_awq"),
+        ("the adapter is not loaded", "lora.load_adapter(model, args.adapter)",
+         "lora.lora_layers(model)", "eval::the_adapter_is_applied_and_the_base_is_the_base"),
+        ("the format is not passed", "checkpoint.load(folder, device, dtype, args.quant)",
+         'checkpoint.load(folder, device, dtype, "none")',
+         "loop::the_rollout_runs_on_the_quantized_base"),
+    ],
+    "eval.py": [
+        ("the noise stays on in the evaluation", "with aqn.clean(model):", "with torch.no_grad():",
+         "eval::noise_never_reaches_an_evaluation"),
+        ("the base is evaluated with its adapter",
+         "with lora.disabled(model):\n            results",
+         "with torch.no_grad():\n            results",
+         "eval::the_adapter_is_applied_and_the_base_is_the_base"),
+        ("the error is over samples", 'stderr([row["accuracy"] for row in out])',
+         'stderr([s["correct"] for s in flat])', "eval::what_is_counted"),
+        ("top-p is dropped", "temperature, top_p, tok.eos_ids", "temperature, 1.0, tok.eos_ids",
+         "eval::arguments_reach_the_sampler"),
+        ("the seed is dropped", "seed, max_rows, progress)\n    out",
+         "0, max_rows, progress)\n    out", "eval::arguments_reach_the_sampler"),
+        ("the gain is the other way round", 'b["accuracy"] - a["accuracy"]',
+         'a["accuracy"] - b["accuracy"]', "eval::what_is_counted"),
+    ],
+}
+
+
+@dataclass
+class Mutant:
+    file: str
+    name: str
+    old: str
+    new: str
+    tests: list  # node ids
+
+    def problem(self):
+        """Why it cannot be applied, or None."""
+        found = (ROOT / self.file).read_text().count(self.old)
+        return None if found == 1 else f"its text is in {self.file} {found} times: {self.old!r}"
+
+    def apply(self, folder):
+        path = folder / self.file
+        text = path.read_text().replace(self.old, self.new)
+        path.unlink()  # a hard link to the clean copy
+        path.write_text(text)
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            compiled.unlink()
+
+
+def mutants():
+    def node(test):
+        file, name = test.split("::")
+        return f"tests/test_{file}.py::test_{name}"
+
+    return [Mutant(file, name, old, new, [node(t) for t in tests])
+            for file, rows in MUTANTS.items() for name, old, new, *tests in rows]
+
+
+# ---- running tests in forked children
+
+
+class Failures:
+    """A pytest plugin: [(when, node id)] of what fails."""
+
+    def __init__(self):
+        self.seen = []
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.seen.append((report.when, report.nodeid))
+
+
+def child(clean, folder, mutant, tests):
+    """In a forked process: run `tests` in a copy with `mutant` applied; None: in the clean one."""
+    import pytest
+
+    gc.freeze()  # what was imported before the fork is not gone through again
+    signal.alarm(LIMIT)
+    if mutant:
+        shutil.copytree(clean, folder, copy_function=os.link)
+        mutant.apply(folder)
+    output = os.open(f"{folder}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(folder if mutant else clean)
+    failures = Failures()
+    code = pytest.main(["-q", *(["-x"] if mutant else []), "-p", "no:cacheprovider",
+                        f"--basetemp={folder}.tmp", *tests], plugins=[failures])
+    lines = [str(int(code)), *("\t".join(seen) for seen in failures.seen)]
+    Path(f"{folder}.result").write_text("\n".join(lines))
+
+
+def run(clean, jobs, workers=2):
+    """jobs: [(mutant or None, tests)], `workers` at a time; yields (mutant, tests, seconds of CPU
+    time, exit code of pytest or None, [(when, node id) that failed], output) as they end."""
+    jobs, running = list(enumerate(jobs)), {}
+    while jobs or running:
+        while jobs and len(running) < workers:
+            i, (mutant, tests) = jobs.pop(0)
+            folder = clean.with_name(f"{'tests' if mutant is None else 'mutant'}{i}")
+            sys.stdout.flush()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    child(clean, folder, mutant, tests)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+            running[pid] = mutant, tests, folder
+        pid, _, used = os.wait4(-1, 0)
+        mutant, tests, folder = running.pop(pid)
+        result = Path(f"{folder}.result")
+        code, *failed = result.read_text().splitlines() if result.exists() else [None]
+        output = Path(f"{folder}.log").read_text(errors="replace")
+        yield (mutant, tests, used.ru_utime + used.ru_stime, code and int(code),
+               [tuple(line.split("\t")) for line in failed], output)
+        for leftover in (folder, Path(f"{folder}.tmp")):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def unmutated(clean, chosen):
+    """Run the named tests as they are, file by file; returns how many files have one that fails."""
+    files, bad = {}, 0
+    for node in {node: None for mutant in chosen for node in mutant.tests}:
+        files.setdefault(node.split("::")[0], []).append(node)
+    for _, tests, _, code, failed, output in run(clean, [(None, t) for t in files.values()]):
+        if code != 0:
+            bad += 1
+            what = ", ".join(node for _, node in failed) or tests[0].split("::")[0]
+            print(f"error: fails without any mutation: {what}\n{output[-2000:]}")
+    return bad
+
+
+def verdict(code, failed):
+    """(killed, what to print)."""
+    if failed and failed[0][0] == "call":
+        return True, failed[0][1].removeprefix("tests/")
+    if code is None:
+        return False, f"DID NOT END in {LIMIT} s, or crashed"
+    if code == 0:
+        return False, "SURVIVES"
+    where = " of ".join(failed[0]) if failed else "no test ran"
+    return False, f"BREAKS more than the test: {where}"
+
+
+def chosen_by(args, every):
+    if args.third:
+        part = date.today().timetuple().tm_yday % 3
+        print(f"third {part + 1} of 3")
+        return every[part::3]
+    return [m for m in every
+            if not args.names or any(name in f"{m.file}: {m.name}" for name in args.names)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Mutations of the sources that tests must notice.")
+    parser.add_argument("names", nargs="*", help="parts of names or files (default: all)")
+    parser.add_argument("--third", action="store_true", help="a third of them, chosen by the date")
+    args = parser.parse_args()
+    every = mutants()
+    problems = [f"error: {m.name}: {problem}" for m in every if (problem := m.problem())]
+    chosen, begin = chosen_by(args, every), time.time()
+    if not chosen:
+        problems.append(f"error: no mutant is called {' or '.join(args.names)}")
+    if problems:
+        print("\n".join(problems))
+        return 1
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg",
+                   "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they cost each child seconds
+    sys.path.remove(str(Path(__file__).parent))
+    import torch
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py has it
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        clean = Path(temporary, "clean")
+        shutil.copytree(ROOT, clean, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
+        if unmutated(clean, chosen):
+            return 1
+        print(f"{'mutant':<66}{'CPU s':>8}  killed by")
+        alive = 0
+        for m, _, seconds, code, failed, output in run(clean, [(m, m.tests) for m in chosen]):
+            killed, text = verdict(code, failed)
+            alive += not killed
+            print(f"{f'{m.file}: {m.name}':<66}{seconds:>8.1f}  {text}", flush=True)
+            if code not in (0, 1):
+                print(output[-1500:])
+    print(f"{len(chosen)} mutants, {alive} alive, {time.time() - begin:.0f} s")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
