@@ -441,7 +441,7 @@ def update(model, optimizer, completions, settings):
     None if none is trained.
 
     The loss is normalised by the counts of all completions, so that micro-batches add up to the
-    full-batch loss. ValueError for a gradient that is not finite; nothing has then changed."""
+    full-batch loss. Where the norm is not finite nothing has changed."""
     trained, parts = completions, []
     if settings.overlong == "mask":  # DAPO: what was cut is neither right nor wrong
         trained = [c for c in completions if c.finished]
@@ -455,11 +455,8 @@ def update(model, optimizer, completions, settings):
         loss.backward()
         parts.append(metrics)
     norm = torch.nn.utils.clip_grad_norm_(optimizer.params, settings.grad_clip).item()
-    if not math.isfinite(norm):
-        optimizer.zero_grad(set_to_none=True)
-        raise ValueError(f"the gradient norm is {norm}; nothing was updated. Lower --lr, or look "
-                         "for broken weights in --model")
-    optimizer.step()
+    if math.isfinite(norm):  # a NaN in one completion would be in every parameter after the step
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sum_metrics(parts), norm
 

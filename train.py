@@ -142,6 +142,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
             lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr, args.warmup)
             optimizer.param_groups[0]["lr"] = lr
             updates.append(grpo.update(model, optimizer, list(chain(*groups[i::n])), settings))
+        run.watch(updates, model)
 
         # 5. Log and save.
         run.log(metrics_row(run, step, first, groups, sampled, updates, sigma, lr, held), first)
@@ -175,22 +176,23 @@ def train(args, argv):
         params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr, (args.beta1, args.beta2), args.weight_decay)
 
-    run = Run(args, argv)
-    if not run.open(optimizer):  # a finished run that is not to be extended
-        return 0
-    prompts.cursor = run.state.cursor
-    weight = model.embed.weight
-    print(f"{len(rows)} training prompts ({skipped} longer than --max-prompt), {args.steps} steps, "
-          f"{sum(p.numel() for p in params):,} trainable parameters, {weight.device.type}, "
-          f"{str(weight.dtype).removeprefix('torch.')}")
-    try:
-        learn(run, model, tok, optimizer, prompts, score, held_out)
-        aqn.set_noise(model, 0.0)
-        run.save(model, optimizer)
-        run.finish(evaluate(run, model, tok, score, held_out) if args.eval_n else None)
-    except KeyboardInterrupt:
-        run.save(model, optimizer)
-        return run.stop()
+    with Run(args, argv) as run:
+        if not run.open(optimizer, rows):  # a finished run that is not to be extended
+            return 0
+        prompts.cursor = run.state.cursor
+        weight = model.embed.weight
+        print(f"{len(rows)} training prompts ({skipped} longer than --max-prompt), {args.steps} "
+              f"steps, {sum(p.numel() for p in params):,} trainable parameters, "
+              f"{weight.device.type}, {str(weight.dtype).removeprefix('torch.')}")
+        try:
+            learn(run, model, tok, optimizer, prompts, score, held_out)
+            aqn.set_noise(model, 0.0)
+            run.save(model, optimizer)
+            after = evaluate(run, model, tok, score, held_out) if args.eval_n else None
+            run.finish(after, model)
+        except KeyboardInterrupt:
+            run.save(model, optimizer)
+            return run.stop()
     return 0
 
 

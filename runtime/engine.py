@@ -24,6 +24,7 @@ plans how many fit, the others wait.
 Shapes: B rows, S slots, T tokens, C hidden, V vocabulary, L layers, Hkv kv heads, D head size.
 """
 import copy
+import functools
 import weakref
 from contextlib import contextmanager
 
@@ -210,7 +211,7 @@ class Graphs:
             alive = st.alive.clone()
             st.alive.zero_()
             st.count.zero_()
-            side = torch.cuda.Stream()
+            side = side_stream(st.token.device)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 launch()
@@ -224,6 +225,13 @@ class Graphs:
             launch = graph.replay
         self.graphs[rows, self.mode] = launch
         return launch
+
+
+@functools.cache
+def side_stream(device):
+    """The stream that rehearsals run on. One for all: cuBLAS keeps a workspace of 32 MiB for each
+    stream it has seen, so a new one for each batch size would take a gigabyte by and by."""
+    return torch.cuda.Stream(device)
 
 
 def marlin_scratch(device):

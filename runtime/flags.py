@@ -342,12 +342,18 @@ def take_policy(command, args):
     """Fill the flags that were not given from --run or --adapter, else from the table."""
     if args.run and args.adapter:
         raise ValueError("--run and --adapter exclude each other: a run holds its adapter")
+    folder = args.adapter
     if args.run:
-        args.adapter = str(Path(args.run) / "adapter")
-        if not Path(args.adapter).is_dir():
-            raise ValueError(f"--run {args.run}: has no adapter/ (yet); give the folder that "
-                             "train.py called --out")
-    args.trained_with = read_policy(args.adapter) if args.adapter else {}
+        folder = next((f for f in (Path(args.run) / name for name in ("adapter", "model"))
+                       if f.is_dir()), None)
+        if folder is None:
+            raise ValueError(f"--run {args.run}: has no adapter/ nor model/ (yet); give the folder "
+                             "that train.py called --out")
+        if folder.name == "adapter":
+            args.adapter = str(folder)
+        else:  # all parameters were trained
+            args.model = str(folder)
+    args.trained_with = read_policy(folder) if folder else {}
     for _, f in flags_of(command):
         if f.kept and getattr(args, dest(f)) is None:
             default = f.tiny if args.model == "tiny" and f.tiny is not None else f.default

@@ -2,7 +2,8 @@
 the console.
 
 A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
-adapter/ and adapter_best/ (PEFT's layout, and policy.json), checkpoint/ (what resume needs),
+adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parameters are trained,
+model/ (a Hugging Face checkpoint, at the end), checkpoint/ (what resume needs),
 eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
 Each file appears whole or not at all. Nothing is written before everything that can be refused has
 been; a folder without checkpoint/ holds nothing that is worth keeping, and a start takes it over.
@@ -11,13 +12,17 @@ been; a folder without checkpoint/ holds nothing that is worth keeping, and a st
     --resume --out runs/x               # goes on; with a larger --steps beyond its end
 """
 import argparse
+import hashlib
 import json
+import math
 import resource
 import shlex
+import shutil
 import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,7 +31,8 @@ import grpo
 import lora
 import plot
 from runtime import flags
-from weights.files import whole
+from weights import checkpoint
+from weights.files import lock, whole
 
 FREE = ("resume", "out", "steps", "save_every", "show_every", "log_to")  # what --resume may change
 
@@ -40,7 +46,8 @@ class State:
     cursor: int = 0  # training prompts handed out
     seconds: float = 0.0
     before: dict | None = None  # {"accuracy", "stderr"} of the held-out questions before training
-    best: dict | None = None  # {"step", "accuracy"} of the adapter in adapter_best/
+    best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
+    data: str = ""  # digest of the training questions
 
 
 def settle(args, argv):
@@ -70,32 +77,48 @@ def settle(args, argv):
 
 class Run:
     """One run's folder, clock and signals. `phase(name)` begins a phase of the step: its seconds
-    are counted, and Ctrl-C or SIGTERM drop any phase at once but an update, which has changed
-    weights when it ends and is logged first. `advance` ends it."""
+    are counted, and Ctrl-C, SIGTERM or a closed terminal drop any phase at once but an update,
+    which has changed weights when it ends and is logged first. `advance` ends it."""
 
     def __init__(self, args, argv):
         self.args, self.argv, self.out, self.started = args, argv, Path(args.out), time.time()
         self.state, self.clock, self.current, self.asked = State(), {}, None, False
-        self.warned, self.earlier = set(), 0.0
+        self.warned, self.earlier, self.failed = set(), 0.0, 0
+        self.handlers, self.lock = {}, None
 
-    def open(self, optimizer):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.lock:
+            self.lock.close()
+
+    def open(self, optimizer, rows):
         """Make the folder, or with --resume load its checkpoint; from here on signals are handled.
-        False if there is nothing to do: the run has ended, and --steps asks for no more."""
+        False if there is nothing to do: the run has ended, and --steps asks for no more.
+
+        ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
+        `rows`, the training questions, are not those the run began with."""
+        self.tracker = tracker(self.args) if self.args.log_to else None
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(self.out / "lock", f"--out {self.out}: another run is at work in it")
+        digest = hashlib.sha256(json.dumps([[r["question"], r["answer"]] for r in rows]).encode())
+        self.state.data = digest.hexdigest()
         if self.args.resume:
             self.restore(optimizer)
             if self.state.step >= self.args.steps and (self.out / "summary.json").is_file():
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
-        self.tracker = tracker(self.args) if self.args.log_to else None
-        self.out.mkdir(parents=True, exist_ok=True)
         if not self.args.resume:
             for name in ("metrics.jsonl", "rollouts.jsonl"):
                 (self.out / name).unlink(missing_ok=True)  # of a start that came to nothing
         with whole(self.out / "config.json") as part:
             part.write_text(json.dumps(vars(self.args), indent=2) + "\n")
         self.earlier = self.state.seconds
-        for s in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(s, self.interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self.handlers[number] = signal.signal(number, self.interrupt)
         print("\n".join(f"{k:>20} {v}" for k, v in vars(self.args).items()))
         return True
 
@@ -121,12 +144,20 @@ class Run:
     # ---- checkpoints
 
     def save(self, model, optimizer):
+        """adapter/ and checkpoint/. ValueError, and nothing is written, if a parameter is not
+        finite: what was saved before it stays."""
+        broken = [name for name, p in model.named_parameters()
+                  if p.requires_grad and not torch.isfinite(p).all()]
+        if broken:
+            raise ValueError(f"{broken[0]} holds NaN or inf after {self.state.step} steps; nothing "
+                             f"was saved over the last checkpoint in {self.out}. Lower --lr")
         if self.args.lora_rank:
             self.save_adapter("adapter", model)
         (self.out / "checkpoint").mkdir(exist_ok=True)
         state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
                  "masters": [m.detach().cpu() for m in optimizer.masters],
                  "optimizer": optimizer.state_dict()}
+        state["digest"] = digest_of(state)
         with whole(self.out / "checkpoint" / "state.pt") as part:
             torch.save(state, part)
 
@@ -137,17 +168,27 @@ class Run:
     def restore(self, optimizer):
         """checkpoint/ into the optimizer and its parameters; what was logged after it is
         dropped."""
-        path = self.out / "checkpoint" / "state.pt"
+        path, data = self.out / "checkpoint" / "state.pt", self.state.data
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
+            if state.pop("digest") != digest_of(state):
+                raise ValueError("its bits have changed since it was written")
+            tensors = [*state.pop("params"), *state.pop("masters")]
+            ours = [*optimizer.params, *optimizer.masters]
+            if [p.shape for p in ours] != [t.shape for t in tensors]:
+                raise ValueError("its tensors are not those of this model")
             with torch.no_grad():
-                tensors = [*state.pop("params"), *state.pop("masters")]
-                for p, saved in zip([*optimizer.params, *optimizer.masters], tensors, strict=True):
+                for p, saved in zip(ours, tensors, strict=True):
                     p.copy_(saved)
             optimizer.load_state_dict(state.pop("optimizer"))
             self.state = State(**state)
         except Exception as e:  # torch's unpickler raises many kinds
-            raise ValueError(f"{path}: cannot be resumed ({type(e).__name__}: {e})") from None
+            why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
+                             ) from None
+        if self.state.data != data:
+            raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
+                             "with; --resume needs the same questions")
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             path = self.out / name
             lines = path.read_text().splitlines(True) if path.exists() else []
@@ -209,6 +250,18 @@ class Run:
         if step % self.args.save_every == 0:
             self.save(model, optimizer)
 
+    def watch(self, updates, model):
+        """Count updates that were skipped because their gradient was not finite; ValueError after
+        ten in a row, with the first broken tensor if there is one."""
+        for _, norm in filter(None, updates):
+            self.failed = 0 if math.isfinite(norm) else self.failed + 1
+        if self.failed >= 10:
+            tensors = chain(model.named_parameters(), model.named_buffers())
+            broken = next((name for name, t in tensors if t.is_floating_point()
+                           and not torch.isfinite(t.float()).all()), "none, the loss overflows")
+            raise ValueError(f"{self.failed} updates in a row had a gradient that is not finite; "
+                             f"first broken tensor: {broken}. Lower --lr, or check --model")
+
     def stop(self):
         """How a run that was interrupted goes on."""
         where = shlex.quote(str(self.out))
@@ -216,8 +269,11 @@ class Run:
               f"python train.py --resume --out {where}")
         return 130
 
-    def finish(self, after):
-        """summary.json and metrics.png, and what was learned in the last lines."""
+    def finish(self, after, model):
+        """summary.json, metrics.png, model/ if all parameters were trained, and what was learned
+        in the last lines."""
+        if not self.args.lora_rank:
+            self.save_model(model)
         s, before = self.state, self.state.before
         s.seconds = self.seconds()
         summary = {"accuracy_before": before and before["accuracy"],
@@ -238,6 +294,15 @@ class Run:
             print(f"held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} "
                   f"after {s.step} steps ({gain:+.1f} points)")
 
+    def save_model(self, model):
+        """All parameters as a Hugging Face checkpoint in model/, with policy.json."""
+        out = self.out / "model"
+        shutil.rmtree(out, ignore_errors=True)  # of before the run was extended
+        with checkpoint.Writer(out, flags.model_folder(self.args.model)) as writer:
+            for name, tensor in checkpoint.tensors(model):
+                writer.add(name, tensor)
+        flags.save_policy(out, model, self.args)
+
     def show_learned(self, after):
         """One question that was answered wrong before training and right after it."""
         before = [json.loads(line) for line in (self.out / "eval_before.jsonl").open()]
@@ -247,6 +312,23 @@ class Run:
                       f"  before: {one_line(b['samples'][0]['text'])}\n"
                       f"  after:  {one_line(a['samples'][0]['text'])}")
                 return
+
+
+def digest_of(state):
+    """A digest of everything in a checkpoint: torch.load takes flipped bits for numbers."""
+    h = hashlib.sha256()
+
+    def add(x):
+        if isinstance(x, torch.Tensor):
+            h.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        elif isinstance(x, dict | list | tuple):
+            for item in x.items() if isinstance(x, dict) else x:
+                add(item)
+        else:
+            h.update(repr(x).encode())
+
+    add(state)
+    return h.hexdigest()
 
 
 def append(path, rows):
@@ -283,6 +365,8 @@ def metrics_row(run, step, groups, kept, sampled, updates, sigma, lr, held):
     one."""
     run.phase("log")
     updates = [u for u in updates if u]
+    skipped = sum(not math.isfinite(norm) for _, norm in updates)
+    updates = [u for u in updates if math.isfinite(u[1])]
     flat, used = ([c for g in some for c in g] for some in (groups, kept))
     lengths = [len(c.ids) for c in flat]
     spread = torch.tensor([[c.reward for c in g] for g in groups])  # (P, G)
@@ -296,7 +380,7 @@ def metrics_row(run, step, groups, kept, sampled, updates, sigma, lr, held):
            # -log p of what was drawn: the entropy of the policy that sampled, its noise included
            "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths),
            "groups": len(kept), "prompts_sampled": sampled, "updates": len(updates), "lr": lr,
-           "sigma": sigma, "grad_norm": mean(norm for _, norm in updates)}
+           "sigma": sigma, "skipped": skipped, "grad_norm": mean(norm for _, norm in updates)}
     names = ("loss", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean", "logp_gap_max",
              "sampler_kl", "ratio_outside_frac", "entropy", "clip_first_frac")
     row |= dict.fromkeys(names, 0.0)
@@ -350,6 +434,8 @@ def warnings_for(row, args):
     if row["logp_gap_mean"] > args.gap_bound and (row["sigma"] == 0 or args.aqn_scope == "both"):
         yield (f"sampler and trainer disagree by more than {args.gap_bound} nats a token: "
                "use --old-logp current, or --dtype float32")
+    if row["skipped"]:
+        yield "an update was skipped: its gradient was not finite; lower --lr, or check --model"
     if row["clip_first_frac"] > 0.02:  # nothing has been learned from these completions yet
         yield ("more than 2% of the tokens are clipped before the first update: the noise alone "
                "moves the ratio out of the clip; use --old-logp current, or lower --aqn-start")

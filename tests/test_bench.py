@@ -14,8 +14,8 @@ def test_rows_measured_again_replace_the_old_ones(tmp_path):
     """A table is made in parts: what is not measured this time stays, what is replaces, nothing is
     there twice."""
     out, key = tmp_path / "new" / "r.json", ("shape", "M")
-    bench.merge(out, [{"shape": "a", "M": 1, "us": 3.0}, {"shape": "a", "M": 2, "us": 4.0}], key)
-    bench.merge(out, [{"shape": "a", "M": 2, "us": 5.0}], key)
+    bench.merge_rows(out, [{"shape": "a", "M": 1, "us": 3.0}, {"shape": "a", "M": 2, "us": 4.0}], key)
+    bench.merge_rows(out, [{"shape": "a", "M": 2, "us": 5.0}], key)
     assert json.loads(out.read_text()) == [{"shape": "a", "M": 1, "us": 3.0},
                                            {"shape": "a", "M": 2, "us": 5.0}]
     assert list(out.parent.iterdir()) == [out]

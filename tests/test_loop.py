@@ -250,7 +250,7 @@ def test_the_logged_loss_is_the_mean_over_the_updates(noisy):
         assert row["loss"] == pytest.approx(sum(losses) / 2)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, capsys):
+def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch):
     """A NaN in one completion would be in every parameter after the step."""
     loss = grpo.policy_loss
     monkeypatch.setattr(grpo, "policy_loss", lambda *a, **kw: (loss(*a, **kw)[0] * float("nan"), loss(*a, **kw)[1]))
@@ -259,8 +259,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path, monkeypatch, ca
     before = [p.detach().clone() for p in params]
     optimizer = grpo.AdamW(params, 0.1, (0.9, 0.99), 0.1)
     completions = [grpo.Completion({}, [1, 2, 3], [4, 5], [-1.0, -1.0], True, advantage=1.0)]
-    with pytest.raises(ValueError, match="gradient norm is nan"):
-        grpo.update(model, optimizer, completions, grpo.Settings())
+    _, norm = grpo.update(model, optimizer, completions, grpo.Settings())
+    assert math.isnan(norm)
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True)) and not optimizer.state
     assert all(p.grad is None for p in params)
 
@@ -442,6 +442,6 @@ def test_warnings_name_the_clip_that_noise_alone_reaches():
     """At sigma 5e-2 the first update already loses 4% of its tokens to the clip: nothing has been learned from them yet."""
     args = flags.parse("train", [])
     fine = dict.fromkeys(("reward", "format", "truncated_frac", "zero_var_frac", "logp_gap_mean", "sigma"), 0.02)
-    assert not list(run.warnings_for({**fine, "clip_first_frac": 0.01}, args))
-    [text] = run.warnings_for({**fine, "clip_first_frac": 0.04}, args)
+    assert not list(run.warnings_for({**fine, "clip_first_frac": 0.01, "skipped": 0}, args))
+    [text] = run.warnings_for({**fine, "clip_first_frac": 0.04, "skipped": 0}, args)
     assert "--old-logp current" in text

@@ -20,7 +20,8 @@ import model as qwen
 import sample
 import train
 from runtime import flags
-from runtime.run import Run, warnings_for
+from runtime.run import Run, digest_of, warnings_for
+from weights.files import lock
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--steps", "4", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4",
@@ -355,7 +356,7 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """Defect 7: a prompt without the instruction that the reward wants trains on zeros, silently."""
     args = flags.parse("train", [])
     fine = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
-            "clip_first_frac": 0.0}
+            "clip_first_frac": 0.0, "skipped": 0}
     assert not list(warnings_for(fine, args))
     assert any(told in text for text in warnings_for({**fine, **change}, args))
 
@@ -372,3 +373,92 @@ def test_a_set_without_a_test_split_is_an_error_before_anything_is_written(tmp_p
     (tmp_path / "d" / "train.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     assert run(tmp_path / "run", "--data", str(tmp_path / "d"), "--eval-n", "1") == 2
     assert "--eval-n 0" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_two_runs_never_write_to_one_folder(tmp_path, capsys):
+    """Both would append to one metrics.jsonl and save over each other; a run that was killed must not block the next."""
+    out = tmp_path / "run"
+    out.mkdir()
+    held = lock(out / "lock", "held")
+    assert run(out) == 2 and "another run is at work" in capsys.readouterr().err
+    assert [p.name for p in out.iterdir()] == ["lock"]
+    held.close()
+    assert run(out, "--steps", "1") == 0
+
+
+def test_resume_needs_the_questions_it_began_with(tmp_path, capsys):
+    """An edited file under the same name: another data order, other held-out questions."""
+    file, out = tmp_path / "d.jsonl", tmp_path / "run"
+    rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(30)]
+    file.write_text("".join(rows))
+    assert run(out, "--steps", "1", "--data", str(file)) == 0
+    file.write_text("".join(rows[:-1]))
+    assert train.main(["--resume", "--out", str(out), "--steps", "2"]) == 2
+    assert "--data" in capsys.readouterr().err and len(rows_of(out)) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "broadcast", "text"])
+def test_a_damaged_checkpoint_is_one_line_and_never_a_resume(straight, tmp_path, capsys, damage):
+    """A flipped bit is a number like any other to torch.load, and a tensor of one element fits every shape."""
+    out = copy_of(straight, tmp_path)
+    path = out / "checkpoint" / "state.pt"
+    whole = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "text":
+        path.write_text("not a checkpoint")
+    else:
+        state = torch.load(path, weights_only=True)
+        if damage == "flipped":
+            state["params"][0].view(torch.int32)[0, 0] ^= 1
+        else:
+            state["params"][0] = state["params"][0][:1, :1]
+            del state["digest"]
+            state["digest"] = digest_of(state)
+        torch.save(state, path)
+    assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1 and "state.pt: cannot be resumed" in err[0] and rows_of(out) == rows_of(straight)
+
+
+def test_a_broken_parameter_is_not_saved_over_a_good_one(straight, tmp_path, monkeypatch, capsys):
+    """With nothing to train on, no gradient norm shows a NaN: it must be seen before the save."""
+    out = copy_of(straight, tmp_path)
+    before = (out / "checkpoint" / "state.pt").read_bytes(), (out / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    def break_it(model, optimizer, completions, settings):
+        optimizer.params[0].data[0, 0] = float("nan")
+
+    monkeypatch.setattr(grpo, "update", break_it)
+    assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 2
+    assert "NaN" in capsys.readouterr().err
+    assert before == ((out / "checkpoint" / "state.pt").read_bytes(), (out / "adapter" / "adapter_model.safetensors").read_bytes())
+
+
+def test_skipped_updates_are_counted_and_ten_in_a_row_end_the_run(tmp_path, monkeypatch, capsys):
+    """One bad batch is survived; a policy that only makes NaN is not trained on for hours."""
+    real, calls = grpo.policy_loss, []
+
+    def overflowing(*args, **kw):
+        calls.append(1)
+        loss, metrics = real(*args, **kw)
+        return loss * float("nan"), metrics
+
+    with monkeypatch.context() as m:
+        m.setattr(grpo, "policy_loss", overflowing)
+        assert run(tmp_path / "run", "--steps", "9", "--updates-per-rollout", "2", "--micro-batch-tokens", "100000") == 2
+    assert "10 updates in a row" in capsys.readouterr().err and len(calls) == 10
+    assert [r["skipped"] for r in rows_of(tmp_path / "run")] == [2, 2, 2, 2]
+    for p in parameters_of(tmp_path / "run"):
+        assert p.isfinite().all()
+
+
+def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_path, capsys):
+    """--lora-rank 0 wrote nothing but resume's own file."""
+    out = tmp_path / "run"
+    assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
+    args = flags.parse("sample", ["--run", str(out), "--prompt", "What is 1+1?"])
+    assert (args.model, args.quant, args.adapter) == (str(out / "model"), "none", None)
+    model, _ = flags.load_policy(args)
+    for p, q in zip(model.parameters(), parameters_of(out), strict=True):
+        assert torch.equal(p, q)

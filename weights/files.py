@@ -1,5 +1,5 @@
 """
-Files that appear whole or not at all.
+Files that appear whole or not at all, and a lock that dies with its process.
 
     with whole("runs/x/metrics.json") as part:
         part.write_text(json.dumps(metrics))
@@ -8,6 +8,11 @@ import os
 import secrets
 from contextlib import contextmanager
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 @contextmanager
@@ -30,3 +35,16 @@ def whole(path):
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def lock(path, problem):
+    """Hold the file `path` against other processes until this one ends, however it ends; returns
+    the open file. ValueError(problem) if another holds it. Without fcntl (Windows) nothing is
+    held."""
+    f = open(path, "w")
+    if fcntl:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(problem) from None
+    return f
