@@ -149,7 +149,7 @@ def quarters(a, b, c, d, BN: tl.constexpr):
 
 
 @triton.jit
-def decode(w, s, FMT: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
+def extract(w, s, FMT: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
     """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale;
     without ASM in float32."""
     if FMT == "nvfp4":
@@ -309,7 +309,7 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
                 xl = tl.load(xp + c * 128, mask=inside & (kc + j < K)[:, None], other=0.0)
                 xh = tl.load(xp + c * 128 + 64, mask=inside & (kc + 64 + j < K)[:, None], other=0.0)
             s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
-            a, b, cc, d = decode(w, s, FMT, ASM, BN)
+            a, b, cc, d = extract(w, s, FMT, ASM, BN)
             low, high = arrange(a, b, BN, W, KW).to(T), arrange(cc, d, BN, W, KW).to(T)
             # (BN, 64) @ (64, BM)
             acc = tl.dot(low, natural(xl, BM, KW).to(T), acc, input_precision="ieee")
@@ -374,7 +374,7 @@ def to_bfloat16_kernel(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN
     row = tl.minimum(n, N - 1).to(tl.int64)
     w = tl.load(words(codes, row, k, N, sc, FAST))
     s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, FAST, BN)
-    a, b, cc, d = decode(w, s, FMT, ASM, BN)
+    a, b, cc, d = extract(w, s, FMT, ASM, BN)
     v = tl.join(arrange(a, b, BN, 0, 2), arrange(cc, d, BN, 0, 2))  # (BN, 64, plane)
     v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
     v *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)

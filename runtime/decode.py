@@ -163,8 +163,8 @@ def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B"])
-def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out, q_weight, q_noise,
-                  k_weight, k_noise, eps, B, stride_b, stride_h, scale, HKV: tl.constexpr,
+def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out, B, stride_b,
+                  stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps, HKV: tl.constexpr,
                   G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
                   BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
@@ -525,10 +525,10 @@ class Step:
         if c.qk_norm:
             norms = [q_norm.weight, q_norm.noise, k_norm.weight, k_norm.noise, q_norm.eps]
         attend_kernel[B * HKV, W](
-            qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, *norms, B, k.stride(0),
-            k.stride(1), D**-0.5 * LOG2E.value, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)),
-            D=D, W=W, BLOCK=16 if W > 16 else 64, NORM=c.qk_norm, num_warps=4, num_stages=3,
-            **self.launch)
+            qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, B, k.stride(0),
+            k.stride(1), D**-0.5 * LOG2E.value, *norms, HKV=HKV, G=H // HKV,
+            GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, NORM=c.qk_norm,
+            num_warps=4, num_stages=3, **self.launch)
         out, t = qkv.new_empty(B, H * D), tiles("combine", B, H * D)
         del t["STEP"]  # it does its columns at once
         lora = self.lora(nxt, B, triton.cdiv(H * D, t["SLICE"]))

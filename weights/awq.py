@@ -198,15 +198,15 @@ def quantize_pair(owner, names, norm, above, stats, fmt, share, spread, **option
 
 
 @torch.no_grad()
-def calibrated(model, parts, fmt, ids, device, held_out=None, **options):
-    """Quantizes the blocks of `model` as they come by in `parts`, a checkpoint.stream of it; yields
-    (path, rows of the report) of each part, as convert.rounded does.
+def calibrated(model, pieces, fmt, ids, device, held_out=None, **options):
+    """Quantizes the blocks of `model` as they come by in `pieces`, a checkpoint.stream of it;
+    yields (path, rows of the report) of each, as convert.rounded does.
 
     ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
     calibrated on what the 16-bit model feeds it, and one pass a layer is enough. held_out: a
     HeldOut, carried along; options: grid, finalists of Search."""
     x, rope = None, model.rope(torch.arange(ids.shape[1], device=device)[None])
-    for path in parts:
+    for path in pieces:
         if not path.startswith("layers."):
             yield path, []
             continue
@@ -292,9 +292,9 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=
     config, source = open_16_bit(folder, "--awq")
     ids = calibration(calib, folder, sequences, length)
     model = checkpoint.skeleton(config)
-    parts = checkpoint.stream(model, source, device, dtype)
-    steps = calibrated(model, parts, fmt, ids, device, **options)
-    progress = tqdm(steps, f"AWQ {fmt}", len(checkpoint.parts(config)), unit="part")
+    pieces = checkpoint.stream(model, source, device, dtype)
+    steps = calibrated(model, pieces, fmt, ids, device, **options)
+    progress = tqdm(steps, f"AWQ {fmt}", len(checkpoint.pieces(config)))
     model.awq = [{"layer": int(path.split(".")[1]), **row} for path, rows in progress
                  for row in rows]
     return model.eval()

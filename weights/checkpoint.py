@@ -2,9 +2,9 @@
 Checkpoints in and out: config.json, the hub, sharded safetensors in Hugging Face layout, and how
 four-bit weights lie in them.
 
-`stream` is the one way in: it fills a model part by part. Who keeps the parts has loaded the model
-(`build`, `load`); who lets go of each block holds one at a time (weights/convert.py quantizes and
-merges so, weights/awq.py calibrates so). `Writer` and `tensors` are the way out.
+`stream` is the one way in: it fills a model piece by piece. Who keeps the pieces has loaded the
+model (`build`, `load`); who lets go of each block holds one at a time (weights/convert.py quantizes
+and merges so, weights/awq.py calibrates so). `Writer` and `tensors` are the way out.
 
 NVFP4 and MXFP4 are written as compressed-tensors does it (formats `nvfp4-pack-quantized` and
 `mxfp4-pack-quantized`, weights only, "W4A16"), so that other engines can serve them. Each original
@@ -248,9 +248,6 @@ class RandomCheckpoint:
     def __init__(self, seed=0):
         self.seed, self.unused = seed, set()
 
-    def __contains__(self, name):
-        return True
-
     def get(self, name, shape, dtype, device="cpu"):
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
@@ -286,8 +283,8 @@ def skeleton(config):
         return Transformer(config)
 
 
-def parts(config):
-    """The paths of a model's parts in the order of `stream`: embed, norm, lm_head (unless it is
+def pieces(config):
+    """The paths of a model's pieces in the order of `stream`: embed, norm, lm_head (unless it is
     the embedding), layers.0, layers.1, ..."""
     ends = ["embed", "norm"] if config.tie_word_embeddings else ["embed", "norm", "lm_head"]
     return ends + [f"layers.{i}" for i in range(config.num_hidden_layers)]
@@ -295,22 +292,22 @@ def parts(config):
 
 @torch.no_grad()
 def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
-    """Fill a skeleton from `source` part by part; yields the path of each of `parts` when it is
-    done. The embedding is there from the beginning.
+    """Fill a skeleton from `source` piece by piece; yields the path of each of `pieces` when it
+    is done. The embedding is there from the beginning.
 
-    One tensor at a time moves to the device: what is held is the parts that the caller has not let
+    One tensor at a time moves to the device: what is held is the pieces that the caller has not let
     go of (model.layers[i] = None) and one projection in 16 bits. quant != none turns each
     projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
     so in its config.json). dtype None: as stored. ends: the device of embedding, norm and head, if
     it is another. ValueError at the end if tensors are left that fit nowhere."""
-    for part in parts(model.config):
-        place = device if part.startswith("layers.") else ends or device
-        for path, _ in list(model.get_submodule(part).named_modules(prefix=part)):
+    for piece in pieces(model.config):
+        place = device if piece.startswith("layers.") else ends or device
+        for path, _ in list(model.get_submodule(piece).named_modules(prefix=piece)):
             read_module(model, path, source, place, dtype, quant)
-        if part == "embed" and model.config.tie_word_embeddings:
+        if piece == "embed" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.embed.weight
             source.unused.discard("lm_head.weight")  # some exports store the tied head once more
-        yield part
+        yield piece
     unused = sorted(n for n in source.unused if not n.endswith("rotary_emb.inv_freq"))
     if unused:
         raise ValueError(f"{source.folder}: {len(unused)} tensors fit nowhere in this model, the "
@@ -408,11 +405,11 @@ def norm_name(path):
     return f"model.{path}.weight".replace(".attn.", ".self_attn.")
 
 
-def tensors(part, path=""):
-    """Yields (name, tensor) of all that lies below `part`, the module at `path` of a model, as it
+def tensors(piece, path=""):
+    """Yields (name, tensor) of all that lies below `piece`, the module at `path` of a model, as it
     lies in a checkpoint. A tied head is not stored, an adapter is not part of it."""
     embedding = None
-    for at, m in part.named_modules(prefix=path):
+    for at, m in piece.named_modules(prefix=path):
         if isinstance(m, RMSNorm):
             yield norm_name(at), m.weight
         elif isinstance(m, nn.Embedding):

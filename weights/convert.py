@@ -28,10 +28,10 @@ from weights.formats import FORMATS, dequantize, quantize
 
 
 @torch.no_grad()
-def rounded(model, parts, fmt):
-    """Rounds the blocks of `model` to nearest as they come by in `parts`, a checkpoint.stream of
-    it; yields (path, rows of the report) of each part."""
-    for path in parts:
+def rounded(model, pieces, fmt):
+    """Rounds the blocks of `model` to nearest as they come by in `pieces`, a checkpoint.stream
+    of it; yields (path, rows of the report) of each."""
+    for path in pieces:
         rows = []
         for name in PROJECTIONS if path.startswith("layers.") else ():
             m = model.get_submodule(f"{path}.{name}")
@@ -56,8 +56,8 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest",
               "calibration": calib, "layers": []}
     with checkpoint.Writer(out, folder, fmt, shard_bytes) as writer:
-        parts = checkpoint.stream(model, source, device, ends="cpu")
-        steps = rounded(model, parts, fmt)
+        pieces = checkpoint.stream(model, source, device, ends="cpu")
+        steps = rounded(model, pieces, fmt)
         if use_awq:
             ids = awq.calibration(calib, folder, sequences + 16, length)
             kept = min(sequences, len(ids) * 7 // 8)
@@ -65,8 +65,8 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
                 raise ValueError(f"--calib {calib}: gives one sequence of {length} tokens; one "
                                  "more is needed to test on")
             held_out = awq.HeldOut(ids[kept:])
-            steps = awq.calibrated(model, parts, fmt, ids[:kept], device, held_out)
-        for path, rows in tqdm(steps, fmt, len(checkpoint.parts(config)), unit="part"):
+            steps = awq.calibrated(model, pieces, fmt, ids[:kept], device, held_out)
+        for path, rows in tqdm(steps, fmt, len(checkpoint.pieces(config))):
             for name, tensor in checkpoint.tensors(model.get_submodule(path), path):
                 writer.add(name, tensor)
             if path.startswith("layers."):
@@ -93,10 +93,10 @@ def in_16_bits(m):
 
 
 @torch.no_grad()
-def streamed_logits(model, parts, ids, device):
-    """model(ids) for a model that comes by in `parts` and is let go of block by block."""
+def streamed_logits(model, pieces, ids, device):
+    """model(ids) for a model that comes by in `pieces` and is let go of block by block."""
     rope = model.rope(torch.arange(ids.shape[1], device=device)[None])
-    for path in parts:
+    for path in pieces:
         if path == "embed":
             x = model.embed(ids)  # (B, T, C)
         elif path.startswith("layers."):
@@ -124,20 +124,20 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none"):
     with checkpoint.Writer(out, folder) as writer:
         source = checkpoint.Checkpoint(folder)
         for path in checkpoint.stream(model, source, device, dtype, quant):
-            part = model.get_submodule(path)
+            piece = model.get_submodule(path)
             if path == "embed":
-                plain = adapted = part(ids)  # (B, T, C)
+                plain = adapted = piece(ids)  # (B, T, C)
             elif path.startswith("layers."):
-                plain = part(plain, *rope)
+                plain = piece(plain, *rope)
                 for name in PROJECTIONS:
-                    m = lora.LoRALinear(part.get_submodule(name), rank, scaling)
+                    m = lora.LoRALinear(piece.get_submodule(name), rank, scaling)
                     lora.take_tensors(f"{path}.{name}", m, state)
-                    part.set_submodule(name, m)
-                adapted = part(adapted, *rope)
+                    piece.set_submodule(name, m)
+                adapted = piece(adapted, *rope)
                 for name in PROJECTIONS:
-                    part.set_submodule(name, in_16_bits(part.get_submodule(name)))
+                    piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))
                 model.layers[int(path.split(".")[1])] = None
-            for name, tensor in checkpoint.tensors(part, path):
+            for name, tensor in checkpoint.tensors(piece, path):
                 writer.add(name, tensor)
         plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
     model = checkpoint.skeleton(checkpoint.read_config(out))

@@ -141,13 +141,13 @@ def snap(w, fmt, scale, global_scale):
     out = torch.empty(w.shape, device=w.device)
     for rows in portions(w):
         grid = fmt, scale[rows], global_scale[rows]
-        out[rows] = decode(nearest(w[rows], *grid), *grid)
+        out[rows] = to_values(nearest(w[rows], *grid), *grid)
     return out
 
 
 def dequantize(q):
     """w_hat (N, K) float32 of a Quantized."""
-    return decode(unpack(q.codes, q.shape[1]), q.fmt, q.scale, q.global_scale)
+    return to_values(unpack(q.codes, q.shape[1]), q.fmt, q.scale, q.global_scale)
 
 
 def portions(w):
@@ -167,7 +167,7 @@ def nearest(w, fmt, scale, global_scale):
     return round_nf4(x) if fmt == "nf4" else round_e2m1(x)
 
 
-def decode(codes, fmt, scale, global_scale):
+def to_values(codes, fmt, scale, global_scale):
     """w_hat (N, K) float32: value[code] * block scale, which is exact, * global scale."""
     N, K = codes.shape
     values = torch.tensor(FORMATS[fmt].values, device=codes.device)[codes.int()]  # (N, K)
