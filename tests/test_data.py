@@ -297,6 +297,8 @@ def test_unknown_data_and_bad_arguments_are_errors(tmp_path):
         data.load("arithmetic", "validation")
     with pytest.raises(ValueError, match="at least 1"):
         data.load("arithmetic", "test", 0)
+    with pytest.raises(ValueError, match="arithmetic: --levels needs a column level"):
+        data.load("arithmetic", "test", 5, levels=[3])  # was the same as without
 
 
 def test_levels_are_quintiles_of_the_solve_rate(tmp_path):
@@ -431,7 +433,8 @@ def test_arithmetic_answers_are_right_and_the_worked_solution_earns_full_reward(
     rows = data.load("arithmetic", "test", 400)
     assert {r["form"] for r in rows} == set(data.FORMS)
     for row in rows:
-        assert 2 <= len(data.steps(row["chain"])) <= 4
+        assert 3 <= len(data.steps(row["chain"])) <= 5
+        assert all(0 <= after < 200 for *_, after in data.steps(row["chain"]))
         assert data.reward(data.solution(row), row["answer"])["reward"] == pytest.approx(1.2)
         if row["form"] == "symbols":  # an answer worked out another way
             expression = re.fullmatch(r"What is ([0-9+*()-]+)\?", row["question"])[1]
