@@ -56,7 +56,7 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 # once, and how often a carry is forgotten.
 GUESS = {"symbols": 0.05, "steps": 0.1, "mixed": 0.1, "story": 0.15}
 JUMP = 0.06
-FORGET = {"+": 0.4, "-": 0.5, "*": 0.6}
+FORGET = {"+": 0.5, "-": 0.6, "*": 0.65}
 
 
 def demonstration(rng, row):
@@ -187,8 +187,8 @@ def main():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--out", required=True, help="folder to write the checkpoint to")
-    add("--steps", type=int, default=2400, help="optimizer steps")
-    add("--clean", type=float, default=0.8,
+    add("--steps", type=int, default=2000, help="optimizer steps")
+    add("--clean", type=float, default=0.75,
         help="share of the steps on clean solutions, before the habits")
     add("--batch", type=int, default=32, help="demonstrations a step")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
