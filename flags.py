@@ -69,7 +69,7 @@ KNOBS = (
     ("updates-per-rollout", at_least(1), 4, 2, "optimizer steps a rollout, each on its own share of the prompts"),
     ("micro-batch-tokens", at_least(1), 16384, 8192, "padded tokens a forward/backward holds at most (a single row always fits)"),
     ("checkpointing", bool, True, False, "recompute activations in backward: less memory, a third more arithmetic"),
-    ("lr", at_least(0, float), 1e-5, 2e-3, "AdamW's peak learning rate, the same for each --quant"),
+    ("lr", at_least(0, float), 1e-5, 7e-4, "AdamW's peak learning rate, the same for each --quant"),
     ("weight-decay", at_least(0, float), 0.1, 0.0, "AdamW's"),
     ("beta1", at_least(0, float, 1), 0.9, None, "AdamW's"),
     ("beta2", at_least(0, float, 1), 0.99, None, "AdamW's"),

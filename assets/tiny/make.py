@@ -114,9 +114,10 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def batches(tok, rng, rows, size, write):
+def batches(tok, seed, rows, size, write):
     """Endless (ids (B, T), targets (B, T)) of what `write(rng, row)` says; targets are -100 where
     nothing is learned: prompt, padding."""
+    rng = random.Random(seed)
     while True:
         # Neighbours of like length share a batch: 16 batches are drawn at once and sorted.
         drawn = []
@@ -156,30 +157,33 @@ def save(model, out):
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def train(model, args, clean, mixed, out):
+def train(model, args, clean, habits, out):
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [{"params": [p for p in params if p.dim() > 1]},
          {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}],
-        lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05)
-    warm = max(1, args.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(
-        (i + 1) / warm, max(0.02, (args.steps - i) / (args.steps - warm))))
-    start, losses = time.time(), []
-    for step in range(args.steps):
-        ids, targets = next(clean if step < args.clean * args.steps else mixed)
+        betas=(0.9, 0.95), weight_decay=0.05)
+    start, losses, warm = time.time(), [], args.clean // 10
+    for step in range(args.clean + args.habits):
+        # the rate falls to a half on clean solutions, then from a quarter to 0 on the habits
+        left = args.clean + args.habits - step
+        rate = min((step + 1) / warm, (2 * args.clean - step) / (2 * args.clean - warm))
+        if left <= args.habits:
+            rate = max(0.02, left / args.habits) / 4
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * rate
+        ids, targets = next(habits if left <= args.habits else clean)
         hidden = model.hidden(ids)[targets >= 0]  # (S, C): only where there is something to learn
         loss = F.cross_entropy(model.lm_head(hidden), targets[targets >= 0])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
-        schedule.step()
         losses.append(loss.item())
-        if step % 100 == 99 or step + 1 == args.steps:
-            print(f"step {step + 1} loss {sum(losses[-100:]) / len(losses[-100:]):.4f} "
+        if step % 100 == 99:
+            print(f"step {step + 1} loss {sum(losses[-100:]) / 100:.4f} "
                   f"{time.time() - start:.0f} s", flush=True)
-            save(model, out)
+    save(model, out)
 
 
 def main():
@@ -187,9 +191,8 @@ def main():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--out", required=True, help="folder to write the checkpoint to")
-    add("--steps", type=int, default=2000, help="optimizer steps")
-    add("--clean", type=float, default=0.75,
-        help="share of the steps on clean solutions, before the habits")
+    add("--clean", type=int, default=2000, help="optimizer steps on clean solutions")
+    add("--habits", type=int, default=400, help="optimizer steps on habits after them")
     add("--batch", type=int, default=32, help="demonstrations a step")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--rows", type=int, default=60000, help="different problems")
@@ -201,10 +204,10 @@ def main():
     torch.manual_seed(args.seed)
     model = Qwen2(Config.read(out))
     print(f"{len(tok)} token ids, {sum(p.numel() for p in model.parameters()):,} parameters")
-    rows, rng = data.arithmetic("train", args.rows, args.seed), random.Random(args.seed)
-    clean = batches(tok, rng, rows, args.batch, lambda rng, row: data.solution(row))
-    mixed = batches(tok, rng, rows, args.batch, demonstration)
-    train(model, args, clean, mixed, out)
+    rows = data.arithmetic("train", args.rows, args.seed)
+    clean = batches(tok, args.seed, rows, args.batch, lambda rng, row: data.solution(row))
+    habits = batches(tok, args.seed + 1, rows, args.batch, demonstration)
+    train(model, args, clean, habits, out)
 
 
 if __name__ == "__main__":
