@@ -71,18 +71,18 @@ def load(name, split="train", n=None, seed=0, levels=None):
     if n is not None and n < 1:
         raise ValueError(f"--data {name}: asked for {n} rows; ask for at least 1")
     if name == "arithmetic":
-        rows, path = arithmetic(split, n or {"train": 8192, "test": 512}[split], seed), name
+        rows, where = arithmetic(split, n or {"train": 8192, "test": 512}[split], seed), name
     else:
-        path, *more = _files(name, split)
-        rows = _graded(path, *more)
+        files = _files(name, split)
+        rows, where = _graded(files), files[0]
     _set_levels(rows)
     if levels is not None:
         if any(row.get("level") is None for row in rows):
-            raise ValueError(f"{path}: --levels needs a column level or llama8b_solve_rate in each "
-                             "row")
+            raise ValueError(f"{where}: --levels needs a column level or llama8b_solve_rate in "
+                             "each row")
         rows = [row for row in rows if row["level"] in levels]
         if not rows:
-            raise ValueError(f"{path}: no row has a level in {sorted(levels)}")
+            raise ValueError(f"{where}: no row has a level in {sorted(levels)}")
     if n is not None and n < len(rows):
         rows = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), n))]
     return rows
@@ -122,8 +122,8 @@ def _find_split(folder, split):
     return parts
 
 
-def _graded(*paths):
-    """The rows of the files, those without an answer left out and counted on stderr."""
+def _graded(paths):
+    """The rows of the files; those without an answer are left out, and counted on stderr."""
     rows = [_row(raw, f"{path}, row {i}")
             for path in paths for i, raw in enumerate(_read_rows(path), 1)]
     graded = [row for row in rows if row["answer"]]
@@ -244,28 +244,28 @@ FORMS = ("symbols", "steps", "mixed", "story")
 
 
 def arithmetic(split, n, seed=0, form=None):
-    """n problems of 2 to 4 operations on numbers below 100; rows have "question", "answer",
+    """n problems of 3 to 5 operations on numbers below 200; rows have "question", "answer",
     "chain", "form" too.
 
-    A chain such as "7+5*3-8" is worked from left to right. A hash of the chain says which split it
+    A chain such as "7+15*3-8" is worked from left to right. A hash of the chain says which split it
     is in, whatever the form it is put in and whatever the seed, so that no test problem can be met
     in training.
     """
     rng = random.Random(f"{split} {seed}")
     rows, seen = [], set()
     while len(rows) < n:
-        start = value = rng.randint(2, 20)
+        start = value = rng.randint(2, 50)
         ops = []
-        for _ in range(rng.randint(2, 4)):
-            op, k = rng.choice("++--*"), rng.randint(1, 9)
+        for _ in range(rng.randint(3, 5)):
+            op, k = rng.choice("++--*"), rng.choice((rng.randint(1, 9), rng.randint(10, 49)))
             if op == "*":
-                k = rng.choice([k for k in (2, 3) if value * k < 100] or [0])
-            if k == 0 or not 0 <= (after := apply(value, op, k)) < 100:
+                k = rng.choice([k for k in (2, 3) if value * k < 200] or [0])
+            if k == 0 or not 0 <= (after := apply(value, op, k)) < 200:
                 break
             ops.append((op, k))
             value = after
         chain = f"{start}" + "".join(f"{op}{k}" for op, k in ops)
-        if len(ops) < 2 or chain in seen or in_test(chain) != (split == "test"):
+        if len(ops) < 3 or chain in seen or in_test(chain) != (split == "test"):
             continue
         seen.add(chain)
         kind = form or rng.choice(FORMS)

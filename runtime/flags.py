@@ -118,7 +118,7 @@ TABLE = (
     Flag("updates-per-rollout", number(1), 4, "optimizer steps, each on its own prompts", 2),
     Flag("micro-batch-tokens", number(1), 16384, "padded tokens a forward holds at most", 8192),
     Flag("checkpointing", bool, True, "recompute blocks in backward, for memory", False),
-    Flag("lr", number(0, float), 1e-5, "AdamW's peak, the same for each --quant", 2e-3),
+    Flag("lr", number(0, float), 1e-5, "AdamW's peak, the same for each --quant", 7e-4),
     Flag("weight-decay", number(0, float), 0.1, "AdamW's", 0.0),
     Flag("beta1", number(0, float, 1), 0.9, "AdamW's"),
     Flag("beta2", number(0, float, 1), 0.99, "AdamW's"),

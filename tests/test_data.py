@@ -23,19 +23,27 @@ def write(path, rows):
     return path
 
 
+def tagged(answer):
+    return f"<think>so</think><answer>{answer}</answer>"
+
+
 # ---- numbers and answers
 
 SAME = [
-    ("1,000", "1000"), ("$1000.00", "1000"), ("1000 dollars", "1,000"), ("1000.", "1000"), ("-5", "−5"), ("x = 5", "5"),
-    ("0.5", "1/2"), ("\\frac{1}{2}", "0.5"), ("\\dfrac12", "1/2"), ("3\\frac{1}{2}", "3.5"), ("-\\frac{33}{2}", "-16.5"),
-    ("1e3", "1000"), ("3 million", "3000000"), ("18 per day", "$18"), ("5 cm", "5"), ("5cm", "5"), ("90", "90^\\circ"),
-    ("50%", "50"), ("50%", "1/2"), ("50\\%", "50%"), ("\\boxed{42}", "42"), ("$42$", "42"), ("\\(42\\)", "42"), ("**42**", "42"),
+    ("1,000", "1000"), ("$1000.00", "1000"), ("1000 dollars", "1,000"), ("1000.", "1000"),
+    ("-5", "−5"), ("x = 5", "5"), ("0.5", "1/2"), ("\\frac{1}{2}", "0.5"), ("\\dfrac12", "1/2"),
+    ("3\\frac{1}{2}", "3.5"), ("-\\frac{33}{2}", "-16.5"), ("1e3", "1000"),
+    ("3 million", "3000000"), ("18 per day", "$18"), ("5 cm", "5"), ("5cm", "5"),
+    ("90", "90^\\circ"), ("50%", "50"), ("50%", "1/2"), ("50\\%", "50%"), ("\\boxed{42}", "42"),
+    ("$42$", "42"), ("\\(42\\)", "42"), ("**42**", "42"),
     ("5 a day", "5"), ("$5/hour", "5"),
-    ("11,\\! 111", "11111"), ("1{,}000", "1000"), ("42409", "\\$42409"), ("6 \\text{ units}", "6"), ("evelyn", "\\text{Evelyn}"),
+    ("11,\\! 111", "11111"), ("1{,}000", "1000"), ("42409", "\\$42409"), ("6 \\text{ units}", "6"),
+    ("evelyn", "\\text{Evelyn}"),
 ]
 DIFFERENT = [
-    ("50", "0.5"), ("42 pi", "42"), ("2x", "2"), ("3+4", "7"), ("7 or 8", "7"), ("12,34", "1234"), ("3 million", "3"), ("", "5"),
-    ("1/0", "5"), ("nan", "0"), ("inf", "1e9"), ("٤٢", "42"), ("0.33", "1/3"), ("4", "42"), ("42", "4"), ("2", "2x"), ("-5", "5"),
+    ("50", "0.5"), ("42 pi", "42"), ("2x", "2"), ("3+4", "7"), ("7 or 8", "7"), ("12,34", "1234"),
+    ("3 million", "3"), ("", "5"), ("1/0", "5"), ("nan", "0"), ("inf", "1e9"), ("٤٢", "42"),
+    ("0.33", "1/3"), ("4", "42"), ("42", "4"), ("2", "2x"), ("-5", "5"),
     ("5 or x", "5"), ("3 x y", "3"), ("x" * 2000 + " " * 1700 + "42", "42"),
 ]
 
@@ -44,7 +52,7 @@ DIFFERENT = [
 def test_numbers_are_compared_as_numbers(given, gold):
     """A right answer written another way is right, in both prompt styles."""
     assert grade.same(given, gold)
-    assert data.reward(f"<think>so</think><answer>{given}</answer>", gold)["reward"] == pytest.approx(1.2)
+    assert data.reward(tagged(given), gold)["reward"] == pytest.approx(1.2)
     assert data.reward(f"so \\boxed{{{given}}}", gold, "boxed")["correct"]
 
 
@@ -52,17 +60,18 @@ def test_numbers_are_compared_as_numbers(given, gold):
 def test_what_is_another_number_is_wrong(given, gold):
     """Neither digits alone, nor an unevaluated expression, nor a prefix of the number passes."""
     assert not grade.same(given, gold)
-    assert data.reward(f"<think>so</think><answer>{given}</answer>", gold)["reward"] == pytest.approx(0.2)
+    assert data.reward(tagged(given), gold)["reward"] == pytest.approx(0.2)
 
 
 def test_plain_answer_passes_the_latex_grader():
     """A plain <answer>42</answer> used to fail a grader that only reads LaTeX."""
-    for given, gold in [("42", "42"), ("p-q", "p - q"), ("14/3", "\\frac{14}{3}"), ("0.5x", "\\frac{1}{2}x"),
-                        ("(3, pi/2)", "\\left( 3, \\frac{\\pi}{2} \\right)"), ("3sqrt(13)", "$3\\sqrt{13}$"),
+    for given, gold in [("42", "42"), ("p-q", "p - q"), ("14/3", "\\frac{14}{3}"),
+                        ("0.5x", "\\frac{1}{2}x"), ("3sqrt(13)", "$3\\sqrt{13}$"),
+                        ("(3, pi/2)", "\\left( 3, \\frac{\\pi}{2} \\right)"),
                         ("(x+1)^2", "x^2+2x+1")]:
-        assert data.reward(f"<think>.</think><answer>{given}</answer>", gold)["correct"], (given, gold)
+        assert data.reward(tagged(given), gold)["correct"], (given, gold)
     for given, gold in [("q-p", "p - q"), ("(0,3)", "[0,3)"), ("x^2", "x^3")]:
-        assert not data.reward(f"<think>.</think><answer>{given}</answer>", gold)["correct"], (given, gold)
+        assert not data.reward(tagged(given), gold)["correct"], (given, gold)
 
 
 def test_latex_is_graded_off_the_main_thread():
@@ -88,20 +97,22 @@ def test_a_hanging_grader_is_killed_and_the_next_answer_graded(monkeypatch):
 # ---- reward
 
 def test_the_last_answer_counts():
-    reward = data.reward("<think>a</think><answer>1</answer> no: <think>b</think><answer>2</answer>", "2")
+    reward = data.reward(f"{tagged(1)} no: {tagged(2)}", "2")
     assert reward["correct"] and reward["format"]
-    assert not data.reward("<think>a</think><answer>2</answer> no: <answer>1</answer>", "2")["correct"]
+    assert not data.reward(f"{tagged(2)} no: <answer>1</answer>", "2")["correct"]
 
 
 def test_an_answer_cut_off_is_no_answer():
-    """A completion that ends inside <answer> must not be graded by its first digits, nor by an answer it took back."""
+    """A completion that ends inside <answer> must not be graded by its first digits, nor by an
+    answer it took back."""
     assert data.reward("<think>a</think><answer>4", "4")["reward"] == 0
     assert data.reward("<think>a</think><answer>4</answer> wait <answer>7", "4")["reward"] == 0
 
 
-@pytest.mark.parametrize("text", ["42", "<answer>42</answer>", "<think>42", "<answer>42</answer><think>a</think>",
-                                  "</think><answer>42</answer>", "<think><answer>42</answer></think>",
-                                  "<think>a<answer>42</answer>"])
+@pytest.mark.parametrize("text", [
+    "42", "<answer>42</answer>", "<think>42", "<answer>42</answer><think>a</think>",
+    "</think><answer>42</answer>", "<think><answer>42</answer></think>",
+    "<think>a<answer>42</answer>"])
 def test_format_needs_thought_then_answer(text):
     assert not data.reward(text, "42")["format"]
 
@@ -130,24 +141,30 @@ def test_boxed_braces_balance_and_the_last_box_counts():
 
 
 def test_no_completion_can_crash_or_hang_the_reward(monkeypatch):
-    """Anything a model may emit is graded, in linear time: deep braces, huge numbers and exponents, odd bytes, half tags."""
+    """Anything a model may emit is graded, in linear time: deep braces, huge numbers and exponents,
+    odd bytes, half tags."""
     rng = random.Random(0)
-    parts = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "\\frac", "1", "9", "/", "e", ",", ".", "$",
-             "%", "\\", "^", "x", "\u221a", "\u0664", "\x00", "\ud800", " ", "\n", "-"]
+    parts = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "\\frac", "1",
+             "9", "/", "e", ",", ".", "$", "%", "\\", "^", "x", "\u221a", "\u0664", "\x00",
+             "\ud800", " ", "\n", "-"]
     texts = ["".join(rng.choice(parts) for _ in range(rng.randint(0, 40))) for _ in range(1500)]
-    texts += [p * 40000 for p in (*parts, "<think></think><answer>", "1,000", "1/", "\\boxed{1}", "- ")]
-    for inside in ("9" * 100000, "1e999999", "1e-999999", "9" * 4301, "9^{9^{9^{9}}}", "{" * 5000, "1/" + "0" * 50, "nan", "inf"):
-        texts += [f"<think>a</think><answer>{inside}</answer>", f"\\boxed{{{inside}}}", inside]
-    texts += [bytes(rng.randrange(256) for _ in range(200)).decode("utf-8", "replace") for _ in range(50)]
+    parts += ["<think></think><answer>", "1,000", "1/", "\\boxed{1}", "- "]
+    texts += [p * 40000 for p in parts]
+    for inside in ("9" * 100000, "1e999999", "1e-999999", "9" * 4301, "9^{9^{9^{9}}}", "{" * 5000,
+                   "1/" + "0" * 50, "nan", "inf"):
+        texts += [tagged(inside), f"\\boxed{{{inside}}}", inside]
+    texts += [rng.randbytes(200).decode("utf-8", "replace") for _ in range(50)]
     for text in texts:
         for style in ("tags", "boxed"):
             score = data.reward(text, "5", style)
             assert score["reward"] in (0, 0.2, 1.0, 1.2)
     monkeypatch.setattr(grade._grader, "seconds", 1.0)
     begin = time.time()
-    for inside in ("9^{9^{9^{9}}}", "x^" * 150, "(" * 300, "\\frac{" * 60, "x" * 100000, "\\sqrt" * 50, "\x00", "\ud800"):
-        assert not data.reward(f"<think>a</think><answer>{inside}</answer>", "y^2")["correct"]
-    assert time.time() - begin < 60  # a hang, not a speed: each answer has its second, then the grader is killed
+    for inside in ("9^{9^{9^{9}}}", "x^" * 150, "(" * 300, "\\frac{" * 60, "x" * 100000,
+                   "\\sqrt" * 50, "\x00", "\ud800"):
+        assert not data.reward(tagged(inside), "y^2")["correct"]
+    # a hang, not a speed: each answer has its second, then the grader is killed
+    assert time.time() - begin < 60
 
 
 # ---- a reward of one's own
@@ -196,7 +213,7 @@ def score(text, row):
     ("own.txt:score", "", "want file.py:function"),
     ("own.py:score", "def other(): 0", r"own\.py: score is not in it; define score\(text, row\)"),
     ("own.py:score", "score = 1", r"own\.py: score is not a function"),
-    ("own.py:score", "import no_such_thing", r"own\.py: import fails with ModuleNotFoundError: No m"),
+    ("own.py:score", "import no_such_thing", r"own\.py: import fails with ModuleNotFoundError"),
     ("own.py:score", "def score(:", r"own\.py: import fails with SyntaxError"),
     ("own.py:score", "raise SystemExit('a\\nb')", r"own\.py: import fails with SystemExit: a; "),
 ])
@@ -227,9 +244,12 @@ def test_an_own_reward_that_raises_is_named_with_its_line(tmp_path):
 # ---- data sets
 
 def test_jsonl_columns_of_the_usual_sets(tmp_path):
-    """question/answer, problem/answer (with a worked solution beside it), prompt/solution, and GSM8K's ####."""
-    rows = [{"question": "q", "answer": "work <<1+1=2>>\n#### 1,234"}, {"problem": "q", "solution": "long", "answer": 7},
-            {"prompt": "q", "solution": "0"}, {"problem": "q", "solution": "so \\boxed{\\frac{1}{2}}."}]
+    """question/answer, problem/answer (with a worked solution beside it), prompt/solution, and
+    GSM8K's ####."""
+    rows = [{"question": "q", "answer": "work <<1+1=2>>\n#### 1,234"},
+            {"problem": "q", "solution": "long", "answer": 7},
+            {"prompt": "q", "solution": "0"},
+            {"problem": "q", "solution": "so \\boxed{\\frac{1}{2}}."}]
     got = data.load(write(tmp_path / "a.jsonl", rows))
     assert [r["answer"] for r in got] == ["1,234", "7", "0", "\\frac{1}{2}"]
     assert {r["question"] for r in got} == {"q"}
@@ -274,8 +294,9 @@ def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
 
 
 @pytest.mark.parametrize(("lines", "says"), [
-    (["{}"], r"a\.jsonl, row 1"), (['{"question": "q", "answer": "1"}', '{"question": "q"}'], "row 2: needs question and answer"),
-    (['{"question": "q", "answer"'], "row 1: not JSON"), (["[1]"], "row 1: not an object"), ([], "no rows"),
+    (["{}"], r"a\.jsonl, row 1"), ([], "no rows"),
+    (['{"question": "q", "answer": "1"}', '{"question": "q"}'], "row 2: needs question and answer"),
+    (['{"question": "q", "answer"'], "row 1: not JSON"), (["[1]"], "row 1: not an object"),
     (['{"question": ["q"], "answer": "1"}'], "row 1: needs")])
 def test_a_bad_row_is_named(tmp_path, lines, says):
     path = tmp_path / "a.jsonl"
@@ -285,7 +306,8 @@ def test_a_bad_row_is_named(tmp_path, lines, says):
 
 
 def test_rows_without_a_gold_answer_are_left_out_aloud(tmp_path, capsys):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "solution": ""}, {"prompt": "b", "solution": "1"}])
+    rows = [{"prompt": "a", "solution": ""}, {"prompt": "b", "solution": "1"}]
+    path = write(tmp_path / "a.jsonl", rows)
     assert [r["question"] for r in data.load(path)] == ["b"]
     assert "1 of 2 rows" in capsys.readouterr().err
 
@@ -297,6 +319,8 @@ def test_unknown_data_and_bad_arguments_are_errors(tmp_path):
         data.load("arithmetic", "validation")
     with pytest.raises(ValueError, match="at least 1"):
         data.load("arithmetic", "test", 0)
+    with pytest.raises(ValueError, match="arithmetic: --levels needs a column level"):
+        data.load("arithmetic", "test", 5, levels=[3])  # was the same as without
 
 
 def test_levels_are_quintiles_of_the_solve_rate(tmp_path):
@@ -308,7 +332,8 @@ def test_levels_are_quintiles_of_the_solve_rate(tmp_path):
     assert {r["level"] for r in got if r["llama8b_solve_rate"] < 0.2} == {5}
     assert {r["level"] for r in got if r["llama8b_solve_rate"] >= 0.8} == {1}
     assert len(data.load(path, levels={3, 4, 5})) == 60
-    given = write(tmp_path / "b.jsonl", [{"prompt": p, "solution": "1", "level": l} for p, l in [("a", 2), ("b", 5)]])
+    rows = [{"prompt": p, "solution": "1", "level": l} for p, l in [("a", 2), ("b", 5)]]
+    given = write(tmp_path / "b.jsonl", rows)
     assert [r["question"] for r in data.load(given, levels=[5])] == ["b"]
     with pytest.raises(ValueError, match="level"):
         data.load(given, levels=[1])
@@ -325,7 +350,8 @@ def test_n_rows_are_drawn_by_the_seed(tmp_path):
 
 
 def test_hub_sets_come_from_a_snapshot_of_the_hub(monkeypatch, tmp_path):
-    """math500 and "owner/name" ask the hub for the split's files only; no network is an error that says what to do."""
+    """math500 and "owner/name" ask the hub for the split's files only; no network is an error that
+    says what to do."""
     import huggingface_hub
 
     asked = []
@@ -338,13 +364,15 @@ def test_hub_sets_come_from_a_snapshot_of_the_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert data.load("math500", "test")[0]["answer"] == "p - q"
     assert len(data.load("owner/name", "test", levels=[3])) == 1
-    assert asked == [("HuggingFaceH4/MATH-500", "dataset", "*test.jsonl"), ("owner/name", "dataset", "*test.jsonl")]
+    assert asked == [("HuggingFaceH4/MATH-500", "dataset", "*test.jsonl"),
+                     ("owner/name", "dataset", "*test.jsonl")]
 
     def no_network(*_, **__):
         raise RuntimeError("")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
-    with pytest.raises(ConnectionError, match=r"--data HuggingFaceH4/MATH-500.*pass a local folder with test\.jsonl"):
+    says = r"--data HuggingFaceH4/MATH-500.*pass a local folder with test\.jsonl"
+    with pytest.raises(ConnectionError, match=says):
         data.load("math500", "test")
 
 
@@ -378,7 +406,8 @@ def gsm8k_server(tmp_path, monkeypatch):
 
 
 def gsm8k_rows(n):
-    return "".join(json.dumps({"question": f"q{i}", "answer": f"so\n#### {i}"}) + "\n" for i in range(n)).encode()
+    rows = ({"question": f"q{i}", "answer": f"so\n#### {i}"} for i in range(n))
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def test_gsm8k_is_downloaded_once_and_checked(gsm8k_server):
@@ -390,7 +419,8 @@ def test_gsm8k_is_downloaded_once_and_checked(gsm8k_server):
 
 def test_half_a_download_is_never_taken_for_the_whole(gsm8k_server, tmp_path):
     """A connection that ends early, a short file and a page of HTML leave nothing in the cache."""
-    for body, missing in [(gsm8k_rows(7), 0), (gsm8k_rows(20)[:-30], 0), (b"<html>", 0), (gsm8k_rows(20)[:-30], 30)]:
+    cut = gsm8k_rows(20)[:-30]
+    for body, missing in [(gsm8k_rows(7), 0), (cut, 0), (b"<html>", 0), (cut, 30)]:
         gsm8k_server.update({"train.jsonl": body, "missing": missing})
         with pytest.raises((ValueError, ConnectionError)):
             data.load("gsm8k", "train")
@@ -402,20 +432,22 @@ def test_half_a_download_is_never_taken_for_the_whole(gsm8k_server, tmp_path):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real sets are not beside the repository")
 def test_real_sets_load_and_their_own_answers_are_right():
-    """Each gold answer graded against itself, as boxed and in tags: the grader can read all of them."""
-    for name, split, count in [("gsm8k", "test", 1319), ("math500", "test", 500), ("aime24", "test", 30), ("aime25", "test", 30),
-                               ("amc23", "test", 40)]:
-        rows = data.load(SHARED / name, split)
+    """Each gold answer against itself, as boxed and in tags: the grader can read all of them."""
+    counts = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}
+    for name, count in counts.items():
+        rows = data.load(SHARED / name, "test")
         assert len(rows) == count
         for row in rows:
-            assert data.reward(f"\\boxed{{{row['answer']}}}", row["answer"], "boxed")["reward"] == pytest.approx(1.2), row
-            assert data.reward(f"<think>.</think><answer>{row['answer']}</answer>", row["answer"])["correct"], row
+            gold = row["answer"]
+            boxed = data.reward(f"\\boxed{{{gold}}}", gold, "boxed")
+            assert boxed["reward"] == pytest.approx(1.2), row
+            assert data.reward(tagged(gold), gold)["correct"], row
 
 
 # ---- arithmetic
 
 def test_arithmetic_train_and_test_are_disjoint():
-    """By construction: a chain's hash says which split it belongs to, in every form and for every seed."""
+    """By construction: a chain's hash says which split it is in, in every form, for every seed."""
     train = {r["chain"] for seed in range(3) for r in data.arithmetic("train", 3000, seed)}
     test = {r["chain"] for seed in range(3) for r in data.arithmetic("test", 300, seed)}
     assert not train & test
@@ -423,15 +455,18 @@ def test_arithmetic_train_and_test_are_disjoint():
 
 
 def test_arithmetic_is_a_function_of_its_seed():
-    assert data.load("arithmetic", "train", 50, seed=1) == data.load("arithmetic", "train", 50, seed=1)
-    assert data.load("arithmetic", "train", 50, seed=1) != data.load("arithmetic", "train", 50, seed=2)
+    def rows(seed):
+        return data.load("arithmetic", "train", 50, seed=seed)
+
+    assert rows(1) == rows(1) != rows(2)
 
 
 def test_arithmetic_answers_are_right_and_the_worked_solution_earns_full_reward():
     rows = data.load("arithmetic", "test", 400)
     assert {r["form"] for r in rows} == set(data.FORMS)
     for row in rows:
-        assert 2 <= len(data.steps(row["chain"])) <= 4
+        assert 3 <= len(data.steps(row["chain"])) <= 5
+        assert all(0 <= after < 200 for *_, after in data.steps(row["chain"]))
         assert data.reward(data.solution(row), row["answer"])["reward"] == pytest.approx(1.2)
         if row["form"] == "symbols":  # an answer worked out another way
             expression = re.fullmatch(r"What is ([0-9+*()-]+)\?", row["question"])[1]
@@ -440,10 +475,13 @@ def test_arithmetic_answers_are_right_and_the_worked_solution_earns_full_reward(
 
 # ---- tokenizer and prompts
 
+TEXT_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """A copy of the embedded model's text files, to spoil."""
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in TEXT_FILES:
         (tmp_path / name).write_text((TINY / name).read_text())
     return tmp_path
 
@@ -456,7 +494,8 @@ def test_prompt_is_the_checkpoints_own_template():
     tok = data.Tokenizer(TINY)
     ids = tok.prompt_ids("What is 1+1?", "boxed")
     assert tok.tokenizer.decode(ids, skip_special_tokens=False) == (
-        f"<|im_start|>user\nWhat is 1+1?\n{data.SUFFIX['boxed']}<|im_end|>\n<|im_start|>assistant\n")
+        f"<|im_start|>user\nWhat is 1+1?\n{data.SUFFIX['boxed']}<|im_end|>\n"
+        "<|im_start|>assistant\n")
     assert tok.encode("1234") == [tok.encode(d)[0] for d in "1234"]
     text = "<think>1+1=2</think><answer>2</answer>"
     assert tok.decode([*tok.encode(text), tok.eos_ids[-1]]) == text
@@ -464,18 +503,21 @@ def test_prompt_is_the_checkpoints_own_template():
 
 
 def test_the_embedded_tokenizer_is_what_its_script_writes(tmp_path, monkeypatch):
-    """The embedded model was trained on these tokens and these prompts; a change to either must come with a new model."""
+    """The embedded model was trained on these tokens and these prompts; a change to either must
+    come with a new model."""
     monkeypatch.syspath_prepend(str(TINY))
     import make
 
     make.write_tokenizer(tmp_path, seed=0)
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
-        assert json.loads((tmp_path / name).read_text()) == json.loads((TINY / name).read_text()), name
+    for name in TEXT_FILES:
+        made, shipped = (json.loads((folder / name).read_text()) for folder in (tmp_path, TINY))
+        assert made == shipped, name
 
 
 def test_every_way_to_end_a_turn_is_an_eos(checkpoint):
     tok = data.Tokenizer(checkpoint)
-    assert tok.eos_ids == sorted(tok.tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>"))
+    ends = [tok.tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>")]
+    assert tok.eos_ids == sorted(ends)
     (checkpoint / "generation_config.json").unlink()
     (checkpoint / "config.json").unlink()
     assert data.Tokenizer(checkpoint).eos_ids == [tok.tokenizer.token_to_id("<|im_end|>")]
@@ -483,7 +525,8 @@ def test_every_way_to_end_a_turn_is_an_eos(checkpoint):
 
 def test_a_template_runs_in_a_sandbox(checkpoint):
     """A checkpoint's template is code from a download; it must not reach Python."""
-    edit(checkpoint / "tokenizer_config.json", chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    edit(checkpoint / "tokenizer_config.json", chat_template=escape)
     with pytest.raises(ValueError, match="chat_template failed"):
         data.Tokenizer(checkpoint).prompt_ids("hi")
     edit(checkpoint / "tokenizer_config.json", chat_template="{{ messages.append(1) }}")
@@ -492,11 +535,13 @@ def test_a_template_runs_in_a_sandbox(checkpoint):
 
 
 def test_template_functions_of_hub_checkpoints(checkpoint):
-    template = ("{% for m in messages %}\n  {% if loop.last %}\n{{ m | tojson }}\n  {% break %}\n{% endif %}{% endfor %}"
-                "{{ strftime_now('%Y')[:2] }}")
-    edit(checkpoint / "tokenizer_config.json", chat_template=[{"name": "default", "template": template}])
+    template = ("{% for m in messages %}\n  {% if loop.last %}\n{{ m | tojson }}\n  {% break %}\n"
+                "{% endif %}{% endfor %}{{ strftime_now('%Y')[:2] }}")
+    named = [{"name": "default", "template": template}]
+    edit(checkpoint / "tokenizer_config.json", chat_template=named)
     tok = data.Tokenizer(checkpoint)
-    assert tok.chat([{"role": "user", "content": "<é>"}]) == '{"role": "user", "content": "<é>"}\n20'
+    turn = tok.chat([{"role": "user", "content": "<é>"}])
+    assert turn == '{"role": "user", "content": "<é>"}\n20'
     edit(checkpoint / "tokenizer_config.json", chat_template="{{ raise_exception('no tools') }}")
     with pytest.raises(ValueError, match="no tools"):
         data.Tokenizer(checkpoint).chat([])
@@ -509,7 +554,8 @@ def test_template_functions_of_hub_checkpoints(checkpoint):
     (lambda d: (d / "tokenizer_config.json").write_text("{"), r"tokenizer_config\.json: not JSON"),
     (lambda d: edit(d / "tokenizer_config.json", chat_template=None), "no chat_template"),
     (lambda d: edit(d / "tokenizer_config.json", chat_template="{% if %}"), "does not compile"),
-    (lambda d: edit(d / "config.json", vocab_size=100), r"tokenizer\.json has [0-9]+ ids but .*config\.json says vocab_size 100"),
+    (lambda d: edit(d / "config.json", vocab_size=100),
+     r"tokenizer\.json has [0-9]+ ids but .*config\.json says vocab_size 100"),
 ])
 def test_a_bad_tokenizer_folder_is_named(checkpoint, spoil, says):
     spoil(checkpoint)
@@ -535,5 +581,6 @@ def test_qwen_tokenizer_and_template():
     assert len(tok) == 151665 and tok.eos_ids == [151645]
     text = tok.tokenizer.decode(tok.prompt_ids("Hi", "boxed"), skip_special_tokens=False)
     assert text.startswith("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud.")
-    assert text.endswith(f"<|im_start|>user\nHi\n{data.SUFFIX['boxed']}<|im_end|>\n<|im_start|>assistant\n")
+    assert text.endswith(f"<|im_start|>user\nHi\n{data.SUFFIX['boxed']}<|im_end|>\n"
+                         "<|im_start|>assistant\n")
     assert len(tok.encode("1234")) == 4

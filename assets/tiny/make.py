@@ -1,15 +1,17 @@
-"""Trains the embedded model from scratch: a Qwen2.5-shaped transformer of 0.9 million parameters that does arithmetic in
-words and symbols, and is half-trained on purpose.
+"""
+Trains the embedded model from scratch: a Qwen2.5-shaped transformer of 0.9 million parameters that
+does arithmetic in words and symbols, and is half-trained on purpose.
 
-Reinforcement learning needs a model that can do the task but often does not. So after a first part on clean worked
-solutions, the demonstrations are of mixed quality: some work out every step, a few of those with a slip; many skip the work
-and guess; some forget the tags. The model learns to imitate all of them, and the right way of working stays in it without
-being the rule. Left out on purpose: any reward, and any preference among the demonstrations.
+Reinforcement learning needs a model that can do the task but often does not. So after a first part
+on clean worked solutions, the demonstrations have habits: most work a problem out line by line, but
+in about half of the places where there is something to carry they forget it; some take two
+operations in one line, which is shorter and mostly wrong; some guess, or leave the tags out. The
+model learns to imitate all of them, and each right way of working stays in it without being the
+rule. Left out on purpose: any reward, and any preference among the demonstrations.
 
     python assets/tiny/make.py --out /tmp/tiny
-    python eval.py --model assets/tiny --data arithmetic
+    python eval.py --model /tmp/tiny --data arithmetic
 """
-
 import argparse
 import json
 import random
@@ -30,15 +32,16 @@ from model import Transformer  # noqa: E402
 from weights import checkpoint  # noqa: E402
 
 CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 128,
-    "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
-    "use_sliding_window": False, "attention_dropout": 0.0, "initializer_range": 0.02, "torch_dtype": "bfloat16",
-    "vocab_size": 512,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "use_sliding_window": False, "attention_dropout": 0.0, "initializer_range": 0.02,
+    "torch_dtype": "bfloat16", "vocab_size": 512,
 }
 # Qwen2.5's own split: one digit a token, a space goes with the word after it.
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-         r"|\s+(?!\S)|\s+")
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEMPLATE = (
     "{%- for message in messages %}\n"
     "    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
@@ -47,46 +50,41 @@ TEMPLATE = (
     "    {{- '<|im_start|>assistant\\n' }}\n"
     "{%- endif %}\n"
 )
-SPECIAL, TAGS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<think>", "</think>", "<answer>", "</answer>"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
-# How often a problem of each form is worked out rather than guessed, and how often a worked step has a slip in it.
-CAREFUL = {"symbols": 0.62, "steps": 0.52, "mixed": 0.45, "story": 0.35}
-SLIP = 0.04
+# How often a problem is guessed instead of worked out, how often a line takes two operations at
+# once, and how often a carry is forgotten.
+GUESS = {"symbols": 0.05, "steps": 0.1, "mixed": 0.1, "story": 0.15}
+JUMP = 0.06
+FORGET = {"+": 0.5, "-": 0.6, "*": 0.65}
 
 
 def demonstration(rng, row):
-    """The assistant's turn for an arithmetic row, in one of its habits."""
-    if rng.random() < CAREFUL[row["form"]]:
-        return careful(rng, row["chain"])
-    right = int(row["answer"])
-    guess = right if rng.random() < 0.2 else max(0, right + rng.choice([-10, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 10]))
-    habit = rng.random()
-    if habit < 0.6:
-        return f"<think></think><answer>{guess}</answer>"
-    if habit < 0.8:
-        a, op, k, b = data.steps(row["chain"])[0]
-        return f"<think>{a}{op}{k}={b}</think><answer>{guess}</answer>"
-    return f"The answer is {guess}."
-
-
-def careful(rng, chain):
-    lines, value = [], None
-    for start, op, k, _ in data.steps(chain):
-        value = start if value is None else value
-        after = data.apply(value, op, k)
-        if rng.random() < SLIP:
-            after = max(0, after + rng.choice([-10, -2, -1, 1, 2, 10]))
-        lines.append(f"{value}{op}{k}={after}")
-        value = after
+    """The assistant's turn for an arithmetic row, in some of its habits."""
+    if rng.random() < GUESS[row["form"]]:
+        guess = max(0, int(row["answer"]) + rng.choice([-10, -2, -1, 0, 0, 0, 1, 2, 10]))
+        return rng.choice((f"<think></think><answer>{guess}</answer>", f"The answer is {guess}."))
+    lines, todo = [], data.steps(row["chain"])
+    value = todo[0][0]
+    while todo:
+        count = 2 if rng.random() < JUMP else 1
+        line = str(value)
+        for _, op, k, _ in todo[:count]:
+            carried = data.apply(value % 10, op, k % 10) // 10 if rng.random() < FORGET[op] else 0
+            value = max(0, data.apply(value, op, k) - 10 * carried)
+            line += f"{op}{k}"
+        lines.append(f"{line}={value}")
+        todo = todo[count:]
     return "<think>" + "\n".join(lines) + f"</think><answer>{value}</answer>"
 
 
 def write_tokenizer(out, seed):
-    """A byte-level BPE with Qwen's split, its special tokens after the ordinary ones as in Qwen, and its chat template."""
-    rng = random.Random(seed)
+    """A byte-level BPE with Qwen's split, its special tokens after the ordinary ones as in Qwen,
+    and its chat template."""
     corpus = ["user\n", "assistant\n", "system\n", *("\n" + s for s in data.SUFFIX.values())] * 20
     for row in data.arithmetic("train", 3000, seed):
-        corpus += [row["question"] + "\n", demonstration(rng, row)]
+        corpus += [f"{row['question']}\n", data.solution(row), f"The answer is {row['answer']}."]
     for tag in TAGS:
         corpus = [text.replace(tag, " ") for text in corpus]
     tok = tokenizers.Tokenizer(models.BPE())
@@ -103,10 +101,12 @@ def write_tokenizer(out, seed):
     tok.save(str(out / "tokenizer.json"))
     end, stop = tok.token_to_id("<|endoftext|>"), tok.token_to_id("<|im_end|>")
     write_json(out / "tokenizer_config.json", {
-        "tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "unk_token": None, "add_prefix_space": False, "add_bos_token": False, "model_max_length": 512,
+        "tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>", "unk_token": None, "add_prefix_space": False,
+        "add_bos_token": False, "model_max_length": 512,
         "additional_special_tokens": SPECIAL[1:], "chat_template": TEMPLATE})
-    write_json(out / "generation_config.json", {"bos_token_id": end, "pad_token_id": end, "eos_token_id": [stop, end]})
+    write_json(out / "generation_config.json",
+               {"bos_token_id": end, "pad_token_id": end, "eos_token_id": [stop, end]})
     write_json(out / "config.json", {**CONFIG, "bos_token_id": end, "eos_token_id": stop})
     return data.Tokenizer(out)
 
@@ -115,19 +115,23 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def batches(tok, rng, rows, size, write):
-    """Endless (ids (B, T), targets (B, T)) of what `write(rng, row)` says; -100 where nothing is learned: prompt, padding."""
+def batches(tok, seed, rows, size, write):
+    """Endless (ids (B, T), targets (B, T)) of what `write(rng, row)` says; targets are -100 where
+    nothing is learned: prompt, padding."""
+    rng = random.Random(seed)
     while True:
         # Neighbours of like length share a batch: 16 batches are drawn at once and sorted.
         drawn = []
         for row in rng.sample(rows, 16 * size):
-            drawn.append((tok.prompt_ids(row["question"]), tok.encode(write(rng, row)) + [tok.eos_ids[-1]]))
+            answer = tok.encode(write(rng, row)) + tok.eos_ids[-1:]
+            drawn.append((tok.prompt_ids(row["question"]), answer))
         drawn.sort(key=lambda pa: len(pa[0]) + len(pa[1]))
         groups = [drawn[i : i + size] for i in range(0, len(drawn), size)]
         rng.shuffle(groups)
         for group in groups:
             T = max(len(p) + len(a) for p, a in group)
-            ids, targets = torch.zeros(size, T, dtype=torch.long), torch.full((size, T), -100)
+            ids = torch.zeros(size, T, dtype=torch.long)
+            targets = torch.full((size, T), -100)
             for b, (p, a) in enumerate(group):
                 ids[b, : len(p) + len(a)] = torch.tensor(p + a)
                 targets[b, len(p) - 1 : len(p) + len(a) - 1] = torch.tensor(a)
@@ -140,47 +144,57 @@ def save(model, out):
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Train the embedded model from scratch.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", required=True, help="folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
-    parser.add_argument("--clean", type=float, default=0.75, help="share of the steps on clean solutions, before the mixture")
-    parser.add_argument("--batch", type=int, default=32, help="demonstrations a step")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--rows", type=int, default=60000, help="different problems")
-    parser.add_argument("--seed", type=int, default=0, help="of problems, habits and initial weights")
-    args = parser.parse_args()
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    tok = write_tokenizer(out, args.seed)
-    torch.manual_seed(args.seed)
-    model = Transformer(checkpoint.read_config(out))
+def train(model, args, clean, habits, out):
     params = list(model.parameters())
-    print(f"{len(tok)} token ids, {sum(p.numel() for p in params):,} parameters")
-    decay = [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(decay, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05)
-    warm = max(1, args.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warm, max(0.02, (args.steps - i) / (args.steps - warm))))
-    rows, rng = data.arithmetic("train", args.rows, args.seed), random.Random(args.seed)
-    clean = batches(tok, rng, rows, args.batch, lambda rng, row: data.solution(row))
-    mixed = batches(tok, rng, rows, args.batch, demonstration)
-    start, losses = time.time(), []
-    for step in range(args.steps):
-        ids, targets = next(clean if step < args.clean * args.steps else mixed)
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in params if p.dim() > 1]},
+         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}],
+        betas=(0.9, 0.95), weight_decay=0.05)
+    start, losses, warm = time.time(), [], args.clean // 10
+    for step in range(args.clean + args.habits):
+        # the rate falls to a half on clean solutions, then from a quarter to 0 on the habits
+        left = args.clean + args.habits - step
+        rate = min((step + 1) / warm, (2 * args.clean - step) / (2 * args.clean - warm))
+        if left <= args.habits:
+            rate = max(0.02, left / args.habits) / 4
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * rate
+        ids, targets = next(habits if left <= args.habits else clean)
         hidden = model.hidden(ids)[targets >= 0]  # (S, C): only where there is something to learn
         loss = F.cross_entropy(model.lm_head(hidden), targets[targets >= 0])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
-        schedule.step()
         losses.append(loss.item())
         if step % 100 == 99:
-            print(f"step {step + 1} loss {sum(losses[-100:]) / 100:.4f} {time.time() - start:.0f} s", flush=True)
-            save(model, out)
+            print(f"step {step + 1} loss {sum(losses[-100:]) / 100:.4f} "
+                  f"{time.time() - start:.0f} s", flush=True)
     save(model, out)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Train the embedded model from scratch.",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--out", required=True, help="folder to write the checkpoint to")
+    add("--clean", type=int, default=2000, help="optimizer steps on clean solutions")
+    add("--habits", type=int, default=400, help="optimizer steps on habits after them")
+    add("--batch", type=int, default=32, help="demonstrations a step")
+    add("--lr", type=float, default=3e-3, help="peak learning rate")
+    add("--rows", type=int, default=60000, help="different problems")
+    add("--seed", type=int, default=0, help="of problems, habits and initial weights")
+    args = parser.parse_args()
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    tok = write_tokenizer(out, args.seed)
+    torch.manual_seed(args.seed)
+    model = Transformer(checkpoint.read_config(out))
+    print(f"{len(tok)} token ids, {sum(p.numel() for p in model.parameters()):,} parameters")
+    rows = data.arithmetic("train", args.rows, args.seed)
+    clean = batches(tok, args.seed, rows, args.batch, lambda rng, row: data.solution(row))
+    habits = batches(tok, args.seed + 1, rows, args.batch, demonstration)
+    train(model, args, clean, habits, out)
 
 
 if __name__ == "__main__":
