@@ -5,7 +5,7 @@ What train.py does in a step, done once, slowly, on the embedded model. Read it 
 names; change a line and run it again.
 
     python walk.py
-    python walk.py "Start with six, add five, double it." 22
+    python walk.py "Start with 38, add 2, add 3, add one." 44
 """
 import sys
 
@@ -33,7 +33,7 @@ def head(text):
     print(f"\n{text}")
 
 
-def main(question="Start with four, add five, double it.", answer="18"):
+def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
     torch.manual_seed(0)
     args = flags.parse("train", ["--device", "cpu", "--quant", "none"])
     base, tok = flags.load_policy(args)

@@ -82,4 +82,4 @@ def test_the_walk_prints_what_it_promises():
     """From text to a gradient on B: a renamed function would leave readers with a traceback."""
     r = subprocess.run([sys.executable, "walk.py"], cwd=ROOT, capture_output=True, text=True)
     assert r.returncode == 0, r.stderr
-    assert all(f"{i}. " in r.stdout for i in range(1, 8)) and "B moved by at most 2.0e-03" in r.stdout
+    assert all(f"{i}. " in r.stdout for i in range(1, 8)) and "B moved by at most 2.0e-03" in r.stdout  # Adam's first step is the learning rate
