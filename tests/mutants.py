@@ -530,14 +530,14 @@ def child(clean, folder, mutant, tests):
     """In a forked process: run `tests` in a copy with `mutant` applied; None: in the clean one."""
     import pytest
 
-    gc.freeze()  # what was imported before the fork is not gone through again
-    signal.alarm(LIMIT)
-    if mutant:
-        shutil.copytree(clean, folder, copy_function=os.link)
-        mutant.apply(folder)
     output = os.open(f"{folder}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    gc.freeze()  # what was imported before the fork is not gone through again
+    if mutant:
+        signal.alarm(LIMIT)
+        shutil.copytree(clean, folder, copy_function=os.link)
+        mutant.apply(folder)
     os.chdir(folder if mutant else clean)
     failures = Failures()
     code = pytest.main(["-q", *(["-x"] if mutant else []), "-p", "no:cacheprovider",
