@@ -95,9 +95,10 @@ def main(question="Start with four, add five, double it.", answer="18"):
     show("ratio to the sampler, first completion", ratio, ratio[:8].tolist())
 
     head("7. Loss, gradient, step")
-    metrics, norm = grpo.update(model, optimizer, cs, grpo.Settings("dapo", max_new_tokens=LIMIT))
+    settings = grpo.Settings("dapo", max_new_tokens=LIMIT)
+    metrics, norm = grpo.update(model, optimizer, cs, settings)
     m = grpo.mean_metrics(metrics)
-    print(f"  loss {m['loss']:.4f}, entropy {m['entropy']:.3f} nats a token, gradient norm {norm:.4f}")
+    print(f"  loss {m['loss']:.4f}, entropy {m['entropy']:.3f} nats, gradient norm {norm:.4f}")
     print(f"  B moved by at most {linear.B.abs().max():.1e}; A had no gradient, since B was 0: "
           f"{bool(optimizer.state[linear.A]['exp_avg'].any())}")
 

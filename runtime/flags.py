@@ -25,8 +25,9 @@ import grpo
 import lora
 from weights import awq, checkpoint
 from weights.files import whole
+from weights.formats import FORMATS
 
-FORMATS = ("none", "nvfp4", "mxfp4", "nf4")
+QUANTS = ("none", *FORMATS)
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 
 
@@ -66,7 +67,7 @@ class Flag:
 TABLE = (
     "model: train eval sample",
     Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", kept=True),
-    Flag("quant", FORMATS, "nvfp4", "number format of the frozen base; none is 16 bits", kept=True),
+    Flag("quant", QUANTS, "nvfp4", "number format of the frozen base; none is 16 bits", kept=True),
     Flag("awq", bool, False, "scales chosen by activations, not by rounding", kept=True),
     Flag("calib", str, None, "text for --awq (default: arithmetic problems)", kept=True),
     Flag("device", ("auto", "cpu", "cuda"), "auto", "auto is cuda where there is one"),
