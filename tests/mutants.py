@@ -291,9 +291,10 @@ MUTANTS = {
          "train::sampler_and_trainer_agree_on_every_token"),
         ("the GPU engine leaves the random numbers of a row that moves",
          "for t in (st.token, st.key, st.stop,", "for t in (st.token, st.stop,",
-         "decode::engine_equals_eager"),
+         "decode::a_row_that_moves_takes_everything_along"),
         ("the GPU engine multiplies by the temperature", "1 / temperature if temperature",
-         "temperature if temperature", "decode::engine_equals_eager"),
+         "temperature if temperature",
+         "decode::the_engine_takes_temperature_and_stop_tokens_of_each_call"),
     ],
     "runtime/draw.py": [
         ("the temperature multiplies the logits", "logits.float() / temperature",
@@ -529,14 +530,14 @@ def child(clean, folder, mutant, tests):
     """In a forked process: run `tests` in a copy with `mutant` applied; None: in the clean one."""
     import pytest
 
-    gc.freeze()  # what was imported before the fork is not gone through again
-    signal.alarm(LIMIT)
-    if mutant:
-        shutil.copytree(clean, folder, copy_function=os.link)
-        mutant.apply(folder)
     output = os.open(f"{folder}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    gc.freeze()  # what was imported before the fork is not gone through again
+    if mutant:
+        signal.alarm(LIMIT)
+        shutil.copytree(clean, folder, copy_function=os.link)
+        mutant.apply(folder)
     os.chdir(folder if mutant else clean)
     failures = Failures()
     code = pytest.main(["-q", *(["-x"] if mutant else []), "-p", "no:cacheprovider",
@@ -635,12 +636,12 @@ def main():
         shutil.copytree(ROOT, clean, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
         if unmutated(clean, chosen):
             return 1
-        print(f"{'mutant':<66}{'CPU s':>8}  killed by")
-        alive = 0
+        width, alive = max(len(f"{m.file}: {m.name}") for m in chosen), 0
+        print(f"{'mutant':<{width}}{'CPU s':>8}  killed by")
         for m, _, seconds, code, failed, output in run(clean, [(m, m.tests) for m in chosen]):
             killed, text = verdict(code, failed)
             alive += not killed
-            print(f"{f'{m.file}: {m.name}':<66}{seconds:>8.1f}  {text}", flush=True)
+            print(f"{f'{m.file}: {m.name}':<{width}}{seconds:>8.1f}  {text}", flush=True)
             if code not in (0, 1):
                 print(output[-1500:])
     print(f"{len(chosen)} mutants, {alive} alive, {time.time() - begin:.0f} s")

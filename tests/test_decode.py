@@ -232,6 +232,32 @@ def test_engine_equals_eager(monkeypatch, kw):
     compare(sample.generate(m, PROMPTS[:3], **kw), want)
 
 
+@pytest.mark.parametrize("kind", [engine.Eager, engine.Graphs])
+def test_a_row_that_moves_takes_everything_along(kind):
+    """Its random numbers, its limit or its newest keys left behind: from there on it is another completion."""
+    e = kind(build(), 3, 64)
+    e.begin(1.0, 1.0, {3})
+    e.start([0, 1, 2], [7, 8, 9], [4, 5, 6], [10, 20, 30], torch.tensor([11, 12, 13]))
+    e.cache.k.normal_()
+    e.cache.v.normal_()
+    state = e if kind is engine.Eager else e.step
+    rows = [state.token, state.key, e.cache.length, *([state.stop, state.alive] if state is not e else [])]
+    want = [t[2].clone() for t in rows]
+    e.move(2, 0, 6)
+    assert [t[0] for t in rows] == want and state.token[0] == 9
+    for t in (e.cache.k, e.cache.v):
+        assert torch.equal(t[:, 0, :, :6], t[:, 2, :, :6]) and not torch.equal(t[:, 0, :, 6:], t[:, 2, :, 6:])
+
+
+def test_the_engine_takes_temperature_and_stop_tokens_of_each_call():
+    """What a captured graph reads from memory must be this call's: the temperature of the last one is another policy."""
+    e = engine.Graphs(build(), 2, 64)
+    for temperature, inverse, eos in ((0.5, 2.0, {9, 3}), (1.0, 1.0, {4}), (0, 1.0, ())):
+        e.begin(temperature, 1.0, eos)
+        assert e.step.inverse_temperature.item() == inverse
+        assert {t for t in e.step.eos.tolist() if t >= 0} == set(eos)
+
+
 def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
     """The scratch of the largest weight comes after the keys and values are made: unplanned, it runs out of memory. What is
     there already is not free memory and must not be counted again."""
