@@ -313,7 +313,7 @@ def load_policy(args):
         model = checkpoint.load(folder, device, dtype, args.quant)
     model.valid_vocab = len(tok)
     if device == "cpu" and model.config.hidden_size < 512:
-        torch.set_num_threads(min(torch.get_num_threads(), 2))  # more of them wait for each other
+        torch.set_num_threads(1)  # too little work for two: they would mostly wait for each other
     if getattr(args, "adapter", None):
         lora.load_adapter(model, args.adapter)
         check_policy(args, model)
