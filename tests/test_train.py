@@ -165,7 +165,9 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
     out = tmp_path / "run"
-    assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "1", "--eval-limit", "2") == 0
+    (tmp_path / "mine.py").write_text("def odd(text, row):\n    return len(text) % 2\n")  # there is always something to learn
+    assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "1", "--eval-limit", "2",
+               "--reward", f"{tmp_path / 'mine.py'}:odd") == 0
     assert [r["eval_accuracy"] for r in rows_of(out)] == [0.1, 0.6, 0.3]
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.1, 0.2)
