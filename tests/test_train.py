@@ -25,7 +25,7 @@ from runtime.run import Run, digest_of, warnings_for
 from weights.files import lock
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ["--steps", "4", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4",
+SMALL = ["--steps", "4", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "48", "--lora-rank", "4",
          "--eval-n", "0", "--save-every", "2", "--device", "cpu", "--aqn-stages", "4", "--no-dynamic-sampling"]
 
 
