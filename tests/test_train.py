@@ -18,6 +18,7 @@ import eval as evaluation
 import grpo
 import lora
 import model as qwen
+import plot
 import sample
 import train
 from runtime import flags
@@ -41,6 +42,16 @@ def rows_of(out):
 
 def parameters_of(out):
     return torch.load(out / "checkpoint" / "state.pt", weights_only=True)["params"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Few problems and no pictures: nothing here is about either."""
+    arithmetic = data.arithmetic
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(data, "arithmetic", lambda split, n, *rest: arithmetic(split, min(n, 256), *rest))
+        m.setattr(plot, "plot", lambda runs, out: out.touch())
+        yield
 
 
 @pytest.fixture(scope="module")
