@@ -26,7 +26,7 @@ LONGEST = 400  # characters of an answer that are still read as mathematics
 
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
           "trillion": 10**12}
-UNITS = "cm mm km kg mg ml lb lbs oz ft in mi mph hr hrs am pm sq of".replace(" ", "|")
+UNITS = "cm mm km kg mg ml lb lbs oz ft in mi mph hr hrs am pm sq of day".replace(" ", "|")
 NOT_UNITS = set(  # what makes "5 ..." another number, or none
     "is are was were be not no isn wrong false incorrect but if then than or and to plus minus "
     "times over divided multiplied squared cubed doubled tripled halved factorial choose power "
@@ -38,8 +38,8 @@ BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\[\\{}]|[{}]")
 UNIT = rf'(?:"[A-Za-z]+"|[A-Za-z]{{4,}}|(?:{UNITS})(?![A-Za-z]))(?: \^ [23])?'
 TAIL = re.compile(rf" (?:(?:/|an?) )?{UNIT}(?: (?:[-/.] )?(?:{UNIT}|[amghs]\b(?: \^ [23])?)| \.)*$")
 CLOCK = re.compile(r'([0-9]{1,2}) : ([0-9]{2})(?: : ([0-9]{2}))?(?: "?([ap])(?: \. )?m"?)?', re.I)
-NAME = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+|\"[A-Za-z]+\"|[A-Z]{2,4}|[A-Za-z]{4,})"
-                  r"(?: _ (?:\w+|\{ [^{}]* \}))?(?: ')?(?: \( [^()]* \))?")
+NAME = re.compile(r"(?:(?:\"[A-Za-z]+\"|\\angle) )*(?:[A-Za-z](?: \+ [A-Za-z])*|\\[A-Za-z]+"
+                  r"|\"[A-Za-z]+\"|[A-Z]{2,4}|[A-Za-z]{4,}|(?=\())(?: _ \w+)?(?: ')?(?: ?\( [^()]* \))?")
 SEPARATORS = (",", ";", "and", "or", '"and"', '"or"')
 
 JUDGED = {*LETTERS, *FUNCTIONS, *(  # the commands that math-verify is asked about
@@ -79,7 +79,7 @@ def read(text):
 def _part(tokens):
     try:
         return _read(tokens)
-    except (ValueError, IndexError, ArithmeticError):
+    except (ValueError, IndexError):
         return "unread", " ".join(tokens)
 
 
@@ -94,7 +94,7 @@ def _read(tokens):
     if len(items) != 1:
         return "list", tuple(map(_part, items))
     exact, *rounded = split(items[0], ("\\approx",))
-    tokens = rounded[0] if rounded and NAME.fullmatch(" ".join(exact)) else exact
+    tokens = rounded[0] if rounded and _is_name(exact) else exact
     if len(sides := split(tokens, ("=", "\\in"))) > 1:
         return "equation", tuple(map(tuple, sides))
     if len(parts := split(tokens, ("\\cup",))) > 1:
@@ -112,16 +112,21 @@ def _read(tokens):
 
 def _both_signs(tokens):
     """1 \\pm 2 is two answers."""
-    if not {"\\pm", "\\mp"} & set(tokens):
+    if "," in tokens or not {"\\pm", "\\mp"} & set(tokens):
         return [tokens]
     return [[{"\\pm": a, "\\mp": b}.get(t, t) for t in tokens] for a, b in ("+-", "-+")]
+
+
+def _is_name(tokens):
+    """x, x_1, f(3), AB, \\angle ABC, (x,y)."""
+    return NAME.fullmatch(" ".join(t for t in tokens if t not in ("{", "}")))
 
 
 def _read_scalar(tokens):
     """A number or an expression, with its unit; or words."""
     text, scale, percent = " ".join(tokens), 1, False
     tail = TAIL.search(text)
-    if tail and re.search("[0-9]", text[: tail.start()]):
+    if tail and re.search(r"[0-9]|\\pi", text[: tail.start()]):
         words = re.findall("[a-z]+", tail[0].lower())
         if not NOT_UNITS & set(words):
             tokens, percent = text[: tail.start()].split(" "), words[0] == "percent"
@@ -130,6 +135,8 @@ def _read_scalar(tokens):
         percent, tokens = percent or tokens[-1] == "%", tokens[:-1]
     try:
         v = Value(tokens)
+    except ArithmeticError:  # 1/0, or a tower of powers
+        return "words", text
     except ValueError:
         word = any(t[0] == '"' or t.isalpha() and (len(t) > 3 or t[1:].isupper()) for t in tokens)
         if not word:
@@ -148,6 +155,8 @@ def equal(given, gold):
     (kind, a), (gold_kind, b) = given, gold
     if given == gold:
         return True
+    if kind == gold_kind == "equation" and _same_line(a, b):
+        return True
     if kind == "equation":
         return equal(_says(a), gold)
     if gold_kind == "equation":
@@ -158,13 +167,17 @@ def equal(given, gold):
         return kind == "number" and b[0] == str(a[0])
     if gold_kind in ("words", "clock") or kind in ("words", "clock", "base"):
         return False
-    if "unread" in (kind, gold_kind):
+    if kind == "unread":
         return None
+    if gold_kind == "unread":
+        return False
     if gold_kind == "expression":
         return kind in ("number", "expression") and _same_value(given, gold)
     if kind in ("number", "expression") or len(a) != len(b):
         return False
-    if gold_kind == "list" and kind in ("list", "()", "[]") or kind == gold_kind == "union":
+    ranking = any(part[0] == "words" for part in b)
+    listed = gold_kind == "list" and kind in ("list", "()", "[]") and not ranking
+    if listed or kind == gold_kind == "union":
         return _same_set(a, b)
     if kind != gold_kind and (kind, gold_kind) != ("list", "()"):
         return False
@@ -174,11 +187,22 @@ def equal(given, gold):
 
 def _says(sides):
     """What an equation says: the last side of those that are equal, a name in front left out."""
-    sides = sides[1:] if NAME.fullmatch(" ".join(sides[0])) else sides
+    sides = sides[1:] if _is_name(sides[0]) else sides
     *others, last = (_part(list(side)) for side in sides)
     nested = any(kind == "equation" for kind, _ in (*others, last))
     holds = not nested and all(equal(last, other) for other in others)
-    return last if holds else ("unread", sides)
+    return last if holds else ("words", sides)
+
+
+def _same_line(a, b):
+    """x + y = 1 is 2x + 2y = 2: left minus right is the same, but for a factor."""
+    try:
+        ratios = [[_value(("expression", left), point) - _value(("expression", right), point)
+                   for left, right in (a, b)] for point in range(3)]
+        first, *others = (x / y for x, y in ratios)
+    except (ValueError, ArithmeticError):
+        return False
+    return all(cmath.isclose(first, other, rel_tol=1e-11) for other in others)
 
 
 def _same_number(a, b):
@@ -192,22 +216,20 @@ def _same_number(a, b):
 def _same_value(given, gold):
     """At two points where the letters are positive, and at one where they are negative."""
     try:
-        close = [_close(_value(given, point), _value(gold, point)) for point in range(3)]
-    except (ValueError, ArithmeticError):
-        return None
-    return True if all(close) else None if all(close[:2]) else False
+        for point in range(3):
+            x, y = _value(given, point), _value(gold, point)
+            exact = isinstance(x, Fraction) and isinstance(y, Fraction)
+            if not (x == y if exact else cmath.isclose(x, y, rel_tol=1e-11)):
+                return False if point < 2 else None
+    except (ValueError, ArithmeticError):  # beyond floating point
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _value(answer, point):
     kind, content = answer
     return content[0] if kind == "number" else Value(content, point).value
-
-
-def _close(x, y):
-    if isinstance(x, Fraction) and isinstance(y, Fraction):
-        return x == y
-    return cmath.isclose(x, y, rel_tol=1e-11)
 
 
 def _same_set(a, b):
@@ -241,6 +263,8 @@ def _verdict(given, gold):
                    for text in (given, gold))
     if not given or len(given) > LONGEST:
         return False
+    if read(gold)[0] == "list" and read(given)[0] == "number":  # "81,256" is two numbers here
+        given = given.replace(",", ", ")
     verdict = equal(read(given), read(gold))
     if verdict is None:
         verdict = _is_cheap(given) and _is_cheap(gold) and (given, gold)

@@ -24,8 +24,7 @@ import threading
 import time
 from collections import deque
 
-SECONDS = 0.5  # of processor time for a pair
-BATCH = 6.0  # seconds for each 512 pairs of a batch
+LEAST, MOST = 0.2, 1.0  # seconds of processor time that a pair may take
 MEMORY = 2 << 30  # bytes a child may ask for
 SAME = 7  # exit status of no accident
 
@@ -33,8 +32,9 @@ SAME = 7  # exit status of no accident
 class Judge:
     """The process that forks, as the run sees it. It is started when it is first asked."""
 
-    def __init__(self):
-        self.lock, self.process, self.known = threading.Lock(), None, {}
+    def __init__(self, seconds=5.0):
+        """seconds: for each 512 pairs of a batch, shared out among them."""
+        self.seconds, self.lock, self.process, self.known = seconds, threading.Lock(), None, {}
 
     def ask(self, pairs):
         """[(given, gold), ...] in LaTeX -> list of bool, from any thread. ValueError where
@@ -52,9 +52,10 @@ class Judge:
         if self.process is None or self.process.poll() is not None:
             self._start()
         try:
-            self.process.stdin.write(json.dumps(pairs).encode() + b"\n")
+            seconds = self.seconds * -(-len(pairs) // 512)
+            self.process.stdin.write(json.dumps([pairs, seconds]).encode() + b"\n")
             self.process.stdin.flush()
-            told = self._line(_seconds(pairs) + 2.0)
+            told = self._line(seconds + 2.0)
         except BrokenPipeError:
             told = b""
         if not told:
@@ -93,10 +94,6 @@ judge = Judge()
 atexit.register(judge.stop)
 
 
-def _seconds(pairs):
-    return BATCH * -(-len(pairs) // 512)
-
-
 # ---- the process that forks
 
 
@@ -115,24 +112,26 @@ def main(parent):
         given, gold = (math_verify.parse(f"${s}$", parsing_timeout=None) for s in (given, gold))
         return math_verify.verify(gold, given, float_rounding=12, timeout_seconds=None)
 
-    verify("x", "x + 1")  # loads what is loaded late, once for all children
+    for pair in (("|x| < 1", "x < 2"), ("\\{1\\}", "(-\\infty,1) \\cup (1,\\infty)")):
+        verify(*pair)  # loads what is loaded late, once for all children
     out.write(b"ready\n")
     while os.getppid() == parent:
         if select.select([sys.stdin], [], [], 0.5)[0]:
             if not (line := sys.stdin.readline()):
                 return
-            out.write(_verdicts(verify, json.loads(line), parent) + b"\n")
+            out.write(_verdicts(verify, *json.loads(line), parent) + b"\n")
 
 
-def _verdicts(verify, pairs, parent):
+def _verdicts(verify, pairs, seconds, parent):
     verdicts, running = bytearray(b"?" * len(pairs)), {}
     todo = deque(range(len(pairs)))
-    workers, end = min(8, os.cpu_count() or 1), time.monotonic() + _seconds(pairs)
+    workers, end = min(8, os.cpu_count() or 1), time.monotonic() + seconds
+    share = max(LEAST, min(seconds * workers / len(pairs), MOST))
     while (todo or running) and time.monotonic() < end and os.getppid() == parent:
         while todo and len(running) < workers:
             i = todo.popleft()
             if not (pid := os.fork()):
-                _child(verify, *pairs[i])
+                _child(verify, *pairs[i], share)
             running[pid] = i
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -146,13 +145,13 @@ def _verdicts(verify, pairs, parent):
     return bytes(verdicts)
 
 
-def _child(verify, given, gold):
+def _child(verify, given, gold, seconds):
     same = False
     try:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
         resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal nothing catches
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal nothing catches
         same = verify(given, gold)
     except BaseException:  # sympy raises anything on what it cannot read; that is a wrong answer
         pass

@@ -9,13 +9,14 @@ Left out: sums, integrals, factorials, binomials, |x|, inequalities.
 """
 
 import cmath
+import functools
 import math
 import random
 import re
 from fractions import Fraction
 
 DEEPEST = 12  # brackets within brackets
-BITS = 10_000  # of the largest number worked out
+BITS = 5_000  # of the largest number worked out
 
 FUNCTIONS = {"\\sin": cmath.sin, "\\cos": cmath.cos, "\\tan": cmath.tan, "\\ln": cmath.log,
              "\\log": cmath.log, "\\exp": cmath.exp, "\\cot": lambda z: 1 / cmath.tan(z),
@@ -30,7 +31,7 @@ UNICODE = str.maketrans({
     "\u222a": "\\cup ", "\u2248": "\\approx ", "\u00b1": "\\pm ", "\u2264": "\\le ",
     "\u2265": "\\ge ", "\u00b0": "\\circ ", "\u00b2": "^2 ", "\u00b3": "^3 ", '"': " "})
 LOOKS = ("left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad|mathbf|boldsymbol|bm|bf"
-         "|mathit|mathsf")
+         "|mathit|mathsf|vec")
 CLEANED = [(re.compile(pattern), by) for pattern, by in [
     (r"^(\*{1,3})([^*]+)\1$", r"\2"),  # **bold**
     (r"(?i)^(?:(?:so|thus|hence|the|final|correct),? )*answer ?(?:is\b|:) ?:?", " "),
@@ -38,7 +39,7 @@ CLEANED = [(re.compile(pattern), by) for pattern, by in [
     (r"\\(?:text|mbox|textnormal|textrm|mathrm|textbf|textit|operatorname) ?\{([^{}]*)\}",
      lambda m: " " + re.sub(r"([A-Za-z]{2,})", r'"\1"', m[1]) + " "),
     (r"\^ ?(?:\\circ(?![A-Za-z])|\{ ?\\circ ?\})|\\degree(?![A-Za-z])", r" \\circ "),
-    (r"\\phantom ?(?:\{[^{}]*\}|.)", " "),
+    (r"\\circ *[CF](?![A-Za-z])", r"\\circ "), (r"\\phantom ?(?:\{[^{}]*\}|.)", " "),
     (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"),
     (r"\\(begin|end) ?\{[pb]?matrix\}", r"\\\1 "),
     # "\\" comes first, for it ends a row of a matrix: the "\ " in "\\ " is no space
@@ -90,8 +91,8 @@ def tokenize(text):
             tokens.append(t if t == "," else t.replace(",", ""))
         if t == "}" and tokens[-4:-2] in (["^", "{"], ["_", "{"]):  # x^{2} is x^2
             tokens[-3:] = tokens[-2:-1]
-    if inside:
-        raise ValueError("not closed")
+    if inside or not tokens:
+        raise ValueError("not closed, or empty")
     return MIXED.sub(_mixed, " ".join(tokens)).split(" ")
 
 
@@ -187,16 +188,18 @@ class Value:
         names = [t] if t in LETTERS else list(t.strip('"'))
         if self.next("_"):
             names[-1] += str(self.atom())
-        return math.prod(map(self.letter, names))
+        return math.prod(_letter(name, self.point) for name in names)
 
-    def letter(self, name):
-        drawn = Fraction(random.Random(f"{name} {self.point}").randint(100, 999), 307)
-        return {"i": 1j, "e": complex(cmath.e)}.get(name, drawn if self.point < 2 else -drawn)
+
+@functools.lru_cache(maxsize=1 << 12)
+def _letter(name, point):
+    drawn = Fraction(random.Random(f"{name} {point}").randint(17, 199), 8)
+    return {"i": 1j, "e": complex(cmath.e)}.get(name, drawn if point < 2 else -drawn)
 
 
 def _power(base, exponent):
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
-        if _bits(base) * abs(exponent) > BITS:
+        if (_bits(base) - 1) * abs(exponent) > BITS:
             raise OverflowError("too large")
         return base ** int(exponent)
     return complex(base) ** complex(exponent)
