@@ -27,7 +27,7 @@ import traceback
 import urllib.request
 from pathlib import Path
 
-from runtime.grade import last_boxed, same
+from runtime.grade import last_boxed, same_all
 from runtime.tokenizer import SUFFIX, Tokenizer, unknown_style
 from weights.files import whole
 
@@ -339,18 +339,27 @@ def reward(text, answer, style="tags"):
     boxed: format is that there is a \\boxed{}, the answer the last one's content, or the last
     number of the text where no box was closed. Takes any text, in time linear in its length.
     """
+    return rewards([(text, answer)], style)[0]
+
+
+def rewards(completions, style="tags"):
+    """reward of each (text, answer), the answers graded side by side."""
+    found = [_given(text, style) for text, _ in completions]
+    verdicts = same_all([(given or "", str(answer))
+                         for (given, _), (_, answer) in zip(found, completions, strict=True)])
+    return [{"reward": 0.2 * well_formed + 1.0 * correct, "correct": correct, "format": well_formed,
+             "given": given} for (given, well_formed), correct in zip(found, verdicts, strict=True)]
+
+
+def _given(text, style):
+    """(the answer that a completion gives or None, whether it is in the format)."""
     if style == "tags":
-        given, well_formed = _tagged(text)
-    elif style == "boxed":
-        given = last_boxed(text)
-        well_formed = given is not None
-        if given is None:
-            given = ([None] + [m.group() for m in LAST_NUMBER.finditer(text)])[-1]
-    else:
+        return _tagged(text)
+    if style != "boxed":
         raise unknown_style(style)
-    correct = given is not None and same(given, str(answer))
-    return {"reward": 0.2 * well_formed + 1.0 * correct, "correct": correct, "format": well_formed,
-            "given": given}
+    if (given := last_boxed(text)) is not None:
+        return given, True
+    return ([None] + [m.group() for m in LAST_NUMBER.finditer(text)])[-1], False
 
 
 def _tagged(text):

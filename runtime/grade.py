@@ -1,38 +1,54 @@
 """
-Is this answer the gold one? Numbers as people and LaTeX write them are compared as exact fractions;
-what is no number is compared as text, then by math-verify in a process of its own that is killed
-when it takes too long. So no completion can crash or hang a run, from whatever thread it is graded.
+Is this answer the gold one? An answer is read as what it is: a number, an expression, words, a time
+of day, a list, a tuple or interval, a union, a matrix, an equation (see runtime/latex.py).
+Numbers are compared as exact fractions, expressions by their values, all else part by part. What
+cannot be read so goes to math-verify (see runtime/judge.py), but for towers of powers and the like.
+No completion can crash or hang a run.
 
-Left out: units are dropped, not converted ("3 cents" is "3"), and no rounding is forgiven (0.33 is
-not 1/3).
+Left out: units are dropped, not converted ("3 cents" is "3"), no rounding is forgiven (0.33 is not
+1/3), and work left to do is no answer where a number is asked for ("3+4" is not 7).
 
     python -m runtime.grade '1,000 dollars' 1000
     python -m runtime.grade '\\frac{1}{2}x' '0.5x'
 """
 
-import atexit
+import cmath
 import functools
-import json
-import os
+import math
 import re
-import select
-import subprocess
 import sys
-import threading
 from fractions import Fraction
 
+from runtime.judge import judge
+from runtime.latex import CLOSE, FUNCTIONS, LETTERS, OPEN, Value, clean, split, tokenize
+
 LONGEST = 400  # characters of an answer that are still read as mathematics
-UNITS = set("cm mm m km kg g mg l ml lb lbs oz ft in mi mph h hr hrs min s sec am pm c f usd"
-            .split())
-NOT_UNITS = set("pi sqrt sin cos tan log ln exp mod and or dozen percent hundred half".split())
-SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
-NUMBER = re.compile(
-    r"(?P<sign>[-+]?)\s*(?:(?:(?P<whole>[0-9]{1,60})\s+)?(?P<over>[0-9]{1,60})\s*/\s*(?P<under>[0-9]{1,60})"
-    r"|(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}){1,60}|[0-9]{1,200})(?:\.[0-9]{0,200})?|\.[0-9]{1,200})"
-    r"(?:[eE](?P<exp>[-+]?[0-9]{1,3}))?)"
-    r"(?P<space>\s*)(?P<percent>%|percent\b)?(?P<unit>[A-Za-z /.'-]{0,60})"
-)
+
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+          "trillion": 10**12}
+UNITS = "cm mm km kg mg ml lb lbs oz ft in mi mph hr hrs am pm sq of day".replace(" ", "|")
+NOT_UNITS = set(  # what makes "5 ..." another number, or none
+    "is are was were be not no isn wrong false incorrect but if then than or and to plus minus "
+    "times over divided multiplied squared cubed doubled tripled halved factorial choose power "
+    "root mod modulo base half halves third thirds quarter quarters fourth fourths fifth fifths "
+    "tenth tenths hundredth hundredths thousandth thousandths zero one two three four five six "
+    "seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety "
+    "negative point unknown".split())
 BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\[\\{}]|[{}]")
+UNIT = rf'(?:"[A-Za-z]+"|[A-Za-z]{{4,}}|(?:{UNITS})(?![A-Za-z]))(?: \^ [23])?'
+TAIL = re.compile(rf" (?:(?:/|an?) )?{UNIT}(?: (?:[-/.] )?(?:{UNIT}|[amghs]\b(?: \^ [23])?)| \.)*$")
+CLOCK = re.compile(r'([0-9]{1,2}) : ([0-9]{2})(?: : ([0-9]{2}))?(?: "?([ap])(?: \. )?m"?)?', re.I)
+NAME = re.compile(r"(?:(?:\"[A-Za-z]+\"|\\angle) )*(?:[A-Za-z](?: \+ [A-Za-z])*|\\[A-Za-z]+"
+                  r"|\"[A-Za-z]+\"|[A-Z]{2,4}|[A-Za-z]{4,}|(?=\())(?: _ \w+)?(?: ')?"
+                  r"(?: ?\( [^()]* \))?")
+SEPARATORS = (",", ";", "and", "or", '"and"', '"or"')
+
+JUDGED = {*LETTERS, *FUNCTIONS, *(  # the commands that math-verify is asked about
+    "\\frac \\sqrt \\pi \\cdot \\times \\div \\le \\leq \\ge \\geq \\lt \\gt \\ne \\neq \\in \\cup "
+    "\\cap \\setminus \\mathbb \\emptyset \\pm \\mp \\circ \\{ \\} \\\\ \\begin \\end").split()}
+# Words, factorials, powers in powers or of five digits, powers of sums but small ones
+HARD = re.compile(r'["!:;\'_#@?`]|(?<![\\A-Za-z])[A-Za-z]{4,}|\^ (?:\{[^}]*[{^]|[-0-9.]*e|'
+                  r'[-{ ]*[0-9]{5}|\S+ \^)|[)}] \^ (?:\{|[2-9][0-9]|[0-9]{3})')
 
 
 def last_boxed(text):
@@ -48,25 +64,149 @@ def last_boxed(text):
     return None if best[1] is None else text[slice(*best[1])]
 
 
-def same(given, gold):
-    """Is the given answer the gold one? Where gold is a number the answer must be one too: "3+4" is
-    not an answer of 7."""
-    if len(given) > 4 * LONGEST or len(given := _plain(given)) > LONGEST:
-        return False
-    gold = _plain(gold)
-    a, b = number(given), number(gold)
-    if b is not None:
-        return a is not None and _equal(a, b)
-    if given == gold or (gold.isalpha() and len(gold) > 1 and given.casefold() == gold.casefold()):
+# ---- what an answer is: (kind, content)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def read(text):
+    """Clean text -> (kind, content): number (Fraction, percent?), expression (tokens), clock, base
+    (digits, base), words, equation (sides), list, () [] (] [) union matrix row (parts), unread."""
+    try:
+        return _part(tokenize(text))
+    except (ValueError, IndexError):
+        return "unread", text
+
+
+def _part(tokens):
+    try:
+        return _read(tokens)
+    except (ValueError, IndexError):
+        return "unread", " ".join(tokens)
+
+
+def _read(tokens):
+    text = " ".join(tokens)
+    if (m := CLOCK.fullmatch(text)) and (m[4] or m[3] or m[2] == "00"):
+        hour = int(m[1]) % 12 + 12 * (m[4] in "pP") if m[4] else int(m[1])
+        return "clock", (hour, int(m[2]), int(m[3] or 0))
+    if m := re.fullmatch(r"([0-9A-F ]+) _ ([0-9]+)", text):
+        return "base", m.groups()
+    items = [item for part in split(tokens, SEPARATORS) for item in _both_signs(part)]
+    if len(items) != 1:
+        return "list", tuple(map(_part, items))
+    exact, *rounded = split(items[0], ("\\approx",))
+    tokens = rounded[0] if rounded and _is_name(exact) else exact
+    if len(sides := split(tokens, ("=", "\\in"))) > 1:
+        return "equation", tuple(map(tuple, sides))
+    if len(parts := split(tokens, ("\\cup",))) > 1:
+        return "union", tuple(map(_part, parts))
+    left, inner, right = tokens[0], tokens[1:-1], tokens[-1]
+    if left not in OPEN or right not in CLOSE or len(split(tokens, CLOSE)) > 1:
+        return _read_scalar(tokens)
+    if left == "\\begin":
+        return "matrix", tuple(("row", tuple(map(_part, split(row, ("&",)))))
+                               for row in split(inner, ("\\\\",)))
+    kind, parts = _part(inner) if inner else ("list", ())
+    pair = kind == "list" and left in ("(", "[")  # otherwise a set, or brackets round one answer
+    return left + right if pair else kind, parts
+
+
+def _both_signs(tokens):
+    """1 \\pm 2 is two answers."""
+    if "," in tokens or not {"\\pm", "\\mp"} & set(tokens):
+        return [tokens]
+    return [[{"\\pm": a, "\\mp": b}.get(t, t) for t in tokens] for a, b in ("+-", "-+")]
+
+
+def _is_name(tokens):
+    """x, x_1, f(3), AB, \\angle ABC, (x,y)."""
+    return NAME.fullmatch(" ".join(t for t in tokens if t not in ("{", "}")))
+
+
+def _read_scalar(tokens):
+    """A number or an expression, with its unit; or words."""
+    text, scale, percent = " ".join(tokens), 1, False
+    tail = TAIL.search(text)
+    if tail and re.search(r"[0-9]|\\pi", text[: tail.start()]):
+        words = re.findall("[a-z]+", tail[0].lower())
+        if not NOT_UNITS & set(words):
+            tokens, percent = text[: tail.start()].split(" "), words[0] == "percent"
+            scale = math.prod(SCALES.get(word, 1) for word in words)
+    if tokens[-1] in ("%", "\\circ") and not FUNCTIONS.keys() & set(tokens):
+        percent, tokens = percent or tokens[-1] == "%", tokens[:-1]
+    try:
+        v = Value(tokens)
+    except ArithmeticError:  # 1/0, or a tower of powers
+        return "words", text
+    except ValueError:
+        word = any(t[0] == '"' or t.isalpha() and (len(t) > 3 or t[1:].isupper()) for t in tokens)
+        if not word:
+            raise
+        return "words", text.replace('"', "").casefold()
+    if v.plain:
+        return "number", (v.value * scale, percent)
+    return "expression", (str(scale), "(", *tokens, ")")
+
+
+# ---- are two answers the same
+
+
+def equal(given, gold):
+    """True, False, or None: this file cannot tell."""
+    (kind, a), (gold_kind, b) = given, gold
+    if given == gold:
         return True
-    if not given:
+    if kind == gold_kind == "equation" and _same_line(a, b):
+        return True
+    if kind == "equation":
+        return equal(_says(a), gold)
+    if gold_kind == "equation":
+        return equal(given, _says(b))
+    if gold_kind == "number":
+        return kind == "number" and _same_number(a, b)
+    if gold_kind == "base":  # which base is for the question to say
+        return kind == "number" and b[0] == str(a[0])
+    if gold_kind in ("words", "clock") or kind in ("words", "clock", "base"):
         return False
-    # a plain "pi/2" or "sqrt(3)" is as good as the LaTeX for it, which alone math-verify reads
-    given = re.sub(r"(?<![\\A-Za-z])(pi|sqrt)(?![A-Za-z])", r"\\\1", given)
-    return _latex_same(re.sub(r"\\sqrt\(([^()]*)\)", r"\\sqrt{\1}", given), gold)
+    if kind == "unread":
+        return None
+    if gold_kind == "unread":
+        return False
+    if gold_kind == "expression":
+        return kind in ("number", "expression") and _same_value(given, gold)
+    if kind in ("number", "expression") or len(a) != len(b):
+        return False
+    ranking = any(part[0] == "words" for part in b)
+    listed = gold_kind == "list" and kind in ("list", "()", "[]") and not ranking
+    if listed or kind == gold_kind == "union":
+        return _same_set(a, b)
+    if kind != gold_kind and (kind, gold_kind) != ("list", "()"):
+        return False
+    parts = {equal(x, y) for x, y in zip(a, b, strict=True)}
+    return False if False in parts else None if None in parts else True
 
 
-def _equal(a, b):
+def _says(sides):
+    """What an equation says: the last side of those that are equal, a name in front left out."""
+    sides = sides[1:] if _is_name(sides[0]) else sides
+    *others, last = (_part(list(side)) for side in sides)
+    nested = any(kind == "equation" for kind, _ in (*others, last))
+    holds = not nested and all(equal(last, other) for other in others)
+    return last if holds else ("words", sides)
+
+
+def _same_line(a, b):
+    """x + y = 1 is 2x + 2y = 2: left minus right is the same, but for a factor."""
+    try:
+        ratios = [[_value(("expression", left), point) - _value(("expression", right), point)
+                   for left, right in (a, b)] for point in range(3)]
+        first, *others = (x / y for x, y in ratios)
+    except (ValueError, ArithmeticError):
+        return False
+    return all(cmath.isclose(first, other, rel_tol=1e-11) for other in others)
+
+
+def _same_number(a, b):
     (x, x_percent), (y, y_percent) = a, b
     if x == y or x_percent == y_percent:
         return x == y
@@ -74,128 +214,79 @@ def _equal(a, b):
     return x / 100 == y if x_percent else x == y / 100
 
 
-def number(text):
-    """A number as written by people or in LaTeX -> (Fraction, whether it is a percentage), or None.
-
-    "1,000", "$1000.00", "1000 dollars", "1/2", "3\\frac{1}{2}", "1e3", "90^\\circ", "x = 5". ASCII
-    digits only.
-    """
-    s = _plain(text) if len(text) <= 4 * LONGEST else ""
-    s = re.sub(r"^[A-Za-z]{1,12}\s*=\s*", "", s)
-    s = re.sub(r"\\frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}", r" \1/\2", s)
-    s = re.sub(r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r" \1/\2", s)
-    m = NUMBER.fullmatch(s.strip())
-    if not m:
-        return None
-    if m["over"]:
-        if not int(m["under"]):
-            return None
-        value = int(m["whole"] or 0) + Fraction(int(m["over"]), int(m["under"]))
-    else:
-        digits = m["digits"].replace(",", "").rstrip(".")
-        value = Fraction(digits) * Fraction(10) ** int(m["exp"] or 0)
-    words = [w for w in re.split(r"[ /.'-]+", m["unit"].lower()) if w]
-    if words and words[0] in SCALES:
-        value *= SCALES[words.pop(0)]
-    if any(w in NOT_UNITS for w in words):
-        return None
-    attached = not m["space"] and not m["percent"] and m["unit"][:1].isalpha()
-    if words and not (words[0] in UNITS or not attached and any(len(w) > 2 for w in words)):
-        return None  # "2x" and "5 i" are algebra, "5cm" and "5 a day" are not
-    return (-value if m["sign"] == "-" else value), bool(m["percent"])
+def _same_value(given, gold):
+    """At two points where the letters are positive, and at one where they are negative."""
+    try:
+        for point in range(3):
+            x, y = _value(given, point), _value(gold, point)
+            exact = isinstance(x, Fraction) and isinstance(y, Fraction)
+            if not (x == y if exact else cmath.isclose(x, y, rel_tol=1e-11)):
+                return False if point < 2 else None
+    except (ValueError, ArithmeticError):  # beyond floating point
+        return False
+    return True
 
 
-def _plain(s):
-    """Drops what does not change an answer's meaning: maths delimiters, spacing commands, currency,
-    \\text, degrees."""
-    s = s.replace("\u2212", "-").replace("\u00a0", " ").replace("\u202f", " ")
-    s = s.replace("\\$", "").replace("\\%", "%")
-    if (box := last_boxed(s)) is not None:
-        s = box
-    s = re.sub(r"\\!\s*", "", s)
-    s = re.sub(r"\\[()\[\]!,;: ]|\\(left|right|degree)(?![a-z])|\^\s*(\\circ|\{\\circ\})"
-               r"|[$\u20ac\u00a3\u00b0*]", "", s)
-    s = re.sub(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}", r" \1", s).replace("{,}", ",")
-    s = re.sub(r"\\[dt]frac", r"\\frac", s)
-    return re.sub(r"\s+", " ", s).strip().rstrip(".").strip()
+@functools.lru_cache(maxsize=1 << 14)
+def _value(answer, point):
+    kind, content = answer
+    return content[0] if kind == "number" else Value(content, point).value
 
 
-class _Grader:
-    """math-verify in a child process. Its own time limits are signals, which only work in the main
-    thread and cannot stop a bignum power; a child can be killed from any thread, and one that eats
-    memory takes nothing down with it."""
-
-    def __init__(self, seconds=3.0):
-        self.seconds, self.lock, self.child = seconds, threading.Lock(), None
-
-    def ask(self, given, gold):
-        with self.lock:
-            if self.child is None or self.child.poll() is not None:
-                self._start()
-            try:
-                self.child.stdin.write((json.dumps([given, gold]) + "\n").encode())
-                self.child.stdin.flush()
-                return self._read(self.seconds) == b"1"
-            except BrokenPipeError:
-                self.stop()
-                return False
-
-    def _start(self):
-        self.child = subprocess.Popen(
-            [sys.executable, __file__, "--grader"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            start_new_session=True)  # ctrl-C is for the run, which saves first
-        if self._read(120.0) != b"r":
-            raise ValueError("math-verify does not start; pip install -r requirements.txt")
-
-    def _read(self, seconds):
-        ready = select.select([self.child.stdout], [], [], seconds)[0]
-        got = os.read(self.child.stdout.fileno(), 1) if ready else b""
-        if not got:
-            self.stop()
-        return got
-
-    def stop(self):
-        if self.child is not None:
-            self.child.kill()
-            self.child.wait()
-            self.child.stdin.close()
-            self.child.stdout.close()
-            self.child = None
+def _same_set(a, b):
+    left = list(a)
+    for gold in b:
+        verdicts = [equal(given, gold) for given in left]
+        if True not in verdicts:
+            return None if None in verdicts else False
+        del left[verdicts.index(True)]
+    return True
 
 
-_grader = _Grader()
-atexit.register(_grader.stop)
+def same(given, gold):
+    """Is the given answer the gold one? Where gold is a number the answer must be one too."""
+    return same_all([(given, gold)])[0]
 
 
-@functools.lru_cache(maxsize=4096)
-def _latex_same(given, gold):
-    return _grader.ask(given, gold)
+def same_all(pairs):
+    """`same` of each (given, gold), those for math-verify side by side: a step's at once."""
+    verdicts = [_verdict(*pair) for pair in pairs]
+    asked = [v for v in verdicts if isinstance(v, tuple)]
+    told = dict(zip(asked, judge.ask(asked), strict=True))
+    return [told.get(v, v) for v in verdicts]
 
 
-def _grader_main():
-    import logging
-    import resource
+def _verdict(given, gold):
+    """True, False, or what to ask math-verify."""
+    if len(given) > 4 * LONGEST:
+        return False
+    given, gold = (clean(text if (box := last_boxed(text)) is None else box)
+                   for text in (given, gold))
+    if not given or len(given) > LONGEST:
+        return False
+    if read(gold)[0] == "list" and read(given)[0] == "number":  # "81,256" is two numbers here
+        given = given.replace(",", ", ")
+    verdict = equal(read(given), read(gold))
+    if verdict is None:
+        verdict = _is_cheap(given) and _is_cheap(gold) and (given, gold)
+    return verdict
 
-    import math_verify
 
-    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    logging.disable(logging.CRITICAL)
-    out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # nothing a library prints may land among the verdicts
-    out.write(b"r")
-    for line in sys.stdin:
-        try:
-            given, gold = (math_verify.parse(f"${s}$", parsing_timeout=None)
-                           for s in json.loads(line))
-            out.write(b"1" if math_verify.verify(gold, given, timeout_seconds=None) else b"0")
-        except Exception:  # sympy raises anything on what it cannot read; that is a wrong answer
-            out.write(b"0")
+def _is_cheap(text):
+    """Mathematics, and nothing that sympy could work on for long, as far as one can see."""
+    try:
+        tokens = tokenize(text)
+    except (ValueError, IndexError):
+        return False
+    known = JUDGED.issuperset(t for t in tokens if t[0] == "\\")
+    return known and not HARD.search(" ".join(tokens))
+
+
+def main(argv):
+    if len(argv) != 2:
+        sys.exit("usage: python -m runtime.grade ANSWER GOLD")
+    print("same" if same(*argv) else "different")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--grader"]:
-        _grader_main()
-    elif len(sys.argv) == 3:
-        print("same" if same(*sys.argv[1:]) else "different")
-    else:
-        sys.exit("usage: python -m runtime.grade ANSWER GOLD")
+    main(sys.argv[1:])

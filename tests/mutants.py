@@ -339,14 +339,13 @@ MUTANTS = {
          "data::own_reward_sees_the_whole_row_and_may_return_a_number"),
     ],
     "runtime/grade.py": [
-        ("the sign is ignored", 'if m["sign"] == "-"', 'if m["sign"] == "~"',
-         "data::what_is_another_number_is_wrong", "data::numbers_are_compared_as_numbers"),
-        ("fractions lose their whole part", 'int(m["whole"] or 0) + Fraction', "Fraction",
-         "data::numbers_are_compared_as_numbers"),
-        ("any number is the right one", "return a is not None and _equal(a, b)",
-         "return a is not None", "data::what_is_another_number_is_wrong"),
         ("the first box counts", "if at > best[0]:", "if best[1] is None:",
          "data::boxed_braces_balance_and_the_last_box_counts"),
+        ("a percentage is its number", "return x / 100 == y if x_percent else x == y / 100",
+         "return x == y", "grade::numbers_are_compared_as_numbers"),
+        ("an answer that cannot be read is right", "if not given or len(given) > LONGEST:\n        "
+         "return False", "if not given or len(given) > LONGEST:\n        return True",
+         "grade::what_is_another_number_is_wrong"),
     ],
     "weights/formats.py": [
         ("ties go to the odd code", "(2.5, 0)", "(2.5, 1)",

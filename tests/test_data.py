@@ -1,11 +1,9 @@
 """Data sets, prompts and rewards. CPU, no network, no model."""
 import http.server
 import json
-import os
 import random
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,78 +21,11 @@ def write(path, rows):
     return path
 
 
+# ---- reward
+
 def tagged(answer):
     return f"<think>so</think><answer>{answer}</answer>"
 
-
-# ---- numbers and answers
-
-SAME = [
-    ("1,000", "1000"), ("$1000.00", "1000"), ("1000 dollars", "1,000"), ("1000.", "1000"),
-    ("-5", "−5"), ("x = 5", "5"), ("0.5", "1/2"), ("\\frac{1}{2}", "0.5"), ("\\dfrac12", "1/2"),
-    ("3\\frac{1}{2}", "3.5"), ("-\\frac{33}{2}", "-16.5"), ("1e3", "1000"),
-    ("3 million", "3000000"), ("18 per day", "$18"), ("5 cm", "5"), ("5cm", "5"),
-    ("90", "90^\\circ"), ("50%", "50"), ("50%", "1/2"), ("50\\%", "50%"), ("\\boxed{42}", "42"),
-    ("$42$", "42"), ("\\(42\\)", "42"), ("**42**", "42"),
-    ("5 a day", "5"), ("$5/hour", "5"),
-    ("11,\\! 111", "11111"), ("1{,}000", "1000"), ("42409", "\\$42409"), ("6 \\text{ units}", "6"),
-    ("evelyn", "\\text{Evelyn}"),
-]
-DIFFERENT = [
-    ("50", "0.5"), ("42 pi", "42"), ("2x", "2"), ("3+4", "7"), ("7 or 8", "7"), ("12,34", "1234"),
-    ("3 million", "3"), ("", "5"), ("1/0", "5"), ("nan", "0"), ("inf", "1e9"), ("٤٢", "42"),
-    ("0.33", "1/3"), ("4", "42"), ("42", "4"), ("2", "2x"), ("-5", "5"),
-    ("5 or x", "5"), ("3 x y", "3"), ("x" * 2000 + " " * 1700 + "42", "42"),
-]
-
-
-@pytest.mark.parametrize(("given", "gold"), SAME)
-def test_numbers_are_compared_as_numbers(given, gold):
-    """A right answer written another way is right, in both prompt styles."""
-    assert grade.same(given, gold)
-    assert data.reward(tagged(given), gold)["reward"] == pytest.approx(1.2)
-    assert data.reward(f"so \\boxed{{{given}}}", gold, "boxed")["correct"]
-
-
-@pytest.mark.parametrize(("given", "gold"), DIFFERENT)
-def test_what_is_another_number_is_wrong(given, gold):
-    """Neither digits alone, nor an unevaluated expression, nor a prefix of the number passes."""
-    assert not grade.same(given, gold)
-    assert data.reward(tagged(given), gold)["reward"] == pytest.approx(0.2)
-
-
-def test_plain_answer_passes_the_latex_grader():
-    """A plain <answer>42</answer> used to fail a grader that only reads LaTeX."""
-    for given, gold in [("42", "42"), ("p-q", "p - q"), ("14/3", "\\frac{14}{3}"),
-                        ("0.5x", "\\frac{1}{2}x"), ("3sqrt(13)", "$3\\sqrt{13}$"),
-                        ("(3, pi/2)", "\\left( 3, \\frac{\\pi}{2} \\right)"),
-                        ("(x+1)^2", "x^2+2x+1")]:
-        assert data.reward(tagged(given), gold)["correct"], (given, gold)
-    for given, gold in [("q-p", "p - q"), ("(0,3)", "[0,3)"), ("x^2", "x^3")]:
-        assert not data.reward(tagged(given), gold)["correct"], (given, gold)
-
-
-def test_latex_is_graded_off_the_main_thread():
-    """math-verify's time limits are signals, which raise in any thread but the main one."""
-    out = []
-    t = threading.Thread(target=lambda: out.append(grade.same("1+y", "y + 1")))
-    t.start()
-    t.join()
-    assert out == [True]
-
-
-def test_a_hanging_grader_is_killed_and_the_next_answer_graded(monkeypatch):
-    """An answer that sympy cannot finish is wrong, and costs neither the run nor the grader."""
-    grader = grade._Grader(seconds=0.3)
-    grader._start()
-    os.kill(grader.child.pid, 19)  # SIGSTOP: what never returns
-    assert grader.ask("x", "x") is False
-    grader.seconds = 30.0
-    assert grader.ask("x", "x") is True
-    grader.stop()
-
-
-# ---- reward
 
 def test_the_last_answer_counts():
     reward = data.reward(f"{tagged(1)} no: {tagged(2)}", "2")
@@ -138,33 +69,6 @@ def test_boxed_braces_balance_and_the_last_box_counts():
     assert data.reward("= 10-3 = 7", "7", "boxed")["correct"]
     assert data.reward("it fell by -3 in all", "-3", "boxed")["correct"]
     assert data.reward("costs $1,234.50.", "1234.5", "boxed")["correct"]
-
-
-def test_no_completion_can_crash_or_hang_the_reward(monkeypatch):
-    """Anything a model may emit is graded, in linear time: deep braces, huge numbers and exponents,
-    odd bytes, half tags."""
-    rng = random.Random(0)
-    parts = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "\\frac", "1",
-             "9", "/", "e", ",", ".", "$", "%", "\\", "^", "x", "\u221a", "\u0664", "\x00",
-             "\ud800", " ", "\n", "-"]
-    texts = ["".join(rng.choice(parts) for _ in range(rng.randint(0, 40))) for _ in range(1500)]
-    parts += ["<think></think><answer>", "1,000", "1/", "\\boxed{1}", "- "]
-    texts += [p * 40000 for p in parts]
-    for inside in ("9" * 100000, "1e999999", "1e-999999", "9" * 4301, "9^{9^{9^{9}}}", "{" * 5000,
-                   "1/" + "0" * 50, "nan", "inf"):
-        texts += [tagged(inside), f"\\boxed{{{inside}}}", inside]
-    texts += [rng.randbytes(200).decode("utf-8", "replace") for _ in range(50)]
-    for text in texts:
-        for style in ("tags", "boxed"):
-            score = data.reward(text, "5", style)
-            assert score["reward"] in (0, 0.2, 1.0, 1.2)
-    monkeypatch.setattr(grade._grader, "seconds", 1.0)
-    begin = time.time()
-    for inside in ("9^{9^{9^{9}}}", "x^" * 150, "(" * 300, "\\frac{" * 60, "x" * 100000,
-                   "\\sqrt" * 50, "\x00", "\ud800"):
-        assert not data.reward(tagged(inside), "y^2")["correct"]
-    # a hang, not a speed: each answer has its second, then the grader is killed
-    assert time.time() - begin < 60
 
 
 # ---- a reward of one's own

@@ -1,0 +1,337 @@
+"""The grader: what an answer is, when two are the same, and what no completion can do to a run. CPU."""
+import csv
+import itertools
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+from runtime import grade, latex
+from runtime.judge import MEMORY, Judge
+
+ROOT = Path(__file__).resolve().parents[1]
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+with open(ROOT / "tests" / "fixtures" / "grading.tsv", encoding="utf-8", newline="") as f:
+    TABLE = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """No verdict of math-verify depends on how busy the machine is."""
+    monkeypatch.setattr(grade.judge, "seconds", 60.0)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Nothing may be asked of math-verify."""
+    def ask(pairs):
+        assert not pairs
+        return []
+
+    monkeypatch.setattr(grade.judge, "ask", ask)
+
+
+# ---- answers
+
+def test_the_table_of_answers(patient):
+    """Real golds of the six sets, each in five spellings and beside what it is not: matrices whose row separators were
+    eaten, digits glued together, units, times of day, right answers in brackets or behind "x =" (see the file)."""
+    verdicts = grade.same_all([(row["answer"], row["gold"]) for row in TABLE])
+    wrong = [(row["gold"], row["answer"], row["verdict"]) for row, same in zip(TABLE, verdicts, strict=True)
+             if same != (row["verdict"] == "same")]
+    assert not wrong
+
+
+@pytest.mark.parametrize(("style", "text"), [("tags", "<think>so</think><answer>{}</answer>"), ("boxed", "so \\boxed{{{}}}.")])
+def test_the_table_as_completions(style, text, patient):
+    """The same answers where a model writes them, graded as a batch and one by one."""
+    rows = [row for row in TABLE if "boxed" not in row["answer"]]
+    completions = [(text.format(row["answer"]), row["gold"]) for row in rows]
+    rewards = data.rewards(completions, style)
+    assert [r["correct"] for r in rewards] == [row["verdict"] == "same" for row in rows]
+    assert all(r["format"] for r in rewards)
+    assert rewards[::20] == [data.reward(*c, style) for c in completions[::20]]
+
+
+def test_the_table_is_whole():
+    """Every set, five spellings of every gold, and why each verdict that differs from math-verify's does."""
+    assert len(TABLE) >= 300
+    assert {row["set"] for row in TABLE} >= {"gsm8k", "math500", "aime24", "aime25", "amc23", "math_train"}
+    for gold, rows in itertools.groupby(sorted((r for r in TABLE if r["set"] != "-"), key=lambda r: r["gold"]), lambda r: r["gold"]):
+        verdicts = [row["verdict"] for row in rows]
+        assert verdicts.count("same") >= 5 and verdicts.count("different") >= 3, gold
+    for row in TABLE:
+        assert bool(row["math-verify"]) == bool(row["why they differ"]), row
+        assert row["verdict"] in ("same", "different") and row["verdict"] != row["math-verify"], row
+
+
+SAME = [
+    ("1,000", "1000"), ("$1000.00", "1000"), ("1000 dollars", "1,000"), ("1000.", "1000"), ("-5", "−5"), ("x = 5", "5"),
+    ("0.5", "1/2"), ("\\frac{1}{2}", "0.5"), ("\\dfrac12", "1/2"), ("3\\frac{1}{2}", "3.5"), ("-\\frac{33}{2}", "-16.5"),
+    ("1e3", "1000"), ("3 million", "3000000"), ("18 per day", "$18"), ("5 cm", "5"), ("5cm", "5"), ("90", "90^\\circ"),
+    ("50%", "50"), ("50%", "1/2"), ("50\\%", "50%"), ("\\boxed{42}", "42"), ("$42$", "42"), ("\\(42\\)", "42"), ("**42**", "42"),
+    ("5 a day", "5"), ("$5/hour", "5"),
+    ("11,\\! 111", "11111"), ("1{,}000", "1000"), ("42409", "\\$42409"), ("6 \\text{ units}", "6"), ("evelyn", "\\text{Evelyn}"),
+]
+DIFFERENT = [
+    ("50", "0.5"), ("42 pi", "42"), ("2x", "2"), ("3+4", "7"), ("7 or 8", "7"), ("12,34", "1234"), ("3 million", "3"), ("", "5"),
+    ("1/0", "5"), ("nan", "0"), ("inf", "1e9"), ("٤٢", "42"), ("0.33", "1/3"), ("4", "42"), ("42", "4"), ("2", "2x"), ("-5", "5"),
+    ("5 or x", "5"), ("3 x y", "3"), ("x" * 2000 + " " * 1700 + "42", "42"),
+]
+
+
+@pytest.mark.parametrize(("given", "gold"), SAME)
+def test_numbers_are_compared_as_numbers(given, gold):
+    """A right answer written another way is right, in both prompt styles."""
+    assert grade.same(given, gold)
+    assert data.reward(f"<think>so</think><answer>{given}</answer>", gold)["reward"] == pytest.approx(1.2)
+    assert data.reward(f"so \\boxed{{{given}}}", gold, "boxed")["correct"]
+
+
+@pytest.mark.parametrize(("given", "gold"), DIFFERENT)
+def test_what_is_another_number_is_wrong(given, gold):
+    """Neither digits alone, nor an unevaluated expression, nor a prefix of the number passes."""
+    assert not grade.same(given, gold)
+    assert data.reward(f"<think>so</think><answer>{given}</answer>", gold)["reward"] == pytest.approx(0.2)
+
+
+def test_plain_answer_passes_the_latex_grader():
+    """A plain <answer>42</answer> used to fail a grader that only reads LaTeX."""
+    for answer, gold in [("42", "42"), ("p-q", "p - q"), ("14/3", "\\frac{14}{3}"), ("0.5x", "\\frac{1}{2}x"),
+                        ("(3, pi/2)", "\\left( 3, \\frac{\\pi}{2} \\right)"), ("3sqrt(13)", "$3\\sqrt{13}$"),
+                        ("(x+1)^2", "x^2+2x+1")]:
+        assert data.reward(f"<think>.</think><answer>{answer}</answer>", gold)["correct"], (given, gold)
+    for answer, gold in [("q-p", "p - q"), ("(0,3)", "[0,3)"), ("x^2", "x^3")]:
+        assert not data.reward(f"<think>.</think><answer>{answer}</answer>", gold)["correct"], (given, gold)
+
+
+def test_a_wrong_digit_or_sign_is_seen_wherever_it_stands(alone):
+    """266 of 515 matrices with one wrong entry once passed: any digit of any gold of the table, changed, is another answer."""
+    golds = {row["gold"] for row in TABLE if not re.search(r"0\.67|\\le|>", row["gold"])}  # 0.66 is about 2/3 too
+    rng = random.Random(0)
+    for gold in sorted(golds):
+        for at in [m.start() for m in re.finditer(r"[0-9]|(?<!\\)(?<!phantom )-", gold)]:
+            new = "+" if gold[at] == "-" else rng.choice("0123456789".replace(gold[at], ""))
+            assert not grade.same(gold[:at] + new + gold[at + 1:], gold), (gold, at, new)
+
+
+NUMBERS = st.fractions(min_value=-10**6, max_value=10**6, max_denominator=10**4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(NUMBERS, NUMBERS, st.sampled_from(["{}", "({})", "x = {}", "${}$", "\\boxed{{{}}}", "{} apples", "= {}", "\\mathbf{{{}}}"]))
+def test_a_number_is_the_same_in_any_spelling_and_no_other(x, y, around):
+    sign, over, under = "-" * (x < 0), abs(x.numerator), x.denominator
+    spelled = [f"{sign}{over}/{under}", f"{sign}\\frac{{{over}}}{{{under}}}", f"\\dfrac{{{x.numerator}}}{{{under}}}"]
+    if over > under > 1:
+        spelled += [f"{sign}{over // under}\\frac{{{over % under}}}{{{under}}}", f"{sign}{over // under} {over % under}/{under}"]
+    if under == 1:
+        spelled += [f"{x.numerator}.0", f"{x.numerator}"] + [f"{x.numerator:,}"] * (around != "({})")  # (1,100) is a pair
+    for s in spelled:
+        assert grade.same(around.format(s), str(x))
+        assert grade.same(around.format(s), str(y)) == (x == y)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([
+    "\\frac", "\\sqrt", "{", "}", "(", ")", "[", "]", "^", "_", "x", "2", "10", "1,000", ".", "!", "=", "<", ",", "\\cup", "\\pm", "/", "-",
+    "+", "\\begin{pmatrix}", "\\end{pmatrix}", "&", "\\\\", " ", "\\text{a}", " cm", " and ", "\\approx", "%", "\\circ", ":", "\\sin", "\\log_",
+    "\\infty", "\\in", "e", "e5", '"', "\\", "\u221a", "\u0664", "\x00", "\ud800", "$", "**", "'", "|", "3 1/2", "\\phantom", "\\boxed{", "\\foo"]),
+    max_size=40), st.sampled_from(["5", "x^2", "\\sqrt{2}", "(1,2)", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "x+y=1"]))
+def test_any_text_has_a_verdict(parts, gold):
+    """Nothing that can be written makes the reading raise, as answer or as gold."""
+    text = "".join(parts)
+    assert isinstance(grade._verdict(text, gold), bool | tuple)
+    assert isinstance(grade._verdict(gold, text), bool | tuple)
+
+
+def test_values_are_exact_while_they_are_rational():
+    """2^100 - 2 is not 2^100, which it is to sixteen digits."""
+    assert latex.Value("2 ^ 100 - 2".split()).value == Fraction(2**100 - 2)
+    assert not grade.same("2^{100}", "2^{100}-2") and grade.same("2(2^{99}-1)", "2^{100}-2")
+
+
+def test_as_a_command(capsys):
+    grade.main(["1,000 dollars", "1000"])
+    grade.main(["999", "1000"])
+    assert capsys.readouterr().out.split() == ["same", "different"]
+    with pytest.raises(SystemExit, match="usage"):
+        grade.main([])
+
+
+# ---- math-verify's processes
+
+def test_latex_is_graded_off_the_main_thread(patient):
+    """math-verify's time limits are signals, which raise in any thread but the main one. The thread that starts the
+    process may end long before the run does."""
+    out = []
+    for pair in [("1 < y", "y > 1"), ("2 < y", "y > 2")]:
+        t = threading.Thread(target=lambda pair=pair: out.append(grade.same(*pair)))
+        t.start()
+        t.join()
+    assert out == [True, True]
+
+
+@pytest.fixture(scope="module")
+def judge():
+    made = Judge(seconds=30.0)
+    yield made
+    made.stop()
+
+
+def test_what_sympy_cannot_finish_is_different_after_its_second(judge):
+    """A bignum power returns to no handler and no thread: the kernel ends it. The rest of the batch is graded."""
+    judge.ask([("x<1", "x<2")])
+    begin = time.time()
+    assert judge.ask([("10^{10^{10}}", "x"), ("x<3", "3>x")]) == [False, True]
+    assert judge.ask([("10^{10^{10}}", "x"), ("x<3", "3>x")]) == [False, True]  # what is known is not asked again
+    assert time.time() - begin < 15
+    assert judge.known == {("x<1", "x<2"): False, ("10^{10^{10}}", "x"): False, ("x<3", "3>x"): True}
+
+
+def test_a_batch_ends_with_its_time_and_what_was_not_reached_is_asked_again(judge, monkeypatch):
+    pairs = [(f"10^{{10^{{{n}}}}}", "x") for n in range(10, 200)] + [("x<4", "4>x")]
+    monkeypatch.setattr(judge, "seconds", 0.5)
+    begin = time.time()
+    assert not any(judge.ask(pairs))
+    assert time.time() - begin < 5
+    assert pairs[-1] not in judge.known
+    monkeypatch.undo()
+    assert judge.ask(pairs[-1:]) == [True]
+
+
+def test_a_grader_has_a_limit_of_memory_and_ends_when_its_input_closes(judge):
+    judge.ask([("x<1", "x<2")])
+    if hasattr(resource, "prlimit"):
+        assert resource.prlimit(judge.process.pid, resource.RLIMIT_AS) == (MEMORY, MEMORY)
+    judge.process.stdin.close()
+    assert judge.process.wait(10) == 0
+
+
+def test_a_hanging_grader_is_killed_and_the_next_answer_graded(judge, monkeypatch):
+    """A process that answers nothing costs neither the run nor the answers after it."""
+    judge.ask([("x<5", "x<6")])
+    os.kill(judge.process.pid, signal.SIGSTOP)  # what never returns
+    monkeypatch.setattr(judge, "seconds", 0.3)
+    assert judge.ask([("x<1", "1>x")]) == [False]
+    monkeypatch.undo()
+    assert judge.ask([("x<1", "1>x")]) == [True]
+
+
+def members(group):
+    """Processes of a group that run."""
+    out = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(pgrp) == group and state not in "ZX":
+            out.append(int(stat.parent.name))
+    return out
+
+
+def wait_for(condition, seconds=20):
+    end = time.time() + seconds
+    while not condition() and time.time() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+BUSY = """
+import sys, threading
+from runtime.judge import Judge
+judge = Judge(seconds=60)
+judge.ask([("x<1", "x<2")])
+print(judge.process.pid, flush=True)
+judge.ask([(f"10^{{10^{{{n}}}}}", "x") for n in range(10, 500)])
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("victim", ["run", "grader"])
+def test_busy_graders_die_with_their_parent(victim):
+    """A kill -9 of the run once left a grader at work on a bignum for hours."""
+    run = subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    group = int(run.stdout.readline())
+    try:
+        assert wait_for(lambda: len(members(group)) > 1)
+        children = [pid for pid in members(group) if pid != group]
+        os.kill(run.pid if victim == "run" else group, signal.SIGKILL)
+        assert wait_for(lambda: not any(pid in members(group) for pid in (group, *children)), 3)
+        assert victim == "grader" or wait_for(lambda: not members(group), 3)
+    finally:
+        run.kill()
+        run.wait()
+        run.stdout.close()
+
+
+def test_the_grader_ends_when_its_input_closes_and_has_a_limit_of_memory(judge):
+    judge.ask([("x<1", "x<2")])
+    if hasattr(resource, "prlimit"):
+        assert resource.prlimit(judge.process.pid, resource.RLIMIT_AS) == (MEMORY, MEMORY)
+    judge.process.stdin.close()
+    assert judge.process.wait(10) == 0
+
+
+# ---- hostile completions
+
+HOSTILE = [lambda n: f"10^{{10^{{{n}}}}}", lambda n: f"9^{{9^{{9^{{{n}}}}}}}", lambda n: f"{n}000!", lambda n: "(" * 150 + f"x+{n}" + ")" * 150,
+           lambda n: f"\\binom{{{n}000000}}{{{n}00000}}", lambda n: f"\\int_0^{{{n}}} e^{{-x^{{99}}}} dx", lambda n: "\\frac{" * 60 + str(n),
+           lambda n: f"\\sum_{{k=1}}^{{{n}00000}} \\frac{{1}}{{k^5}}", lambda n: f"(x+y+z)^{{9{n}}}", lambda n: "\\sqrt{" * 40 + f"{n}" + "}" * 40,
+           lambda n: f"\\prod_{{k=1}}^{{{n}}} k!", lambda n: "x^" * 120 + str(n), lambda n: f"\\lim_{{x\\to {n}}} x^x", lambda n: "\\sqrt" * 50 + str(n),
+           lambda n: f"2^{{99999{n}}}", lambda n: "9" * 390 + str(n), lambda n: f"1e99999{n}", lambda n: f"{n}!!", lambda n: "{" * 300 + str(n)]
+# these look like any inequality and keep sympy at work
+SLOW = [lambda n: "x > " + "\\cdot".join(f"(x+{n + k})^{{19}}" for k in range(12)),
+        lambda n: "\\sqrt{x} \\le " + "+".join(f"\\sqrt[{k + 9}]{{{n + k}}}" for k in range(20)),
+        lambda n: f"{n} > " + "+".join(f"x^{{{n + k}}}" for k in range(40))]
+GOLDS = ["5", "y^2", "\\sqrt{3}", "(2,3)", "x^2+y^2 \\le 1", "2x+3y=7", "\\{1,2\\}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", "x<3"]
+
+
+def test_towers_factorials_and_deep_nesting_never_reach_sympy(alone):
+    for make, gold in itertools.product(HOSTILE, GOLDS):
+        assert not grade.same(make(7), gold), (make(7), gold)
+
+
+def test_512_hostile_completions_cost_seconds(monkeypatch):
+    """They once took three or four seconds each, one after the other: a step stalled for minutes."""
+    monkeypatch.setattr(grade.judge, "seconds", 2.0)  # 5 in a run
+    grade.same("x<1", "x<2")  # the process starts once a run
+    makers = HOSTILE + 7 * SLOW
+    completions = [(f"\\boxed{{{makers[n % len(makers)](n)}}}", GOLDS[n % len(GOLDS)]) for n in range(512)]
+    begin = time.time()
+    assert not any(r["correct"] for r in data.rewards(completions, "boxed"))
+    assert time.time() - begin < 7
+
+
+def test_no_completion_can_crash_or_hang_the_reward():
+    """Anything a model may emit is graded, in linear time: deep braces, huge numbers and exponents, odd bytes, half tags."""
+    rng = random.Random(0)
+    parts = ["<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "\\frac", "1", "9", "/", "e", ",", ".", "$",
+             "%", "\\", "^", "x", "\u221a", "\u0664", "\x00", "\ud800", " ", "\n", "-"]
+    texts = ["".join(rng.choice(parts) for _ in range(rng.randint(0, 40))) for _ in range(1500)]
+    texts += [p * 40000 for p in (*parts, "<think></think><answer>", "1,000", "1/", "\\boxed{1}", "- ")]
+    for inside in ("9" * 100000, "1e999999", "1e-999999", "9" * 4301, "9^{9^{9^{9}}}", "{" * 5000, "1/" + "0" * 50, "nan", "inf"):
+        texts += [f"<think>a</think><answer>{inside}</answer>", f"\\boxed{{{inside}}}", inside]
+    texts += [bytes(rng.randrange(256) for _ in range(200)).decode("utf-8", "replace") for _ in range(50)]
+    for text in texts:
+        for style in ("tags", "boxed"):
+            score = data.reward(text, "5", style)
+            assert score["reward"] in (0, 0.2, 1.0, 1.2)
+    begin = time.time()
+    for inside in ("9^{9^{9^{9}}}", "x^" * 150, "(" * 300, "\\frac{" * 60, "x" * 100000, "\\sqrt" * 50, "\x00", "\ud800"):
+        assert not data.reward(f"<think>a</think><answer>{inside}</answer>", "y^2")["correct"]
+    assert time.time() - begin < 60  # a hang, not a speed
