@@ -1,4 +1,5 @@
-""" Adaptive Quantization Noise (QeRL, Sec. 3.3): scheduled Gaussian noise folded into the RMSNorm
+"""
+Adaptive Quantization Noise (QeRL, Sec. 3.3): scheduled Gaussian noise folded into the RMSNorm
 weights, so that a policy whose quantization error is static explores more, early, and less, late.
 
 Why a norm: y = x / rms(x) * (w + Z) feeds W as y W^T. Channel k of y is multiplied by (w + Z)[k] /
@@ -11,9 +12,9 @@ The noise is state of its own (`norm.noise`), never added to the weight: redrawi
 sigma 0 restores the clean model bit for bit, and a run cannot random-walk. It is written in place,
 so CUDA graphs that captured the buffers see it.
 
-    aqn.set_noise(model, aqn.sigma(step, total_steps, 1e-2, 5e-4), aqn.noise_seed(seed, step))  #
-    once an optimizer step with aqn.clean(model): update(...)
-    # Algorithm 1: the update is clean
+    sigma = aqn.sigma(step, total_steps, 1e-2, 5e-4)
+    aqn.set_noise(model, sigma, aqn.noise_seed(seed, step))    # once a step, before its rollouts
+    with aqn.clean(model): update(...)                         # Algorithm 1: the update is clean
 
 To try a noise of your own, write to the buffers after set_noise (here: only the second half of the
 layers, and scaled by w). Any module's buffer called `noise` will do: set_noise(model, 0) and

@@ -9,8 +9,8 @@ result in this field is a base model evaluated twice.
 
 Left out: Pass@k for k > 1, majority votes, few-shot prompts.
 
-    python eval.py --run runs/tiny-arithmetic-nvfp4-s0 --data arithmetic python eval.py --model
-    Qwen/Qwen2.5-3B-Instruct --data gsm8k,math500 --prompt-style boxed --greedy
+    python eval.py --run runs/tiny-arithmetic-nvfp4-s0 --data arithmetic
+    python eval.py --model Qwen/Qwen2.5-3B-Instruct --data gsm8k,math500 --prompt-style boxed
 """
 import json
 import math

@@ -1,4 +1,5 @@
-""" The RL mathematics of QeRL: advantages, objectives, log-probs through a chunked LM head, one
+"""
+The RL mathematics of QeRL: advantages, objectives, log-probs through a chunked LM head, one
 optimizer step.
 
 An objective is a triple: at which level a ratio is taken, what of it is maximised, and what the sum
@@ -12,8 +13,8 @@ Each loss is divided by the token or completion count of the *global* batch. So 
 micro-batches, and of GPUs, add up to exactly the full-batch loss: sum them, never average. Metrics
 add up likewise.
 
-    python -c "import torch, grpo; print(grpo.advantages(torch.tensor([[1., 0, 0, 1], [1, 1, 1,
-    1]])))" python -m pytest tests/test_grpo.py tests/test_loop.py
+    python -c "import torch, grpo; print(grpo.advantages(torch.tensor([[1., 0, 0, 1]])))"
+    python -m pytest tests/test_grpo.py tests/test_loop.py
 
 Shapes: P prompts, G completions a prompt, B rows, L tokens of a row (padded), T completion tokens
 (padded), S flat tokens, C hidden, V vocabulary.

@@ -1,4 +1,5 @@
-""" Every flag of train.py, eval.py and sample.py in one table, by groups: one name and one default
+"""
+Every flag of train.py, eval.py and sample.py in one table, by groups: one name and one default
 for one thing. And what the flags of a policy stand for: `load_policy` gives the model and tokenizer
 to all commands alike.
 

@@ -1,4 +1,5 @@
-""" What surrounds the loop of train.py: the run folder, checkpoints and resume, signals, metrics,
+"""
+What surrounds the loop of train.py: the run folder, checkpoints and resume, signals, metrics,
 the console.
 
 A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
@@ -8,8 +9,8 @@ eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png 
 Each file appears whole or not at all. Nothing is written before everything that can be refused has
 been; a folder without checkpoint/ holds nothing that is worth keeping, and a start takes it over.
 
-    python train.py --out runs/x                        # ctrl-C at any moment python train.py
-    --resume --out runs/x               # goes on; with a larger --steps beyond its end
+    python train.py --out runs/x                  # ctrl-C at any moment
+    python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
 """
 import argparse
 import hashlib

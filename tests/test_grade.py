@@ -113,9 +113,9 @@ def test_plain_answer_passes_the_latex_grader():
     for answer, gold in [("42", "42"), ("p-q", "p - q"), ("14/3", "\\frac{14}{3}"), ("0.5x", "\\frac{1}{2}x"),
                         ("(3, pi/2)", "\\left( 3, \\frac{\\pi}{2} \\right)"), ("3sqrt(13)", "$3\\sqrt{13}$"),
                         ("(x+1)^2", "x^2+2x+1")]:
-        assert data.reward(f"<think>.</think><answer>{answer}</answer>", gold)["correct"], (given, gold)
+        assert data.reward(f"<think>.</think><answer>{answer}</answer>", gold)["correct"], (answer, gold)
     for answer, gold in [("q-p", "p - q"), ("(0,3)", "[0,3)"), ("x^2", "x^3")]:
-        assert not data.reward(f"<think>.</think><answer>{answer}</answer>", gold)["correct"], (given, gold)
+        assert not data.reward(f"<think>.</think><answer>{answer}</answer>", gold)["correct"], (answer, gold)
 
 
 def test_a_wrong_digit_or_sign_is_seen_wherever_it_stands(alone):
