@@ -18,6 +18,7 @@ import math
 import re
 import sys
 from fractions import Fraction
+from itertools import takewhile
 
 from runtime.judge import judge
 from runtime.latex import CLOSE, FUNCTIONS, LETTERS, OPEN, Value, clean, split, tokenize
@@ -39,8 +40,8 @@ UNIT = rf'(?:"[A-Za-z]+"|[A-Za-z]{{4,}}|(?:{UNITS})(?![A-Za-z]))(?: \^ [23])?'
 TAIL = re.compile(rf" (?:(?:/|an?) )?{UNIT}(?: (?:[-/.] )?(?:{UNIT}|[amghs]\b(?: \^ [23])?)| \.)*$")
 CLOCK = re.compile(r'([0-9]{1,2}) : ([0-9]{2})(?: : ([0-9]{2}))?(?: "?([ap])(?: \. )?m"?)?', re.I)
 NAME = re.compile(r"(?:(?:\"[A-Za-z]+\"|\\angle) )*(?:[A-Za-z](?: \+ [A-Za-z])*|\\[A-Za-z]+"
-                  r"|\"[A-Za-z]+\"|[A-Z]{2,4}|[A-Za-z]{4,}|(?=\())(?: _ \w+)?(?: ')?"
-                  r"(?: ?\( [^()]* \))?")
+                  r"|\"[A-Za-z]+\"|[A-Z]{2,4}|[A-Za-z]{4,}|(?=\())"
+                  r"(?: _ \w+)?(?: ')?(?: ?\( [^()]* \))?")
 SEPARATORS = (",", ";", "and", "or", '"and"', '"or"')
 
 JUDGED = {*LETTERS, *FUNCTIONS, *(  # the commands that math-verify is asked about
@@ -91,6 +92,8 @@ def _read(tokens):
         return "clock", (hour, int(m[2]), int(m[3] or 0))
     if m := re.fullmatch(r"([0-9A-F ]+) _ ([0-9]+)", text):
         return "base", m.groups()
+    if tokens.count(":") > 1:  # 1:2:3 is not 1/6
+        return "unread", text
     items = [item for part in split(tokens, SEPARATORS) for item in _both_signs(part)]
     if len(items) != 1:
         return "list", tuple(map(_part, items))
@@ -131,7 +134,7 @@ def _read_scalar(tokens):
         words = re.findall("[a-z]+", tail[0].lower())
         if not NOT_UNITS & set(words):
             tokens, percent = text[: tail.start()].split(" "), words[0] == "percent"
-            scale = math.prod(SCALES.get(word, 1) for word in words)
+            scale = math.prod(map(SCALES.get, takewhile(SCALES.__contains__, words)))
     if tokens[-1] in ("%", "\\circ") and not FUNCTIONS.keys() & set(tokens):
         percent, tokens = percent or tokens[-1] == "%", tokens[:-1]
     try:
@@ -262,8 +265,8 @@ def _verdict(given, gold):
         return False
     given, gold = (clean(text if (box := last_boxed(text)) is None else box)
                    for text in (given, gold))
-    if not given or len(given) > LONGEST:
-        return False
+    if not given or max(len(given), len(gold)) > LONGEST:
+        return given == gold != ""
     if read(gold)[0] == "list" and read(given)[0] == "number":  # "81,256" is two numbers here
         given = given.replace(",", ", ")
     verdict = equal(read(given), read(gold))

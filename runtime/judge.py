@@ -3,8 +3,8 @@ math-verify, asked about many pairs of answers side by side, each in a process o
 
 No handler or thread can stop a power of big integers before it returns; the kernel can. So one
 process imports sympy once and forks a child for each pair. A child whose processor time is over or
-whose memory is too much is ended, and its exit status says what it found. A pair that was not
-reached in the batch's time is different for now, and asked again when it comes again.
+whose memory is too much is ended, and its exit status says what it found. A pair that a large batch
+had no time for is different for now, and asked again when it comes again.
 
 Left out: systems without fork.
 
@@ -12,10 +12,10 @@ Left out: systems without fork.
 """
 
 import atexit
+import contextlib
 import ctypes
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -85,8 +85,9 @@ class Judge:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.process.stdin.close()
             self.process.stdout.close()
+            with contextlib.suppress(BrokenPipeError):  # what was not sent
+                self.process.stdin.close()
             self.process = None
 
 
@@ -100,6 +101,7 @@ atexit.register(judge.stop)
 def main(parent):
     """Answers a line of JSON with a line of verdicts until stdin closes or the parent is gone."""
     import logging
+    import resource
 
     import math_verify
 
@@ -135,8 +137,9 @@ def _verdicts(verify, pairs, seconds, parent):
             running[pid] = i
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            same = os.waitstatus_to_exitcode(status) == SAME
-            verdicts[running.pop(pid)] = ord("1" if same else "0")
+            i, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+            if code >= 0 or share == MOST:
+                verdicts[i] = ord("1" if code == SAME else "0")
         else:
             time.sleep(0.001)
     for pid in running:
@@ -146,6 +149,8 @@ def _verdicts(verify, pairs, seconds, parent):
 
 
 def _child(verify, given, gold, seconds):
+    import resource
+
     same = False
     try:
         if sys.platform == "linux":
