@@ -343,9 +343,6 @@ MUTANTS = {
          "data::boxed_braces_balance_and_the_last_box_counts"),
         ("a percentage is its number", "return x / 100 == y if x_percent else x == y / 100",
          "return x == y", "grade::numbers_are_compared_as_numbers"),
-        ("an answer that cannot be read is right", "if not given or len(given) > LONGEST:\n        "
-         "return False", "if not given or len(given) > LONGEST:\n        return True",
-         "grade::what_is_another_number_is_wrong"),
     ],
     "weights/formats.py": [
         ("ties go to the odd code", "(2.5, 0)", "(2.5, 1)",
