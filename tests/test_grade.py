@@ -72,10 +72,19 @@ def test_the_table_is_whole():
     assert {row["set"] for row in TABLE} >= {"gsm8k", "math500", "aime24", "aime25", "amc23", "math_train"}
     for gold, rows in itertools.groupby(sorted((r for r in TABLE if r["set"] != "-"), key=lambda r: r["gold"]), lambda r: r["gold"]):
         verdicts = [row["verdict"] for row in rows]
-        assert verdicts.count("same") >= 5 and verdicts.count("different") >= 3, gold
+        assert verdicts.count("same") >= 5 and verdicts.count("different") >= 2, gold
     for row in TABLE:
         assert bool(row["math-verify"]) == bool(row["why they differ"]), row
         assert row["verdict"] in ("same", "different") and row["verdict"] != row["math-verify"], row
+
+
+def test_no_gold_is_another_gold(alone):
+    """Every gold of the table against every other: only those that say the same are the same."""
+    golds = sorted({row["gold"] for row in TABLE if row["set"] != "-" and "\\le" not in row["gold"]})
+    pairs = list(itertools.permutations(golds, 2))
+    passed = {frozenset(pair) for pair, same in zip(pairs, grade.same_all(pairs), strict=True) if same}
+    # the question says which base it wants, so the answer need not
+    assert passed == {frozenset(("[-2,7]", "x \\in [-2,7]")), frozenset(("204", "204_5"))}
 
 
 SAME = [
