@@ -37,26 +37,18 @@ def drawn(model, tok, rows, args, seed):
         eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows)
     out = [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in g]
            for row, g in zip(rows, groups, strict=True)]
-    for group in out:
-        for c in group:
-            c.reward = data.reward(tok.decode(c.ids), c.row["answer"], args.prompt_style)["reward"]
-        rewards = torch.tensor([[c.reward for c in group]])
-        for c, a in zip(group, grpo.advantages(rewards)[0].tolist(), strict=True):
-            c.advantage = a
+    for c in chain(*out):
+        c.reward = data.reward(tok.decode(c.ids), c.row["answer"], args.prompt_style)["reward"]
+    grpo.set_advantages(out)
     return list(chain(*out))
 
 
 def gradient_of(model, params, completions, settings):
     """(gradient of all parameters as one vector, share of clipped tokens) under the clean model."""
-    parts, tokens = [], sum(len(c.ids) for c in completions)
-    for batch in grpo.micro_batches(completions, settings.micro_batch_tokens):
-        loss, metrics = grpo.batch_loss(model, batch, settings, tokens, len(completions))
-        loss.backward()
-        parts.append(metrics)
+    m = grpo.mean_metrics(grpo.backward(model, completions, settings))
     flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
     for p in params:
         p.grad = None
-    m = grpo.mean_metrics(grpo.sum_metrics(parts))
     return flat, m["clip_low_frac"] + m["clip_high_frac"]
 
 

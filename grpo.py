@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -60,6 +61,16 @@ def advantages(rewards, scale=True, eps=1e-4):
     r = rewards.double()
     centred = r - r.mean(1, keepdim=True)
     return (centred / (r.std(1, keepdim=True) + eps) if scale else centred).float()
+
+
+def set_advantages(groups, scale=True):
+    """Fill in the advantage of each Completion from the rewards of its group; groups are P lists of
+    G completions, scale as of `advantages`."""
+    if groups:
+        rewards = torch.tensor([[c.reward for c in group] for group in groups])  # (P, G)
+        values = advantages(rewards, scale).flatten().tolist()
+        for c, value in zip(chain(*groups), values, strict=True):
+            c.advantage = value
 
 
 def soft_overlong_penalty(lengths, max_len, buffer):
@@ -437,12 +448,12 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
         s.max_new_tokens, entropy)
 
 
-def update(model, optimizer, completions, settings):
-    """One optimizer step on whole groups -> (summed metrics, gradient norm before clipping), or
-    None if none is trained.
+def backward(model, completions, settings):
+    """Add the gradient of the loss of whole groups to the parameters, micro-batch by micro-batch ->
+    summed metrics, or None if none is trained.
 
     The loss is normalised by the counts of all completions, so that micro-batches add up to the
-    full-batch loss. Where the norm is not finite nothing has changed."""
+    full-batch loss."""
     trained, parts = completions, []
     if settings.overlong == "mask":  # DAPO: what was cut is neither right nor wrong
         trained = [c for c in completions if c.finished]
@@ -455,11 +466,20 @@ def update(model, optimizer, completions, settings):
         loss, metrics = batch_loss(model, batch, settings, total_tokens, len(counted))
         loss.backward()
         parts.append(metrics)
+    return sum_metrics(parts)
+
+
+def update(model, optimizer, completions, settings):
+    """One optimizer step on whole groups -> (summed metrics, gradient norm before clipping), or
+    None if none is trained. Where the norm is not finite nothing has changed."""
+    metrics = backward(model, completions, settings)
+    if metrics is None:
+        return None
     norm = torch.nn.utils.clip_grad_norm_(optimizer.params, settings.grad_clip).item()
     if math.isfinite(norm):  # a NaN in one completion would be in every parameter after the step
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return sum_metrics(parts), norm
+    return metrics, norm
 
 
 class AdamW(torch.optim.AdamW):

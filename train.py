@@ -124,11 +124,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 3. Advantages: good or bad beside the other completions of its group; no critic.
         run.phase("update")
-        if groups:
-            rewards = torch.tensor([[c.reward for c in g] for g in groups])  # (P, G)
-            advantages = grpo.advantages(rewards, scale=args.loss != "dr_grpo").flatten()
-            for c, c_advantage in zip(chain(*groups), advantages.tolist(), strict=True):
-                c.advantage = c_advantage
+        grpo.set_advantages(groups, scale=args.loss != "dr_grpo")
 
         # 4. Optimizer steps, each on groups of its own. Algorithm 1 trains the clean policy; what
         #    sampled was a noisy one, so pi_old is the log-probs it recorded.

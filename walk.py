@@ -81,11 +81,10 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
           for s in group]
     for c in cs:
         c.reward = data.reward(c.text, row["answer"])["reward"]
-    advantages = grpo.advantages(torch.tensor([[c.reward for c in cs]]))[0]  # (1, G) -> (G,)
-    for c, a in zip(cs, advantages.tolist(), strict=True):
-        c.advantage = a
-        print(f"  reward {c.reward:.1f}, advantage {a:+.2f}, log p {sum(c.logprobs):6.2f}: "
-              f"{' '.join(c.text.split())!r}")
+    grpo.set_advantages([cs])
+    for c in cs:
+        print(f"  reward {c.reward:.1f}, advantage {c.advantage:+.2f}, "
+              f"log p {sum(c.logprobs):6.2f}: {' '.join(c.text.split())!r}")
 
     head("6. The clean policy's log-probs of the same tokens, and the ratio (grpo.py)")
     aqn.set_noise(model, 0.0)

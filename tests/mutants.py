@@ -40,8 +40,6 @@ LIBRARIES = ("pytest", "torch", "torch._dynamo", "torch.utils.checkpoint", "nump
 # written as file::name without the two words "test_".
 MUTANTS = {
     "train.py": [
-        ("advantages negated", "advantages.tolist()", "(-advantages).tolist()",
-         "loop::advantages_are_the_rewards_within_their_group"),
         ("the noise stays on in the update", 'args.aqn_scope == "rollout"', "False",
          "loop::noise_is_in_the_rollout_and_not_in_the_update"),
         ("the noise is off in the update of scope both", 'args.aqn_scope == "rollout"', "True",
@@ -180,6 +178,9 @@ MUTANTS = {
          "train::micro_batches_hold_no_more_than_their_budget"),
         ("the overlong mask is ignored", 'settings.overlong == "mask"', "False",
          "loop::overlong_mask_leaves_cut_completions_out"),
+        ("advantages negated", "values = advantages(rewards, scale)",
+         "values = -advantages(rewards, scale)",
+         "loop::advantages_are_the_rewards_within_their_group"),
         ("Dr.GRPO's divisor counts the finished ones", "counted = completions if",
          "counted = trained if",
          "loop::dr_grpo_divides_by_a_constant_also_where_completions_are_masked"),
@@ -188,7 +189,7 @@ MUTANTS = {
         ("the loss of the last micro-batch", "parts.append(metrics)", "parts = [metrics]",
          "train::any_micro_batching_gives_the_same_gradient_and_loss"),
         ("the gradient of the last micro-batch", "        loss.backward()",
-         "        optimizer.zero_grad() or loss.backward()",
+         "        model.zero_grad() or loss.backward()",
          "train::any_micro_batching_gives_the_same_gradient_and_loss"),
         ("gradients are not clipped", "optimizer.params, settings.grad_clip",
          "optimizer.params, 1e9", "loop::gradients_are_clipped_and_the_norm_before_is_logged"),

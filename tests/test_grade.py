@@ -294,14 +294,6 @@ def test_busy_graders_die_with_their_parent(victim):
         run.stdout.close()
 
 
-def test_the_grader_ends_when_its_input_closes_and_has_a_limit_of_memory(judge):
-    judge.ask([("x<1", "x<2")])
-    if hasattr(resource, "prlimit"):
-        assert resource.prlimit(judge.process.pid, resource.RLIMIT_AS) == (MEMORY, MEMORY)
-    judge.process.stdin.close()
-    assert judge.process.wait(10) == 0
-
-
 # ---- hostile completions
 
 HOSTILE = [lambda n: f"10^{{10^{{{n}}}}}", lambda n: f"9^{{9^{{9^{{{n}}}}}}}", lambda n: f"{n}000!", lambda n: "(" * 150 + f"x+{n}" + ")" * 150,

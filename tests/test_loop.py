@@ -18,6 +18,7 @@ import plot
 import sample
 import train
 from runtime import flags, run
+from tests.conftest import adapted, drawn
 
 POLICY_LOSS = grpo.policy_loss
 SMALL = ["--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
@@ -306,20 +307,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch):
 @pytest.fixture(scope="module")
 def policy():
     """(model whose adapter does something, its optimizer, eight graded completions of two prompts, two of them cut)."""
-    tok = data.Tokenizer(flags.TINY)
-    model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
-    model.valid_vocab = len(tok)
-    params = lora.add_lora(model, 4, 4)
-    torch.manual_seed(0)
-    for p in params:
-        p.data.add_(0.05 * torch.randn_like(p))
-    rows, _ = data.prompts(tok, data.load("arithmetic", "train", n=2))
-    groups = sample.generate(model, [row["ids"] for row in rows], 4, 40, eos_ids=tok.eos_ids, seed=1)
-    completions = [grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished, advantage=i - 1.4)
-                   for row, g in zip(rows, groups, strict=True) for i, s in enumerate(g)]
+    model, tok, optimizer = adapted(0.05)
+    completions = drawn(model, tok, 2, seed=1)
     for i, c in enumerate(completions):
-        c.finished = i not in (1, 6)
-    return model, grpo.AdamW(params, 0.0, (0.9, 0.99), 0.0), completions
+        c.finished, c.advantage = i not in (1, 6), i % 4 - 1.4
+    return model, optimizer, completions
 
 
 def arguments(policy, monkeypatch, **settings):

@@ -23,6 +23,7 @@ import sample
 import train
 from runtime import flags
 from runtime.run import Run, digest_of, warnings_for
+from tests.conftest import adapted, drawn
 from weights.files import lock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,24 +66,11 @@ def straight(tmp_path_factory):
 @pytest.fixture(scope="module")
 def policy():
     """(model with an adapter that does something, tokenizer, completions, optimizer)."""
-    tok = data.Tokenizer(flags.TINY)
-    model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
-    model.valid_vocab = len(tok)
-    params = lora.add_lora(model, 4, 4)
-    torch.manual_seed(0)
-    for p in params:
-        p.data.add_(0.02 * torch.randn_like(p))
-    rows, _ = data.prompts(tok, data.load("arithmetic", "train", n=4))
-    completions = drawn(model, tok, rows)
+    model, tok, optimizer = adapted(0.02)
+    completions = drawn(model, tok, 4)
     for i, c in enumerate(completions):
-        c.advantage = float(i % 4) - 1.4
-    return model, tok, completions, grpo.AdamW(params, 0.0, (0.9, 0.99), 0.0)
-
-
-def drawn(model, tok, rows, **options):
-    groups = sample.generate(model, [row["ids"] for row in rows], 4, 40, eos_ids=tok.eos_ids, **options)
-    return [grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished)
-            for row, group in zip(rows, groups, strict=True) for s in group]
+        c.advantage = i % 4 - 1.4
+    return model, tok, completions, optimizer
 
 
 def test_a_run_leaves_every_file_it_promises(straight):
@@ -308,7 +296,7 @@ def test_sampler_and_trainer_agree_on_every_token(policy):
     """Invariant 2, defect 12: the log-probs recorded while sampling are the trainer's, temperature and masked ids included."""
     model, tok, completions, _ = policy
     for temperature in (1.0, 0.7):
-        cs = completions if temperature == 1.0 else drawn(model, tok, [c.row for c in completions[::4]], temperature=0.7, seed=3)
+        cs = completions if temperature == 1.0 else drawn(model, tok, 4, temperature=0.7, seed=3)
         with torch.no_grad():
             logp, _, mask = grpo.completion_logprobs(model, cs, temperature)
         for c, values, m in zip(cs, logp, mask, strict=True):
