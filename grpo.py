@@ -28,7 +28,7 @@ from itertools import chain
 import torch
 
 import lora
-from model import logits
+from model import logits, to_device
 
 
 @dataclass
@@ -270,6 +270,21 @@ def log_softmax_chunk(hidden, weight, temperature, valid_vocab):
     return torch.log_softmax(x, dim=-1)
 
 
+def score(hidden, weight, targets, temperature, valid_vocab):
+    """(log p(target) (c,), entropy (c,), softmax - onehot(target) (c, V)) of a chunk."""
+    if hidden.is_cuda and weight.dtype == torch.bfloat16:
+        from runtime import packed  # the same in one kernel
+
+        return packed.score(logits(hidden, weight), targets, temperature, valid_vocab)
+    lp = log_softmax_chunk(hidden, weight, temperature, valid_vocab)
+    t = targets[:, None]
+    logp = lp.gather(1, t)[:, 0]
+    p = lp.exp_()
+    entropy = torch.special.entr(p).sum(1)  # -p log p, and 0 at p = 0
+    # before rounding to 16 bits: no cancellation after
+    return logp, entropy, p.scatter_add_(1, t, p.new_full(t.shape, -1.0)).to(weight.dtype)
+
+
 class TokenLogprobs(torch.autograd.Function):
     """log p(target) and entropy, chunk by chunk over the tokens; nothing wider than a chunk's (c,
     V) lives in either pass.
@@ -290,16 +305,10 @@ class TokenLogprobs(torch.autograd.Function):
         slope = torch.empty_like(hidden) if need_hidden else None
         for i in range(0, len(hidden), chunk):
             s = slice(i, i + chunk)
-            lp = log_softmax_chunk(hidden[s], weight, temperature, valid_vocab)  # (c, V)
-            t = targets[s, None]  # (c, 1)
-            logp[s] = lp.gather(1, t)[:, 0]
-            p = lp.exp_()
-            entropy[s] = torch.special.entr(p).sum(1)  # -p log p, and 0 at p = 0
+            logp[s], entropy[s], p = score(hidden[s], weight, targets[s], temperature, valid_vocab)
             if need_hidden:
-                # p - onehot, before rounding to bf16: no cancellation after
-                p.scatter_add_(1, t, p.new_full(t.shape, -1.0))
-                slope[s] = p.to(weight.dtype) @ weight  # (c, V) @ (V, C)
-            del lp, p  # before the next chunk allocates
+                slope[s] = p @ weight  # (c, V) @ (V, C)
+            del p  # before the next chunk allocates
         ctx.temperature, ctx.valid_vocab, ctx.chunk = temperature, valid_vocab, chunk
         ctx.save_for_backward(slope, *((hidden, weight, targets) if need_weight else ()))
         ctx.mark_non_differentiable(entropy)
@@ -379,35 +388,43 @@ def completion_logprobs(model, completions, temperature):
     """(logp (B, T), entropy (B, T), mask (B, T)) of B completions, under the model as it is now:
     its noise, its adapter."""
     device = model.embed.weight.device
-    full = [c.prompt + c.ids for c in completions]
-    L = max(map(len, full))
-    # (B, L), padded on the right
-    ids = torch.tensor([f + [0] * (L - len(f)) for f in full], device=device)
-    start = torch.tensor([len(c.prompt) for c in completions], device=device)[:, None]  # (B, 1)
-    length = torch.tensor([len(c.ids) for c in completions], device=device)  # (B,)
-    place = torch.arange(L - 1, device=device)  # place j predicts token j + 1
-    predicts = (place >= start - 1) & (place < start - 1 + length[:, None])  # (B, L-1)
-    hidden = model.hidden(ids)[:, :-1][predicts]  # (B, L-1, C) -> (S, C)
-    logp, entropy = token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][predicts], temperature,
+    rows = [c.prompt + c.ids[:-1] for c in completions]  # the last token predicts nothing
+    L, T = max(map(len, rows)), max(len(c.ids) for c in completions)
+    # the state at a token predicts the next one; rows lie end to end, or padded on the right
+    packed, take, begin = lora.packed(model), [], 0
+    for c, row in zip(completions, rows, strict=True):
+        take += range(begin + len(c.prompt) - 1, begin + len(row))
+        begin += len(row) if packed else L
+    if packed:
+        hidden = packed.hidden(model, rows, take)  # (S, C)
+    else:
+        ids = to_device([row + [0] * (L - len(row)) for row in rows], device)  # (B, L)
+        hidden = model.hidden(ids).flatten(0, 1)[to_device(take, device)]  # (B*L, C) -> (S, C)
+    targets = to_device([i for c in completions for i in c.ids], device)  # (S,)
+    logp, entropy = token_logprobs(hidden, model.lm_head.weight, targets, temperature,
                                    model.valid_vocab)
-    mask = lengths_to_mask(length)  # (B, T)
-    blank = torch.zeros(mask.shape, dtype=logp.dtype, device=device)
-    # (S,) -> (B, T)
-    return blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy), mask
+    mask = lengths_to_mask(to_device([len(c.ids) for c in completions], device), T)  # (B, T)
+    places = to_device([b * T + t for b, c in enumerate(completions) for t in range(len(c.ids))],
+                       device)
+    blank = torch.zeros(mask.numel(), dtype=logp.dtype, device=device)
+    logp, entropy = (blank.index_copy(0, places, v).view_as(mask) for v in (logp, entropy))
+    return logp, entropy, mask
 
 
-def micro_batches(completions, token_budget):
-    """Completions sorted by length and cut so that rows x longest stays within the budget (one row
-    always goes)."""
+def micro_batches(model, completions, token_budget):
+    """Completions sorted by length and cut so that what is computed for them stays within the
+    budget: their tokens where rows lie end to end, rows x longest where they are padded. (One row
+    always goes.)"""
 
     def size(c):
-        return len(c.prompt) + len(c.ids)
+        return len(c.prompt) + len(c.ids) - 1
 
-    batch = []
+    packed, batch, total = lora.packed(model), [], 0
     for c in sorted(completions, key=size):
-        if batch and (len(batch) + 1) * size(c) > token_budget:
+        total += size(c)
+        if batch and (total if packed else (len(batch) + 1) * size(c)) > token_budget:
             yield batch
-            batch = []
+            batch, total = [], size(c)
         batch.append(c)
     if batch:
         yield batch
@@ -417,7 +434,7 @@ def micro_batches(completions, token_budget):
 def record_trainer_logprobs(model, completions, settings):
     """Fill `trainer_logprobs` of each completion: a pass of its own, before any parameter moves
     (--old-logp trainer)."""
-    for batch in micro_batches(completions, settings.micro_batch_tokens):
+    for batch in micro_batches(model, completions, settings.micro_batch_tokens):
         logp, _, mask = completion_logprobs(model, batch, settings.temperature)
         for c, values, m in zip(batch, logp, mask, strict=True):
             c.trainer_logprobs = values[m].tolist()
@@ -430,7 +447,7 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
 
     def padded(rows):  # a list a completion -> (B, T)
         T = max(map(len, rows))
-        return torch.tensor([r + [0.0] * (T - len(r)) for r in rows], device=device)
+        return to_device([r + [0.0] * (T - len(r)) for r in rows], device, torch.float32)
 
     if s.beta:
         with torch.no_grad(), lora.disabled(model):  # the base: the same model, adapter off
@@ -441,7 +458,7 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
         anchor = padded([c.trainer_logprobs for c in batch])
     elif s.old_logp == "current":  # the ratio is 1: the plain policy gradient, weighted
         anchor = logp.detach()
-    advantages = torch.tensor([c.advantage for c in batch], device=device)
+    advantages = to_device([c.advantage for c in batch], device, torch.float32)
     return policy_loss(
         logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, s.eps_low, s.eps_high,
         reference, s.beta, anchor, None if anchor is None else s.tis_cap, total_tokens, total_seqs,
@@ -462,7 +479,7 @@ def backward(model, completions, settings):
     # Dr.GRPO divides by a constant: it counts the masked completions as well
     counted = completions if OBJECTIVES[settings.loss].normaliser is constant else trained
     total_tokens = sum(len(c.ids) for c in trained)
-    for batch in micro_batches(trained, settings.micro_batch_tokens):
+    for batch in micro_batches(model, trained, settings.micro_batch_tokens):
         loss, metrics = batch_loss(model, batch, settings, total_tokens, len(counted))
         loss.backward()
         parts.append(metrics)

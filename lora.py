@@ -136,6 +136,18 @@ def disabled(model):
             m.enabled = on
 
 
+def packed(model):
+    """runtime.packed where it can run the model: on a GPU, in bfloat16, with nothing but adapters
+    to train; else None, and model.py's own forward is the way."""
+    w = model.embed.weight
+    trains = torch.is_grad_enabled() and w.requires_grad
+    if not w.is_cuda or w.dtype != torch.bfloat16 or trains:
+        return None
+    from runtime import packed  # needs Triton, which the CPU does without
+
+    return packed
+
+
 # ---- PEFT's files
 
 

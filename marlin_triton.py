@@ -362,10 +362,11 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
 
 
 @triton.jit
-def to_bfloat16_kernel(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN: tl.constexpr,
-                       FAST: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr):
-    """out (N, K) = value * block scale, times global scale if FOLD; a program does BN rows of one
-    chunk."""
+def to_bfloat16_kernel(codes, scale, g, out, N, K, sc, ss, so, FMT: tl.constexpr,
+                       BN: tl.constexpr, FAST: tl.constexpr, FOLD: tl.constexpr,
+                       ASM: tl.constexpr):
+    """out (N, K), rows `so` apart, = value * block scale, times global scale if FOLD; a program
+    does BN rows of one chunk."""
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
@@ -382,7 +383,8 @@ def to_bfloat16_kernel(codes, scale, g, out, N, K, sc, ss, FMT: tl.constexpr, BN
         v *= tl.load(g + row)[:, None]
     j = k + tl.arange(0, 128)
     keep = (n < N)[:, None] & (j < K)[None, :]
-    tl.store(out + n[:, None].to(tl.int64) * K + j[None, :], v.to(out.dtype.element_ty), mask=keep)
+    at = n[:, None].to(tl.int64) * so + j[None, :]
+    tl.store(out + at, v.to(out.dtype.element_ty), mask=keep)
 
 
 # largest M -> rows of x and of w a program takes, chunks an iteration, stages, kWidth of the dot,
@@ -452,8 +454,7 @@ def few(M, N, K, cores):
 
 
 def check(x, q):
-    """ValueError if x does not fit q, or q holds what the kernels would decode wrongly (a
-    synchronization, once a weight)."""
+    """ValueError if x does not fit q, or check_weight's."""
     if not x.is_floating_point():
         raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")
     if x.shape[-1] != q.shape[1]:
@@ -462,6 +463,11 @@ def check(x, q):
     if x.device != q.codes.device:
         raise ValueError(f"marlin_triton: x is on {x.device}, the weight on {q.codes.device}; "
                          "move one of them")
+    check_weight(q)
+
+
+def check_weight(q):
+    """ValueError if q holds what the kernels would decode wrongly (a synchronization, once)."""
     if getattr(q.scale, "checked", None) == q.scale._version:
         return
     if q.fmt not in FORMATS:
@@ -529,17 +535,16 @@ def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=
 
 def to_bfloat16(q, fold=False, out=None, asm=None):
     """w_hat / global_scale (N, K) in bfloat16, which holds it exactly except for nf4; with `fold`,
-    w_hat, rounded once. On CPU tensors it needs TRITON_INTERPRET=1. out: a flat bfloat16 buffer to
-    use."""
+    w_hat, rounded once. On CPU tensors it needs TRITON_INTERPRET=1. out: a bfloat16 matrix to fill,
+    (N, K) in rows of any stride."""
     N, K = q.shape
     if out is None:
-        out = torch.empty(N * K, dtype=torch.bfloat16, device=q.codes.device)
-    w = out[: N * K].view(N, K)
+        out = torch.empty(N, K, dtype=torch.bfloat16, device=q.codes.device)
     to_bfloat16_kernel[(-(-N // 64), -(-K // CHUNK))](
-        q.codes, raw(q), q.global_scale, w, N, K, q.codes.stride(0), q.scale.stride(0), FMT=q.fmt,
-        BN=64, FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
+        q.codes, raw(q), q.global_scale, out, N, K, q.codes.stride(0), q.scale.stride(0),
+        out.stride(0), FMT=q.fmt, BN=64, FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
         ASM=q.codes.is_cuda if asm is None else asm, num_warps=4)
-    return w
+    return out
 
 
 def common_scale(q):
@@ -552,19 +557,29 @@ def common_scale(q):
     return g.common[1]
 
 
+def decoded(q, tail=None):
+    """(w (N, K + E) in bfloat16, alpha): alpha w[:, :K] is w_hat, and tail (N, E) stands behind it.
+
+    In the scratch, so that it lasts until the next weight is decoded."""
+    (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
+    buffers = space(q.codes.device)
+    if buffers[2].numel() < N * (K + E):
+        buffers[2] = None  # let go of the smaller one first
+        buffers[2] = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
+    w, alpha = buffers[2][: N * (K + E)].view(N, K + E), common_scale(q)
+    to_bfloat16(q, fold=alpha is None, out=w[:, :K])
+    if E:
+        w[:, K:] = tail
+    return w, 1.0 if alpha is None else alpha
+
+
 def many(x, q, transposed):
     """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, by the scratch and cuBLAS."""
-    N, K = q.shape
-    buffers = space(x.device)
-    if buffers[2].numel() < N * K:
-        buffers[2] = None  # let go of the smaller one first
-        buffers[2] = torch.empty(N * K, dtype=torch.bfloat16, device=x.device)
-    alpha = common_scale(q)
-    w = to_bfloat16(q, fold=alpha is None, out=buffers[2])
-    y = x.new_empty(x.shape[0], K if transposed else N)
+    w, alpha = decoded(q)
     w = w if transposed else w.T
+    y = x.new_empty(x.shape[0], w.shape[1])
     # cuBLAS multiplies its float32 sums by alpha: the global scale costs no rounding
-    return torch.addmm(y, x, w, beta=0, alpha=1.0 if alpha is None else alpha, out=y)
+    return torch.addmm(y, x, w, beta=0, alpha=alpha, out=y)
 
 
 def product(x, q):

@@ -122,6 +122,12 @@ def prefix(path):
     return "model." + path.rsplit(".", 1)[0].replace(".attn", ".self_attn")
 
 
+def to_device(values, device, dtype=torch.long):
+    """A list as a tensor on the device; the host does not wait for the device."""
+    t = torch.tensor(values, dtype=dtype)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+
+
 def rope_tables(pos, dim, theta):
     """cos, sin of the rotary angles at pos (any shape), float32, shape (*pos, D/2)."""
     freq = theta ** (-torch.arange(0, dim, 2, device=pos.device, dtype=torch.float32) / dim)

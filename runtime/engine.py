@@ -27,9 +27,11 @@ import copy
 import functools
 import weakref
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
+import lora
 import model as qwen
 from model import KVCache, projections
 from runtime.draw import sample_ids, uniform
@@ -315,23 +317,34 @@ def engine_for(model, slots, max_len, top_p):
 
 def prefill(model, engine, prompts, slots):
     """Fill the cache of slots[i] with all of prompts[i] but its last token, which the first decode
-    step reads.
+    step reads; at most PREFILL_TOKENS at a time.
 
-    Prompts run together, padded on the right, at most PREFILL_TOKENS at a time; one that is longer
-    goes in chunks."""
-    most = memory.PREFILL_TOKENS
+    On the GPU prompts run laid end to end. On the CPU, and where one is longer than that, they run
+    padded on the right, a long one in chunks."""
+    most, packed = memory.PREFILL_TOKENS, lora.packed(model)
     todo = sorted(((p[:-1], s) for p, s in zip(prompts, slots, strict=True) if len(p) > 1),
                   key=lambda t: -len(t[0]))
     while todo:
         longest = len(todo[0][0])
-        batch, todo = todo[: max(1, most // longest)], todo[max(1, most // longest) :]
-        cache = KVCache(model, len(batch), longest)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        for i, (p, _) in enumerate(batch):
-            ids[i, : len(p)] = torch.tensor(p)
-        for part in ids.to(cache.k.device).split(most, dim=1):
-            model.hidden(part, cache)
-            cache.length += part.shape[1]
-        for i, (p, s) in enumerate(batch):
-            engine.cache.k[:, s, :, : len(p)] = cache.k[:, i, :, : len(p)]
-            engine.cache.v[:, s, :, : len(p)] = cache.v[:, i, :, : len(p)]
+        if packed and longest <= most:
+            n = sum(tokens <= most for tokens in accumulate(len(p) for p, _ in todo))
+            rows, where = zip(*todo[:n], strict=True)
+            packed.states(model, rows, engine.cache, where)
+        else:
+            n = max(1, most // longest)
+            prefill_padded(model, engine, todo[:n], most)
+        todo = todo[n:]
+
+
+def prefill_padded(model, engine, batch, most):
+    """prefill of [(tokens, slot)], the longest first, by the model's modules."""
+    cache = KVCache(model, len(batch), len(batch[0][0]))
+    ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
+    for i, (p, _) in enumerate(batch):
+        ids[i, : len(p)] = torch.tensor(p)
+    for part in ids.to(cache.k.device).split(most, dim=1):
+        model.hidden(part, cache)
+        cache.length += part.shape[1]
+    for i, (p, s) in enumerate(batch):
+        engine.cache.k[:, s, :, : len(p)] = cache.k[:, i, :, : len(p)]
+        engine.cache.v[:, s, :, : len(p)] = cache.v[:, i, :, : len(p)]

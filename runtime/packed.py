@@ -1,0 +1,533 @@
+"""
+The model's forward and backward over tokens laid end to end: training and prefill on the GPU.
+
+An update moves more bytes between its GEMMs than in them, and launches more kernels than a host can
+keep up with, unless what stands between two GEMMs is one kernel that keeps nothing which is cheap
+to make again. So a block is four steps of one kind, `Project`: a prologue and a linear.
+
+    Norm(x)       RMSNorm with AQN's noise         -> h   qkv = h Wqkv^T + bias
+    Attend(qkv)   RoPE, causal attention           -> y   x   = x + y Wo^T
+    Norm(x)                                        -> h   gu  = h Wgu^T
+    SwiGLU(gu)    silu(gate) * up                  -> m   x   = x + m Wdown^T
+
+Kept for backward are the right column's outputs (x, qkv, x, gu), attention's y, and x A^T. h and m
+are made again by the kernel that differentiates the prologue: it reads the gradient of h and leaves
+h in its place, for dA = (dxa)^T h.
+
+LoRA rides on the GEMM. A four-bit weight is decoded into a scratch before a GEMM of many rows;
+there B's columns stand behind it, as x A^T stands behind h, so that one GEMM adds up
+
+    [h | x A^T] [w_hat | s B]^T    and, in backward,    dy [w_hat | s B] = [dh | d(x A^T)]
+
+and rounds once, as the decode step does (decode.py): the residual and the bias are in it too. Rows
+of different completions stand end to end and attention keeps them apart (torch's flash attention
+with sequence borders), so no padding is computed.
+
+model.py's modules are the reference that everything here is tested against, on the CPU too
+(TRITON_INTERPRET=1). The weights that an adapter sits on are frozen here: full training takes
+model.py's own path.
+
+    TRITON_INTERPRET=1 pytest tests/test_packed.py
+    python bench.py step --sizes 7b
+
+Shapes: S tokens of all rows, C hidden, F intermediate, H query heads, Hkv kv heads, D head size,
+V vocabulary; a linear has N outputs, K inputs, P parts; R rank, E = P*R rounded up to 8.
+"""
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.utils.checkpoint import checkpoint
+from triton import next_power_of_2 as power
+
+import marlin_triton
+from model import projections, rope_tables, to_device
+from runtime.decode import norm_weight
+
+# ---- kernels between the GEMMs; a matrix "wide" has rows of `stride` numbers, E more than it needs
+
+
+@triton.jit
+def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr):
+    """RMSNorm of a row of x (S, C) -> a row of the wide out."""
+    r, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    v = tl.load(x + r * C + c, mask=c < C, other=0).to(tl.float32)
+    rms = tl.rsqrt(tl.sum(v * v) / C + eps)
+    h = v * rms * norm_weight(weight, noise, c, C)
+    tl.store(out + r * stride + c, h.to(out.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def norm_back_kernel(x, weight, noise, d, dx, C, stride, eps, BLOCK: tl.constexpr):
+    """d, wide: the gradient of norm(x) -> that of x (S, C) in dx; then d holds norm(x)."""
+    r, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    v = tl.load(x + r * C + c, mask=c < C, other=0).to(tl.float32)
+    g = tl.load(d + r * stride + c, mask=c < C, other=0).to(tl.float32)
+    w = norm_weight(weight, noise, c, C)
+    rms = tl.rsqrt(tl.sum(v * v) / C + eps)
+    v *= rms
+    g *= w
+    grad = rms * (g - v * (tl.sum(g * v) / C))
+    tl.store(dx + r * C + c, grad.to(dx.dtype.element_ty), mask=c < C)
+    tl.store(d + r * stride + c, (v * w).to(d.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr):
+    """silu(gate) * up of gate_up (S, 2F) -> the wide out; silu is rounded, as the module's is."""
+    r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + r * 2 * F + c, mask=c < F, other=0).to(tl.float32)
+    up = tl.load(gate_up + r * 2 * F + F + c, mask=c < F, other=0).to(tl.float32)
+    silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + r * stride + c, (silu * up).to(out.dtype.element_ty), mask=c < F)
+
+
+@triton.jit
+def swiglu_back_kernel(gate_up, d, dgate_up, F, stride, BLOCK: tl.constexpr):
+    """d, wide: the gradient of silu(gate) * up -> that of gate_up (S, 2F); then d holds silu(gate)
+    * up."""
+    r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = r * 2 * F + c
+    gate = tl.load(gate_up + at, mask=c < F, other=0).to(tl.float32)
+    up = tl.load(gate_up + at + F, mask=c < F, other=0).to(tl.float32)
+    g = tl.load(d + r * stride + c, mask=c < F, other=0).to(tl.float32)
+    sigmoid = 1 / (1 + tl.exp(-gate))
+    silu = gate * sigmoid
+    dgate = g * up * sigmoid * (1 + gate - silu)
+    T = d.dtype.element_ty
+    tl.store(dgate_up + at, dgate.to(T), mask=c < F)
+    tl.store(dgate_up + at + F, (g * silu).to(T), mask=c < F)
+    tl.store(d + r * stride + c, (silu.to(T).to(tl.float32) * up).to(T), mask=c < F)
+
+
+@triton.jit
+def head_weights(q_weight, q_noise, k_weight, k_noise, h, d, H, D):
+    """Qwen3's norm weights (heads, D/2) of the columns d: q's for the first H heads, then k's."""
+    q, k = norm_weight(q_weight, q_noise, d, D), norm_weight(k_weight, k_noise, d, D)
+    return tl.where(h[:, None] < H, q[None, :], k[None, :])
+
+
+@triton.jit
+def rope_kernel(qkv, out, place, cos, sin, q_weight, q_noise, k_weight, k_noise, eps, slot, k_cache,
+                v_cache, stride_b, stride_h, H, HKV, HP: tl.constexpr, HKVP: tl.constexpr,
+                D: tl.constexpr, NORM: tl.constexpr, CACHE: tl.constexpr):
+    """RoPE of the q and k heads of one token of qkv (S, (H + 2 Hkv) D) -> out, which may be qkv.
+    NORM: each head is normed first. CACHE: k and v also go to their row's slot in the cache."""
+    t = tl.program_id(0).to(tl.int64)
+    h, d, HALF = tl.arange(0, HP), tl.arange(0, D // 2), D // 2
+    live = h[:, None] < H + HKV
+    at = t * (H + 2 * HKV) * D + h[:, None] * D + d[None, :]
+    x1 = tl.load(qkv + at, mask=live, other=0).to(tl.float32)  # (HP, D/2)
+    x2 = tl.load(qkv + at + HALF, mask=live, other=0).to(tl.float32)
+    T = out.dtype.element_ty
+    if NORM:
+        rms = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        w1 = head_weights(q_weight, q_noise, k_weight, k_noise, h, d, H, D)
+        w2 = head_weights(q_weight, q_noise, k_weight, k_noise, h, d + HALF, H, D)
+        x1 = (x1 * rms * w1).to(T).to(tl.float32)
+        x2 = (x2 * rms * w2).to(T).to(tl.float32)
+    n = tl.load(place + t)
+    co = tl.load(cos + n * HALF + d)[None, :]
+    si = tl.load(sin + n * HALF + d)[None, :]
+    y1, y2 = (x1 * co - x2 * si).to(T), (x2 * co + x1 * si).to(T)
+    tl.store(out + at, y1, mask=live)
+    tl.store(out + at + HALF, y2, mask=live)
+    if NORM or CACHE:
+        e, g = tl.arange(0, D), tl.arange(0, HKVP)
+        kv = g[:, None] < HKV
+        values = t * (H + 2 * HKV) * D + (H + HKV + g[:, None]) * D + e[None, :]
+        v = tl.load(qkv + values, mask=kv, other=0)
+        if NORM:  # out is not qkv
+            tl.store(out + values, v, mask=kv)
+        if CACHE:
+            row = tl.load(slot + t) * stride_b + n * D
+            tl.store(v_cache + row + g[:, None] * stride_h + e[None, :], v, mask=kv)
+            key = row + (h[:, None] - H) * stride_h + d[None, :]
+            tl.store(k_cache + key, y1, mask=live & (h[:, None] >= H))
+            tl.store(k_cache + key + HALF, y2, mask=live & (h[:, None] >= H))
+
+
+@triton.jit
+def rope_back_kernel(dq, dk, dv, qkv, out, place, cos, sin, q_weight, q_noise, k_weight, k_noise,
+                     eps, H, HKV, HP: tl.constexpr, HKVP: tl.constexpr, D: tl.constexpr,
+                     NORM: tl.constexpr):
+    """The gradients of attention's q (S, H, D), k and v (S, Hkv, D) -> that of qkv in out, by the
+    opposite rotation; NORM: and through the norms of the heads of qkv."""
+    t = tl.program_id(0).to(tl.int64)
+    h, d, HALF = tl.arange(0, HP)[:, None], tl.arange(0, D // 2)[None, :], D // 2
+    q, k = h < H, (h >= H) & (h < H + HKV)
+    at, ak = (t * H + h) * D + d, (t * HKV + h - H) * D + d
+    g1 = tl.load(dq + at, mask=q, other=0).to(tl.float32)
+    g1 += tl.load(dk + ak, mask=k, other=0).to(tl.float32)
+    g2 = tl.load(dq + at + HALF, mask=q, other=0).to(tl.float32)
+    g2 += tl.load(dk + ak + HALF, mask=k, other=0).to(tl.float32)
+    n = tl.load(place + t)
+    co = tl.load(cos + n * HALF + tl.arange(0, D // 2))[None, :]
+    si = tl.load(sin + n * HALF + tl.arange(0, D // 2))[None, :]
+    y1, y2 = g1 * co + g2 * si, g2 * co - g1 * si
+    row = t * (H + 2 * HKV) * D
+    if NORM:
+        x1 = tl.load(qkv + row + h * D + d, mask=q | k, other=0).to(tl.float32)
+        x2 = tl.load(qkv + row + h * D + d + HALF, mask=q | k, other=0).to(tl.float32)
+        rms = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        heads, cols = tl.arange(0, HP), tl.arange(0, D // 2)
+        y1 *= head_weights(q_weight, q_noise, k_weight, k_noise, heads, cols, H, D)
+        y2 *= head_weights(q_weight, q_noise, k_weight, k_noise, heads, cols + HALF, H, D)
+        x1 *= rms
+        x2 *= rms
+        mean = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / D)[:, None]
+        y1, y2 = rms * (y1 - x1 * mean), rms * (y2 - x2 * mean)
+    T = out.dtype.element_ty
+    tl.store(out + row + h * D + d, y1.to(T), mask=q | k)
+    tl.store(out + row + h * D + d + HALF, y2.to(T), mask=q | k)
+    g, e = tl.arange(0, HKVP)[:, None], tl.arange(0, D)[None, :]
+    v = tl.load(dv + (t * HKV + g) * D + e, mask=g < HKV, other=0)
+    tl.store(out + row + (H + HKV + g) * D + e, v, mask=g < HKV)
+
+
+@triton.jit
+def score_kernel(logits, targets, logp, entropy, grad, valid, rows, inverse_temperature,
+                 BLOCK: tl.constexpr):
+    """A row of logits (c, V): log p(target), the entropy, and p - onehot(target), 0 for ids from
+    `valid` on. Each lane carries its own maximum m, the sum of exponentials of y - m, and the sum
+    of those times y - m; one reduction at the end."""
+    r, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = logits + r * rows
+    m, total, mean = tl.full((BLOCK,), -1e30, tl.float32), lane * 0.0, lane * 0.0
+    for v in range(0, valid, BLOCK):
+        y = tl.load(x + v + lane, mask=v + lane < valid, other=-1e30) * inverse_temperature
+        new = tl.maximum(m, y)
+        fade, e = tl.exp(m - new), tl.exp(y - new)
+        mean = fade * (mean + total * (m - new)) + e * (y - new)
+        total, m = total * fade + e, new
+    peak = tl.max(m, 0)
+    weight = tl.exp(m - peak)
+    mean = tl.sum(weight * (mean + total * (m - peak)), 0)
+    total = tl.sum(weight * total, 0)
+    log_z = peak + tl.log(total)
+    target = tl.load(targets + r)
+    tl.store(logp + r, tl.load(x + target) * inverse_temperature - log_z)
+    tl.store(entropy + r, tl.log(total) - mean / total)
+    for v in range(0, rows, BLOCK):
+        ids = v + lane
+        y = tl.load(x + ids, mask=ids < valid, other=-float("inf")) * inverse_temperature
+        p = tl.exp(y - log_z) - tl.where(ids == target, 1.0, 0.0)
+        tl.store(grad + r * rows + ids, p.to(grad.dtype.element_ty), mask=ids < rows)
+
+
+def score(logits, targets, temperature, valid_vocab, dtype=torch.bfloat16):
+    """grpo.score of logits (c, V) float32."""
+    c, V = logits.shape
+    logp, entropy = logits.new_empty(c), logits.new_empty(c)
+    grad = torch.empty(c, V, dtype=dtype, device=logits.device)
+    score_kernel[(c,)](logits, targets, logp, entropy, grad, valid_vocab, V, 1 / temperature,
+                       BLOCK=min(4096, power(V)), num_warps=8)
+    return logp, entropy, grad
+
+
+# ---- prologues: forward(x, E) -> (wide h (S, K + E), what backward needs beside x);
+# ---- backward(x, kept, d): the gradient of x, and h in the first K columns of d instead of its own
+
+
+class Norm:
+    def __init__(self, m):
+        self.args, self.eps = (m.weight, m.noise), m.eps
+
+    def launch(self, kernel, x, out, *more):
+        S, C = x.shape
+        kernel[(S,)](x, *self.args, out, *more, C, out.stride(0), self.eps, BLOCK=power(C),
+                     num_warps=4 if C <= 4096 else 8)
+
+    def forward(self, x, E):
+        out = x.new_empty(x.shape[0], x.shape[1] + E)
+        self.launch(norm_kernel, x, out)
+        return out, ()
+
+    def backward(self, x, kept, d):
+        dx = torch.empty_like(x)
+        self.launch(norm_back_kernel, x, d, dx)
+        return dx
+
+
+class SwiGLU:
+    def forward(self, x, E):
+        S, width = x.shape[0], x.shape[1] // 2
+        out = x.new_empty(S, width + E)
+        swiglu_kernel[S, triton.cdiv(width, 1024)](x, out, width, out.stride(0), BLOCK=1024)
+        return out, ()
+
+    def backward(self, x, kept, d):
+        S, width, dx = x.shape[0], x.shape[1] // 2, torch.empty_like(x)
+        swiglu_back_kernel[S, triton.cdiv(width, 1024)](x, d, dx, width, d.stride(0), BLOCK=1024)
+        return dx
+
+
+class Attend:
+    """Of one block. `cache` (KVCache or None): keys and values are written there too."""
+
+    def __init__(self, attn, rows, cache=None):
+        self.attn, self.rows, self.cache = attn, rows, cache
+        self.heads = attn.heads, attn.kv_heads, attn.kv_heads
+        norms, self.normed = [rows.cos] * 4 + [0.0], attn.q_norm is not None  # never touched
+        if self.normed:
+            q, k = attn.q_norm, attn.k_norm
+            norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
+        self.args = rows.place, rows.cos, rows.sin, *norms
+        self.shape = dict(H=attn.heads, HKV=attn.kv_heads, HP=power(attn.heads + attn.kv_heads),
+                          HKVP=power(attn.kv_heads), D=attn.head_dim, NORM=self.normed)
+
+    def split(self, qkv):
+        """q (S, H, D), k and v (S, Hkv, D), views."""
+        return qkv.view(len(qkv), -1, self.attn.head_dim).split(self.heads, 1)
+
+    def forward(self, x, E):
+        # in place: nobody else holds qkv, unless its norms' backward will
+        out = torch.empty_like(x) if self.normed else x
+        cache = [self.rows.place, x, x, 0, 0]  # never touched
+        if self.cache is not None:
+            k, v = (t[self.attn.layer] for t in (self.cache.k, self.cache.v))
+            cache = [self.rows.slot, k, v, k.stride(0), k.stride(1)]
+        rope_kernel[(len(x),)](x, out, *self.args, *cache, **self.shape,
+                               CACHE=self.cache is not None)
+        y, *kept = attention(*self.split(out), self.rows)
+        wide = x.new_empty(len(x), y[0].numel() + E)
+        wide[:, : y[0].numel()] = y.flatten(1)
+        return wide, (out, y, *kept)
+
+    def backward(self, x, kept, d):
+        qkv, y, *kept = kept
+        h = d[:, : y[0].numel()]
+        grads = attention_back(h.reshape(y.shape), *self.split(qkv), y, *kept, self.rows)
+        dx = torch.empty_like(x)
+        rope_back_kernel[(len(x),)](*grads, x, dx, *self.args, **self.shape)
+        h.copy_(y.flatten(1))
+        return dx
+
+
+def attention(q, k, v, rows):
+    """Causal attention within each row: y (S, H, D), and what attention_back needs."""
+    if q.is_cuda:
+        y, *kept = torch.ops.aten._flash_attention_forward(
+            q, k, v, rows.borders, rows.borders, rows.longest, rows.longest, 0.0, True, False)
+        return y, *kept[:3]
+    return torch.cat([causal(*t) for t in zip(*(x.split(rows.lengths) for x in (q, k, v)),
+                                            strict=True)]),
+
+
+def causal(q, k, v):
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+
+def attention_back(dy, q, k, v, y, *rest):
+    """Gradients of q, k and v for dy (S, H, D)."""
+    *kept, rows = rest
+    if q.is_cuda:
+        lse, state, unused = kept
+        return torch.ops.aten._flash_attention_backward(
+            dy, q, k, v, y, lse, rows.borders, rows.borders, rows.longest, rows.longest, 0.0, True,
+            state, unused)
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(attention(*inputs, rows)[0], inputs, dy)
+
+
+# ---- a linear
+
+
+class Projection:
+    """A linear with its adapter cast for one pass: A (E, K) and tail = s B / alpha (N, E), the
+    parts on a block diagonal; alpha is the weight's global scale where one number is."""
+
+    def __init__(self, m, dtype):
+        (self.N, self.K), self.base, self.adapter, self.q = m.shape, m.base, m.adapter, m.q
+        self.parts, self.alpha, self.E = [*m.parts.values()], 1.0, 0
+        self.cuda = m.q is not None and m.q.codes.is_cuda
+        if self.cuda:
+            marlin_triton.check_weight(m.q)
+            self.alpha = marlin_triton.common_scale(m.q)
+            self.alpha = 1.0 if self.alpha is None else self.alpha
+        if (a := self.adapter) is not None:
+            self.R, self.PR = a.rank, a.A.shape[0]
+            self.E = -(-self.PR // 8) * 8
+            self.A = a.A.new_zeros(self.E, self.K, dtype=dtype)
+            self.tail = a.A.new_zeros(self.N, self.E, dtype=dtype)
+
+    def blocks(self, t):
+        """What of t (N, E) belongs to an output and its own part: P views (N_p, R)."""
+        return [rows[:, i * self.R : (i + 1) * self.R]
+                for i, rows in enumerate(t.split(self.parts))]
+
+    def weight(self, dtype):
+        return self.base.weight if self.q is None else self.base.cpu_weight(dtype)
+
+    def forward(self, wide, residual):
+        """wide [h | x A^T] (S, K + E) -> y (S, N) = residual + bias + h w^T + s x A^T B^T."""
+        h, bias = wide[:, : self.K], self.base.bias
+        if self.cuda and marlin_triton.few(len(h), self.N, self.K, marlin_triton.sms(h.device)):
+            y = marlin_triton.gemm_few(h, self.q, bias, residual=residual)
+            return y.addmm_(wide[:, self.K :], self.tail.T, alpha=self.alpha) if self.E else y
+        start = bias if residual is None else residual
+        if self.cuda:
+            w, alpha = marlin_triton.decoded(self.q, self.tail if self.E else None)
+            return product(start, wide, w.T, alpha)
+        y = product(start, h, self.weight(h.dtype).T)
+        return y.addmm_(wide[:, self.K :], self.tail.T) if self.E else y
+
+    def backward(self, dy):
+        """dy (S, N) -> wide [dh | d(x A^T)] (S, K + E); dh lacks what comes by x A^T."""
+        if self.cuda:
+            w, alpha = marlin_triton.decoded(self.q, self.tail if self.E else None)
+            return product(None, dy, w, alpha)
+        d = dy.new_empty(len(dy), self.K + self.E)
+        torch.mm(dy, self.weight(dy.dtype), out=d[:, : self.K])
+        if self.E:
+            torch.mm(dy, self.tail, out=d[:, self.K :])
+        return d
+
+
+def product(start, x, w, alpha=1.0):
+    """start + alpha x w, summed in float32 and rounded once; start (N,), (S, N) or None."""
+    if start is None:
+        start, beta = x.new_empty(x.shape[0], w.shape[1]), 0
+        return torch.addmm(start, x, w, beta=beta, alpha=alpha, out=start)
+    return torch.addmm(start, x, w, alpha=alpha)
+
+
+def product32(a, b):
+    """a b in float32, for 16-bit a and b."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+class Project(torch.autograd.Function):
+    """y (S, N) = residual + linear(prologue(x)). A and B are given for their gradients alone: what
+    is multiplied is their copy in `p`."""
+
+    @staticmethod
+    def forward(ctx, prologue, p, x, residual, A, B):
+        wide, kept = prologue.forward(x, p.E)
+        xa = None
+        if p.E:
+            xa = wide[:, : p.K] @ p.A.T  # (S, K) @ (K, E)
+            wide[:, p.K :] = xa
+        ctx.prologue, ctx.p, ctx.residual = prologue, p, residual is not None
+        ctx.save_for_backward(x, xa, *kept)
+        return p.forward(wide, residual)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (x, xa, *kept), p, dA, dB = ctx.saved_tensors, ctx.p, None, None
+        dy = dy.contiguous()
+        d = p.backward(dy)
+        h, dxa = d[:, : p.K], d[:, p.K :]
+        if p.E:
+            h.addmm_(dxa, p.A)
+        dx = ctx.prologue.backward(x, kept, d)
+        if p.E:
+            dA = product32(dxa.T, h)[: p.PR]
+            dB = torch.cat(p.blocks(product32(dy.T, xa))).mul_(p.adapter.scaling)
+        return None, None, dx, dy if ctx.residual else None, dA, dB
+
+
+class FinalNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, norm, x):
+        ctx.norm = norm
+        ctx.save_for_backward(x)
+        return norm.forward(x, 0)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return None, ctx.norm.backward(*ctx.saved_tensors, (), dy.clone())
+
+
+# ---- the model
+
+
+@dataclass
+class Rows:
+    """Where S tokens of rows of `lengths` stand: place (S,) in their row, borders (rows + 1,) of
+    the rows, cos and sin (longest, D/2); slot (S,) of the cache, for a prefill."""
+
+    lengths: list
+    place: torch.Tensor
+    borders: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slot: torch.Tensor | None = None
+
+    @property
+    def longest(self):
+        return max(self.lengths)
+
+
+def layout(config, lengths, device, slots=None):
+    place = to_device([i for n in lengths for i in range(n)], device)
+    borders = [0]
+    for n in lengths:
+        borders.append(borders[-1] + n)
+    tables = rope_tables(torch.arange(max(lengths), device=device), config.head_dim,
+                         config.rope_theta)
+    slot = None
+    if slots is not None:
+        slot = to_device([s for s, n in zip(slots, lengths, strict=True) for _ in range(n)], device)
+    return Rows(lengths, place, to_device(borders, device, torch.int32), *tables, slot)
+
+
+def cast(model):
+    """The four Projections of each block, adapters cast: made for each pass, so that none is
+    stale."""
+    linears = [Projection(m, model.embed.weight.dtype) for _, m in projections(model)]
+    adapted = [p for p in linears if p.E]
+    if adapted:
+        with torch.no_grad():
+            torch._foreach_copy_([p.A[: p.PR] for p in adapted], [p.adapter.A for p in adapted])
+            scale = [p.adapter.scaling / p.alpha for p in adapted]
+            B = torch._foreach_mul([p.adapter.B.detach() for p in adapted], scale)
+            torch._foreach_copy_([t for p in adapted for t in p.blocks(p.tail)],
+                                 [t for p, b in zip(adapted, B, strict=True)
+                                  for t in b.split(p.parts)])
+    return [linears[i : i + 4] for i in range(0, len(linears), 4)]
+
+
+def project(prologue, p, x, residual=None):
+    a = p.adapter
+    A, B = (None, None) if a is None else (a.A, a.B)
+    return Project.apply(prologue, p, x, residual, A, B)
+
+
+def block(layer, linears, rows, cache, x):
+    """One block on x (S, C)."""
+    qkv_proj, o_proj, gate_up_proj, down_proj = linears
+    qkv = project(Norm(layer.input_layernorm), qkv_proj, x)  # (S, C) -> (S, (H + 2 Hkv) D)
+    x = project(Attend(layer.attn, rows, cache), o_proj, qkv, x)
+    gate_up = project(Norm(layer.post_attention_layernorm), gate_up_proj, x)  # (S, C) -> (S, 2F)
+    return project(SwiGLU(), down_proj, gate_up, x)
+
+
+def states(model, rows, cache=None, slots=None):
+    """The residual stream behind the last block, (S, C), of the tokens of `rows` (lists of ids)
+    laid end to end. Causal within each row; differentiable in the adapter.
+
+    cache: a model.KVCache whose `slots` (one a row) get the rows' keys and values, from position 0
+    on."""
+    w = model.embed.weight
+    where = layout(model.config, [len(row) for row in rows], w.device, slots)
+    x = F.embedding(to_device([i for row in rows for i in row], w.device), w)  # (S, C)
+    for layer, linears in zip(model.layers, cast(model), strict=True):
+        run = partial(block, layer, linears, where, cache)
+        keep = not (model.checkpointing and torch.is_grad_enabled())
+        x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
+    return x
+
+
+def hidden(model, rows, take):
+    """Final-normed states (len(take), C) at the places `take` among the S tokens of `rows`."""
+    x = states(model, rows)
+    x = x.index_select(0, to_device(take, x.device))
+    return FinalNorm.apply(Norm(model.norm), x)

@@ -1,0 +1,158 @@
+"""Training's forward and backward over tokens laid end to end, against model.py's modules and autograd.
+
+On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them, on four-bit weights too, on the device."""
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import grpo
+import lora
+import model as M
+from runtime import engine, packed
+from tests.test_decode import CPU, GPU, build
+
+gpu = pytest.mark.gpu
+ROWS = [[5], [1, 2, 3, 4], list(range(20, 37)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
+QWEN3 = dataclasses.replace(CPU, qkv_bias=False, qk_norm=True)
+
+
+def padded(m, rows):
+    """Final-normed states of each row alone, by the modules."""
+    return torch.cat([m.hidden(torch.tensor([row], device=m.embed.weight.device))[0] for row in rows])
+
+
+def gradients(m, loss):
+    params = [p for _, layer in lora.lora_layers(m) for p in (layer.A, layer.B)]
+    return torch.autograd.grad(loss, params)
+
+
+def everything(rows):
+    return list(range(sum(map(len, rows))))
+
+
+@pytest.mark.parametrize("config", [CPU, QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_equals_the_modules_in_value_and_gradient(config, checkpointing):
+    """Noise, biases, LoRA, grouped heads and rows of odd lengths: each kernel's backward is written by hand."""
+    m = build(config)
+    m.checkpointing = checkpointing
+    got, want = packed.hidden(m, ROWS, everything(ROWS)), padded(m, ROWS)
+    assert torch.allclose(got, want, rtol=0, atol=2e-5)
+    seed = torch.randn(want.shape, generator=torch.Generator().manual_seed(3))
+    for g, w in zip(gradients(m, (got * seed).sum()), gradients(m, (want * seed).sum()), strict=True):
+        assert torch.allclose(g, w, rtol=0, atol=1e-5 * w.abs().max().item())
+
+
+def completions(n=5):
+    g = torch.Generator().manual_seed(2)
+    drawn = [torch.randint(0, 290, (k,), generator=g).tolist() for k in (3, 1, 9, 5, 2, 7, 4, 6, 8, 1)]
+    return [grpo.Completion({}, drawn[2 * i], drawn[2 * i + 1], [-5.0] * len(drawn[2 * i + 1]), True, advantage=i - 1.5)
+            for i in range(n)]
+
+
+@pytest.mark.parametrize("budget", [1, 20, 1000])
+def test_an_update_is_the_same_packed_padded_and_in_any_micro_batches(monkeypatch, budget):
+    """What the loss reads: log-probs of the completions alone, of a row's own tokens, in the rows' order."""
+    m, settings = build(), grpo.Settings(micro_batch_tokens=1000)
+    want = grpo.backward(m, completions(), settings)
+    expected = [p.grad.clone() for p in m.parameters() if p.requires_grad]
+    m.zero_grad()
+    monkeypatch.setattr(lora, "packed", lambda model: packed)
+    got = grpo.backward(m, completions(), dataclasses.replace(settings, micro_batch_tokens=budget))
+    for name, value in want.items():
+        assert torch.allclose(got[name].double(), value.double(), rtol=1e-4, atol=1e-6), name
+    for g, w in zip((p.grad for p in m.parameters() if p.requires_grad), expected, strict=True):
+        assert torch.allclose(g, w, rtol=0, atol=2e-5 * w.abs().max().item())
+
+
+def test_micro_batches_count_padding_only_where_there_is_padding(monkeypatch):
+    m, cs = build(rank=0), completions()
+    sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in grpo.micro_batches(m, cs, 12)]
+    assert sorted(sum(sizes, [])) == sorted(len(c.prompt) + len(c.ids) - 1 for c in cs)
+    assert all(len(b) * max(b) <= 12 or len(b) == 1 for b in sizes)
+    monkeypatch.setattr(lora, "packed", lambda model: packed)
+    dense = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in grpo.micro_batches(m, cs, 20)]
+    assert all(sum(b) <= 20 or len(b) == 1 for b in dense)
+    assert any(len(b) * max(b) > 20 for b in dense)
+
+
+@pytest.mark.parametrize("config", [CPU, QWEN3], ids=["qwen2", "qwen3"])
+def test_prefill_fills_the_same_cache_packed_and_padded(monkeypatch, config):
+    """Slots in any order, a prompt of one token (nothing to fill) and one longer than the budget."""
+    m, prompts, slots = build(config), [[7], *ROWS[1:]], [4, 0, 3, 1, 2]
+    monkeypatch.setattr(engine.memory, "PREFILL_TOKENS", 12)
+    caches = []
+    for path in (None, packed):
+        monkeypatch.setattr(lora, "packed", lambda model, path=path: path)
+        e = engine.Eager(m, 5, 64)
+        with torch.no_grad():
+            engine.prefill(m, e, prompts, slots)
+        caches.append(e.cache)
+    for prompt, slot in zip(prompts, slots, strict=True):
+        for a, b in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
+            assert torch.allclose(a[:, slot, :, : len(prompt) - 1], b[:, slot, :, : len(prompt) - 1], rtol=0, atol=1e-5)
+    assert (caches[1].k[:, 4] == 0).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("V, valid", [(301, 297), (5000, 5000), (9001, 8200)])
+def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, temperature):
+    """A vocabulary within one block and over several, with spare rows; large logits must not overflow."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = 9 * torch.randn(6, 8, generator=g), torch.randn(V, 8, generator=g)
+    targets = torch.tensor([0, 1, valid - 1, valid // 2, 5, 7])
+    want = grpo.score(hidden, weight, targets, temperature, valid)
+    got = packed.score(M.logits(hidden, weight), targets, temperature, valid, torch.float32)
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+# ---- on the device
+
+
+@gpu
+@pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("rows", [5, 60], ids=["few", "many"])
+def test_gpu_packed_equals_the_float32_modules(quant, rows):
+    """bfloat16 on both routes of the GEMM (below and above 256 tokens): errors no larger than those of the modules in
+    bfloat16, in value and gradient."""
+    lengths = [1 + 7 * i % 23 for i in range(rows)]
+    g = torch.Generator().manual_seed(1)
+    batch = [torch.randint(0, 5000, (n,), generator=g).tolist() for n in lengths]
+    m = build(GPU, quant, 8, "cuda", torch.bfloat16)
+    exact = build(GPU, quant, 8, "cuda", torch.float32)
+    seed = torch.randn(sum(lengths), GPU.hidden_size, generator=g).cuda() * (torch.rand(sum(lengths), 1, generator=g) < 0.5).cuda()
+    results = []
+    for model, f in ((exact, padded), (m, padded), (m, lambda m, rows: packed.hidden(m, rows, everything(rows)))):
+        h = f(model, batch)
+        results.append([h.float().detach(), *(t.float() for t in gradients(model, (h.float() * seed).sum()))])
+    for want, plain, fused in zip(*results, strict=True):
+        theirs, ours = ((t - want).norm() / want.norm() for t in (plain, fused))
+        assert ours < 1.3 * theirs + 1e-3, (theirs, ours)
+
+
+@gpu
+def test_gpu_update_does_not_wait_for_the_device():
+    """A synchronisation per micro-batch leaves the card idle while Python launches the next."""
+    m = build(GPU, "nvfp4", 8, "cuda", torch.bfloat16)
+    settings = grpo.Settings(micro_batch_tokens=20)
+    grpo.backward(m, completions(), settings)  # compiles, checks weights
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grpo.backward(m, completions(), settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+def test_gpu_score_equals_the_plain_one():
+    hidden = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(5003, 256, device="cuda", dtype=torch.bfloat16) / 4
+    targets = torch.randint(0, 4999, (300,), device="cuda")
+    logp, entropy, slope = grpo.score(hidden, weight, targets, 0.9, 4999)
+    want = grpo.score(hidden.double(), weight.double(), targets, 0.9, 4999)
+    for a, b, bound in zip((logp, entropy, slope), want, (1e-4, 1e-4, 4e-3), strict=True):
+        assert torch.allclose(a.double(), b, rtol=bound, atol=bound)
