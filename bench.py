@@ -4,7 +4,7 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
     kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5 7B
               and 32B. Weights rotate through more than 200 MB, so that L2 holds none of them
     rollout   sample.generate on random weights of true shapes, every row alive to the end
-    step      one update of train.py; memory of loading and of training, against the plan's
+    step      a step of train.py by phases, and its memory
     files     seconds to read a checkpoint, to load it quantized, and to write it quantized
     report    no measurement: tables and pictures, from what kernels and rollout wrote
 
@@ -18,6 +18,7 @@ measured is the GPU, not Python. results/peers.json has others' figures, and how
 Shapes: M rows, N outputs, K inputs of a GEMM.
 """
 import argparse
+import functools
 import json
 import math
 import re
@@ -293,8 +294,28 @@ def queue(model, args, requests=256, slots=64):
         draw(model, prompts[:1], rows, 2)
     first, _ = draw(model, prompts[:slots], 1, 1)
     seconds, out = draw(model, prompts, 1, lengths, slots)
+    tokens = sum(len(group[0].ids) for group in out)
     return {"rows": slots, "kind": "queue", "requests": requests, "prefill_s": first,
-            "decode_tok_s": sum(len(group[0].ids) for group in out) / seconds}
+            "decode_tok_s": tokens / seconds,
+            "bound_tok_s": tokens / perfect(model, lengths, slots, args.prompt)}
+
+
+def perfect(model, lengths, slots, prompt):
+    """Seconds of the queue if a slot that ends went on with the next request at once, for free:
+    the decode steps alone, each at its batch size's own speed."""
+    @functools.cache
+    def step_seconds(rows):
+        replay = replayer(model, rows, prompt + 300)
+        return timed(lambda: [replay() for _ in range(20)])[0] / 20
+
+    left, ahead, seconds = lengths[:slots], lengths[slots:], 0.0
+    while left:
+        ends = min(left)
+        seconds += ends * step_seconds(next(b for b in engine.BUCKETS if b >= len(left)))
+        going = [n - ends for n in left if n > ends]
+        freed = len(left) - len(going)
+        left, ahead = going + ahead[:freed], ahead[freed:]
+    return seconds
 
 
 def replayer(model, rows, tokens):
@@ -337,47 +358,75 @@ def profile(model, rows, tokens, floors, ceiling, steps=20):
 
 
 def step(args):
-    """One update on random weights of true shapes: seconds, tokens/s, share of the matmul rate, and
-    memory; a row without seconds did not fit."""
+    """One step of train.py on random weights of true shapes, by phases: seconds, share of the
+    matmul rate, kernels launched, and memory; a row without seconds did not fit."""
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     ceiling, results = 2 * 8192**3 / graph_time(square.matmul, [square]) / 1e6, []  # TFLOP/s
     del square
     print(f"{torch.cuda.get_device_name()}, bfloat16 matmul {ceiling:.0f} TFLOP/s")
-    columns = {"size": "", "quant": "", "seconds": ".2f", "tok_s": ".0f", "tflops": ".0f",
-               "share": ".0%", "weights_gib": ".2f", "planned_gib": ".2f", "load_peak_gib": ".2f",
-               "load_seconds": ".1f", "peak_gib": ".1f"}
+    if args.card_gib:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.card_gib * memory.GIB / total)
+    columns = {"size": "", "quant": "", "tokens": "d", "micro_batch": "d", "checkpointing": "",
+               "rollout_s": ".2f", "logprob_s": ".3f", "update_s": ".3f", "optimizer_s": ".4f",
+               "share": ".0%", "launches": "d", "busy_s": ".3f", "weights_gib": ".2f",
+               "update_gib": ".1f", "peak_gib": ".1f"}
     show(columns)
     for size, quant in ((s, q) for s in args.sizes for q in args.quants):
-        results.append({"size": size, "quant": quant, "lora_rank": 32, "tokens": args.tokens,
-                        "length": args.length})
+        row = {"size": size, "quant": quant, "lora_rank": args.rank, "prompt": args.prompt,
+               "completions": args.completions, "new": args.new, "card_gib": args.card_gib}
         try:
-            update(results[-1], config(size), ceiling, args.micro_batch_tokens)
+            phases(row, config(size), ceiling, args)
         except torch.OutOfMemoryError:
-            results[-1]["out_of_memory"] = True
-        show(columns, results[-1])
-    merge_rows(args.out, results, ("size", "quant", "tokens", "length"))
+            row["out_of_memory"] = True
+        results.append(row)
+        show(columns, row)
+    merge_rows(args.out, results, ("size", "quant", "lora_rank", "completions", "prompt", "new",
+                                   "micro_batch", "checkpointing", "card_gib"))
 
 
-def update(row, c, ceiling, micro_batch_tokens):
+def phases(row, c, ceiling, args):
     """Measure one size and format and add the figures to its row."""
     model, made = build(c, row["quant"])
     row |= made
-    model.checkpointing = True
+    optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6, (0.9, 0.99), 0.1)
+    length, rows = args.prompt + args.new, args.completions
+    free = min(engine.free_bytes(), (args.card_gib or 1e9) * memory.GIB
+               - torch.cuda.memory_allocated())
+    row["micro_batch"], model.checkpointing = memory.fit_update(
+        c, row["quant"], free * args.share, length, args.micro_batch_tokens, args.checkpointing)
+    row["checkpointing"], row["tokens"] = model.checkpointing, rows * length
+    prompts = random_prompts(rows, length)
+    if args.rollout:
+        torch.cuda.reset_peak_memory_stats()
+        draw(model, [p[: args.prompt] for p in prompts], 1, 2)  # compiles and captures
+        row["rollout_s"] = draw(model, [p[: args.prompt] for p in prompts], 1, args.new)[0]
+        row["rollout_gib"] = peak_gib()
+        engine.make_room(model, sum(memory.update_bytes(
+            c, row["quant"], max(row["micro_batch"], length), model.checkpointing)))
+    settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
+    completions = [grpo.Completion({}, ids[: args.prompt], ids[args.prompt :], [-12.0] * args.new,
+                                   True, advantage=i % 3 - 1.0) for i, ids in enumerate(prompts)]
     torch.cuda.reset_peak_memory_stats()
-    settings = grpo.Settings(micro_batch_tokens=micro_batch_tokens)
-    optimizer = grpo.AdamW(lora.add_lora(model, 32, 32), 1e-5, (0.9, 0.99), 0.1)
-    half = row["length"] // 2
-    prompts = random_prompts(row["tokens"] // row["length"], row["length"])
-    completions = [grpo.Completion({}, ids[:half], ids[half:], [-12.0] * half, True,
-                                   advantage=i % 3 - 1.0) for i, ids in enumerate(prompts)]
-    seconds = statistics.median(
+    grpo.update(model, optimizer, completions, settings)  # compiles
+    row["logprob_s"], _ = timed(
+        lambda: grpo.record_trainer_logprobs(model, completions, settings))
+    row["update_s"] = statistics.median(
         timed(lambda: grpo.update(model, optimizer, completions, settings))[0] for _ in range(3))
-    # forward, recomputed forward and dL/dx of the blocks; forward and dL/dx of the head on the
-    # completion's half
+    row["update_gib"], row["peak_gib"] = peak_gib(), max(peak_gib(), row.get("rollout_gib", 0))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        grpo.backward(model, completions, settings)
+        torch.cuda.synchronize()
+    spans = [e.time_range.elapsed_us() for e in prof.events()
+             if e.device_type == torch.autograd.DeviceType.CUDA]
+    row |= {"launches": len(spans), "busy_s": sum(spans) / 1e6}
+    optimizer.step()
+    row["optimizer_s"], _ = timed(optimizer.step)
+    # forward and dL/dx of the blocks, and of the head on the completions; no recomputation counted
     blocks = sum(n * k for n, k, _ in memory.linears(c).values()) * c.num_hidden_layers
-    tflops = 2 * row["tokens"] * (3 * blocks + c.vocab_size * c.hidden_size) / seconds / 1e12
-    row |= {"seconds": seconds, "tflops": tflops, "tok_s": row["tokens"] / seconds,
-            "share": tflops / ceiling, "peak_gib": peak_gib()}
+    head = c.vocab_size * c.hidden_size
+    flops = 4 * (row["tokens"] * blocks + rows * args.new * head)
+    row["share"] = flops / row["update_s"] / 1e12 / ceiling
 
 
 def files(args):
@@ -497,9 +546,16 @@ def parse_args(argv=None):
     add[rollout]("--profile", action="store_true", help="print where a step's time goes")
     add[step]("--sizes", **some, choices=SIZES, default=["3b", "7b", "14b", "32b"], help="models")
     add[step]("--quants", **some, choices=memory.BITS, default=["none", "nvfp4"], help="formats")
-    add[step]("--tokens", type=int, default=32768, help="of an update, prompts included")
-    add[step]("--length", type=int, default=1024, help="of a row, half of it prompt")
-    add[step]("--micro-batch-tokens", type=int, default=16384, help="as in train.py")
+    add[step]("--rank", type=int, default=16, help="of the adapter")
+    add[step]("--completions", type=int, default=8, help="of an update")
+    add[step]("--prompt", type=int, default=256, help="tokens of a prompt")
+    add[step]("--new", type=int, default=2048, help="tokens of a completion")
+    add[step]("--micro-batch-tokens", type=int, default=0, help="as in train.py")
+    add[step]("--checkpointing", choices=("auto", "on", "off"), default="auto",
+              help="as in train.py")
+    add[step]("--share", type=float, default=1.0, help="of free memory that auto may double")
+    add[step]("--card-gib", type=float, default=0, help="limit the memory, as of a smaller card")
+    add[step]("--no-rollout", dest="rollout", action="store_false", help="the update alone")
     add[files]("model", type=Path, help="folder of a 16-bit checkpoint")
     add[files]("--format", choices=formats, default="nvfp4", help="that it is quantized to")
     args = p.parse_args(argv)

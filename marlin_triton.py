@@ -362,29 +362,35 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
 
 
 @triton.jit
-def to_bfloat16_kernel(codes, scale, g, out, N, K, sc, ss, so, FMT: tl.constexpr,
-                       BN: tl.constexpr, FAST: tl.constexpr, FOLD: tl.constexpr,
-                       ASM: tl.constexpr):
-    """out (N, K), rows `so` apart, = value * block scale, times global scale if FOLD; a program
-    does BN rows of one chunk."""
+def to_bfloat16_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.constexpr,
+                       BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, FAST: tl.constexpr,
+                       FOLD: tl.constexpr, ASM: tl.constexpr):
+    """out (N, K + E), rows `so` apart: value * block scale, times global scale if FOLD, and behind
+    it tail (N, E). A program does BN rows of one chunk, or of the tail."""
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.program_id(1) * 128
     row = tl.minimum(n, N - 1).to(tl.int64)
-    w = tl.load(words(codes, row, k, N, sc, FAST))
-    s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, FAST, BN)
-    a, b, cc, d = extract(w, s, FMT, ASM, BN)
-    v = tl.join(arrange(a, b, BN, 0, 2), arrange(cc, d, BN, 0, 2))  # (BN, 64, plane)
-    v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
-    v *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
-    if FOLD:
-        v *= tl.load(g + row)[:, None]
-    j = k + tl.arange(0, 128)
-    keep = (n < N)[:, None] & (j < K)[None, :]
-    at = n[:, None].to(tl.int64) * so + j[None, :]
-    tl.store(out + at, v.to(out.dtype.element_ty), mask=keep)
+    at = n[:, None].to(tl.int64) * so
+    if k < K:
+        w = tl.load(words(codes, row, k, N, sc, FAST))
+        s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, FAST, BN)
+        a, b, cc, d = extract(w, s, FMT, ASM, BN)
+        v = tl.join(arrange(a, b, BN, 0, 2), arrange(cc, d, BN, 0, 2))  # (BN, 64, plane)
+        v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
+        v *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
+        if FOLD:
+            v *= tl.load(g + row)[:, None]
+        j = k + tl.arange(0, 128)
+        keep = (n < N)[:, None] & (j < K)[None, :]
+        tl.store(out + at + j[None, :], v.to(out.dtype.element_ty), mask=keep)
+    elif E:
+        e = tl.arange(0, EP)
+        inside = (n < N)[:, None] & (e < E)[None, :]
+        t = tl.load(tail + row[:, None] * E + e[None, :], mask=inside)
+        tl.store(out + at + K + e[None, :], t, mask=inside)
 
 
 # largest M -> rows of x and of w a program takes, chunks an iteration, stages, kWidth of the dot,
@@ -533,18 +539,20 @@ def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=
     return out
 
 
-def to_bfloat16(q, fold=False, out=None, asm=None):
+def to_bfloat16(q, fold=False, out=None, tail=None, asm=None):
     """w_hat / global_scale (N, K) in bfloat16, which holds it exactly except for nf4; with `fold`,
-    w_hat, rounded once. On CPU tensors it needs TRITON_INTERPRET=1. out: a bfloat16 matrix to fill,
-    (N, K) in rows of any stride."""
-    N, K = q.shape
+    w_hat, rounded once; behind it tail (N, E). On CPU tensors it needs TRITON_INTERPRET=1. out: a
+    flat bfloat16 buffer to use."""
+    (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     if out is None:
-        out = torch.empty(N, K, dtype=torch.bfloat16, device=q.codes.device)
-    to_bfloat16_kernel[(-(-N // 64), -(-K // CHUNK))](
-        q.codes, raw(q), q.global_scale, out, N, K, q.codes.stride(0), q.scale.stride(0),
-        out.stride(0), FMT=q.fmt, BN=64, FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
+        out = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
+    w = out[: N * (K + E)].view(N, K + E)
+    to_bfloat16_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
+        q.codes, raw(q), q.global_scale, w if tail is None else tail, w, N, K, q.codes.stride(0),
+        q.scale.stride(0), K + E, FMT=q.fmt, BN=64, E=E, EP=max(16, triton.next_power_of_2(E)),
+        FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
         ASM=q.codes.is_cuda if asm is None else asm, num_warps=4)
-    return out
+    return w
 
 
 def common_scale(q):
@@ -566,10 +574,8 @@ def decoded(q, tail=None):
     if buffers[2].numel() < N * (K + E):
         buffers[2] = None  # let go of the smaller one first
         buffers[2] = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
-    w, alpha = buffers[2][: N * (K + E)].view(N, K + E), common_scale(q)
-    to_bfloat16(q, fold=alpha is None, out=w[:, :K])
-    if E:
-        w[:, K:] = tail
+    alpha = common_scale(q)
+    w = to_bfloat16(q, alpha is None, buffers[2], tail)
     return w, 1.0 if alpha is None else alpha
 
 

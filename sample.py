@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from model import to_device
 from runtime import flags
 from runtime.draw import row_keys
 from runtime.engine import Eager, engine_for, onednn_linears, prefill, release
@@ -68,7 +69,7 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
         return out
     eos = set(eos_ids)
     index = torch.cartesian_prod(torch.arange(len(prompts)), torch.arange(n)).view(-1, 2)
-    keys = row_keys(seed, index[:, 0], index[:, 1]).view(len(prompts), n)
+    keys = row_keys(seed, index[:, 0], index[:, 1]).view(len(prompts), n).tolist()
     slots = min(len(index), max_rows or MAX_ROWS)
     max_len = max(len(p) + m for p, m in zip(prompts, limits, strict=True))
     with torch.cuda.device_of(model.embed.weight):  # streams and Triton go by the current device
@@ -87,36 +88,43 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
     """generate's loop: every (prompt, sample) through a slot of the engine, its tokens into
     out[prompt][sample]."""
     waiting = deque((p, j) for p, group in enumerate(out) for j in range(len(group)))
-    # live[s]: the (prompt, sample) in slot s; held[s]: the prompt whose cache lies there
-    live, held = [], [None] * slots
+    # live[s]: the (prompt, sample) in slot s, None for a hole; held[s]: the prompt whose cache lies
+    # there; idle: the slots that have stood empty, times steps
+    live, held, free, idle = [], [None] * slots, list(range(slots)), 0
     bar = tqdm(total=len(waiting), unit="row", desc="sample", leave=False, disable=not progress)
-    begin, tokens, free = time.perf_counter(), 0, list(range(slots))
+    begin, tokens = time.perf_counter(), 0
     while True:
-        # waiting rows take the free slots, lowest first; what is left free is closed by moving the
-        # last rows down
-        starts = []
-        while waiting and free:
-            s = free.pop(0)
-            live[s : s + 1] = [waiting.popleft()]
-            starts.append(s)
-        for s in reversed(free):
-            p, j = live.pop()
-            if s < len(live):
-                engine.move(len(live), s, len(prompts[p]) + len(out[p][j].ids))
-                live[s], held[s] = (p, j), p
+        # Waiting rows take the free slots, lowest first, once these have stood empty for as long
+        # as a prefill makes the others wait: sooner, and all wait too often; later, and they decode
+        # too few. When none waits, the last rows move into the holes.
+        starts, busy = [], len(live) - live.count(None)
+        if waiting and free and idle >= engine.stall * busy:
+            starts, idle = free[: len(waiting)], 0
+            free = free[len(starts) :]
+            for s in starts:
+                live[s : s + 1] = [waiting.popleft()]
+        if not waiting:
+            for s in reversed(free):
+                row = live.pop()
+                if s < len(live):
+                    engine.move(len(live), s, len(prompts[row[0]]) + len(out[row[0]][row[1]].ids))
+                    live[s], held[s] = row, row[0]
+            free = []
         if not live:
             break
         if starts:
             bring_prompts(model, engine, prompts, starts, live, held)
             rows = [live[s] for s in starts]
-            row_key = torch.stack([keys[p, j] for p, j in rows]).to(engine.cache.k.device)
+            row_key = to_device([keys[p][j] for p, j in rows], engine.cache.k.device)
             engine.start(starts, [prompts[p][-1] for p, _ in rows],
                          [len(prompts[p]) - 1 for p, _ in rows], [limits[p] for p, _ in rows],
                          row_key)
-        left = max(limits[p] - len(out[p][j].ids) for p, j in live)
+        left = max(limits[p] - len(out[p][j].ids) for p, j in filter(None, live))
         new_ids, new_logprobs = engine.run(len(live), left)
-        free = []
-        for s, (p, j) in enumerate(live):
+        for s, row in enumerate(live):
+            if row is None:
+                continue
+            p, j = row
             sample, ids = out[p][j], new_ids[s][: limits[p] - len(out[p][j].ids)]
             if not eos.isdisjoint(ids):
                 ids = ids[: 1 + next(i for i, t in enumerate(ids) if t in eos)]
@@ -125,11 +133,13 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
             sample.logprobs += new_logprobs[s][: len(ids)]
             tokens += len(ids)
             if sample.finished or len(sample.ids) == limits[p]:
-                free.append(s)
+                live[s] = None
+                bar.update()
             if on_token:
                 for t in ids:
                     on_token(p, j, t)
-        bar.update(len(free))
+        free = [s for s, row in enumerate(live) if row is None]
+        idle += len(free) * len(new_ids[0])
         if progress:
             speed = tokens / (time.perf_counter() - begin)
             bar.set_postfix_str(f"{len(live) - len(free)} live, {speed:.0f} tokens/s")

@@ -101,8 +101,9 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
     """The training loop, Algorithm 1 of the paper, from step run.state.step on."""
     args, draw = run.args, partial(rollout, run, model, tok, score)
     settings = grpo.Settings(**{k: getattr(args, k) for k in grpo.Settings.__annotations__})
-    need = sum(memory.update_bytes(model.config, args.quant, args.micro_batch_tokens,
-                                   args.checkpointing))
+    tokens = max(args.micro_batch_tokens, args.max_prompt + args.max_new_tokens)
+    need = sum(memory.update_bytes(model.config, args.quant, tokens, model.checkpointing,
+                                   packed=args.lora_rank > 0))
     for step in range(run.state.step, args.steps):
         held = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
@@ -156,6 +157,20 @@ def evaluate(run, model, tok, score, rows):
     return result
 
 
+def fit_update(args, model, params):
+    """Settle --micro-batch-tokens and --checkpointing by the memory that is free. A resumed run
+    keeps what it began with: another cut into micro-batches rounds differently."""
+    if model.embed.weight.is_cuda:
+        free = engine.free_bytes() - 12 * sum(p.numel() for p in params)  # gradient, two moments
+        tokens, recompute = memory.fit_update(
+            model.config, args.quant, free, args.max_prompt + args.max_new_tokens,
+            args.micro_batch_tokens, args.checkpointing, packed=args.lora_rank > 0)
+    else:
+        tokens, recompute = args.micro_batch_tokens or 16384, args.checkpointing != "off"
+    args.micro_batch_tokens, args.checkpointing = tokens, "on" if recompute else "off"
+    model.checkpointing = recompute
+
+
 def train(args, argv):
     args = settle(args, argv)
     flags.model_folder(args.model)  # a mistyped name is refused before anything is read
@@ -165,12 +180,12 @@ def train(args, argv):
     rows, skipped = data.prompts(tok, train_rows, args.prompt_style, args.max_prompt)
     prompts = Prompts(rows, args.seed)
     args.steps = args.steps or max(1, len(rows) // args.prompts_per_step)
-    model.checkpointing = args.checkpointing
     if args.lora_rank:
         params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
     else:
         params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr, (args.beta1, args.beta2), args.weight_decay)
+    fit_update(args, model, params)
 
     with Run(args, argv) as run:
         if not run.open(optimizer, rows):  # a finished run that is not to be extended
@@ -179,7 +194,8 @@ def train(args, argv):
         weight = model.embed.weight
         print(f"{len(rows)} training prompts ({skipped} longer than --max-prompt), {args.steps} "
               f"steps, {sum(p.numel() for p in params):,} trainable parameters, "
-              f"{weight.device.type}, {str(weight.dtype).removeprefix('torch.')}")
+              f"{weight.device.type}, {str(weight.dtype).removeprefix('torch.')}; updates of "
+              f"{args.micro_batch_tokens} tokens a micro-batch, checkpointing {args.checkpointing}")
         try:
             learn(run, model, tok, optimizer, prompts, score, held_out)
             aqn.set_noise(model, 0.0)

@@ -33,7 +33,7 @@ import torch
 
 import lora
 import model as qwen
-from model import KVCache, projections
+from model import KVCache, projections, to_device
 from runtime.draw import sample_ids, uniform
 from weights import memory
 
@@ -76,6 +76,8 @@ def onednn_linears(model):
 class Eager:
     """The reference engine, and the CPU's: model.hidden on a KVCache of `slots` rows, one step at
     a time."""
+
+    prompts, stall = None, 0  # see Graphs
 
     def __init__(self, model, slots, max_len):
         self.model, self.slots, self.max_len = model, slots, max_len
@@ -133,7 +135,10 @@ class Eager:
 
 class Graphs:
     """The GPU engine: decode.Step on persistent buffers, one CUDA graph for each batch size of
-    BUCKETS that comes up."""
+    BUCKETS that comes up. `prompts` (packed.Prefill, or None) fills the cache; `stall` is what a
+    prefill costs, however small, in decode steps of the rows that wait for it, measured."""
+
+    stall = 2
 
     def __init__(self, model, slots, max_len, top_p=1.0):
         from runtime import decode  # needs Triton, which the CPU path does without
@@ -148,6 +153,8 @@ class Graphs:
         self.step = decode.Step(model, self.cache)
         self.most_steps, self.most_eos = decode.STEPS, decode.EOS_SLOTS
         self.graphs, self.pool, self.scratch = {}, None, []
+        packed = lora.packed(model)
+        self.prompts = packed and packed.Prefill(model, self.cache)
 
     def begin(self, temperature, top_p, eos_ids):
         if len(eos_ids) > self.most_eos:
@@ -155,6 +162,8 @@ class Graphs:
                              f"{self.most_eos}")
         st = self.step
         st.refresh()
+        if self.prompts:
+            self.prompts.refresh()
         st.inverse_temperature.fill_(1 / temperature if temperature else 1.0)
         st.eos.fill_(-1)
         ids = torch.tensor(sorted(eos_ids), dtype=torch.long, device=st.eos.device)
@@ -167,11 +176,11 @@ class Graphs:
             self.mode = ("greedy",)
 
     def start(self, slots, tokens, lengths, limits, keys):
-        st, at = self.step, torch.tensor(slots, device=self.cache.k.device)
-        put = torch.tensor([tokens, lengths, limits], device=at.device)  # (3, rows)
-        st.token[at], st.cache.length[at] = put[0], put[1]
-        st.key[at], st.alive[at] = keys, 1
-        st.stop[at] = put[1] + put[2]
+        st = self.step
+        at, token, length, limit = to_device([slots, tokens, lengths, limits], self.cache.k.device)
+        st.token[at], st.cache.length[at], st.stop[at] = token, length, length + limit
+        st.key[at] = keys
+        st.alive.index_fill_(0, at, 1)
 
     copy_row = Eager.copy_row
 
@@ -204,29 +213,32 @@ class Graphs:
             def draw(logits, key, position):
                 return sample_ids(logits, uniform(key, position), temperature, top_p)
 
-        def launch():
-            st.step(rows, greedy, draw)
-
-        if st.token.is_cuda:
-            # The rehearsal compiles, checks weights and makes buffers, all of which a capture must
-            # not. With no row alive it changes nothing but results that are overwritten.
-            alive = st.alive.clone()
-            st.alive.zero_()
-            st.count.zero_()
-            side = side_stream(st.token.device)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                launch()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                launch()
-            self.pool = self.pool or graph.pool()
-            self.scratch.append(marlin_scratch(st.token.device))
-            st.alive.copy_(alive)
-            launch = graph.replay
+        # The rehearsal changes nothing but results that are overwritten: no row is alive in it.
+        alive = st.alive.clone()
+        st.alive.zero_()
+        st.count.zero_()
+        launch = self.capture(lambda: st.step(rows, greedy, draw))
+        st.alive.copy_(alive)
         self.graphs[rows, self.mode] = launch
         return launch
+
+    def capture(self, launch):
+        """launch() as a CUDA graph's replay (on the CPU as it is). It is rehearsed once, which
+        compiles, checks weights and makes buffers, all of which a capture must not."""
+        device = self.cache.k.device
+        if device.type != "cuda":
+            return launch
+        side = side_stream(device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            launch()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            launch()
+        self.pool = self.pool or graph.pool()
+        self.scratch.append(marlin_scratch(device))
+        return graph.replay
 
 
 @functools.cache
@@ -272,8 +284,10 @@ def fingerprint(model):
     """What a captured graph holds on to: where the weights lie, which adapters are on, and their
     scaling."""
     adapters = (m.adapter for _, m in projections(model))
-    return (tuple(t.data_ptr() for t in [*model.parameters(), *model.buffers()]),
-            model.valid_vocab, tuple(a and a.scaling for a in adapters))
+    # of each module its own: parameters() and buffers() would take milliseconds
+    tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+    return (tuple(t.data_ptr() for t in tensors if t is not None), model.valid_vocab,
+            tuple(a and a.scaling for a in adapters))
 
 
 def working_bytes(model, slots, top_p):
@@ -321,15 +335,14 @@ def prefill(model, engine, prompts, slots):
 
     On the GPU prompts run laid end to end. On the CPU, and where one is longer than that, they run
     padded on the right, a long one in chunks."""
-    most, packed = memory.PREFILL_TOKENS, lora.packed(model)
+    most = memory.PREFILL_TOKENS
     todo = sorted(((p[:-1], s) for p, s in zip(prompts, slots, strict=True) if len(p) > 1),
                   key=lambda t: -len(t[0]))
     while todo:
         longest = len(todo[0][0])
-        if packed and longest <= most:
+        if engine.prompts is not None and longest <= most:
             n = sum(tokens <= most for tokens in accumulate(len(p) for p, _ in todo))
-            rows, where = zip(*todo[:n], strict=True)
-            packed.states(model, rows, engine.cache, where)
+            engine.prompts.run(model, *zip(*todo[:n], strict=True), engine.capture)
         else:
             n = max(1, most // longest)
             prefill_padded(model, engine, todo[:n], most)

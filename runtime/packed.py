@@ -35,6 +35,7 @@ V vocabulary; a linear has N outputs, K inputs, P parts; R rank, E = P*R rounded
 """
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +130,8 @@ def rope_kernel(qkv, out, place, cos, sin, q_weight, q_noise, k_weight, k_noise,
         w2 = head_weights(q_weight, q_noise, k_weight, k_noise, h, d + HALF, H, D)
         x1 = (x1 * rms * w1).to(T).to(tl.float32)
         x2 = (x2 * rms * w2).to(T).to(tl.float32)
-    n = tl.load(place + t)
+    place_t = tl.load(place + t)
+    n = tl.maximum(place_t, 0)
     co = tl.load(cos + n * HALF + d)[None, :]
     si = tl.load(sin + n * HALF + d)[None, :]
     y1, y2 = (x1 * co - x2 * si).to(T), (x2 * co + x1 * si).to(T)
@@ -143,11 +145,12 @@ def rope_kernel(qkv, out, place, cos, sin, q_weight, q_noise, k_weight, k_noise,
         if NORM:  # out is not qkv
             tl.store(out + values, v, mask=kv)
         if CACHE:
-            row = tl.load(slot + t) * stride_b + n * D
-            tl.store(v_cache + row + g[:, None] * stride_h + e[None, :], v, mask=kv)
-            key = row + (h[:, None] - H) * stride_h + d[None, :]
-            tl.store(k_cache + key, y1, mask=live & (h[:, None] >= H))
-            tl.store(k_cache + key + HALF, y2, mask=live & (h[:, None] >= H))
+            if place_t >= 0:  # else padding
+                row = tl.load(slot + t) * stride_b + n * D
+                tl.store(v_cache + row + g[:, None] * stride_h + e[None, :], v, mask=kv)
+                key = row + (h[:, None] - H) * stride_h + d[None, :]
+                tl.store(k_cache + key, y1, mask=live & (h[:, None] >= H))
+                tl.store(k_cache + key + HALF, y2, mask=live & (h[:, None] >= H))
 
 
 @triton.jit
@@ -339,8 +342,8 @@ def attention_back(dy, q, k, v, y, *rest):
 
 
 class Projection:
-    """A linear with its adapter cast for one pass: A (E, K) and tail = s B / alpha (N, E), the
-    parts on a block diagonal; alpha is the weight's global scale where one number is."""
+    """A linear, and 16-bit copies of its adapter: A (E, K) and tail = s B / alpha (N, E), the parts
+    on a block diagonal. alpha: the weight's global scale, where one number is."""
 
     def __init__(self, m, dtype):
         (self.N, self.K), self.base, self.adapter, self.q = m.shape, m.base, m.adapter, m.q
@@ -348,8 +351,8 @@ class Projection:
         self.cuda = m.q is not None and m.q.codes.is_cuda
         if self.cuda:
             marlin_triton.check_weight(m.q)
-            self.alpha = marlin_triton.common_scale(m.q)
-            self.alpha = 1.0 if self.alpha is None else self.alpha
+            scale = marlin_triton.common_scale(m.q)
+            self.alpha = 1.0 if scale is None else scale
         if (a := self.adapter) is not None:
             self.R, self.PR = a.rank, a.A.shape[0]
             self.E = -(-self.PR // 8) * 8
@@ -368,6 +371,9 @@ class Projection:
         """wide [h | x A^T] (S, K + E) -> y (S, N) = residual + bias + h w^T + s x A^T B^T."""
         h, bias = wide[:, : self.K], self.base.bias
         if self.cuda and marlin_triton.few(len(h), self.N, self.K, marlin_triton.sms(h.device)):
+            if 0 < self.E <= 64:
+                return marlin_triton.gemm_few(h, self.q, bias, wide[:, self.K :], self.tail,
+                                              scaling=self.alpha, residual=residual)
             y = marlin_triton.gemm_few(h, self.q, bias, residual=residual)
             return y.addmm_(wide[:, self.K :], self.tail.T, alpha=self.alpha) if self.E else y
         start = bias if residual is None else residual
@@ -451,48 +457,53 @@ class FinalNorm(torch.autograd.Function):
 
 @dataclass
 class Rows:
-    """Where S tokens of rows of `lengths` stand: place (S,) in their row, borders (rows + 1,) of
-    the rows, cos and sin (longest, D/2); slot (S,) of the cache, for a prefill."""
+    """Where S tokens of rows stand: place (S,) in their row, -1 for a token of no row; borders
+    (rows + 1,) int32 of the rows; cos and sin (longest, D/2); slot (S,) of the cache, if one is
+    filled; lengths, a list, for attention on the CPU."""
 
-    lengths: list
     place: torch.Tensor
     borders: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     slot: torch.Tensor | None = None
+    lengths: list | None = None
 
     @property
     def longest(self):
-        return max(self.lengths)
+        return len(self.cos)
 
 
-def layout(config, lengths, device, slots=None):
-    place = to_device([i for n in lengths for i in range(n)], device)
-    borders = [0]
-    for n in lengths:
-        borders.append(borders[-1] + n)
-    tables = rope_tables(torch.arange(max(lengths), device=device), config.head_dim,
-                         config.rope_theta)
-    slot = None
-    if slots is not None:
-        slot = to_device([s for s, n in zip(slots, lengths, strict=True) for _ in range(n)], device)
-    return Rows(lengths, place, to_device(borders, device, torch.int32), *tables, slot)
+def numbers(rows, slots=None):
+    """[ids, places, slots, borders] of rows (lists of ids) laid end to end, as lists."""
+    ids, places, where = [], [], []
+    for row, slot in zip(rows, slots or [0] * len(rows), strict=True):
+        ids += row
+        places += range(len(row))
+        where += [slot] * len(row)
+    return ids, places, where, [0, *accumulate(map(len, rows))]
 
 
-def cast(model):
-    """The four Projections of each block, adapters cast: made for each pass, so that none is
-    stale."""
+def tables(config, longest, device):
+    return rope_tables(torch.arange(longest, device=device), config.head_dim, config.rope_theta)
+
+
+def linears_of(model):
+    """The four Projections of each block, their adapters not yet copied (`refresh`)."""
     linears = [Projection(m, model.embed.weight.dtype) for _, m in projections(model)]
-    adapted = [p for p in linears if p.E]
-    if adapted:
-        with torch.no_grad():
-            torch._foreach_copy_([p.A[: p.PR] for p in adapted], [p.adapter.A for p in adapted])
-            scale = [p.adapter.scaling / p.alpha for p in adapted]
-            B = torch._foreach_mul([p.adapter.B.detach() for p in adapted], scale)
-            torch._foreach_copy_([t for p in adapted for t in p.blocks(p.tail)],
-                                 [t for p, b in zip(adapted, B, strict=True)
-                                  for t in b.split(p.parts)])
     return [linears[i : i + 4] for i in range(0, len(linears), 4)]
+
+
+@torch.no_grad()
+def refresh(linears):
+    """Copy the adapters' parameters as they are now."""
+    adapted = [p for block in linears for p in block if p.E]
+    if adapted:
+        torch._foreach_copy_([p.A[: p.PR] for p in adapted], [p.adapter.A for p in adapted])
+        B = torch._foreach_mul([p.adapter.B for p in adapted],
+                               [p.adapter.scaling / p.alpha for p in adapted])
+        torch._foreach_copy_(
+            [t for p in adapted for t in p.blocks(p.tail)],
+            [t for p, b in zip(adapted, B, strict=True) for t in b.split(p.parts)])
 
 
 def project(prologue, p, x, residual=None):
@@ -510,24 +521,71 @@ def block(layer, linears, rows, cache, x):
     return project(SwiGLU(), down_proj, gate_up, x)
 
 
-def states(model, rows, cache=None, slots=None):
-    """The residual stream behind the last block, (S, C), of the tokens of `rows` (lists of ids)
-    laid end to end. Causal within each row; differentiable in the adapter.
-
-    cache: a model.KVCache whose `slots` (one a row) get the rows' keys and values, from position 0
-    on."""
-    w = model.embed.weight
-    where = layout(model.config, [len(row) for row in rows], w.device, slots)
-    x = F.embedding(to_device([i for row in rows for i in row], w.device), w)  # (S, C)
-    for layer, linears in zip(model.layers, cast(model), strict=True):
-        run = partial(block, layer, linears, where, cache)
+def states(model, linears, ids, rows, cache=None):
+    """The residual stream behind the last block, (S, C), of the tokens ids (S,). Causal within each
+    of `rows`; differentiable in the adapter; keys and values also go to `cache`, a
+    model.KVCache."""
+    x = F.embedding(ids, model.embed.weight)  # (S, C)
+    for layer, four in zip(model.layers, linears, strict=True):
+        run = partial(block, layer, four, rows, cache)
         keep = not (model.checkpointing and torch.is_grad_enabled())
         x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
     return x
 
 
 def hidden(model, rows, take):
-    """Final-normed states (len(take), C) at the places `take` among the S tokens of `rows`."""
-    x = states(model, rows)
-    x = x.index_select(0, to_device(take, x.device))
-    return FinalNorm.apply(Norm(model.norm), x)
+    """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
+    ids) laid end to end; differentiable in the adapter."""
+    device, linears = model.embed.weight.device, linears_of(model)
+    refresh(linears)
+    ids, places, _, borders = numbers(rows)
+    lengths = [*map(len, rows)]
+    where = Rows(to_device(places, device), to_device(borders, device, torch.int32),
+                 *tables(model.config, max(lengths), device), lengths=lengths)
+    x = states(model, linears, to_device(ids, device), where)
+    return FinalNorm.apply(Norm(model.norm), x.index_select(0, to_device(take, device)))
+
+
+class Prefill:
+    """Fills a model.KVCache with rows' keys and values, from position 0 on.
+
+    A few hundred tokens are less work for the GPU than for the host that launches their kernels,
+    and while they run all other rows wait. So up to the last of SIZES tokens are one CUDA graph,
+    padded to the next size; more are launched."""
+
+    SIZES = (64, 128, 256, 512, 1024, 2048)
+
+    def __init__(self, model, cache):
+        # not the model: an engine lasts as long as its model, and must not keep it
+        self.cache, self.linears = cache, linears_of(model)
+        self.graphs = {}  # size -> (graph, its input)
+
+    def refresh(self):
+        refresh(self.linears)
+
+    @torch.no_grad()
+    def run(self, model, rows, slots, capture=None):
+        """rows (lists of ids) into `slots`. capture(launch): a replay of launch() as a graph; None:
+        launch."""
+        device, (ids, places, where, borders) = self.cache.k.device, numbers(rows, slots)
+        size = next((s for s in self.SIZES if s >= len(ids)), None)
+        most = size and max(8, size // 32)  # rows that a graph of this size takes
+        if capture is None or size is None or len(rows) > most:
+            x = [to_device(t, device) for t in (ids, places, where, borders)]
+            self.launch(model, *x, max(map(len, rows)), [*map(len, rows)])
+            return
+        pad = size - len(ids)
+        numbers_ = (ids + [0] * pad + places + [-1] * pad + where + [0] * pad
+                    + borders + borders[-1:] * (most + 1 - len(borders)))
+        if size not in self.graphs:
+            static = to_device(numbers_, device)
+            split = static.split([size, size, size, most + 1])
+            self.graphs[size] = capture(partial(self.launch, model, *split, size)), static
+        replay, static = self.graphs[size]
+        static.copy_(to_device(numbers_, device))
+        replay()
+
+    def launch(self, model, ids, places, slots, borders, longest, lengths=None):
+        rows = Rows(places, borders.int(), *tables(model.config, longest, ids.device), slots,
+                    lengths)
+        states(model, self.linears, ids, rows, self.cache)

@@ -108,6 +108,14 @@ def test_dequantization_is_exact(fmt, N, K):
     assert torch.allclose(got, want, rtol=1e-6 if fmt != "nf4" else 1.2e-2, atol=0)
 
 
+@pytest.mark.parametrize("N, K", [(9, 192), (72, 256)])
+def test_an_adapter_stands_behind_the_decoded_weight(N, K):
+    q, tail = weight("nvfp4", N, K), torch.randn(N, 24).to(torch.bfloat16)
+    w, alpha = mt.decoded(q, tail)
+    assert alpha == q.global_scale[0]
+    assert torch.equal(w[:, :K], mt.to_bfloat16(q)) and torch.equal(w[:, K:], tail)
+
+
 def test_mxfp4_keeps_tiny_scales():
     """A block of weights below 2^-13 lost its smallest codes where the product was a bfloat16 subnormal."""
     q, x = weight("mxfp4", 16, 128), activations(2, 128)

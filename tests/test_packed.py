@@ -2,6 +2,7 @@
 
 On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them, on four-bit weights too, on the device."""
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -79,22 +80,33 @@ def test_micro_batches_count_padding_only_where_there_is_padding(monkeypatch):
     assert any(len(b) * max(b) > 20 for b in dense)
 
 
+def filled(m, prompts, slots, capture, calls=1):
+    """The cache that Prefill fills, and the one of the modules."""
+    ours, theirs = M.KVCache(m, 6, 64), engine.Eager(m, 6, 64)
+    prefill = packed.Prefill(m, ours)
+    prefill.refresh()
+    for _ in range(calls):
+        prefill.run(m, [p[:-1] for p in prompts], slots, capture)
+    with torch.no_grad():
+        engine.prefill(m, theirs, prompts, slots)
+    return ours, theirs.cache
+
+
 @pytest.mark.parametrize("config", [CPU, QWEN3], ids=["qwen2", "qwen3"])
-def test_prefill_fills_the_same_cache_packed_and_padded(monkeypatch, config):
-    """Slots in any order, a prompt of one token (nothing to fill) and one longer than the budget."""
-    m, prompts, slots = build(config), [[7], *ROWS[1:]], [4, 0, 3, 1, 2]
-    monkeypatch.setattr(engine.memory, "PREFILL_TOKENS", 12)
-    caches = []
-    for path in (None, packed):
-        monkeypatch.setattr(lora, "packed", lambda model, path=path: path)
-        e = engine.Eager(m, 5, 64)
-        with torch.no_grad():
-            engine.prefill(m, e, prompts, slots)
-        caches.append(e.cache)
-    for prompt, slot in zip(prompts, slots, strict=True):
-        for a, b in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
-            assert torch.allclose(a[:, slot, :, : len(prompt) - 1], b[:, slot, :, : len(prompt) - 1], rtol=0, atol=1e-5)
-    assert (caches[1].k[:, 4] == 0).all()
+@pytest.mark.parametrize("capture", [None, lambda launch: launch], ids=["launched", "padded"])
+def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
+    """Slots in any order; padding up to a graph's size, and no other slot, must be left alone."""
+    m, prompts, slots = build(config), ROWS[1:], [0, 3, 1, 5]
+    if capture:  # attention on the CPU goes by the rows' lengths: the padding is one more
+        lengths = [len(p) - 1 for p in prompts]
+        capture = lambda launch: partial(launch, lengths=[*lengths, 64 - sum(lengths)])  # noqa: E731
+    ours, theirs = filled(m, prompts, slots, capture)
+    for a, b in ((ours.k, theirs.k), (ours.v, theirs.v)):
+        for prompt, slot in zip(prompts, slots, strict=True):
+            n = len(prompt) - 1
+            assert torch.allclose(a[:, slot, :, :n], b[:, slot, :, :n], rtol=0, atol=1e-5)
+            assert (a[:, slot, :, n:] == 0).all()
+        assert (a[:, [2, 4]] == 0).all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -156,3 +168,27 @@ def test_gpu_score_equals_the_plain_one():
     want = grpo.score(hidden.double(), weight.double(), targets, 0.9, 4999)
     for a, b, bound in zip((logp, entropy, slope), want, (1e-4, 1e-4, 4e-3), strict=True):
         assert torch.allclose(a.double(), b, rtol=bound, atol=bound)
+
+
+@gpu
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+@pytest.mark.parametrize("rank", [3, 8, 40])
+def test_gpu_prefill_by_graph_equals_the_modules(quant, rank):
+    """Replayed for other prompts and another adapter than it was captured with; too many rows or tokens for a graph."""
+    m = build(GPU, quant, rank, "cuda", torch.bfloat16)
+    g = torch.Generator().manual_seed(1)
+    graphs = engine.Graphs(m, 20, 1024)
+    for n, most in ((3, 30), (5, 50), (2, 120), (20, 3), (20, 200)):
+        prompts = [torch.randint(0, 5000, (int(k),), generator=g).tolist() for k in torch.randint(2, most, (n,), generator=g)]
+        for _, layer in lora.lora_layers(m):
+            torch.nn.init.normal_(layer.B, std=0.1)
+        eager, slots = engine.Eager(m, 20, 1024), torch.randperm(20, generator=g)[:n].tolist()
+        graphs.begin(1.0, 1.0, [])
+        with torch.no_grad():
+            engine.prefill(m, graphs, prompts, slots)
+            engine.prefill(m, eager, prompts, slots)
+        for prompt, slot in zip(prompts, slots, strict=True):
+            for a, b in ((graphs.cache.k, eager.cache.k), (graphs.cache.v, eager.cache.v)):
+                a, b = (t[:, slot, :, : len(prompt) - 1].float() for t in (a, b))
+                assert (a - b).norm() < 3e-2 * b.norm()
+    assert set(graphs.prompts.graphs) >= {64, 128}

@@ -69,19 +69,35 @@ def gemm_scratch(c, fmt):
 # ---- training
 
 
-def update_bytes(c, fmt, tokens, checkpointing=True):
+def update_bytes(c, fmt, tokens, checkpointing=True, packed=True):
     """(kept, momentary): bytes that an update with `tokens` in a micro-batch needs beside weights
     and adapter.
 
-    Kept for the backward: twice each block's input with checkpointing, else all that each block
-    keeps. Momentary: one block with its graph, the decoded copy of a weight, and twice what the LM
-    head makes of a chunk of tokens. Careful on purpose (7B, 16,384 tokens: 15.1 GiB, where bare
-    block inputs and one head would be 8.3): a step that runs out of memory is lost, an engine that
-    was freed is rebuilt in seconds."""
-    block = 14 * c.hidden_size + 8 * c.intermediate_size  # numbers a token that one block keeps
-    each = 2 * c.hidden_size if checkpointing else block
-    kept = 2 * tokens * c.num_hidden_layers * each
-    return kept, 2 * tokens * block + gemm_scratch(c, fmt) + 5 * (1 << 29)
+    Kept for the backward: each block's input with checkpointing, else all that each block keeps.
+    Momentary: with checkpointing one block of that; gradients on their way through an MLP, the
+    decoded copy of a weight, and what the LM head makes of a chunk of tokens. `packed`: by
+    runtime/packed.py, to 10% of what was measured; else by model.py's modules (full training),
+    careful on purpose: a step that runs out of memory is lost."""
+    C, F, L = c.hidden_size, c.intermediate_size, c.num_hidden_layers
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    # numbers a token: that one block keeps, that are alive for a moment
+    block, moment = (2 * C + 2 * q + 2 * kv + 2 * F, 8 * C + 3 * F) if packed else (
+        14 * C + 8 * F, 14 * C + 8 * F)
+    head = 3 << (28 if packed else 29)
+    kept = 2 * tokens * L * (C * (1 if packed else 2) if checkpointing else block)
+    moment += block if packed and checkpointing else 0
+    return kept, 2 * tokens * moment + gemm_scratch(c, fmt) + head
+
+
+def fit_update(c, fmt, free, longest, tokens=0, checkpointing="auto", packed=True):
+    """(tokens, checkpointing) of an update's micro-batches in `free` bytes: the most tokens without
+    recomputing, else with it, that leave half to keys and values. What is given stays. Rows have up
+    to `longest` tokens."""
+    modes = {"auto": (False, True), "on": (True,), "off": (False,)}[checkpointing]
+    sizes = (tokens,) if tokens else (32768, 16384, 8192, 4096)
+    fits = [(t, mode) for mode in modes for t in sizes
+            if sum(update_bytes(c, fmt, max(t, longest), mode, packed)) <= free / 2]
+    return fits[0] if fits else (sizes[-1], modes[-1])
 
 
 def training_peak(c, fmt, rank, tokens):
