@@ -553,7 +553,7 @@ class Prefill:
     and while they run all other rows wait. So up to the last of SIZES tokens are one CUDA graph,
     padded to the next size; more are launched."""
 
-    SIZES = (64, 128, 256, 512, 1024, 2048)
+    SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 
     def __init__(self, model, cache):
         # not the model: an engine lasts as long as its model, and must not keep it

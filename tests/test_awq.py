@@ -330,7 +330,7 @@ def test_the_gpu_calibrates_as_the_cpu_does_and_runs_what_it_made(fmt, tmp_path)
     a = awq.load(TINY, "cpu", torch.float32, fmt, calib, sequences=4, length=64)
     b = awq.load(TINY, "cuda", torch.float32, fmt, calib, sequences=4, length=64)
     for x, y in zip(a.awq, b.awq, strict=True):
-        assert abs(x["rtn"] / y["rtn"] - 1) < 1e-2 and y["awq"] < x["awq"] * 1.1
+        assert abs(x["rtn"] / y["rtn"] - 1) < 2e-2 and y["awq"] < x["awq"] * 1.1
     m = awq.load(TINY, "cuda", torch.bfloat16, fmt, calib, sequences=4, length=64)
     ids = torch.arange(40)[None]
     want = M.load(TINY, dtype=torch.float32)(ids)

@@ -74,19 +74,21 @@ def update_bytes(c, fmt, tokens, checkpointing=True, packed=True):
     and adapter.
 
     Kept for the backward: each block's input with checkpointing, else all that each block keeps.
-    Momentary: with checkpointing one block of that; gradients on their way through an MLP, the
-    decoded copy of a weight, and what the LM head makes of a chunk of tokens. `packed`: by
-    runtime/packed.py, to 10% of what was measured; else by model.py's modules (full training),
-    careful on purpose: a step that runs out of memory is lost."""
+    Momentary: the decoded copy of a weight, and the larger of what the LM head makes of a chunk of
+    tokens and of the gradients on their way through an MLP (with checkpointing beside all that this
+    block keeps). `packed`: by runtime/packed.py, to 5% of what was measured; else by model.py's
+    modules (full training), careful on purpose: a step that runs out of memory is lost."""
     C, F, L = c.hidden_size, c.intermediate_size, c.num_hidden_layers
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    # numbers a token: that one block keeps, that are alive for a moment
-    block, moment = (2 * C + 2 * q + 2 * kv + 2 * F, 8 * C + 3 * F) if packed else (
-        14 * C + 8 * F, 14 * C + 8 * F)
-    head = 3 << (28 if packed else 29)
-    kept = 2 * tokens * L * (C * (1 if packed else 2) if checkpointing else block)
-    moment += block if packed and checkpointing else 0
-    return kept, 2 * tokens * moment + gemm_scratch(c, fmt) + head
+    if packed:
+        block = 2 * C + 2 * q + 2 * kv + 2 * F  # numbers a token that one block keeps
+        kept = C if checkpointing else block
+        head, moment = 3 << 28, 4 * C + 3 * F + (block if checkpointing else 0)
+        moment = max(2 * tokens * moment, head + 2 * tokens * 6 * C)
+    else:
+        block = 14 * C + 8 * F
+        kept, moment = 2 * C if checkpointing else block, 2 * tokens * block + (3 << 29)
+    return 2 * tokens * L * kept, moment + gemm_scratch(c, fmt)
 
 
 def fit_update(c, fmt, free, longest, tokens=0, checkpointing="auto", packed=True):
@@ -94,7 +96,7 @@ def fit_update(c, fmt, free, longest, tokens=0, checkpointing="auto", packed=Tru
     recomputing, else with it, that leave half to keys and values. What is given stays. Rows have up
     to `longest` tokens."""
     modes = {"auto": (False, True), "on": (True,), "off": (False,)}[checkpointing]
-    sizes = (tokens,) if tokens else (32768, 16384, 8192, 4096)
+    sizes = (tokens,) if tokens else (32768, 16384, 8192, 4096, 2048)
     fits = [(t, mode) for mode in modes for t in sizes
             if sum(update_bytes(c, fmt, max(t, longest), mode, packed)) <= free / 2]
     return fits[0] if fits else (sizes[-1], modes[-1])
