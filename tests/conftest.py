@@ -1,10 +1,29 @@
 """Without a GPU, Triton's kernels run in its interpreter; that is decided when they are defined, so before any import of them."""
+import json
 import os
+import shutil
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory):
+    """Folder of the embedded model's first two blocks: a checkpoint for tests to which it does not matter what a model says."""
+    from safetensors.torch import load_file, save_file
+
+    from runtime import flags
+
+    folder = shutil.copytree(flags.TINY, tmp_path_factory.mktemp("models") / "shallow", ignore=shutil.ignore_patterns("*.py", "*.md"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {k: t for k, t in tensors.items() if not k.startswith(("model.layers.2.", "model.layers.3."))}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def exit_code(main, argv):
