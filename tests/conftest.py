@@ -1,13 +1,27 @@
-"""Without a GPU, Triton's kernels run in its interpreter; that is decided when they are defined, so before any import of them."""
+"""What several files of tests share. Libraries are imported where they are needed: the process that only hands tests out to
+others needs none."""
 import json
 import os
 import shutil
 
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+def pytest_configure(config):
+    """Without a GPU, Triton's kernels run in its interpreter; that is decided when they are defined, so before any test file is
+    imported."""
+    if config.getoption("dist", "no") == "no":  # here tests will run
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Two processes for the whole suite, file by file. None for some of its files, where starting them would take longer than
+    they save, and none on a GPU, whose memory is counted there."""
+    return 2 if not config.option.file_or_dir and "not gpu" in config.option.markexpr else 0
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +50,8 @@ def exit_code(main, argv):
 
 def adapted(spread=0.05):
     """(the tiny model in NVFP4 whose adapter is away from zero by `spread`, its tokenizer, its optimizer)."""
+    import torch
+
     import data
     import grpo
     import lora

@@ -540,8 +540,9 @@ def child(clean, folder, mutant, tests):
         mutant.apply(folder)
     os.chdir(folder if mutant else clean)
     failures = Failures()
-    code = pytest.main(["-q", *(["-x"] if mutant else []), "-p", "no:cacheprovider",
-                        f"--basetemp={folder}.tmp", *tests], plugins=[failures])
+    code = pytest.main(["-o", "addopts=-q", "-m", "not gpu", "-p", "no:cacheprovider",
+                        *(["-x"] if mutant else []), f"--basetemp={folder}.tmp", *tests],
+                       plugins=[failures])
     lines = [str(int(code)), *("\t".join(seen) for seen in failures.seen)]
     Path(f"{folder}.result").write_text("\n".join(lines))
 

@@ -192,7 +192,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 
 def test_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
     """A picture in another folder than the one printed."""
-    a, b = folder(tmp_path / "a"), folder(tmp_path / "b", [{"step": 0, "reward": 1.0}])
+    a, b = (folder(tmp_path / name, [{"step": 0, "reward": 1.0}]) for name in "ab")
     monkeypatch.chdir(tmp_path)
     plot.main([str(a)])
     assert f"wrote {a / 'metrics.png'}" in capsys.readouterr().out
