@@ -189,6 +189,7 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     tok = write_tokenizer(out, args.seed)
     torch.manual_seed(args.seed)
+    torch.randn(CONFIG["vocab_size"], CONFIG["hidden_size"])  # what nn.Embedding once drew in vain
     model = Transformer(checkpoint.read_config(out))
     print(f"{len(tok)} token ids, {sum(p.numel() for p in model.parameters()):,} parameters")
     rows = data.arithmetic("train", args.rows, args.seed)
