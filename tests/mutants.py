@@ -274,8 +274,8 @@ MUTANTS = {
          "engine.copy_row(fresh[p], s, len(prompts[p]) - 1)",
          "engine.copy_row(fresh[p], s, len(prompts[p]) - 2)",
          "sample::logprobs_equal_the_full_forward"),
-        ("a row that moves leaves its newest keys behind", "len(prompts[p]) + len(out[p][j].ids))",
-         "len(prompts[p]))", "sample::refill_and_shrink_keep_every_sample"),
+        ("a row that moves leaves its newest keys behind", " + len(out[row[0]][row[1]].ids))",
+         ")", "sample::refill_and_shrink_keep_every_sample"),
     ],
     "runtime/engine.py": [
         ("the same number at every position", "uniform(self.key[:rows], view.length)",
