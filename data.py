@@ -71,7 +71,7 @@ def load(name, split="train", n=None, seed=0, levels=None):
     if n is not None and n < 1:
         raise ValueError(f"--data {name}: asked for {n} rows; ask for at least 1")
     if name == "arithmetic":
-        rows, where = arithmetic(split, n or {"train": 8192, "test": 512}[split], seed), name
+        rows, where = arithmetic(split, n or {"train": 2048, "test": 512}[split], seed), name
     else:
         files = _files(name, split)
         rows, where = _graded(files), files[0]

@@ -91,13 +91,16 @@ def beside(run, name):
 
 
 def with_summary(run, rows):
-    """`rows`; if they hold no held-out accuracy, with summary.json's: before training at step -1,
-    after it at the last step."""
+    """`rows`, and the held-out accuracy after the last of them, which stands in summary.json alone;
+    that before the first too, if no row has any."""
     summary = beside(run, "summary.json")
-    if "accuracy_before" not in summary or any("eval_accuracy" in row for row in rows):
+    if not any("eval_accuracy" in row for row in rows):
+        rows = [{**rows[0], "eval_accuracy": summary.get("accuracy_before")}, *rows[1:]]
+    after, steps = summary.get("accuracy_after"), rows[-1]["step"] + 1
+    if after is None or summary.get("steps", steps) != steps:  # the run has gone on since
         return rows
-    first = {"step": -1, "seconds": 0.0, "eval_accuracy": summary["accuracy_before"]}
-    return [first, *rows[:-1], {**rows[-1], "eval_accuracy": summary.get("accuracy_after")}]
+    return [*rows, {"step": steps, "seconds": summary.get("seconds"), "eval_accuracy": after,
+                    "eval_stderr": summary.get("stderr_after")}]
 
 
 def column(rows, name):

@@ -1,10 +1,43 @@
-"""Without a GPU, Triton's kernels run in its interpreter; that is decided when they are defined, so before any import of them."""
+"""What several files of tests share. Libraries are imported where they are needed: the process that only hands tests out to
+others needs none."""
+import json
 import os
+import shutil
 
-import torch
+import pytest
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+def pytest_configure(config):
+    """Without a GPU, Triton's kernels run in its interpreter; that is decided when they are defined, so before any test file is
+    imported."""
+    if config.getoption("dist", "no") == "no":  # here tests will run
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Two processes for the whole suite, file by file. None for some of its files, where starting them would take longer than
+    they save, and none on a GPU, whose memory is counted there."""
+    return 2 if not config.option.file_or_dir and "not gpu" in config.option.markexpr else 0
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory):
+    """Folder of the embedded model's first two blocks: a checkpoint for tests to which it does not matter what a model says."""
+    from safetensors.torch import load_file, save_file
+
+    from runtime import flags
+
+    folder = shutil.copytree(flags.TINY, tmp_path_factory.mktemp("models") / "shallow", ignore=shutil.ignore_patterns("*.py", "*.md"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {k: t for k, t in tensors.items() if not k.startswith(("model.layers.2.", "model.layers.3."))}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def exit_code(main, argv):
@@ -17,6 +50,8 @@ def exit_code(main, argv):
 
 def adapted(spread=0.05):
     """(the tiny model in NVFP4 whose adapter is away from zero by `spread`, its tokenizer, its optimizer)."""
+    import torch
+
     import data
     import grpo
     import lora

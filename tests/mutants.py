@@ -160,8 +160,8 @@ MUTANTS = {
          "grpo::temperature_is_applied_before_the_logprob"),
         ("the temperature is missing in the gradient", "grad = -grad / ctx.temperature",
          "grad = -grad", "grpo::chunked_head_equals_dense_in_value_and_gradient"),
-        ("log-probs of the token before", "range(begin + len(c.prompt) - 1, begin + len(row))",
-         "range(begin + len(c.prompt), begin + len(row) + 1)",
+        ("log-probs from the state before", "begin + len(c.prompt) - 1, begin + len(row))",
+         "begin + len(c.prompt) - 2, begin + len(row) - 1)",
          "train::sampler_and_trainer_agree_on_every_token"),
         ("the update forgets the temperature",
          "logp, entropy, mask = completion_logprobs(model, batch, s.temperature)",
@@ -180,7 +180,7 @@ MUTANTS = {
         ("the overlong mask is ignored", 'settings.overlong == "mask"', "False",
          "loop::overlong_mask_leaves_cut_completions_out"),
         ("advantages negated", "values = advantages(rewards, scale)",
-         "values = -advantages(rewards, scale)",
+         "values = advantages(-rewards, scale)",
          "loop::advantages_are_the_rewards_within_their_group"),
         ("padding fills a packed micro-batch", "total if packed else", "",
          "packed::micro_batches_count_padding_only_where_there_is_padding"),
@@ -276,7 +276,8 @@ MUTANTS = {
          "engine.copy_row(fresh[p], s, len(prompts[p]) - 1)",
          "engine.copy_row(fresh[p], s, len(prompts[p]) - 2)",
          "sample::logprobs_equal_the_full_forward"),
-        ("a row that moves leaves its newest keys behind", "len(prompts[row[0]]) + len(out[row[0]][row[1]].ids)", "len(prompts[row[0]])",
+        ("a row that moves leaves its newest keys behind",
+         "len(prompts[row[0]]) + len(out[row[0]][row[1]].ids)", "len(prompts[row[0]])",
          "sample::refill_and_shrink_keep_every_sample"),
         ("each end is a prefill of its own", "idle >= engine.stall * busy", "True",
          "decode::rows_that_wait_for_company_leave_holes_and_draw_the_same"),
@@ -315,6 +316,9 @@ MUTANTS = {
          "for t in (self.token, self.cache.length):",
          "sample::refill_and_shrink_keep_every_sample"),
         ("biases are left out while sampling", "self.bias = bias", "self.bias = None",
+         "train::sampler_and_trainer_agree_on_every_token"),
+        ("the adapter is left out while sampling on the CPU",
+         "weight = weight + m.scaling * torch.cat(delta)", "pass",
          "train::sampler_and_trainer_agree_on_every_token"),
         ("the GPU engine leaves the random numbers of a row that moves",
          "for t in (st.token, st.key, st.stop,", "for t in (st.token, st.stop,",
@@ -563,8 +567,9 @@ def child(clean, folder, mutant, tests):
         mutant.apply(folder)
     os.chdir(folder if mutant else clean)
     failures = Failures()
-    code = pytest.main(["-q", *(["-x"] if mutant else []), "-p", "no:cacheprovider",
-                        f"--basetemp={folder}.tmp", *tests], plugins=[failures])
+    code = pytest.main(["-o", "addopts=-q", "-m", "not gpu", "-p", "no:cacheprovider",
+                        *(["-x"] if mutant else []), f"--basetemp={folder}.tmp", *tests],
+                       plugins=[failures])
     lines = [str(int(code)), *("\t".join(seen) for seen in failures.seen)]
     Path(f"{folder}.result").write_text("\n".join(lines))
 

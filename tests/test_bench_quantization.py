@@ -1,13 +1,10 @@
 """The quantization bench on the embedded model: what it writes, resuming, and its statistics."""
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 import bench_quantization as bench
-
-TINY = Path(__file__).parent.parent / "assets" / "tiny"
 
 
 @pytest.fixture
@@ -19,11 +16,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_table_is_measured_row_by_row_and_resumes(folder, monkeypatch, capsys):
+def test_the_table_is_measured_row_by_row_and_resumes(folder, shallow, monkeypatch, capsys):
     """A row that is in the file is kept as it is; each row carries its gap to the 16-bit model,
     paired by document."""
     out = folder / "r" / "q.json"
-    argv = ["--model", str(TINY), "--data", str(folder), "--formats", "nvfp4", "--methods", "rtn",
+    argv = ["--model", str(shallow), "--data", str(folder), "--formats", "nvfp4", "--methods", "rtn",
             "awq", "--questions", "2", "--samples", "2", "--max-new-tokens", "4",
             "--sequences", "4", "--length", "32", "--device", "cpu", "--out", str(out)]
     bench.main(argv)

@@ -57,7 +57,7 @@ def first_rows(cache, n):
     return view
 
 
-@pytest.mark.parametrize(("quant", "rank", "processors"), [("none", 0, 4), ("none", 3, 64), ("nvfp4", 16, 4), ("nvfp4", 0, 64)])
+@pytest.mark.parametrize(("quant", "rank", "processors"), [("none", 0, 4), ("none", 3, 24), ("nvfp4", 16, 4), ("nvfp4", 0, 24)])
 @torch.no_grad()
 def test_step_equals_the_modules(quant, rank, processors):
     """Hidden states and what is written to the cache, for rows of different lengths (an empty cache among them), with the
@@ -153,10 +153,10 @@ def drawn(logits, temperature=1.0, greedy=False, seed=0, device="cpu"):
 @pytest.mark.parametrize("V", [50, 4096, 9001])
 def test_fused_sampler_equals_sample_ids(V, temperature):
     """The same uniform number, the same cumulative distribution: one block of the vocabulary or several, the last one cut."""
-    logits = torch.randn(24, V, generator=torch.Generator().manual_seed(V)) * 3
+    logits = torch.randn(12, V, generator=torch.Generator().manual_seed(V)) * 3
     logits[:, ::3] = -float("inf")  # ids of probability zero
     ids, logp, step = drawn(logits, temperature)
-    want, want_logp = draw.sample_ids(logits, draw.uniform(step.key, torch.ones(24, dtype=torch.long)), temperature)
+    want, want_logp = draw.sample_ids(logits, draw.uniform(step.key, torch.ones(12, dtype=torch.long)), temperature)
     assert torch.equal(ids, want)
     torch.testing.assert_close(logp, want_logp, atol=1e-5, rtol=1e-5)
 
@@ -225,7 +225,7 @@ def same_draws(m, got, want, temperature=1.0, top_p=1.0, **_):
 def test_engine_equals_eager(monkeypatch, kw):
     """Slots that refill and shrink, rows that stop inside a burst of steps, a limit a prompt: the eager engine's samples."""
     m = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64))
-    kw = dict(n=2, max_new_tokens=[5, 1, 4], eos_ids=range(40), seed=3, max_rows=4, **kw)
+    kw = dict(n=2, max_new_tokens=[4, 1, 3], eos_ids=range(40), seed=3, max_rows=4, **kw)
     want = sample.generate(m, PROMPTS[:3], **kw)
     monkeypatch.setattr(decode, "STEPS", 2)
     monkeypatch.setattr(sample, "Eager", engine.Graphs)  # on the CPU it launches kernels where the GPU replays a graph

@@ -73,16 +73,19 @@ def test_held_out_accuracy_is_drawn_where_it_was_measured(tmp_path, axes):
     """The one number that matters in no picture, or a line through steps without a measurement."""
     rows = [{"step": 0, "reward": 0.1}, {"step": 1, "reward": 0.2}]
     end = {"accuracy_before": 0.25, "accuracy_after": 0.75}
-    runs = [folder(tmp_path / "a"), folder(tmp_path / "b", rows, summary=end),
+    after = {"accuracy_after": 0.9, "stderr_after": 0.01, "steps": 8}
+    runs = [folder(tmp_path / "a", summary=after), folder(tmp_path / "b", rows, summary=end),
             folder(tmp_path / "none", rows, summary=dict.fromkeys(end))]
     plot.plot(runs, tmp_path / "p.png")
     a, b, none = axes()["held-out accuracy"].containers
-    assert list(a.lines[0].get_xdata()) == [0, 3, 6] and a.lines[0].get_linestyle() == "-"
-    assert a.lines[0].get_ydata() == pytest.approx([0, 0.3, 0.6])
+    assert list(a.lines[0].get_xdata()) == [0, 3, 6, 8] and a.lines[0].get_linestyle() == "-"
+    assert a.lines[0].get_ydata() == pytest.approx([0, 0.3, 0.6, 0.9])
     ends = [segment[:, 1].tolist() for segment in a.lines[2][0].get_segments()]
     assert ends[1] == pytest.approx([0.28, 0.32])  # the standard error, both ways
-    assert list(b.lines[0].get_xdata()) == [-1, 1] and list(b.lines[0].get_ydata()) == [0.25, 0.75]
+    assert list(b.lines[0].get_xdata()) == [0, 2] and list(b.lines[0].get_ydata()) == [0.25, 0.75]
     assert b.lines[0].get_linestyle() == "None" and len(none.lines[0].get_xdata()) == 0
+    plot.plot([folder(tmp_path / "gone on", summary=after | {"steps": 6})], tmp_path / "p.png")
+    assert list(axes()["held-out accuracy"].containers[0].lines[0].get_xdata()) == [0, 3, 6]
 
 
 def test_runs_of_several_seeds_are_one_line_in_a_band(tmp_path, axes):
@@ -192,7 +195,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 
 def test_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
     """A picture in another folder than the one printed."""
-    a, b = folder(tmp_path / "a"), folder(tmp_path / "b", [{"step": 0, "reward": 1.0}])
+    a, b = (folder(tmp_path / name, [{"step": 0, "reward": 1.0}]) for name in "ab")
     monkeypatch.chdir(tmp_path)
     plot.main([str(a)])
     assert f"wrote {a / 'metrics.png'}" in capsys.readouterr().out

@@ -1,0 +1,60 @@
+"""experiments.py: the arms of the ablation, and what its table counts."""
+import json
+from pathlib import Path
+
+import pytest
+
+import experiments
+import train
+from runtime import flags
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """train.main writes a run whose accuracy is 0.5, + 0.1 with NVFP4, + 0.02 with noise, + 0.01 a seed; the arguments of each."""
+    calls = []
+
+    def main(argv):
+        if "--resume" in argv:
+            argv = [*argv, "--quant", "none", "--no-aqn"]
+        args = flags.parse("train", argv)
+        calls.append(args)
+        out = Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        after = 0.5 + 0.1 * (args.quant == "nvfp4") + 0.02 * args.aqn + 0.01 * args.seed
+        rows = [{"step": 0, "eval_accuracy": 0.25}, {"step": 1, "eval_accuracy": None}]
+        (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (out / "summary.json").write_text(json.dumps({"accuracy_after": after}))
+        return 0
+
+    monkeypatch.setattr(train, "main", main)
+    return calls
+
+
+def test_arms_differ_by_format_noise_and_seed_alone(trained, tmp_path):
+    """An arm at another learning rate, or on other questions, measures those."""
+    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0
+    assert len({(a.quant, a.aqn, a.seed, a.out) for a in trained}) == 20
+    rest = [{k: v for k, v in vars(a).items() if k not in ("quant", "aqn", "seed", "out")} for a in trained]
+    assert all(r == rest[0] and r["lr"] == 0.02 for r in rest)
+
+
+def test_a_run_that_is_there_is_not_repeated_and_a_stopped_one_goes_on(trained, tmp_path):
+    stopped = tmp_path / "none--no-aqn-s3"
+    stopped.mkdir()
+    (stopped / "config.json").write_text("{}")
+    assert experiments.main(["2x2", "--out", str(tmp_path)]) == 0 and len(trained) == 20
+    assert [Path(a.out) for a in trained if a.resume] == [stopped]
+    assert experiments.main(["2x2", "--out", str(tmp_path)]) == 0 and len(trained) == 20
+
+
+def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(trained, tmp_path, capsys):
+    """Seeds 0 to 4 add 0 to 4 points: mean 2, standard error sqrt(2.5 / 5); within a seed they cancel."""
+    experiments.main(["2x2", "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "| none, no-aqn | 25.0 +- 0.0 | 52.0 +- 0.7 |" in out and "| nvfp4, aqn | 25.0 +- 0.0 | 64.0 +- 0.7 |" in out
+    assert "NVFP4 adds 10.0 +- 0.0 points" in out and "AQN adds 2.0 +- 0.0 points" in out
+
+
+def test_an_experiment_has_to_be_named(capsys):
+    assert experiments.main([]) == 2 and "gradient, 2x2" in capsys.readouterr().err
