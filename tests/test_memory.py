@@ -73,8 +73,8 @@ def test_an_update_is_planned_once():
 
 
 @pytest.mark.parametrize(("gib", "given", "settled"), [
-    (1000, {}, (32768, False)), (60, {}, (8192, False)), (20, {}, (2048, False)), (8, {}, (8192, True)), (1, {}, (2048, True)),
-    (1000, {"checkpointing": "on"}, (32768, True)), (1, {"checkpointing": "off"}, (2048, False)),
+    (1000, {}, (32768, False)), (60, {}, (9216, False)), (16, {}, (2048, False)), (12, {}, (13312, True)),
+    (1, {}, (2048, True)), (1000, {"checkpointing": "on"}, (32768, True)), (1, {"checkpointing": "off"}, (2048, False)),
     (1000, {"tokens": 700}, (700, False)), (6, {"tokens": 700}, (700, True))])
 def test_an_update_takes_the_largest_micro_batches_that_fit(gib, given, settled):
     """Recomputing costs a third of the arithmetic: only where nothing fits without."""

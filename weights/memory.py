@@ -96,7 +96,7 @@ def fit_update(c, fmt, free, longest, tokens=0, checkpointing="auto", packed=Tru
     recomputing, else with it, that leave half to keys and values. What is given stays. Rows have up
     to `longest` tokens."""
     modes = {"auto": (False, True), "on": (True,), "off": (False,)}[checkpointing]
-    sizes = (tokens,) if tokens else (32768, 16384, 8192, 4096, 2048)
+    sizes = (tokens,) if tokens else range(32768, 1024, -1024)
     fits = [(t, mode) for mode in modes for t in sizes
             if sum(update_bytes(c, fmt, max(t, longest), mode, packed)) <= free / 2]
     return fits[0] if fits else (sizes[-1], modes[-1])
