@@ -24,6 +24,14 @@ def model():
     return m
 
 
+@pytest.fixture(scope="module")
+def small():
+    m = checkpoint.build(M.Config(101, 16, 16, 1, 1, 1, 16, max_position_embeddings=4100),
+                         checkpoint.RandomCheckpoint(1), dtype=torch.float32)
+    m.lm_head.weight.mul_(8)
+    return m
+
+
 def tokens(groups):
     return [[s.ids for s in g] for g in groups]
 
@@ -40,6 +48,25 @@ def test_refill_and_shrink_keep_every_sample(model):
     assert len({tuple(s.ids) for g in whole for s in g}) > 10
     for rows in (1, 2, 3, 7):
         assert tokens(sample.generate(model, PROMPTS, max_rows=rows, **kw)) == tokens(whole)
+
+
+def test_a_thousand_prompts_through_four_slots(small):
+    """Each of them comes back, in its place, as it would alone: no slot is forgotten, no row taken for another."""
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 97, (1 + i % 7,), generator=g).tolist() for i in range(1000)]
+    kw = dict(max_new_tokens=[1 + i % 3 for i in range(1000)], temperature=0)
+    groups = sample.generate(small, prompts, max_rows=4, **kw)
+    assert tokens(groups) == tokens(sample.generate(small, prompts, max_rows=500, **kw))
+
+
+def test_a_prompt_of_one_token_beside_one_of_four_thousand(small):
+    """Nothing to fill beside more than a prefill holds at once: chunks, and the short row's own positions."""
+    long, kw = [i * i % 97 for i in range(4000)], dict(max_new_tokens=4, temperature=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "PREFILL_TOKENS", 1024)
+        both = sample.generate(small, [[5], long], **kw)
+    alone = sample.generate(small, [[5]], **kw) + sample.generate(small, [long], **kw)
+    assert tokens(both) == tokens(alone)
 
 
 def test_samples_do_not_depend_on_the_other_prompts(model):
