@@ -7,20 +7,31 @@ Measurements behind the README's choices.
                the clip takes away. Sigma 0, two clean gradients of different samples, is the
                ceiling.
 
-    2x2        the paper's central ablation, {16 bits, NVFP4} x {AQN off, on} over five seeds, one
-               run after another, each in a folder of --out; a run that is there is not repeated,
-               one that was stopped goes on. Prints each arm's held-out accuracy, and what either
-               factor adds within a seed, with standard errors over the seeds.
+    2x2        the paper's central ablation: {16 bits, NVFP4} x {AQN off, on}
+    noise      no noise, and sigma from 1e-2 to 2e-1; the ratio against the sampler or the update
+    schedule   how the noise decays
+    objective  GRPO, DAPO, Dr.GRPO, GSPO, CISPO
+    rank       of the adapter
 
-Flags after the name are train.py's; for `gradient`, --prompts-per-step x --group-size completions
-are drawn for each gradient.
+All but the first train: each arm with each seed, in a folder of --out of its own. A run that is
+there is not repeated, one that was stopped goes on. They print each arm's held-out accuracy with
+its standard error over the seeds, and for the 2x2 what either factor adds within a seed.
+
+Flags after the name are train.py's, and of the training ones --seeds 0,1,2,3,4 and --jobs 1: runs
+side by side, which one card has room for when the model is small. For `gradient`,
+--prompts-per-step x --group-size completions are drawn for each gradient.
 
     python experiments.py gradient --prompts-per-step 32 --group-size 32 --out gradient.json
     python experiments.py gradient --model DIR --data gsm8k --prompt-style boxed --out gradient.json
     python experiments.py 2x2 --out runs/2x2
+    python experiments.py noise --seeds 0,1,2 --jobs 4 --out runs/noise --model DIR --data gsm8k
 """
+import argparse
 import json
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
@@ -38,9 +49,17 @@ from runtime import flags
 from weights.files import whole
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
-SEEDS = range(5)
-ARMS = {f"{quant}{noise}": ["--quant", quant, noise]
-        for quant in ("none", "nvfp4") for noise in ("--no-aqn", "--aqn")}
+# experiment -> {arm: train.py's flags}
+ARMS = {
+    "2x2": {f"{quant}{noise}": ["--quant", quant, noise]
+            for quant in ("none", "nvfp4") for noise in ("--no-aqn", "--aqn")},
+    "noise": {"none": ["--no-aqn"]} | {
+        f"{sigma}-{anchor}": ["--aqn", "--aqn-start", sigma, "--old-logp", anchor]
+        for sigma in ("1e-2", "5e-2", "1e-1", "2e-1") for anchor in ("sampler", "current")},
+    "schedule": {name: ["--aqn-schedule", name] for name in aqn.SCHEDULES if name != "eq8"},
+    "objective": {name: ["--loss", name] for name in grpo.OBJECTIVES},
+    "rank": {str(r): ["--lora-rank", str(r), "--lora-alpha", str(r)] for r in (16, 32, 64, 128)},
+}
 
 
 def drawn(model, tok, rows, args, seed):
@@ -70,7 +89,8 @@ def gradient(args):
     rows = data.load(args.data, "train", seed=args.seed)
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    model.checkpointing, out = args.checkpointing, []
+    train.fit_update(args, model, params)
+    out = []
     plain = grpo.Settings(args.loss, micro_batch_tokens=args.micro_batch_tokens,
                           max_new_tokens=args.max_new_tokens)
     clean = gradient_of(model, params, drawn(model, tok, rows, args, 1), plain)[0]
@@ -93,60 +113,78 @@ def gradients(args, argv):
         part.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
-def ablation(args, argv):
-    for seed in SEEDS:
-        for arm, chosen in ARMS.items():
-            out = Path(args.out) / f"{arm}-s{seed}"
-            if (out / "summary.json").is_file():
-                continue
-            again = ["--resume"] if (out / "config.json").is_file() else [*argv, *chosen]
-            code = train.main([*again, "--seed", str(seed), "--out", str(out)])
+def trainings(name, seeds, jobs, args, argv):
+    """Every arm of the experiment with every seed, `jobs` at a time; then the table."""
+    def one(seed_arm):
+        seed, arm = seed_arm
+        out = Path(args.out) / f"{arm}-s{seed}"
+        if (out / "summary.json").is_file():
+            return 0
+        again = (out / "config.json").is_file()
+        flags = [*(["--resume"] if again else [*argv, *ARMS[name][arm]]), "--seed", str(seed),
+                 "--out", str(out)]
+        if jobs == 1:
+            return train.main(flags)
+        print(out, flush=True)
+        with open(f"{out}.log", "a") as log:
+            return subprocess.run([sys.executable, Path(train.__file__), *flags], stdout=log,
+                                  stderr=log).returncode
+
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    todo = [(seed, arm) for seed in seeds for arm in ARMS[name]]
+    with ThreadPoolExecutor(jobs) as pool:
+        for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
             if code:
                 return code
-    print(table(args.out))
+    print(table(name, seeds, args.out))
 
 
-def table(folder):
-    """Markdown: held-out accuracy after each evaluation by arm, and the two factors' effects on the
-    last one."""
-    at, last = {}, {}  # {arm: {steps: [accuracy by seed]}}
-    for arm in ARMS:
-        runs = [Path(folder) / f"{arm}-s{seed}" for seed in SEEDS]
-        at[arm] = {}
+def table(name, seeds, folder):
+    """Markdown: held-out accuracy after each evaluation by arm; of the 2x2 also the two factors'
+    effects on the last one."""
+    at, last, arms = {}, {}, ARMS[name]  # {arm: {steps: [accuracy by seed]}}
+    for arm in arms:
+        runs, at[arm] = [Path(folder) / f"{arm}-s{seed}" for seed in seeds], {}
         for run in runs:
             for row in plot.read(run):
                 if row["eval_accuracy"] is not None:
                     at[arm].setdefault(row["step"], []).append(row["eval_accuracy"])
         last[arm] = [json.loads((run / "summary.json").read_text())["accuracy_after"]
                      for run in runs]
-    steps = list(at["none--aqn"])
+    steps = list(next(iter(at.values())))
     lines = ["| | " + " | ".join(f"after {s}" for s in steps) + " | at the end |",
              "|---" * (len(steps) + 2) + "|"]
-    for arm in ARMS:
+    for arm in arms:
         cells = [told(at[arm][s]) for s in steps] + [told(last[arm])]
         lines.append(f"| {arm.replace('--', ', ')} | " + " | ".join(cells) + " |")
     pairs = {"NVFP4 adds": ("nvfp4", "none"), "AQN adds": ("--aqn", "--no-aqn")}
-    for name, (more, less) in pairs.items():
-        both = [(arm, arm.replace(more, less)) for arm in ARMS if arm != arm.replace(more, less)]
-        gain = [fmean(last[a][i] - last[b][i] for a, b in both) for i in range(len(SEEDS))]
-        lines.append(f"{name} {told(gain)} points, within a seed")
+    for what, (more, less) in pairs.items() if name == "2x2" else ():
+        both = [(arm, arm.replace(more, less)) for arm in arms if arm != arm.replace(more, less)]
+        gain = [fmean(last[a][i] - last[b][i] for a, b in both) for i in range(len(seeds))]
+        lines.append(f"{what} {told(gain)} points, within a seed")
     return "\n".join(lines)
 
 
 def told(values):
     """Mean and standard error, in percent."""
-    return f"{100 * fmean(values):.1f} +- {100 * stdev(values) / len(values)**0.5:.1f}"
-
-
-EXPERIMENTS = {"gradient": gradients, "2x2": ablation}
+    mean = f"{100 * fmean(values):.1f}"
+    return mean if len(values) < 2 else f"{mean} +- {100 * stdev(values) / len(values)**0.5:.1f}"
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] and argv[0] in EXPERIMENTS:
-        return flags.run_command("train", EXPERIMENTS[argv[0]], argv[1:])
-    print(f"experiments.py: error: name an experiment: {', '.join(EXPERIMENTS)}", file=sys.stderr)
-    return 2
+    name = argv[0] if argv else None
+    if name == "gradient":
+        return flags.run_command("train", gradients, argv[1:])
+    if name not in ARMS:
+        print(f"experiments.py: error: name an experiment: gradient, {', '.join(ARMS)}",
+              file=sys.stderr)
+        return 2
+    own = argparse.ArgumentParser(f"experiments.py {name}", add_help=False, allow_abbrev=False)
+    own.add_argument("--seeds", type=lambda t: [int(n) for n in t.split(",")], default=[*range(5)])
+    own.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", default=1)
+    mine, rest = own.parse_known_args(argv[1:])
+    return flags.run_command("train", partial(trainings, name, mine.seeds, mine.jobs), rest)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """experiments.py: the arms of the ablation, and what its table counts."""
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import experiments
+import grpo
 import train
 from runtime import flags
 
@@ -58,3 +60,20 @@ def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(tra
 
 def test_an_experiment_has_to_be_named(capsys):
     assert experiments.main([]) == 2 and "gradient, 2x2" in capsys.readouterr().err
+
+
+def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path):
+    """Two trainings in one process would share its seeds and signals."""
+    ran = []
+
+    def run(command, stdout, stderr):
+        out = Path(command[command.index("--out") + 1])
+        ran.append((out.name, command[command.index("--loss") + 1], command[command.index("--seed") + 1]))
+        out.mkdir()
+        (out / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval_accuracy": 0.25}) + "\n")
+        (out / "summary.json").write_text(json.dumps({"accuracy_after": 0.5}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert experiments.main(["objective", "--out", str(tmp_path), "--jobs", "3", "--seeds", "0,7"]) == 0
+    assert sorted(ran) == sorted((f"{loss}-s{seed}", loss, seed) for loss in grpo.OBJECTIVES for seed in "07")
