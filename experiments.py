@@ -19,6 +19,7 @@ are drawn for each gradient.
     python experiments.py gradient --model DIR --data gsm8k --prompt-style boxed --out gradient.json
     python experiments.py 2x2 --out runs/2x2
 """
+import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import json
 import sys
 from itertools import chain
@@ -35,7 +36,7 @@ import plot
 import sample
 import train
 from runtime import flags
-from weights.files import whole
+from weights.files import check_out, whole
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 SEEDS = range(5)
@@ -88,6 +89,7 @@ def gradient(args):
 
 
 def gradients(args, argv):
+    check_out(args.out)
     rows = gradient(args)
     with whole(args.out) as part:
         part.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
