@@ -418,7 +418,8 @@ def own_reward(spec):
             raise ValueError(f'{flag}: returned {value!r:.80}; return a finite number, or a dict '
                              'with one as "reward"')
         return {"reward": float(r), "correct": bool(score.get("correct", r >= 1)),
-                "format": bool(score.get("format", True)), "given": score.get("given")}
+                "format": bool(score.get("format", True)),
+                "given": None if score.get("given") is None else str(score["given"])}
 
     return grade
 

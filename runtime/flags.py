@@ -33,9 +33,9 @@ QUANTS = ("none", *FORMATS)
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 
 
-def levels(text):
-    """An argparse type: difficulty levels as in 3,4,5."""
-    return sorted({int(part) for part in text.split(",")})
+def numbers(text):
+    """An argparse type: whole numbers as in 3,4,5."""
+    return sorted({number(1, 1e4)(part) for part in text.split(",")})
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ TABLE = (
     Flag("data", str, "gsm8k",
          "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a .jsonl, a folder, a hub "
          "id; eval.py takes several with commas", "arithmetic", kept=True),
-    Flag("levels", levels, None, "keep rows of these, 5 the hardest: 3,4,5 for Big-Math"),
+    Flag("levels", numbers, None, "keep rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.reward)"),
     "prompt: train eval sample",
     Flag("prompt-style", (*data.SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
@@ -124,8 +124,9 @@ TABLE = (
     Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
     Flag("n", number(1, 1e4), None, "samples a question (default: 4; with --greedy 1)"),
     Flag("max-prompt", number(1, 1e7), None, "skip and count longer prompts, in tokens"),
+    Flag("k", numbers, None, "also pass@k and the majority of k, for these, as in 1,4,8"),
     Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
-    Flag("out", str, None, "write a row per question to this .jsonl"),
+    Flag("out", str, None, "a row per question, to this .jsonl; one that was begun goes on"),
     "chat: sample",
     Flag("prompt", str, None, "answer this and exit; without it and without --file: a chat"),
     Flag("file", str, None, 'prompts, one a line, or .jsonl with "prompt" or "question"'),
@@ -260,6 +261,8 @@ def check_eval(args):
     if args.out:
         check_out(args.out)
     args.n = args.n or (1 if args.greedy else 4)
+    if args.k and args.k[-1] > args.n:
+        raise ValueError(f"--k {args.k[-1]}: takes as many samples a question, raise --n")
     args.temperature = 0.0 if args.greedy else args.temperature
 
 
