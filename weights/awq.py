@@ -294,7 +294,7 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=
     model = checkpoint.skeleton(config)
     pieces = checkpoint.stream(model, source, device, dtype)
     steps = calibrated(model, pieces, fmt, ids, device, **options)
-    progress = tqdm(steps, f"AWQ {fmt}", len(checkpoint.pieces(config)))
+    progress = tqdm(steps, f"AWQ {fmt}", len(checkpoint.pieces(config)), disable=None)
     model.awq = [{"layer": int(path.split(".")[1]), **row} for path, rows in progress
                  for row in rows]
     return model.eval()

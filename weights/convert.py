@@ -68,7 +68,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
                                  "more is needed to test on")
             held_out = awq.HeldOut(ids[kept:])
             steps = awq.calibrated(model, pieces, fmt, ids[:kept], device, held_out)
-        for path, rows in tqdm(steps, fmt, len(checkpoint.pieces(config))):
+        for path, rows in tqdm(steps, fmt, len(checkpoint.pieces(config)), disable=None):
             for name, tensor in checkpoint.tensors(model.get_submodule(path), path):
                 writer.add(name, tensor)
             if path.startswith("layers."):

@@ -123,7 +123,7 @@ def writing(path):
 
 def beside(path):
     """A new name in the folder of `path`, which is nobody's."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    return path.parent / f".{path.name}.{secrets.token_hex(4)}.part"
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def check_out(out, flag="--out", folder=False):
         if out.exists() and out.is_dir() != folder:
             raise ValueError(f"{flag} {out}: is a {'file' if folder else 'folder'}; choose another "
                              "name")
-        place = out
+        place = out / "probe" if out.is_dir() else out
         while folder and not place.parent.exists():
             place = place.parent
         probe = beside(place)
