@@ -447,6 +447,7 @@ def full_disk(monkeypatch):
     ("sample --file p.txt --out new.jsonl --max-new-tokens 2 --device cpu", 10, "new.jsonl: cannot be written"),
     ("eval --data d.jsonl --out new.jsonl --n 1 --max-new-tokens 2 --quant none", 100, "new.jsonl: cannot be written"),
     ("plot run", 1000, "metrics.png: cannot be written"),
+    ("nvfp4 --model model --out new/and/deep --device cpu", 50_000, "cannot be written"),
 ])
 def test_a_full_disk_is_one_line_and_leaves_nothing(refused, full_disk, line, room, words):
     """X.partial and a traceback were left, of hours of work."""

@@ -28,6 +28,7 @@ Left out: quantized activations (W4A4) and KV caches; asymmetric zero points; bi
 
 Shapes: N rows of one projection, K columns.
 """
+import contextlib
 import json
 import re
 import shutil
@@ -472,7 +473,7 @@ class Writer:
         check_out(self.out, folder=True)
         if self.out.exists():
             raise ValueError(f"--out {self.out}: exists already; remove it or choose another name")
-        self.partial.mkdir(parents=True)
+        self.made = [p for p in self.out.absolute().parents if not p.exists()]
         return self
 
     def add(self, name, tensor):
@@ -485,6 +486,7 @@ class Writer:
         self.size += t.nbytes
 
     def flush(self):
+        self.partial.mkdir(parents=True, exist_ok=True)
         with whole(self.partial / f"shard-{len(self.shards)}") as part:
             save_file(self.shard, part, metadata={"format": "pt"})
         self.shards.append(list(self.shard))
@@ -496,6 +498,9 @@ class Writer:
                 self.finish()
         finally:
             shutil.rmtree(self.partial, ignore_errors=True)  # renamed by now if all went well
+            for parent in self.made:
+                with contextlib.suppress(OSError):  # it holds the checkpoint
+                    parent.rmdir()
 
     def finish(self):
         if self.shard:

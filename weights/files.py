@@ -123,7 +123,7 @@ def writing(path):
 
 def beside(path):
     """A new name in the folder of `path`, which is nobody's."""
-    return path.parent / f".{path.name}.{secrets.token_hex(4)}.part"
+    return path.parent / f".{path.name}.{secrets.token_hex(8)}.part"
 
 
 @contextmanager
@@ -136,8 +136,8 @@ def whole(path):
     path = Path(path)
     part = beside(path)
     with writing(path):
-        open(part, "x").close()
         try:
+            open(part, "x").close()
             yield part
             with open(part, "rb+") as f:
                 os.fsync(f.fileno())
@@ -168,8 +168,10 @@ def check_out(out, flag="--out", folder=False):
         while folder and not place.parent.exists():
             place = place.parent
         probe = beside(place)
-        open(probe, "x").close()
-        probe.unlink()
+        try:
+            open(probe, "x").close()
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as e:
         raise ValueError(f"{flag} {out}: cannot be written ({e.strerror}); choose another place"
                          ) from None
