@@ -28,6 +28,9 @@ def leave(*_):
 
 
 def stop(*_):
+    """A handler. Libraries in C may turn what it raises into an error of their own, so that `run`
+    looks at what it leaves behind."""
+    stop.asked = True
     raise KeyboardInterrupt
 
 
@@ -78,17 +81,19 @@ class Out:
 def run(name, body):
     """body() -> its exit code (0 for None); 2 after a line on stderr for what a user can mend, 130
     for a command that was stopped."""
-    before = sys.stdout
+    before, stop.asked = sys.stdout, False
     sys.stdout = before and Out(before)
     try:
         with signals(stop):
             code = body() or 0
             print(end="", flush=True)
             return code
-    except KeyboardInterrupt:
-        print(f"{name}: stopped", file=sys.stderr)
-        return 130
-    except (ValueError, OSError) as e:
+    except (KeyboardInterrupt, Exception) as e:
+        if stop.asked or isinstance(e, KeyboardInterrupt):
+            print(f"{name}: stopped", file=sys.stderr)
+            return 130
+        if not isinstance(e, ValueError | OSError):
+            raise
         print(f"{name}: error: {'; '.join(str(e).splitlines())}", file=sys.stderr)
         return 2
     finally:

@@ -131,7 +131,7 @@ class Run:
     def interrupt(self, *_):
         if self.asked or self.current not in ("update", "log"):
             self.asked = True
-            raise KeyboardInterrupt
+            command.stop()
         self.asked = True
         print("finishing the update, then saving (again to stop at once)", flush=True)
 
