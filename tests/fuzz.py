@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save  # noqa: E402
 import data  # noqa: E402
 import lora  # noqa: E402
 import model as qwen  # noqa: E402
+from runtime.command import number  # noqa: E402
 from tests.test_bad_inputs import COMMANDS, DEEP, ROW, TINY, seen  # noqa: E402
 
 SLOW = 10.0  # seconds that no case may take
@@ -225,25 +226,25 @@ def case(seed, number, base):
 
 def main():
     p = argparse.ArgumentParser(description="Fuzz of the loaders and the grader.", allow_abbrev=False)
-    p.add_argument("--minutes", type=float, default=1.0, help="how long")
-    p.add_argument("--seed", type=int, default=0, help="of all cases")
-    p.add_argument("--case", type=int, help="this one alone")
+    p.add_argument("--minutes", type=number(0, 1e5, float), default=1.0, help="how long")
+    p.add_argument("--seed", type=number(0, 2**63), default=0, help="of all cases")
+    p.add_argument("--case", type=number(0, 2**63), help="this one alone")
     args = p.parse_args()
     warnings.simplefilter("ignore")
-    finds, begin, number = 0, time.time(), args.case or 0
+    finds, begin, at = 0, time.time(), args.case or 0
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary, "sound")
         base.mkdir()
         sound(base)
         while time.time() - begin < 60 * args.minutes:
-            if problem := case(args.seed, number, base):
+            if problem := case(args.seed, at, base):
                 finds += 1
-                print(f"--seed {args.seed} --case {number}: {problem}", flush=True)
-            number += 1
+                print(f"--seed {args.seed} --case {at}: {problem}", flush=True)
+            at += 1
             if args.case is not None:
                 break
         os.chdir(ROOT)
-    print(f"{number - (args.case or 0)} cases of seed {args.seed}, {finds} finds, {time.time() - begin:.0f} s")
+    print(f"{at - (args.case or 0)} cases of seed {args.seed}, {finds} finds, {time.time() - begin:.0f} s")
     return 1 if finds else 0
 
 
