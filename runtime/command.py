@@ -94,7 +94,9 @@ def run(name, body):
             return 130
         if not isinstance(e, ValueError | OSError):
             raise
-        print(f"{name}: error: {'; '.join(str(e).splitlines())}", file=sys.stderr)
+        why = "; ".join(str(e).splitlines())
+        why = why if len(why) < 500 else f"{why[:300]} ... {why[-100:]}"
+        print(f"{name}: error: {why}", file=sys.stderr)
         return 2
     finally:
         sys.stdout = before

@@ -4,7 +4,7 @@ Damaged checkpoints, adapters, data, runs and hostile answers, at random, for as
 Each case takes something sound (a model, an adapter, rows, a run's files, a completion), damages it
 in a way drawn from (seed, case), and gives it to a command. What may come back: exit code 0, or 2
 and one line that names the file; a traceback, another code, a line that names nothing, something
-left behind, or a case of more than ten seconds is a find, printed with the seed that repeats it.
+left behind, or a case that does not end in time is a find, printed with the seed that repeats it.
 
     python tests/fuzz.py --minutes 10
     python tests/fuzz.py --seed 7 --case 123     # one again
@@ -37,7 +37,7 @@ import model as qwen  # noqa: E402
 from runtime.command import number  # noqa: E402
 from tests.test_bad_inputs import COMMANDS, DEEP, ROW, TINY, seen  # noqa: E402
 
-SLOW = 10.0  # seconds that no case may take
+SLOW, LATE = 10.0, 60.0  # seconds of processor time here, and of the clock, that no case may take
 FILES = {  # what is damaged, and a command that reads it
     "model/config.json": "sample --model model --prompt x --max-new-tokens 2 --device cpu",
     "model/tokenizer.json": "data --model model --data d.jsonl --n 1",
@@ -198,11 +198,11 @@ def grader(rng, home):
     texts = ["".join(rng.choice(PIECES) for _ in range(rng.randint(1, 30))) for _ in range(64)]
     gold = [rng.choice(("7", "\\frac{1}{2}", "x^2+1", "(0,1]", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", "".join(rng.choices(PIECES, k=4))))
             for _ in texts]
-    for style in ("tags", "boxed"):
-        wrapped = [(t if rng.random() < 0.5 else f"\\boxed{{{t}}}", a) for t, a in zip(texts, gold, strict=True)]
-        for r in data.rewards(wrapped, style):
-            if r["reward"] not in (0.0, 0.2, 1.0, 1.2):
-                return f"reward {r}"
+    form = rng.choice(("{}", "\\boxed{{{}}}", "<think></think><answer>{}</answer>"))
+    wrapped = [(form.format(t), a) for t, a in zip(texts, gold, strict=True)]
+    for r in data.rewards(wrapped, "tags" if "answer" in form else "boxed"):
+        if r["reward"] not in (0.0, 0.2, 1.0, 1.2):
+            return f"reward {r}"
     return None
 
 
@@ -213,15 +213,15 @@ def case(seed, number, base):
     shutil.rmtree(home, ignore_errors=True)
     shutil.copytree(base, home, copy_function=os.link)
     os.chdir(home)
-    begin = time.time()
+    begin, used = time.time(), time.process_time()
     try:
         problem = (grader if number % 8 == 0 else loader)(rng, home)
     except BaseException as e:
         if isinstance(e, KeyboardInterrupt):
             raise
         problem = f"{type(e).__name__}: {str(e)[:200]}\n{traceback.format_exc()[-1500:]}"
-    seconds = time.time() - begin
-    return problem or (f"took {seconds:.1f} s" if seconds > SLOW else None)
+    seconds, used = time.time() - begin, time.process_time() - used
+    return problem or (f"took {seconds:.1f} s ({used:.1f} here)" if used > SLOW or seconds > LATE else None)
 
 
 def main():

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -332,6 +333,12 @@ def test_what_files_hold_is_checked(refused, line, spoil, words):
 
 
 # ---- flags
+
+
+def test_a_template_that_never_ends_is_given_up(refused):
+    begin = time.time()
+    refused(ASK, template("{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"), "chat_template failed: takes more than")
+    assert time.time() - begin < 5
 
 
 def test_a_template_that_never_ends_leaves_other_timers_alone(sound):
