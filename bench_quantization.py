@@ -100,7 +100,8 @@ def show(rows):
 
 
 def run(args):
-    check_out(args.out)
+    made = args.out.parent.exists()
+    check_out(args.out if made else args.out.parent, folder=not made)
     args.device, args.dtype = place(args.device)
     args.calib, beside = args.data / "train.jsonl", args.out.with_suffix(".nll.json")
     tok, test = data.Tokenizer(checkpoint.fetch(args.model)), args.data / "test.jsonl"
