@@ -26,7 +26,7 @@ from weights.files import whole
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--lora-rank", "2", "--eval-n", "0",
-        "--save-every", "1", "--device", "cpu", "--aqn-stages", "3", "--updates-per-rollout", "2", "--no-checkpointing", "--lr", "1e-2"]
+        "--save-every", "1", "--device", "cpu", "--aqn-stages", "3", "--updates-per-rollout", "2", "--checkpointing", "off", "--lr", "1e-2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
