@@ -107,6 +107,8 @@ def _files(name, split, levels=None):
     if name == "gsm8k":
         return [_gsm8k(split)]
     if name == "bigmath":
+        if split == "test":
+            raise FileNotFoundError("bigmath has no test split")
         if levels not in ([3, 4, 5], [4, 5]):
             raise ValueError("--levels: --data bigmath comes as 3,4,5 or 4,5; choose one")
         folder = "level_" + "_".join(map(str, levels))

@@ -389,6 +389,7 @@ OTHERS = [
     ("eval --data set,nowhere", nothing, "--data nowhere"),
     ("train --data bigmath --out new", nothing, "--levels"),
     ("train --data bigmath --levels 1,2 --out new", nothing, "--levels"),
+    ("eval --data bigmath --levels 3,4,5", nothing, "bigmath has no test split"),
     ("train --no-such-flag --out new", nothing, "--no-such-flag"),
     ("train --step 4 --out new", nothing, "--step"),
     ("train --reward mine.txt:f --out new", nothing, "--reward"),
