@@ -40,11 +40,12 @@ if ALONE:
 
 @contextmanager
 def signals(handler):
-    """`handler` for SIGNALS within the block, but for those that nohup has switched off."""
+    """`handler` for SIGNALS within the block, but for a SIGHUP that nohup has switched off."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can be asked to handle signals
         return
-    heard = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heard = SIGNALS[:2] if kept else SIGNALS
     before = [(n, signal.signal(n, handler)) for n in heard]
     try:
         yield

@@ -446,8 +446,8 @@ MUTANTS = {
          "kill::a_file_is_whole_or_not_there"),
     ],
     "runtime/command.py": [
-        ("a terminal that closes ends what nohup keeps", "is not signal.SIG_IGN]",
-         "is not None]", "kill::nohup_outlives_its_terminal"),
+        ("a terminal that closes ends what nohup keeps", "is signal.SIG_IGN",
+         "is None", "kill::nohup_outlives_its_terminal"),
         ("a closed stdout is an error", "        except OSError:\n            os.dup2",
          "        except KeyError:\n            os.dup2",
          "kill::a_closed_stdout_stops_a_run_where_it_can_go_on"),
