@@ -81,6 +81,10 @@ def test_an_evaluation_goes_on_where_it_was_stopped_and_ends_the_same(sets, tmp_
         assert len({(r["data"], r["question"]) for r in rows}) == len(rows)
     assert codes[-1] == 0 and len(codes) >= 4 and results(lines) == want
     assert calls[0] == 2 and sum(calls[::2]) == 10  # parts of two questions
+    with monkeypatch.context() as m:
+        m.setattr(sample, "generate", generate)
+        assert cli(*argv, "--max-rows", "99", "--out", str(tmp_path / "once.jsonl"))[0] == 0
+    assert out.read_bytes() == (tmp_path / "once.jsonl").read_bytes()
     before, n = out.read_bytes(), len(calls)
     assert cli(*argv, "--out", str(out))[0] == 0 and len(calls) == n and out.read_bytes() == before
 
