@@ -11,6 +11,7 @@ from hypothesis import given, settings
 import data
 import eval as evaluation
 import grpo
+import lora
 import model as M
 import sample
 from runtime import draw
@@ -65,13 +66,16 @@ def test_a_mask_has_as_many_places_as_its_row_has_tokens(lengths):
 
 
 @MANY
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 90)), min_size=1, max_size=40), st.integers(1, 2000))
-def test_micro_batches_hold_each_completion_once_within_the_budget(sizes, budget):
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 90)), min_size=1, max_size=40), st.integers(1, 2000), st.booleans())
+def test_micro_batches_hold_each_completion_once_within_the_budget(sizes, budget, packed):
     completions = [grpo.Completion({}, [0] * p, [0] * n, [0.0] * n, True) for p, n in sizes]
-    batches = list(grpo.micro_batches(completions, budget))
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(lora, "packed", lambda model: packed)
+        batches = list(grpo.micro_batches(None, completions, budget))
     assert sorted(id(c) for b in batches for c in b) == sorted(id(c) for c in completions)
     for b in batches:
-        assert len(b) == 1 or len(b) * max(len(c.prompt) + len(c.ids) for c in b) <= budget
+        tokens = [len(c.prompt) + len(c.ids) - 1 for c in b]
+        assert len(b) == 1 or (sum(tokens) if packed else len(b) * max(tokens)) <= budget
 
 
 @MANY
