@@ -8,9 +8,11 @@ likelihoods by document beside it, in *.nll.json) and is not measured again: run
 
     python bench_quantization.py --model Qwen/Qwen2.5-0.5B-Instruct --data gsm8k/ --out q.json
 """
+from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import sample
 from eval import evaluate, mean, stderr
 from runtime.flags import place
 from weights import awq, checkpoint
-from weights.files import whole
+from weights.files import check, check_out, read_json, whole
 from weights.formats import FORMATS
 
 METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # of awq.Search
@@ -98,16 +100,21 @@ def show(rows):
 
 
 def run(args):
+    made = args.out.parent.exists()
+    check_out(args.out if made else args.out.parent, folder=not made)
     args.device, args.dtype = place(args.device)
     args.calib, beside = args.data / "train.jsonl", args.out.with_suffix(".nll.json")
     tok, test = data.Tokenizer(checkpoint.fetch(args.model)), args.data / "test.jsonl"
     docs = [tok.encode(t) for t in awq.texts(test)[: args.documents]]
     questions = data.load(test, "test")
-    results, likelihoods = (json.loads(p.read_text()) if p.is_file() else {}
+    results, likelihoods = (read_json(p, {"table": list}) if p.is_file() else {}
                             for p in (args.out, beside))
     results["table_settings"] = {k: v if isinstance(v, (int, str, list)) else str(v)
                                  for k, v in vars(args).items() if k != "out"}
     rows = results.setdefault("table", [])
+    for r in rows:
+        check(r, args.out, {"format": str, "method": str, "perplexity": (float, 1, 1e300)},
+              ["format", "method", "perplexity"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for fmt, method in [("none", "-")] + [(f, m) for f in args.formats for m in args.methods]:
         if any((r["format"], r["method"]) == (fmt, method) for r in rows):
@@ -124,26 +131,23 @@ def run(args):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False,
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add, formats = p.add_argument, list(FORMATS)
+    p = command.Parser(description=__doc__.split("\n")[1],
+                       formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add, number, formats = p.add_argument, command.number, list(FORMATS)
     add("--out", type=Path, required=True, help="JSON file; rows in it are not measured again")
     add("--model", required=True, help="16-bit checkpoint")
     add("--data", type=Path, required=True, help="folder of train.jsonl (calibration), test.jsonl")
     add("--formats", nargs="+", choices=formats, default=formats, help="beside 16 bits")
     add("--methods", nargs="+", choices=["rtn", *METHODS], default=["rtn", "awq"], help="to try")
-    add("--documents", type=int, default=1319, help="test documents for the perplexity")
-    add("--questions", type=int, default=1319, help="greedy questions, 0 for none")
-    add("--samples", type=int, default=256, help="samples for the entropy, 0 for none")
-    add("--max-new-tokens", type=int, default=400, help="of answers and samples")
-    add("--sequences", type=int, default=128, help="calibration sequences")
-    add("--length", type=int, default=512, help="tokens in each")
+    add("--documents", type=number(1, 1e6), default=1319, help="test documents for the perplexity")
+    add("--questions", type=number(0, 1e6), default=1319, help="greedy questions, 0 for none")
+    add("--samples", type=number(0, 1e6), default=256, help="samples for the entropy, 0 for none")
+    add("--max-new-tokens", type=number(1, 10**7), default=400, help="of answers and samples")
+    add("--sequences", type=number(1, 1e6), default=128, help="calibration sequences")
+    add("--length", type=number(2, 10**6), default=512, help="tokens in each")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
-    args = p.parse_args(argv)
-    try:
-        run(args)
-    except (ValueError, OSError) as e:
-        p.error(str(e))
+    if code := command.run("bench_quantization.py", lambda: run(p.parse_args(argv))):
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Left out: learned reward models, and streaming sets that do not fit in memory.
     python data.py --data arithmetic --split test --n 3
     python data.py --data gsm8k --split train --n 2 --model assets/tiny
 """
+from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import hashlib
 import http.client
@@ -29,15 +30,17 @@ from pathlib import Path
 
 from runtime.grade import last_boxed, same_all
 from runtime.tokenizer import SUFFIX, Tokenizer, unknown_style
-from weights.files import whole
+from weights.files import read_jsonl, shown, whole
 
 GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
              "grade_school_math/data/{}.jsonl")
 GSM8K_ROWS = {"train": 7473, "test": 1319}
 HUB = {
     "math500": "HuggingFaceH4/MATH-500", "aime24": "math-ai/aime24", "aime25": "math-ai/aime25",
-    "amc23": "math-ai/amc23", "bigmath": "SynthLabsAI/Big-Math-RL-Verified",
+    "amc23": "math-ai/amc23", "bigmath": "open-r1/Big-Math-RL-Verified-Processed",
 }
+TEST_ROWS = {"math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}  # of HUB's benchmarks
+MOST = 100_000  # arithmetic problems drawn at a time: there is an end to distinct ones
 
 
 def prompts(tok, rows, style="tags", max_prompt=None):
@@ -61,7 +64,8 @@ def load(name, split="train", n=None, seed=0, levels=None):
     file, a folder with {split}.jsonl or .parquet, or the id of a hub data set. A single file is the
     same rows for each split.
     n: that many rows, drawn without replacement by `seed` and left in order.
-    levels: keep rows whose "level" is in it, 5 the hardest (see _set_levels).
+    levels: keep rows whose "level" is in it, 5 the hardest (see _set_levels); bigmath comes in two
+    configurations, 3, 4, 5 and 4, 5.
     Raises ValueError / FileNotFoundError naming the file and the row; ConnectionError when a
     download fails.
     """
@@ -70,11 +74,19 @@ def load(name, split="train", n=None, seed=0, levels=None):
         raise ValueError(f"split {split!r}: unknown, choose train or test")
     if n is not None and n < 1:
         raise ValueError(f"--data {name}: asked for {n} rows; ask for at least 1")
+    if name == "arithmetic" and n is not None and n > MOST:
+        raise ValueError(f"--data {name}: asked for {n} rows; at most {MOST} distinct ones are "
+                         "drawn")
     if name == "arithmetic":
         rows, where = arithmetic(split, n or {"train": 2048, "test": 512}[split], seed), name
     else:
-        files = _files(name, split)
+        files = _files(name, split, levels)
         rows, where = _graded(files), files[0]
+        if split == "test" and len(rows) != TEST_ROWS.get(name, len(rows)):
+            raise ValueError(f"{where}: {len(rows)} rows, {name} has {TEST_ROWS[name]}; delete it "
+                             "and try again")
+    if name == "bigmath":
+        levels = None  # chosen with the configuration
     _set_levels(rows)
     if levels is not None:
         if any(row.get("level") is None for row in rows):
@@ -88,10 +100,19 @@ def load(name, split="train", n=None, seed=0, levels=None):
     return rows
 
 
-def _files(name, split):
+def _files(name, split, levels=None):
     """The files that hold a split of the set called `name`: one, or its parts."""
+    if not name.strip():
+        raise ValueError("--data: is empty; name a set, a file or a folder")
     if name == "gsm8k":
         return [_gsm8k(split)]
+    if name == "bigmath":
+        if split == "test":
+            raise FileNotFoundError("bigmath has no test split")
+        if levels not in ([3, 4, 5], [4, 5]):
+            raise ValueError("--levels: --data bigmath comes as 3,4,5 or 4,5; choose one")
+        folder = "level_" + "_".join(map(str, levels))
+        return _find_split(_hub(HUB[name], split, f"{folder}/") / folder, split)
     if name in HUB:
         return _find_split(_hub(HUB[name], split), split)
     if Path(name).is_dir():
@@ -141,7 +162,7 @@ def _row(raw, where):
 
     question, answer = first("question", "problem", "prompt"), first("answer", "solution")
     asked = isinstance(question, str) and question.strip()
-    if not asked or not isinstance(answer, str | int | float):
+    if not asked or type(answer) not in (str, int, float):
         raise ValueError(f"{where}: needs question and answer (or problem and answer, or prompt "
                          "and solution) as text")
     answer = str(answer)
@@ -158,27 +179,20 @@ def _read_rows(path):
 
         try:
             yield from pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as e:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
             raise ValueError(f"{path}: not a parquet file ({e})") from None
         return
-    with open(path, encoding="utf-8") as f:
-        for i, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                raw = json.loads(line)
-            except ValueError as e:
-                raise ValueError(f"{path}, row {i}: not JSON ({e}); --data takes one object a "
-                                 "line") from None
-            if not isinstance(raw, dict):
-                raise ValueError(f"{path}, row {i}: not an object with question and answer")
-            yield raw
+    for _, raw in read_jsonl(path):
+        yield raw
 
 
 def _set_levels(rows):
     """Big-Math has no level, but the rate at which an 8B model solves the row: level 5 is the
     lowest fifth of the rates."""
     rates = [row.get("llama8b_solve_rate") for row in rows]
+    for n, rate in enumerate(rates, 1):
+        if type(rate) not in (int, float, type(None)):
+            raise ValueError(f"row {n}: llama8b_solve_rate {shown(rate)} must be a number")
     known = sorted(r for r in rates if r is not None)
     if not known:
         return
@@ -216,10 +230,10 @@ def _check_gsm8k(path, split, source):
             raise ValueError(f"{source}, row {i}: no '####' before the answer, this is not GSM8K")
 
 
-def _hub(repo, split):
+def _hub(repo, split, under=""):
     import huggingface_hub
 
-    wanted = [f"*{split}.jsonl", f"*{split}.parquet", f"*{split}-*.parquet"]
+    wanted = [f"{under}*{split}.jsonl", f"{under}*{split}.parquet", f"{under}*{split}-*.parquet"]
     try:
         return Path(huggingface_hub.snapshot_download(
             repo, repo_type="dataset", allow_patterns=wanted))
@@ -374,11 +388,12 @@ def _tagged(text):
 
 
 def scorer(style="tags", own=None):
-    """(text, row) -> a dict as `reward` gives it: that of a style, or of --reward
+    """[(text, row), ...] -> a dict as `reward` gives it of each: that of a style, or of --reward
     file.py:function."""
     if own:
-        return own_reward(own)
-    return lambda text, row: reward(text, row["answer"], style)
+        grade = own_reward(own)
+        return lambda completions: [grade(text, row) for text, row in completions]
+    return lambda completions: rewards([(t, row["answer"]) for t, row in completions], style)
 
 
 def own_reward(spec):
@@ -405,7 +420,8 @@ def own_reward(spec):
             raise ValueError(f'{flag}: returned {value!r:.80}; return a finite number, or a dict '
                              'with one as "reward"')
         return {"reward": float(r), "correct": bool(score.get("correct", r >= 1)),
-                "format": bool(score.get("format", True)), "given": score.get("given")}
+                "format": bool(score.get("format", True)),
+                "given": None if score.get("given") is None else str(score["given"])}
 
     return grade
 
@@ -430,18 +446,19 @@ def _function(spec):
     return function
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Show rows of a data set.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def main(argv=None):
+    parser = command.Parser(description="Show rows of a data set.",
+                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data", default="arithmetic", help="name, file, folder or hub id of a data set")
     add("--split", default="test", choices=["train", "test"], help="which part of it")
-    add("--n", type=int, default=3, help="how many rows to show")
-    add("--seed", type=int, default=0, help="which rows")
+    add("--n", type=command.number(1, 10**6), default=3, help="how many rows to show")
+    add("--seed", type=command.number(0, 1 << 63), default=0, help="which rows")
     add("--model", help="show the prompt as this checkpoint folder's template writes it")
     add("--prompt-style", default="tags", choices=list(SUFFIX), help="what the user turn asks for")
-    args = parser.parse_args()
-    try:
+
+    def body():
+        args = parser.parse_args(argv)
         tok = Tokenizer(args.model) if args.model else None
         for row in load(args.data, args.split, args.n, args.seed):
             print(json.dumps(row, ensure_ascii=False))
@@ -449,9 +466,9 @@ def main():
                 ids = tok.prompt_ids(row["question"], args.prompt_style)
                 text = tok.tokenizer.decode(ids, skip_special_tokens=False)
                 print(f"{text}[{len(ids)} tokens]")
-    except (ValueError, OSError) as e:
-        parser.error(str(e))
+
+    return command.run("data.py", body)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

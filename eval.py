@@ -1,4 +1,5 @@
-"""Pass@1 on questions with a checkable answer: the base model and, with --adapter, the adapter on
+"""
+Pass@1 on questions with a checkable answer: the base model and, with --adapter, the adapter on
 the same samples' seeds.
 
 The paper's protocol: temperature 0.6, top-p 0.95, n samples a question, averaged. It uses the
@@ -7,16 +8,22 @@ in a training log means. Questions, not samples, are the independent draws, so t
 that of the mean over questions. An adapter that changes nothing is an error: the commonest wrong
 result in this field is a base model evaluated twice.
 
-Left out: Pass@k for k > 1, majority votes, few-shot prompts.
+--k adds pass@k and the majority's answer among k. With --out, an evaluation that was stopped goes
+on where it stood when the same command is given again, and ends with the same numbers.
+
+Left out: few-shot prompts.
 
     python eval.py --run runs/tiny-arithmetic-nvfp4-s0 --data arithmetic
     python eval.py --model Qwen/Qwen2.5-3B-Instruct --data gsm8k,math500 --prompt-style boxed
 """
+import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
+import hashlib
 import json
 import math
 import shlex
 import sys
 import time
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -26,43 +33,100 @@ import data
 import lora
 import sample
 from runtime import flags
-from weights.files import whole
+from runtime.grade import same_all
+from weights.files import check, read_jsonl, whole
+
+PART = 4  # times --max-rows samples are drawn between two writes of --out
 
 
 def evaluate(model, tok, rows, style="tags", n=4, temperature=0.6, top_p=0.95, max_new_tokens=None,
-             max_prompt=None, max_rows=None, seed=0, score=None, progress=False):
+             max_prompt=None, max_rows=None, seed=0, score=None, progress=False, ks=(), done=(),
+             keep=None):
     """Sample n completions a question and grade them; AQN's noise is off meanwhile.
 
-    max_new_tokens None: 4096, or what the model's positions leave. score: (text, row) -> as
-    data.reward (default: that of the style). Returns accuracy, stderr (of the mean over questions,
-    None for a single one), format, length (mean tokens), truncated (share cut at the limit),
-    questions, skipped (longer than max_prompt), and rows: [{"question", "answer", "accuracy",
-    "samples": [{"text", "correct", "format", "length", "finished"}]}]."""
+    max_new_tokens None: 4096, or what the model's positions leave. score: as of data.scorer
+    (default: that of the style). keep: called with the rows so far now and then; done: what it was
+    given in an earlier call, which goes on from there and draws what it would have. Returns what
+    `summary` does and skipped (longer than max_prompt), and rows: [{"question", "answer",
+    "accuracy", "samples": [{"text", "given", "correct", "format", "length", "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
-    score = score or data.scorer(style)
+    score, out = score or data.scorer(style), [*done]
     if max_new_tokens is None:
         longest = max(len(row["ids"]) for row in kept)
         max_new_tokens = max(1, min(4096, model.config.max_position_embeddings - longest))
-    with aqn.clean(model):
-        groups = sample.generate(
-            model, [row["ids"] for row in kept], n, max_new_tokens, temperature, top_p, tok.eos_ids,
-            seed, max_rows, progress)
-    out = []
-    for row, group in zip(kept, groups, strict=True):
+    part = max(1, PART * (max_rows or sample.MAX_ROWS) // n) if keep else len(kept)
+    for at in range(len(out), len(kept), part):
+        some = kept[at : at + part]
+        with aqn.clean(model):
+            groups = sample.generate(
+                model, [row["ids"] for row in some], n, max_new_tokens, temperature, top_p,
+                tok.eos_ids, seed, max_rows, progress, first=at)
+        out += graded(tok, some, groups, score)
+        if keep:
+            keep(out)
+    return {**summary(out, ks), "skipped": skipped, "rows": out}
+
+
+def graded(tok, rows, groups, score):
+    """The rows of `evaluate` for the samples of each row's group."""
+    pairs = [(tok.decode(s.ids), row) for row, group in zip(rows, groups, strict=True)
+             for s in group]
+    verdicts, out = zip(pairs, score(pairs), strict=True), []
+    for row, group in zip(rows, groups, strict=True):
         samples = []
         for s in group:
-            text = tok.decode(s.ids)
-            graded = score(text, row)
-            samples.append({"text": text, "correct": graded["correct"], "format": graded["format"],
-                            "length": len(s.ids), "finished": s.finished})
+            (text, _), verdict = next(verdicts)
+            samples.append({"text": text, "given": verdict["given"], "correct": verdict["correct"],
+                            "format": verdict["format"], "length": len(s.ids),
+                            "finished": s.finished})
         out.append({"question": row["question"], "answer": row["answer"],
                     "accuracy": mean(s["correct"] for s in samples), "samples": samples})
-    flat = [s for row in out for s in row["samples"]]
-    return {"accuracy": mean(row["accuracy"] for row in out),
-            "stderr": stderr([row["accuracy"] for row in out]),
-            "format": mean(s["format"] for s in flat), "length": mean(s["length"] for s in flat),
-            "truncated": mean(not s["finished"] for s in flat), "questions": len(out),
-            "skipped": skipped, "rows": out}
+    return out
+
+
+def summary(rows, ks=()):
+    """accuracy, stderr (of the mean over questions, None for a single one), format, length (mean
+    tokens), truncated (share cut at the limit), questions; and for each k of ks pass@k and maj@k,
+    (mean, standard error)."""
+    flat = [s for row in rows for s in row["samples"]]
+    accuracies = [row["accuracy"] for row in rows]
+    out = {"accuracy": mean(accuracies), "stderr": stderr(accuracies),
+           "format": mean(s["format"] for s in flat), "length": mean(s["length"] for s in flat),
+           "truncated": mean(not s["finished"] for s in flat), "questions": len(rows)}
+    same = same_answers(rows) if ks else None
+    for k in ks:
+        passed = [pass_at(k, [s["correct"] for s in row["samples"]]) for row in rows]
+        voted = [majority(row["samples"][:k], same) for row in rows]
+        out |= {f"pass@{k}": (mean(passed), stderr(passed)),
+                f"maj@{k}": (mean(voted), stderr(voted))}
+    return out
+
+
+def pass_at(k, correct):
+    """The chance that k of the samples, drawn without replacement, hold a right one: the unbiased
+    estimate of pass@k (Chen et al., 2021), 1 - C(n - c, k) / C(n, k)."""
+    n = len(correct)
+    return 1 - math.comb(n - sum(correct), k) / math.comb(n, k)
+
+
+def same_answers(rows):
+    """{(a, b)} of the answers that samples of one question gave and that are the same, however
+    written."""
+    pairs = {pair for row in rows for pair in combinations(dict.fromkeys(
+        s["given"] for s in row["samples"] if s["given"] is not None), 2)}
+    pairs = sorted(pairs)
+    return {pair for pair, same in zip(pairs, same_all(pairs), strict=True) if same}
+
+
+def majority(samples, same):
+    """Whether the answer that most samples give is right; of several, the one given first. A
+    sample without an answer has no vote."""
+    votes = {}  # an answer as it was first written: the samples that give it
+    for s in samples:
+        if (given := s["given"]) is not None:
+            first = next((v for v in votes if v == given or (v, given) in same), given)
+            votes.setdefault(first, []).append(s)
+    return bool(votes) and max(votes.values(), key=len)[0]["correct"]
 
 
 def mean(values):
@@ -98,9 +162,17 @@ def table(results):
     yield (f"{'data':<16}{'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
            f"{'cut':>7}{'questions':>11}")
     for name, arm, r in results:
-        se = "-" if r["stderr"] is None else f"{100 * r['stderr']:.1f}"
-        yield (f"{name:<16}{arm:<10}{100 * r['accuracy']:>7.1f}%{se:>7}{100 * r['format']:>8.1f}%"
-               f"{r['length']:>9.1f}{100 * r['truncated']:>6.1f}%{r['questions']:>11}")
+        yield (f"{name:<16}{arm:<10}{100 * r['accuracy']:>7.1f}%{error(r['stderr']):>7}"
+               f"{100 * r['format']:>8.1f}%{r['length']:>9.1f}{100 * r['truncated']:>6.1f}%"
+               f"{r['questions']:>11}")
+    for name, arm, r in results:
+        many = [f"{k} {100 * v[0]:.1f}% (s.e. {error(v[1])})" for k, v in r.items() if "@" in k]
+        if many:
+            yield f"{name}, {arm}: {', '.join(many)}"
+
+
+def error(stderr):
+    return "-" if stderr is None else f"{100 * stderr:.1f}"
 
 
 def gain(base, adapter):
@@ -109,46 +181,92 @@ def gain(base, adapter):
     return mean(d), stderr(d)
 
 
+class Book:
+    """--out: the rows that are done of each set and model. ValueError if the file holds anything
+    but rows of this very evaluation.
+
+    A row's `run` is a digest of what its samples follow from: flags, questions, adapter."""
+
+    def __init__(self, args, sets):
+        self.path, self.done, self.runs = args.out and Path(args.out), {}, {}
+        free = ("out", "run", "adapter", "device", "max_rows", "k", "data", "trained_with")
+        for name, rows in sets:
+            what = [{k: v for k, v in vars(args).items() if k not in free},
+                    [[row["question"], row["answer"]] for row in rows]]
+            digest = hashlib.sha256(json.dumps(what).encode())
+            self.runs[name, "base"] = digest.hexdigest()[:16]
+            if args.adapter:
+                for file in sorted(Path(args.adapter).glob("adapter_*")):
+                    digest.update(file.read_bytes())
+                self.runs[name, "adapter"] = digest.hexdigest()[:16]
+        fields = {"text": str, "correct": bool, "format": bool, "length": (int, 0, 1 << 40),
+                  "finished": bool}
+        for where, row in read_jsonl(self.path) if self.path and self.path.exists() else ():
+            check(row, where, {"data": str, "model": str, "samples": list, "question": str,
+                               "accuracy": (float, 0, 1)})
+            key = row.get("data"), row.get("model")
+            if row.get("run") is None or row["run"] != self.runs.get(key):
+                raise ValueError(f"--out {self.path}: holds something else than rows of this "
+                                 "evaluation; choose another name")
+            check(row, where, {}, ("samples", "question", "accuracy"))
+            for s in row["samples"]:
+                check(s, where, fields | {"given": str}, fields)
+            self.done.setdefault(key, []).append(row)
+
+    def keeper(self, name, arm):
+        """What `evaluate` calls with the rows of this set and model so far; None without --out."""
+        def keep(rows):
+            head = {"data": name, "model": arm, "run": self.runs[name, arm]}
+            self.done[name, arm] = [{**head, **row} for row in rows]
+            with whole(self.path) as part, open(part, "w", encoding="utf-8") as f:
+                f.writelines(json.dumps(row) + "\n" for some in self.done.values()
+                             for row in some)
+
+        return keep if self.path else None
+
+
 def run(args, argv):
     begin = time.time()
     flags.model_folder(args.model)
     # all sets are read before anything is loaded or sampled: a mistyped name costs nothing
-    sets = [(Path(name).stem, data.load(name, args.split, args.limit, args.seed, args.levels))
-            for name in args.data.split(",")]
+    wanted = args.data.split(",")
+    if len({*wanted}) < len(wanted):
+        raise ValueError(f"--data {args.data}: names a set twice")
+    names = [Path(name).stem for name in wanted]
+    names = names if len({*names}) == len(names) else wanted
+    sets = [(name, data.load(file, args.split, args.limit, args.seed, args.levels))
+            for name, file in zip(names, wanted, strict=True)]
     score = data.scorer(args.prompt_style, args.reward)
+    book = Book(args, sets)
     model, tok = flags.load_policy(args)
     if args.adapter:
         kept, _ = data.prompts(tok, sets[0][1][:1], args.prompt_style)
         check_adapter(model, kept[0]["ids"], args.adapter)
     results, gains = [], []
     for name, rows in sets:
-        def arm(name=name, rows=rows):
+        def arm(which, name=name, rows=rows):
             return evaluate(model, tok, rows, args.prompt_style, args.n, args.temperature,
                             args.top_p, args.max_new_tokens, args.max_prompt, args.max_rows,
-                            args.seed, score, progress=sys.stderr.isatty())
+                            args.seed, score, sys.stderr.isatty(), args.k or (),
+                            book.done.get((name, which), ()), book.keeper(name, which))
 
         with lora.disabled(model):
-            results.append((name, "base", arm()))
+            results.append((name, "base", arm("base")))
         if args.adapter:
-            results.append((name, "adapter", arm()))
+            results.append((name, "adapter", arm("adapter")))
             gains.append((name, *gain(results[-2][2], results[-1][2])))
     print("\n".join(table(results)))
     for name, d, se in gains:
-        error = "" if se is None else f" (s.e. {100 * se:.1f})"
-        print(f"{name}: the adapter adds {100 * d:+.1f} points{error}")
+        print(f"{name}: the adapter adds {100 * d:+.1f} points (s.e. {error(se)})")
     for name, arm, r in results:
         if r["skipped"]:
             print(f"{name}, {arm}: {r['skipped']} questions skipped, longer than --max-prompt")
         if r["format"] == 0:
             print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
                   "fit the model?")
-    if args.out:
-        with whole(args.out) as part, open(part, "w") as f:
-            f.writelines(json.dumps({"data": name, "model": arm, **row}) + "\n"
-                         for name, arm, r in results for row in r["rows"])
-    summary = [{"data": name, "model": arm, **{k: v for k, v in r.items() if k != "rows"}}
-               for name, arm, r in results]
-    print(json.dumps({"results": summary, "seconds": round(time.time() - begin, 1),
+    told = [{"data": name, "model": arm, **{k: v for k, v in r.items() if k != "rows"}}
+            for name, arm, r in results]
+    print(json.dumps({"results": told, "seconds": round(time.time() - begin, 1),
                       "command": shlex.join(["python", "eval.py", *argv])}))
 
 

@@ -26,6 +26,7 @@ side by side, which one card has room for when the model is small. For `gradient
     python experiments.py 2x2 --out runs/2x2
     python experiments.py noise --seeds 0,1,2 --jobs 4 --out runs/noise --model DIR --data gsm8k
 """
+import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import argparse
 import json
 import subprocess
@@ -46,7 +47,7 @@ import plot
 import sample
 import train
 from runtime import flags
-from weights.files import whole
+from weights.files import check_out, whole
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 # experiment -> {arm: train.py's flags}
@@ -108,6 +109,7 @@ def gradient(args):
 
 
 def gradients(args, argv):
+    check_out(args.out)
     rows = gradient(args)
     with whole(args.out) as part:
         part.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")

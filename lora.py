@@ -18,6 +18,7 @@ never merged into four-bit weights: rounding would erase it. `--merge` (weights/
 
 Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
 """
+import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import json
 import math
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import prefix, projections
-from weights.files import whole
+from weights.files import read_json, whole
 
 # Fields of adapter_config.json with the values that leave plain LoRA plain. Which layers are
 # adapted is read off the tensors, so the fields that choose layers are free. A field that is in
@@ -190,16 +191,10 @@ def save_adapter(model, folder, base_model=""):
 def read_config(path):
     """(rank, scaling) of an adapter_config.json; ValueError for anything but plain LoRA
     (rank-stabilised scaling included)."""
-    try:
-        config = json.loads(path.read_text())
-        rank, alpha = config["r"], config["lora_alpha"]
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path}: not a PEFT adapter's configuration "
-                         f"({type(e).__name__}: {e})") from None
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
-        raise ValueError(f"{path}: r = {rank!r}, lora_alpha = {alpha!r}; a rank of at least 1 and "
-                         "a number are needed")
-    refused = [f"{k} = {v!r}" for k, v in config.items()
+    config = read_json(path, {"r": (int, 1, 4096), "lora_alpha": (float, 1e-6, 1e6),
+                              "use_rslora": bool}, ["r", "lora_alpha"])
+    rank, alpha = config["r"], config["lora_alpha"]
+    refused = [f"{k} = {v!r:.80}" for k, v in config.items()
                if k not in FREE and v and v not in PLAIN.get(k, ())]
     if refused:
         raise ValueError(f"{path}: only plain LoRA is supported, this adapter has "
@@ -240,8 +235,9 @@ def read_adapter(model, folder):
         if tuple(t.shape) != shapes[name]:
             raise ValueError(f"{weights}: {name} is {tuple(t.shape)}, the model's is "
                              f"{shapes[name]}")
-        if not torch.isfinite(t).all():
-            raise ValueError(f"{weights}: {name} holds NaN or inf")
+        if not t.is_floating_point() or t.dtype.itemsize < 2 or not torch.isfinite(t).all():
+            raise ValueError(f"{weights}: {name} holds NaN or inf, or no floats of 16 bits or more "
+                             f"({t.dtype})")
     return rank, scaling, state
 
 

@@ -34,6 +34,7 @@ Left out: quantized activations, and NF4's double quantization.
 
 Shapes: N rows (outputs), K columns (inputs), K/block scales a row.
 """
+import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import torch.nn as nn
 import torch.nn.functional as F
 

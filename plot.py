@@ -10,15 +10,19 @@ are left out, so files of other programs work too.
     python plot.py runs/demo
     python plot.py runs/bf16 runs/nvfp4 runs/nvfp4_aqn --x seconds --out compare.png
 """
+from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
-import json
 import math
+import sys
 from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
+
+from weights import files
+from weights.files import check_out, parse_json, read_json, whole
 
 PANELS = [  # title, columns (the second drawn thin), how the y axis reads
     ("reward", ["reward"], "linear"),
@@ -33,6 +37,7 @@ PANELS = [  # title, columns (the second drawn thin), how the y axis reads
 ]
 # Okabe and Ito's colours without the yellow, which is lost on white; in grey print line styles and
 # markers tell runs apart. Seven and four have no common divisor, so 28 looks before one returns.
+COLUMNS = {c: (float, -1e15, 1e15) for p in PANELS for c in (*p[1], "seconds", "eval_stderr")}
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000"]
 STYLES = ["-", (0, (4, 1.2)), (0, (1, 1)), (0, (5, 1.2, 1, 1.2))]
 MARKERS = "os^D"
@@ -65,17 +70,15 @@ def read(run):
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; RUN is a folder that train.py --out wrote "
                                 "(it holds metrics.jsonl)")
-    lines, rows = path.read_text(errors="replace").splitlines(), {}
-    for n, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    texts, rows = [*files.lines(path)], {}
+    for n, text in texts:
         try:
-            row = json.loads(line)
-            rows[int(row["step"])] = row
-        except (ValueError, TypeError, KeyError) as e:
-            if n < len(lines):
-                raise ValueError(f"{path}, line {n}: not a metrics row ({type(e).__name__}: {e}); "
-                                 "remove the line") from None
+            row = parse_json(text, f"{path}, line {n}", COLUMNS | {"step": (int, 0, 1 << 60)},
+                             ["step"])
+            rows[row["step"]] = row
+        except ValueError:
+            if (n, text) != texts[-1]:
+                raise
     if not rows:
         raise ValueError(f"{path}: no complete row yet; wait for the first step")
     return [rows[step] for step in sorted(rows)]
@@ -84,10 +87,9 @@ def read(run):
 def beside(run, name):
     """The dict in the JSON file `name` of a run's folder; {} without that file."""
     path = (Path(run).parent if Path(run).is_file() else Path(run)) / name
-    try:
-        return dict(json.loads(path.read_text())) if path.is_file() else {}
-    except (ValueError, TypeError):
-        raise ValueError(f"{path}: not a JSON object; remove it to plot without it") from None
+    share = (float, 0, 1)
+    fields = {"accuracy_before": share, "accuracy_after": share, "seed": (int, 0, 1 << 63)}
+    return read_json(path, fields) if path.is_file() else {}
 
 
 def with_summary(run, rows):
@@ -138,7 +140,9 @@ def shown(value):
     """A flag's value as a legend has room for it."""
     if value is None or isinstance(value, bool):
         return {True: "on", False: "off", None: "none"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value).rstrip("/").split("/")[-1]
+    if isinstance(value, float):
+        return f"{value:g}"
+    return files.shown(value).strip("'").rstrip("/").split("/")[-1]
 
 
 def lines(runs):
@@ -194,9 +198,9 @@ def plot(runs, out, x="step", smooth=1):
     Errors: those of `read`; ValueError if x is in none of the rows of a run, for a broken JSON file
     beside them, or for a file type that matplotlib cannot write."""
     data, out = {run: with_summary(run, read(run)) for run in runs}, Path(out)
-    if not out.resolve().parent.is_dir():
-        raise FileNotFoundError(f"--out {out}: the folder {out.resolve().parent} does not exist; "
-                                "make it first")
+    check_out(out)
+    if out.suffix[1:] not in (*Figure().canvas.get_supported_filetypes(), ""):
+        raise ValueError(f"--out {out}: no picture is called {out.suffix}; choose .png or .svg")
     for run, rows in data.items():
         if not any(math.isfinite(v) for v in column(rows, x)):
             raise ValueError(f"--x {x}: {run} logged no such column; choose another")
@@ -229,12 +233,13 @@ def plot(runs, out, x="step", smooth=1):
     columns = max(1, min(len(texts), 110 // (max(map(len, texts)) + 10)))  # as many as fit abreast
     fig.legend(handles, texts, loc="outside upper left", frameon=False, ncols=columns, fontsize=9,
                handlelength=3.5)
-    fig.savefig(out, dpi=160)
+    with whole(out) as part:
+        fig.savefig(part, dpi=160, format=out.suffix[1:] or "png")
     return out
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         description="Plot the curves of training runs from their metrics.jsonl.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("runs", metavar="RUN", nargs="+",
@@ -242,18 +247,18 @@ def main(argv=None):
     parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or "
                         "compare.png for several runs")
     parser.add_argument("--x", choices=["step", "seconds"], default="step", help="horizontal axis")
-    parser.add_argument("--smooth", type=int, default=1, metavar="N",
+    parser.add_argument("--smooth", type=command.number(1, 10**6), default=1, metavar="N",
                         help="draw the mean of the last N steps; 1 draws what was logged")
-    a = parser.parse_args(argv)
-    if a.smooth < 1:
-        parser.error(f"--smooth {a.smooth}: must be at least 1")
-    first = Path(a.runs[0])
-    folder = first.parent if first.is_file() else first
-    out = a.out or ("compare.png" if len(a.runs) > 1 else folder / "metrics.png")
-    try:
+
+    def body():
+        a = parser.parse_args(argv)
+        first = Path(a.runs[0])
+        folder = first.parent if first.is_file() else first
+        out = a.out or ("compare.png" if len(a.runs) > 1 else folder / "metrics.png")
         print(f"wrote {plot(a.runs, out, a.x, a.smooth)}")
-    except (ValueError, OSError) as e:
-        parser.error(str(e))
+
+    if code := command.run("plot.py", body):
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ Left out: beam search, repetition penalties, stop strings, speculative decoding.
     python sample.py --prompt "What is 3 + 4 * 5?"
     python sample.py --model Qwen/Qwen2.5-0.5B-Instruct --file prompts.txt --out out.jsonl --n 4
 """
+import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import json
 import sys
 import time
@@ -31,7 +32,7 @@ from runtime import flags
 from runtime.draw import row_keys
 from runtime.engine import Eager, engine_for, onednn_linears, prefill, release
 from runtime.tokenizer import styled
-from weights.files import whole
+from weights.files import lines, read_jsonl, whole
 
 __all__ = ["Sample", "generate", "release"]
 MAX_ROWS = 256  # rows that decode together, if the caller does not say
@@ -51,9 +52,10 @@ class Sample:
 
 @torch.no_grad()
 def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0, eos_ids=(),
-             seed=0, max_rows=None, progress=False, on_token=None, eager=False):
+             seed=0, max_rows=None, progress=False, on_token=None, eager=False, first=0):
     """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n
-    Samples.
+    Samples. first: the number of the first prompt, so that a set in parts draws what it would
+    whole.
 
     max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
     together (default: MAX_ROWS, or what fits the GPU's memory; the others wait). progress: a live
@@ -69,7 +71,7 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
         return out
     eos = set(eos_ids)
     index = torch.cartesian_prod(torch.arange(len(prompts)), torch.arange(n)).view(-1, 2)
-    keys = row_keys(seed, index[:, 0], index[:, 1]).view(len(prompts), n).tolist()
+    keys = row_keys(seed, index[:, 0] + first, index[:, 1]).view(len(prompts), n).tolist()
     slots = min(len(index), max_rows or MAX_ROWS)
     max_len = max(len(p) + m for p, m in zip(prompts, limits, strict=True))
     with torch.cuda.device_of(model.embed.weight):  # streams and Triton go by the current device
@@ -206,18 +208,17 @@ def read_prompts(path):
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"--file {path}: no such file")
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
     if path.suffix == ".jsonl":
-        for i, line in enumerate(lines):
-            try:
-                row = json.loads(line)
-                lines[i] = row["prompt"] if "prompt" in row else row["question"]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f'--file {path}: line {i + 1} is not a JSON object with "prompt" '
-                                 'or "question"') from None
-    if not lines or not all(isinstance(t, str) for t in lines):
+        prompts = []
+        for where, row in read_jsonl(path, {"prompt": str, "question": str}):
+            prompts.append(row.get("prompt") or row.get("question") or "")
+            if not prompts[-1].strip():
+                raise ValueError(f'--file {where}: needs "prompt" or "question"')
+    else:
+        prompts = [text for _, text in lines(path)]
+    if not prompts:
         raise ValueError(f"--file {path}: no prompts in it, one line of text each is expected")
-    return lines
+    return prompts
 
 
 def turns(args, *texts):
@@ -287,7 +288,7 @@ def batch(model, tok, args, prompts):
     rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids),
              "finished": s.finished, "logprob": sum(s.logprobs)}
             for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]
-    with whole(args.out) as part, open(part, "w") as f:
+    with whole(args.out) as part, open(part, "w", encoding="utf-8") as f:
         f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     print(f"{args.out}: {len(rows)} rows, {sum(row['tokens'] for row in rows)} tokens")
 

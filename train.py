@@ -15,6 +15,7 @@ state is about 1% of the model).
 
 Shapes: P prompts, G completions a prompt.
 """
+import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import random
 import sys
 from functools import partial
@@ -81,20 +82,21 @@ def rollout(run, model, tok, score, rows, draw):
     run.phase("reward")
     groups = [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in group]
               for row, group in zip(rows, groups, strict=True)]
-    for c in chain(*groups):
-        grade(c, tok, score, args)
+    grade([*chain(*groups)], tok, score, args)
     return groups
 
 
-def grade(c, tok, score, args):
-    """Fill in a completion's text and reward."""
-    c.text = tok.decode(c.ids)
-    graded = score(c.text, c.row)
-    c.reward, c.correct, c.format = graded["reward"], graded["correct"], graded["format"]
-    if args.overlong == "soft":
-        length = torch.tensor(float(len(c.ids)))
-        limits = args.max_new_tokens, args.overlong_buffer
-        c.reward += grpo.soft_overlong_penalty(length, *limits).item()
+def grade(completions, tok, score, args):
+    """Fill in the text and reward of each completion; they are graded side by side."""
+    for c in completions:
+        c.text = tok.decode(c.ids)
+    verdicts = score([(c.text, c.row) for c in completions])
+    for c, graded in zip(completions, verdicts, strict=True):
+        c.reward, c.correct, c.format = graded["reward"], graded["correct"], graded["format"]
+        if args.overlong == "soft":
+            length = torch.tensor(float(len(c.ids)))
+            limits = args.max_new_tokens, args.overlong_buffer
+            c.reward += grpo.soft_overlong_penalty(length, *limits).item()
 
 
 def learn(run, model, tok, optimizer, prompts, score, held_out):
@@ -203,8 +205,7 @@ def train(args, argv):
             after = evaluate(run, model, tok, score, held_out) if args.eval_n else None
             run.finish(after, model)
         except KeyboardInterrupt:
-            run.save(model, optimizer)
-            return run.stop()
+            return run.stop(model, optimizer)
     return 0
 
 

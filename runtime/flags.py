@@ -13,7 +13,6 @@ and sample.py when they are given the adapter or its run.
 import argparse
 import hashlib
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,31 +23,19 @@ import aqn
 import data
 import grpo
 import lora
+from runtime import command as commands
+from runtime.command import number
 from weights import awq, checkpoint
-from weights.files import whole
+from weights.files import check_out, read_json, shown, whole
 from weights.formats import FORMATS
 
 QUANTS = ("none", *FORMATS)
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 
 
-def number(low, kind=int, below=math.inf):
-    """An argparse type: a number of `kind` in [low, below), never NaN."""
-
-    def parse(text):
-        value = kind(text)
-        if not low <= value < below:
-            limits = f"at least {low}" + (f" and below {below}" if below < math.inf else "")
-            raise argparse.ArgumentTypeError(f"{text}: must be {limits}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names it when `kind` itself cannot read the text
-    return parse
-
-
-def levels(text):
-    """An argparse type: difficulty levels as in 3,4,5."""
-    return sorted({int(part) for part in text.split(",")})
+def numbers(text):
+    """An argparse type: whole numbers as in 3,4,5."""
+    return sorted({number(1, 1e4)(part) for part in text.split(",")})
 
 
 @dataclass(frozen=True)
@@ -77,88 +64,89 @@ TABLE = (
     Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
     Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
     "adapter: train",
-    Flag("lora-rank", number(0), 32, "0 with --quant none trains all parameters", 16),
-    Flag("lora-alpha", number(1e-6, float), 32.0, "the adapter is scaled by alpha / rank"),
+    Flag("lora-rank", number(0, 4097), 32, "0 with --quant none trains all parameters", 16),
+    Flag("lora-alpha", number(1e-6, 1e6, float), 32.0, "the adapter is scaled by alpha / rank"),
     "noise: train",
     Flag("aqn", bool, True, "adaptive quantization noise in the RMSNorms"),
-    Flag("aqn-start", number(0, float), 1e-2, "sigma of the first noisy stage"),
-    Flag("aqn-end", number(0, float), 5e-4, "sigma of the last stage"),
-    Flag("aqn-stages", number(2), 10, "equal intervals of training; the first has no noise"),
+    Flag("aqn-start", number(0, 10, float), 1e-2, "sigma of the first noisy stage"),
+    Flag("aqn-end", number(0, 10, float), 5e-4, "sigma of the last stage"),
+    Flag("aqn-stages", number(2, 1e6), 10, "equal intervals of training; the first has no noise"),
     Flag("aqn-schedule", aqn.SCHEDULES, "exponential", "how sigma falls from stage to stage"),
     Flag("aqn-scope", ("rollout", "both"), "rollout", "or in the update as well"),
     "data and prompt: train eval",
     Flag("data", str, "gsm8k",
          "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a .jsonl, a folder, a hub "
          "id; eval.py takes several with commas", "arithmetic", kept=True),
-    Flag("levels", levels, None, "keep rows of these, 5 the hardest: 3,4,5 for Big-Math"),
+    Flag("levels", numbers, None, "keep rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.reward)"),
     "prompt: train eval sample",
     Flag("prompt-style", (*data.SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
     "rollout: train",
-    Flag("steps", number(1), None, "rollouts (default: one pass over the data)", 30),
-    Flag("prompts-per-step", number(1), 16, "prompts a rollout", 12),
-    Flag("group-size", number(2), 8, "completions a prompt"),
-    Flag("max-prompt", number(1), 256, "longer prompts, in tokens, are skipped and counted", 128),
-    Flag("max-new-tokens", number(1), 4096, "completion limit", 96),
-    Flag("temperature", number(1e-6, float), 1.0, "of rollouts, and of all log-probs"),
+    Flag("steps", number(1, 1e8), None, "rollouts (default: one pass over the data)", 30),
+    Flag("prompts-per-step", number(1, 1e5), 16, "prompts a rollout", 12),
+    Flag("group-size", number(2, 1e4), 8, "completions a prompt"),
+    Flag("max-prompt", number(1, 1e7), 256, "longer prompts, in tokens, are skipped", 128),
+    Flag("max-new-tokens", number(1, 1e7), 4096, "completion limit", 96),
+    Flag("temperature", number(1e-6, 100, float), 1.0, "of rollouts, and of all log-probs"),
     Flag("dynamic-sampling", bool, False, "DAPO: replace groups whose rewards are all equal", True),
-    Flag("max-resample", number(0), 2, "extra rollouts that --dynamic-sampling may draw", 1),
+    Flag("max-resample", number(0, 1000), 2, "extra rollouts that --dynamic-sampling may draw", 1),
     Flag("overlong", ("none", "mask", "soft"), "none",
          "cut completions: as they are, left out of the loss, DAPO's length penalty", "mask"),
-    Flag("overlong-buffer", number(1), 512, "tokens over which soft falls from 0 to -1", 16),
+    Flag("overlong-buffer", number(1, 1e7), 512, "tokens over which soft falls from 0 to -1", 16),
     "objective: train",
     Flag("loss", tuple(grpo.OBJECTIVES), "grpo", "objective", "dapo"),
-    Flag("eps-low", number(0, float), None, "ratio clip below 1 (0.2; gspo 3e-4, cispo none)"),
-    Flag("eps-high", number(0, float), None, "ratio clip above 1 (0.2; dapo 0.28, gspo 4e-4)"),
-    Flag("beta", number(0, float), 0.0, "weight of the KL to the adapter-off model"),
+    Flag("eps-low", number(0, 1e6, float), None, "ratio clip below 1 (0.2; gspo 3e-4, cispo none)"),
+    Flag("eps-high", number(0, 1e6, float), None, "ratio clip above 1 (0.2; dapo 0.28, gspo 4e-4)"),
+    Flag("beta", number(0, 1e3, float), 0.0, "weight of the KL to the adapter-off model"),
     Flag("old-logp", ("sampler", "trainer", "current"), "sampler",
          "what the ratio is taken against: the log-probs of the sampler; of the trainer before "
          "the step (a second pass); of the update itself, detached, so that nothing is clipped"),
-    Flag("tis-cap", number(1, float), 2.0, "cap of the importance weights of trainer and current"),
+    Flag("tis-cap", number(1, 1e6, float), 2.0, "cap of the weights of trainer and current"),
     "optimizer: train",
-    Flag("updates-per-rollout", number(1), 4, "optimizer steps, each on its own prompts", 2),
-    Flag("micro-batch-tokens", number(0), 0, "tokens a forward holds at most; 0: what fits", 2048),
+    Flag("updates-per-rollout", number(1, 1e5), 4, "optimizer steps, each on its own prompts", 2),
+    Flag("micro-batch-tokens", number(0, 1e8), 0, "tokens a forward may hold; 0: what fits", 2048),
     Flag("checkpointing", ("auto", "on", "off"), "auto",
          "recompute blocks in backward, for memory; auto: if it does not fit otherwise", "off"),
-    Flag("lr", number(0, float), 1e-5, "AdamW's peak, the same for each --quant", 1e-3),
-    Flag("weight-decay", number(0, float), 0.1, "AdamW's", 0.0),
-    Flag("beta1", number(0, float, 1), 0.9, "AdamW's"),
-    Flag("beta2", number(0, float, 1), 0.99, "AdamW's"),
-    Flag("warmup", number(0, float, 1), 0.1, "share of the updates that warm up; then cosine to 0"),
-    Flag("grad-clip", number(0, float), 0.2, "norm the gradient is clipped to", 1.0),
+    Flag("lr", number(0, 1, float), 1e-5, "AdamW's peak, the same for each --quant", 1e-3),
+    Flag("weight-decay", number(0, 100, float), 0.1, "AdamW's", 0.0),
+    Flag("beta1", number(0, 1, float), 0.9, "AdamW's"),
+    Flag("beta2", number(0, 1, float), 0.99, "AdamW's"),
+    Flag("warmup", number(0, 1, float), 0.1, "share of the updates that warm up; then cosine to 0"),
+    Flag("grad-clip", number(0, 1e6, float), 0.2, "norm the gradient is clipped to", 1.0),
     "held-out questions: train",
-    Flag("eval-n", number(0), 1, "samples a question, 0 for no evaluation"),
-    Flag("eval-every", number(0), 0, "steps between evaluations; 0: only before and after", 10),
-    Flag("eval-limit", number(1), None, "how many questions (default: all)", 256),
-    Flag("eval-temperature", number(0, float), 0.6, "0 is greedy"),
-    Flag("eval-top-p", number(1e-6, float), 0.95, "nucleus"),
+    Flag("eval-n", number(0, 1e4), 1, "samples a question, 0 for no evaluation"),
+    Flag("eval-every", number(0, 1e8), 0, "steps between evaluations; 0: before and after", 10),
+    Flag("eval-limit", number(1, 1e8), None, "how many questions (default: all)", 256),
+    Flag("eval-temperature", number(0, 100, float), 0.6, "0 is greedy"),
+    Flag("eval-top-p", number(1e-6, 1.000001, float), 0.95, "nucleus"),
     "questions: eval",
     Flag("split", ("test", "train"), "test", "which part of the data"),
-    Flag("limit", number(1), None, "questions of each set, drawn by --seed (default: all)"),
-    Flag("n", number(1), None, "samples a question (default: 4; with --greedy 1)"),
-    Flag("max-prompt", number(1), None, "skip and count longer prompts, in tokens"),
+    Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
+    Flag("n", number(1, 1e4), None, "samples a question (default: 4; with --greedy 1)"),
+    Flag("max-prompt", number(1, 1e7), None, "skip and count longer prompts, in tokens"),
+    Flag("k", numbers, None, "also pass@k and the majority of k, for these, as in 1,4,8"),
     Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
-    Flag("out", str, None, "write a row per question to this .jsonl"),
+    Flag("out", str, None, "a row per question, to this .jsonl; one that was begun goes on"),
     "chat: sample",
     Flag("prompt", str, None, "answer this and exit; without it and without --file: a chat"),
     Flag("file", str, None, 'prompts, one a line, or .jsonl with "prompt" or "question"'),
     Flag("out", str, None, "where --file's answers go, .jsonl"),
-    Flag("n", number(1), 1, "answers a prompt, with --file"),
+    Flag("n", number(1, 1e4), 1, "answers a prompt, with --file"),
     Flag("system", str, None, "system message"),
     "sampling: eval sample",
-    Flag("max-new-tokens", number(1), None, "completion limit (4096, or what there is room for)"),
-    Flag("temperature", number(0, float), 0.6, "0 is greedy"),
-    Flag("top-p", number(1e-6, float), 0.95, "draw from the likeliest ids that hold this mass"),
+    Flag("max-new-tokens", number(1, 1e7), None, "completion limit (4096, or what fits)"),
+    Flag("temperature", number(0, 100, float), 0.6, "0 is greedy"),
+    Flag("top-p", number(1e-6, 1.000001, float), 0.95, "draw from the likeliest, of this mass"),
     "run: train",
     Flag("out", str, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
     Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it"),
-    Flag("save-every", number(1), 20, "steps between checkpoints", 10),
-    Flag("show-every", number(0), 10, "steps between samples on the terminal, 0: none"),
+    Flag("save-every", number(1, 1e8), 20, "steps between checkpoints", 10),
+    Flag("show-every", number(0, 1e8), 10, "steps between samples on the terminal, 0: none"),
     Flag("log-to", ("tensorboard", "wandb"), None, "also log there (pip install it first)"),
-    Flag("gap-bound", number(0, float), 0.05, "nats between sampler and trainer to warn at"),
+    Flag("gap-bound", number(0, 1e6, float), 0.05, "nats between sampler and trainer to warn at"),
     "engine: train eval sample",
-    Flag("max-rows", number(1), 256, "completions decoded side by side at most"),
-    Flag("seed", number(0), 0, "of samples, noise, data order and adapter"),
+    Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
+    Flag("seed", number(0, 2**63), 0, "of samples, noise, data order and adapter"),
 )
 ABOUT = {"train": "QeRL training.", "eval": "Pass@1 of a model, and of an adapter beside it.",
          "sample": "Sample from a model: chat, one prompt, or a file of prompts."}
@@ -179,8 +167,7 @@ def dest(flag):
 
 def parser(command, tiny=False, only_given=False):
     """The argparse parser of a command; `tiny`: the demo's defaults; `only_given`: none at all."""
-    p = argparse.ArgumentParser(f"{command}.py", f"python {command}.py [flags]", ABOUT[command],
-                                allow_abbrev=False)
+    p = commands.Parser(f"{command}.py", f"python {command}.py [flags]", ABOUT[command])
     groups = {}
     for title, f in flags_of(command):
         shown = [] if f.default is None else [str(f.default)]
@@ -204,6 +191,25 @@ def parser(command, tiny=False, only_given=False):
     return p
 
 
+def from_file(command, values, where):
+    """The Namespace of (name of a flag, its value), read from the file `where`, as if they stood
+    on the command line; ValueError for what could not stand there."""
+    known, argv = {f.name: f for _, f in flags_of(command)}, []
+    for name, value in values:
+        if value is None:
+            continue
+        text = ",".join(map(str, value)) if name == "levels" and isinstance(value, list) else value
+        kind = known[name].kind if name in known else None
+        fits = type(text) is bool if kind is bool else type(text) in (str, int, float)
+        if kind is None or not fits:
+            raise ValueError(f"{where}: {name} {shown(value)} is not a value of --{name}")
+        argv.append(f"--{name}={text}" if kind is not bool else f"--{'' if text else 'no-'}{name}")
+    try:
+        return parser(command).parse_args(argv)
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from None
+
+
 def given(command, argv):
     """The flags that stand on the command line, without defaults, as a dict."""
     return vars(parser(command, only_given=True).parse_args(argv))
@@ -213,8 +219,7 @@ def parse(command, argv):
     """The flags of a command as a Namespace, checked against each other; the demo's defaults for
     the embedded model.
 
-    SystemExit for what argparse refuses, ValueError for what contradicts; nothing is loaded or
-    written."""
+    ValueError for what is refused; nothing is loaded or written."""
     named = given(command, argv).get("model", "tiny")
     args = parser(command, tiny=command == "train" and named == "tiny").parse_args(argv)
     if command != "train":
@@ -253,9 +258,11 @@ def check_eval(args):
     if args.greedy and args.n not in (None, 1):
         raise ValueError(f"--n {args.n}: --greedy gives the same completion each time; leave --n "
                          "out")
-    if args.out and (Path(args.out).is_dir() or not Path(args.out).resolve().parent.is_dir()):
-        raise ValueError(f"--out {args.out}: must be a file, in a folder that exists")
+    if args.out:
+        check_out(args.out)
     args.n = args.n or (1 if args.greedy else 4)
+    if args.k and args.k[-1] > args.n:
+        raise ValueError(f"--k {args.k[-1]}: takes as many samples a question, raise --n")
     args.temperature = 0.0 if args.greedy else args.temperature
 
 
@@ -264,24 +271,25 @@ def check_sample(args):
         raise ValueError("--file and --out go together")
     if args.file and args.prompt is not None:
         raise ValueError("--prompt and --file exclude each other")
+    if args.out:
+        check_out(args.out)
+        if Path(args.out).resolve() == Path(args.file).resolve():
+            raise ValueError(f"--out {args.out}: is --file itself; choose another name")
 
 
 def run_command(command, body, argv=None):
-    """body(args, argv) with the errors a user can mend as one line -> exit code, 2 for these."""
+    """body(args, argv) -> its exit code, as commands.run has it."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        return body(parse(command, argv), argv) or 0
-    except KeyboardInterrupt:
-        print(f"{command}.py: stopped", file=sys.stderr)
-        return 130
-    except torch.OutOfMemoryError as e:
-        lower = "--micro-batch-tokens, " if command == "train" else ""
-        problem = (f"out of GPU memory ({str(e).split('. ')[0]}); lower {lower}--max-rows or "
-                   "--max-new-tokens")
-    except (ValueError, OSError) as e:
-        problem = e
-    print(f"{command}.py: error: {problem}", file=sys.stderr)
-    return 2
+
+    def parsed():
+        try:
+            return body(parse(command, argv), argv)
+        except torch.OutOfMemoryError as e:
+            lower = "--micro-batch-tokens, " if command == "train" else ""
+            raise ValueError(f"out of GPU memory ({str(e).split('. ')[0]}); lower {lower}"
+                             "--max-rows or --max-new-tokens") from None
+
+    return commands.run(f"{command}.py", parsed)
 
 
 # ---- what the flags stand for
@@ -333,12 +341,11 @@ def save_policy(folder, model, args):
 def read_policy(folder):
     """What save_policy wrote, {} where there is none (an adapter of another program)."""
     path = Path(folder) / "policy.json"
-    try:
-        policy = json.loads(path.read_text()) if path.is_file() else {}
-        return policy | {}
-    except (ValueError, TypeError) as e:
-        raise ValueError(f"{path}: not a JSON object ({e}); delete it to choose --model, --quant "
-                         "and --prompt-style by hand") from None
+    policy = read_json(path, {"base": str}) if path.is_file() else {}
+    kept = [(f.name, policy.get(dest(f))) for _, f in flags_of("train") if f.kept]
+    from_file("train", kept, f"{path}; delete it to choose --model, --quant and --prompt-style "
+                 "by hand")
+    return policy
 
 
 def take_policy(command, args):

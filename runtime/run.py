@@ -12,16 +12,15 @@ been; a folder without checkpoint/ holds nothing that is worth keeping, and a st
     python train.py --out runs/x                  # ctrl-C at any moment
     python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
 """
-import argparse
 import hashlib
 import json
 import math
 import resource
 import shlex
 import shutil
-import signal
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,11 +30,14 @@ import torch
 import grpo
 import lora
 import plot
-from runtime import flags
+from runtime import command, flags
 from weights import checkpoint
-from weights.files import lock, whole
+from weights.files import append, check_out, lines, lock, parse_json, read_json, whole
 
 FREE = ("resume", "out", "steps", "save_every", "show_every", "log_to")  # what --resume may change
+NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
+         "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
+         "summary.json"}
 
 
 @dataclass
@@ -53,48 +55,49 @@ class State:
 
 def settle(args, argv):
     """The flags to run with: as given in a fresh folder, those of the run with --resume. ValueError
-    for a folder that holds a run, or a flag that a resumed run cannot change. Writes nothing."""
+    for a folder that holds a run or anything else, one that cannot be written, or a flag that a
+    resumed run cannot change. Leaves nothing."""
     out = Path(args.out)
+    check_out(out, folder=True)
     saved, begun = out / "config.json", (out / "checkpoint" / "state.pt").is_file()
     if not args.resume:
         if begun:
             raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, "
                              "or choose another folder")
+        for path in out.iterdir() if out.exists() else ():
+            if path.name not in NAMES and not path.name.startswith((".", "events.out")):
+                raise ValueError(f"--out {out}: holds {path.name}, which is no run's; choose "
+                                 "another folder")
         return args
     if not saved.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
-    try:
-        old = json.loads(saved.read_text())
-        wanted = flags.given("train", argv)
-        changed = [k for k in wanted if k not in FREE and wanted[k] != old[k]]
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{saved}: not a run's flags ({type(e).__name__}: {e})") from None
-    if changed:
-        raise ValueError(f"--{changed[0].replace('_', '-')}: the run in {out} used "
-                         f"{old[changed[0]]}; --resume keeps a run's flags")
-    free = {k: v for k, v in wanted.items() if k in FREE}
-    return argparse.Namespace(**{**old, **free, "resume": begun, "out": args.out})
+    read = ((k.replace("_", "-"), v) for k, v in read_json(saved).items())
+    old, wanted = flags.from_file("train", read, saved), flags.given("train", argv)
+    for name, value in wanted.items():
+        if name not in FREE and value != getattr(old, name):
+            raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
+                             f"{getattr(old, name)}; --resume keeps a run's flags")
+        setattr(old, name, value)
+    old.resume, old.out = begun, args.out
+    return old
 
 
 class Run:
     """One run's folder, clock and signals. `phase(name)` begins a phase of the step: its seconds
-    are counted, and Ctrl-C, SIGTERM or a closed terminal drop any phase at once but an update,
-    which has changed weights when it ends and is logged first. `advance` ends it."""
+    are counted, and Ctrl-C, SIGTERM, a closed terminal or stdout drop any phase at once but an
+    update, which has changed weights when it ends and is logged first. `advance` ends it."""
 
     def __init__(self, args, argv):
         self.args, self.argv, self.out, self.started = args, argv, Path(args.out), time.time()
         self.state, self.clock, self.current, self.asked = State(), {}, None, False
         self.warned, self.earlier, self.failed = set(), 0.0, 0
-        self.handlers, self.lock = {}, None
+        self.held = ExitStack()  # the folder's lock, and the signals
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        if self.lock:
-            self.lock.close()
+        self.held.close()
 
     def open(self, optimizer, rows):
         """Make the folder, or with --resume load its checkpoint; from here on signals are handled.
@@ -104,7 +107,8 @@ class Run:
         `rows`, the training questions, are not those the run began with."""
         self.tracker = tracker(self.args) if self.args.log_to else None
         self.out.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(self.out / "lock", f"--out {self.out}: another run is at work in it")
+        busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
+        self.held.enter_context(lock(self.out / "lock", busy))
         digest = hashlib.sha256(json.dumps([[r["question"], r["answer"]] for r in rows]).encode())
         self.state.data = digest.hexdigest()
         if self.args.resume:
@@ -118,8 +122,7 @@ class Run:
         with whole(self.out / "config.json") as part:
             part.write_text(json.dumps(vars(self.args), indent=2) + "\n")
         self.earlier = self.state.seconds
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self.handlers[number] = signal.signal(number, self.interrupt)
+        self.held.enter_context(command.signals(self.interrupt))
         print("\n".join(f"{k:>20} {v}" for k, v in vars(self.args).items()))
         return True
 
@@ -128,7 +131,7 @@ class Run:
     def interrupt(self, *_):
         if self.asked or self.current not in ("update", "log"):
             self.asked = True
-            raise KeyboardInterrupt
+            command.stop()
         self.asked = True
         print("finishing the update, then saving (again to stop at once)", flush=True)
 
@@ -192,11 +195,18 @@ class Run:
                              "with; --resume needs the same questions")
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             path = self.out / name
-            lines = path.read_text().splitlines(True) if path.exists() else []
-            whole_lines = [line for line in lines if line.endswith("\n")]
+            kept, rows = [], [*lines(path)] if path.exists() else []
+            for n, text in rows:
+                try:
+                    row = parse_json(text, f"{path}, row {n}", {"step": (int, 0, 1 << 60)},
+                                     ["step"])
+                except ValueError:
+                    if n < len(rows):
+                        raise
+                    break  # a kill in the middle of the last one
+                kept += [text + "\n"] if row["step"] < self.state.step else []
             with whole(path) as part:
-                part.write_text("".join(line for line in whole_lines
-                                        if json.loads(line)["step"] < self.state.step))
+                part.write_text("".join(kept))
 
     # ---- what is written and shown
 
@@ -263,9 +273,15 @@ class Run:
             raise ValueError(f"{self.failed} updates in a row had a gradient that is not finite; "
                              f"first broken tensor: {broken}. Lower --lr, or check --model")
 
-    def stop(self):
-        """How a run that was interrupted goes on."""
+    def stop(self, model, optimizer):
+        """The end of a run that was interrupted: saved where it stands, but for one that was told
+        twice, whose parameters may be on their way from one step to the next."""
         where = shlex.quote(str(self.out))
+        if self.current in ("update", "log"):
+            print(f"\nstopped within step {self.state.step}; the last checkpoint stands, continue "
+                  f"with: python train.py --resume --out {where}")
+            return 130
+        self.save(model, optimizer)
         print(f"\nstopped after {self.state.step} steps; continue with: "
               f"python train.py --resume --out {where}")
         return 130
@@ -306,7 +322,7 @@ class Run:
 
     def show_learned(self, after):
         """One question that was answered wrong before training and right after it."""
-        before = [json.loads(line) for line in (self.out / "eval_before.jsonl").open()]
+        before = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
         for b, a in zip(before, after, strict=True):
             if b["accuracy"] == 0 and a["accuracy"] == 1:
                 print(f"one of the questions: {one_line(a['question'])} (it is {a['answer']})\n"
@@ -330,11 +346,6 @@ def digest_of(state):
 
     add(state)
     return h.hexdigest()
-
-
-def append(path, rows):
-    with open(path, "a") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def write_rows(path, rows):

@@ -1,20 +1,29 @@
 """
 Text to token ids and back, and a question as the chat turn that a checkpoint was trained to answer.
 
-The chat template is the checkpoint's own, rendered in jinja2's sandbox: it is code from a download.
-Left out: tool calls and chat histories.
+The chat template is the checkpoint's own, rendered in jinja2's sandbox: it is code from a download,
+so its time, memory and output are bounded too. Left out: tool calls and chat histories; a bound on
+the time where it is not the main thread that renders.
 
     python data.py --data arithmetic --n 2 --model assets/tiny
 """
 import json
+import resource
+import signal
+import threading
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+
+from weights.files import decode, read_json, shown
 
 SUFFIX = {
     "tags": "Reason step by step in <think></think>, then give the final answer in "
             "<answer></answer>.",
     "boxed": r"Please reason step by step, and put your final answer within \boxed{}.",
 }
+SECONDS, MEMORY = 2.0, 1 << 28  # that a chat template may take, and bytes beside what is there
+TOKEN = {"content": str}  # of an AddedToken
 
 
 class Tokenizer:
@@ -38,22 +47,39 @@ class Tokenizer:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # tokenizers raises plain Exception
             raise ValueError(f"{path}: not a tokenizer file ({e})") from None
-        self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        config = _read_json(folder / "tokenizer_config.json")
-        model = _read_json(folder / "config.json", optional=True)
-        generation = _read_json(folder / "generation_config.json", optional=True)
-        if self.size > model.get("vocab_size", self.size):
+        self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.settings = folder / "tokenizer_config.json"
+        if not self.settings.is_file():
+            raise FileNotFoundError(f"{self.settings}: not found; --model must be a folder of a "
+                                    "chat checkpoint")
+        config = read_json(self.settings)
+        model, generation = (
+            read_json(folder / name, {"vocab_size": (int, 1, 1 << 22)}) if
+            (folder / name).is_file() else {} for name in ("config.json", "generation_config.json"))
+        if not 0 < self.size <= model.get("vocab_size", 1 << 22):
             raise ValueError(f"{path} has {self.size} ids but {folder / 'config.json'} says "
-                             f"vocab_size {model['vocab_size']}: the tokenizer is another model's")
+                             f"vocab_size {model.get('vocab_size')}: the tokenizer is another "
+                             "model's")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        self.special = {k: _content(config.get(k)) for k in names}
-        self.eos_ids = self._ends(generation.get("eos_token_id"), model.get("eos_token_id"))
+        self.special = {k: self._content(k, config.get(k)) for k in names}
+        self.eos_ids = self._ends({"generation_config.json": generation, "config.json": model})
         self.template = self._compile(config.get("chat_template"))
 
-    def _ends(self, *found):
+    def _content(self, name, token):  # a string or an AddedToken's dict
+        token = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise ValueError(f"{self.settings}: {name} {shown(token)} must be text")
+        return token
+
+    def _ends(self, found):
         ids = {self.tokenizer.token_to_id(self.special["eos_token"] or "")}
-        for one in found:
-            ids.update([one] if isinstance(one, int) else one or [])
+        for file, config in found.items():
+            one = config.get("eos_token_id")
+            some = one if isinstance(one, list) else [] if one is None else [one]
+            if not all(type(i) is int and 0 <= i < 1 << 22 for i in some):
+                raise ValueError(f"{self.folder / file}: eos_token_id {str(one):.40} must be an id "
+                                 "or a list of ids")
+            ids.update(some)
         if not ids - {None}:
             raise ValueError(f"{self.folder}: no eos_token in tokenizer_config.json and no "
                              "eos_token_id in generation_config.json")
@@ -63,23 +89,50 @@ class Tokenizer:
         import jinja2.sandbox
 
         if isinstance(template, list):  # several named templates
-            template = {t["name"]: t["template"] for t in template}.get("default")
-        if not template and (self.folder / "chat_template.jinja").is_file():
-            template = (self.folder / "chat_template.jinja").read_text()
-        if not template:
-            raise ValueError(f"{self.folder / 'tokenizer_config.json'}: no chat_template; "
-                             "use an instruct checkpoint, or add one")
+            template = next((t.get("template") for t in template if isinstance(t, dict)
+                             and t.get("name") == "default"), None)
+        self.source, file = self.settings, self.folder / "chat_template.jinja"
+        if not template and file.is_file():
+            template, self.source = decode(file.read_bytes(), file), file
+        if not template or not isinstance(template, str):
+            raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint, or "
+                             "add one")
         # the settings and functions that checkpoints are written against
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        env.intercepted_binops = frozenset({"*", "**"})  # powers of big integers know no signal
+        env.binop_table = {"*": _times, "**": _power}
         env.filters["tojson"] = lambda x, indent=None: json.dumps(
             x, ensure_ascii=False, indent=indent)
         env.globals["raise_exception"] = _template_error
         env.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
-        try:
+        with self._bounded("does not compile"):
             return env.from_string(template)
-        except jinja2.TemplateError as e:
-            raise ValueError(f"{self.folder}: chat_template does not compile: {e}") from None
+
+    @contextmanager
+    def _bounded(self, what):
+        """Bounds on time and memory; whatever the template does wrong is a ValueError."""
+        main = threading.current_thread() is threading.main_thread()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        pages = Path("/proc/self/statm")  # Linux
+        try:
+            if pages.exists():
+                held = int(pages.read_text().split()[0]) * resource.getpagesize() + MEMORY
+                soft = held if limits[0] == resource.RLIM_INFINITY else min(held, limits[0])
+                resource.setrlimit(resource.RLIMIT_AS, (soft, limits[1]))
+            if main:
+                before = signal.signal(signal.SIGALRM, _late)
+                timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            try:
+                yield
+            finally:
+                if main:
+                    signal.setitimer(signal.ITIMER_REAL, *timer)
+                    signal.signal(signal.SIGALRM, before)
+                resource.setrlimit(resource.RLIMIT_AS, limits)
+        except Exception as e:  # a template may fail in any way
+            why = f"takes more than {MEMORY >> 20} MiB" if isinstance(e, MemoryError) else e
+            raise ValueError(f"{self.source}: chat_template {what}: {why}") from None
 
     def __len__(self):
         return self.size
@@ -95,10 +148,11 @@ class Tokenizer:
     def chat(self, messages):
         """messages [{"role", "content"}] -> the text the checkpoint was trained to continue."""
         special = {k: v for k, v in self.special.items() if v is not None}
-        try:
-            return self.template.render(messages=messages, add_generation_prompt=True, **special)
-        except Exception as e:  # a template may fail in any way
-            raise ValueError(f"{self.folder}: chat_template failed: {e}") from None
+        with self._bounded("failed"):
+            out = self.template.render(messages=messages, add_generation_prompt=True, **special)
+            if len(out) > (1 << 20) + 4 * sum(len(m["content"]) for m in messages):
+                raise ValueError(f"it writes {len(out)} characters")
+        return out
 
     def prompt_ids(self, question, style="tags", max_prompt=None):
         """Ids of a question with the style's instruction; None if more than max_prompt of them."""
@@ -123,17 +177,14 @@ def _template_error(message):
     raise ValueError(message)
 
 
-def _content(token):  # a token in tokenizer_config.json is a string or an AddedToken's dict
-    return token.get("content") if isinstance(token, dict) else token
+def _late(*_):
+    raise TimeoutError(f"takes more than {SECONDS} s")
 
 
-def _read_json(path, optional=False):
-    if optional and not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: not found; --model must be a folder of a chat "
-                                "checkpoint") from None
-    except ValueError as e:
-        raise ValueError(f"{path}: not JSON ({e})") from None
+def _power(a, b):
+    return a ** b if max(abs(a), abs(b)) < 1000 else _template_error("a power too large")
+
+
+def _times(a, b):
+    big = isinstance(a, int) and isinstance(b, int) and a.bit_length() + b.bit_length() > 1 << 14
+    return _template_error("a product too large") if big else a * b

@@ -312,7 +312,7 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
 
 @pytest.mark.parametrize("name,content,message", [
     ("none.jsonl", None, "--calib .*none.jsonl: no such file"),
-    ("bad.jsonl", '{"text": "x"}\nnot json', 'bad.jsonl, row 2: needs "text", or "question" and "answer"'),
+    ("bad.jsonl", '{"text": "x"}\nnot json', 'bad.jsonl, row 2: not JSON'),
     ("fields.jsonl", '{"prompt": "x"}', 'fields.jsonl, row 1: needs "text"'),
     ("short.txt", "hello", "short.txt: .* tokens, fewer than one sequence of 64"),
 ])

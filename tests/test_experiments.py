@@ -67,7 +67,7 @@ def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path):
     ran = []
 
     def run(command, stdout, stderr):
-        out = Path(command[command.index("--out") + 1])
+        out = Path(command[-1])
         ran.append((out.name, command[command.index("--loss") + 1], command[command.index("--seed") + 1]))
         out.mkdir()
         (out / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval_accuracy": 0.25}) + "\n")

@@ -206,7 +206,7 @@ def test_an_index_that_lies_is_named(tmp_path):
         M.load(folder)
     for text in ("{", "{}", "[]", '{"weight_map": {}}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match="model.safetensors.index.json: not an index"):
+        with pytest.raises(ValueError, match="model.safetensors.index.json: "):
             M.load(folder)
 
 

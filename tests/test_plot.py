@@ -221,7 +221,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
                        ([good, "--smooth", "0"], "--smooth"), ([good, "--x", "epoch"], "--x"),
                        ([good, "--out", "no/where.png"], "--out"),
                        ([good, "--out", "p.docx"], "docx"), ([good, "--what"], "--what"),
-                       ([str(broken)], "broken/config.json: not a JSON object")):
+                       ([str(broken)], "broken/config.json: not JSON")):
         with pytest.raises(SystemExit) as e:
             plot.main(argv)
         err = capsys.readouterr().err

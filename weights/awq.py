@@ -32,7 +32,6 @@ blocks.
 Shapes: N rows, K columns, B sequences, T tokens, C hidden, H query heads, Hkv kv heads, D head
 size, G = H / Hkv.
 """
-import json
 import math
 from pathlib import Path
 
@@ -44,6 +43,7 @@ import grpo
 from model import PROJECTIONS
 from nvfp4 import QuantLinear
 from weights import checkpoint
+from weights.files import decode, read_jsonl
 from weights.formats import FORMATS, block_scales, encode, snap
 
 GRID = 20  # exponents tried: 0, 1/20, ..., 1
@@ -294,7 +294,7 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=
     model = checkpoint.skeleton(config)
     pieces = checkpoint.stream(model, source, device, dtype)
     steps = calibrated(model, pieces, fmt, ids, device, **options)
-    progress = tqdm(steps, f"AWQ {fmt}", len(checkpoint.pieces(config)))
+    progress = tqdm(steps, f"AWQ {fmt}", len(checkpoint.pieces(config)), disable=None)
     model.awq = [{"layer": int(path.split(".")[1]), **row} for path, rows in progress
                  for row in rows]
     return model.eval()
@@ -311,15 +311,13 @@ def texts(path):
         raise FileNotFoundError(f"--calib {path}: no such file; give a .jsonl (question and "
                                 "answer, or text) or a text file")
     if path.suffix != ".jsonl":
-        return [path.read_text(encoding="utf-8")]
+        return [decode(path.read_bytes(), path)]
     out = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            out.append(row["text"] if "text" in row else f"{row['question']}\n{row['answer']}")
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f'{path}, row {n}: needs "text", or "question" and '
-                             '"answer"') from None
+    for where, row in read_jsonl(path, {"text": str}):
+        question, answer = row.get("question"), row.get("answer")
+        if "text" not in row and not (isinstance(question, str) and isinstance(answer, str | int)):
+            raise ValueError(f'{where}: needs "text", or "question" and "answer"')
+        out.append(row["text"] if "text" in row else f"{question}\n{answer}")
     return out
 
 

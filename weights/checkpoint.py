@@ -28,9 +28,9 @@ Left out: quantized activations (W4A4) and KV caches; asymmetric zero points; bi
 
 Shapes: N rows of one projection, K columns.
 """
+import contextlib
 import json
 import re
-import secrets
 import shutil
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 
 from model import Config, RMSNorm, Transformer, prefix
 from nvfp4 import QuantLinear
-from weights.files import whole
+from weights.files import beside, check, check_out, read_json, whole
 from weights.formats import FORMATS, Quantized, pack, quantize, unpack
 
 FAMILIES = {"qwen2": {"qkv_bias": True}, "llama": {"qkv_bias": False},
@@ -49,6 +49,16 @@ FAMILIES = {"qwen2": {"qkv_bias": True}, "llama": {"qkv_bias": False},
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
           "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
           "merges.txt")
+# config.json's fields: what they are, and what no model of these families goes past
+SIZES = {"vocab_size": (int, 1, 1 << 22), "hidden_size": (int, 1, 1 << 17),
+         "intermediate_size": (int, 1, 1 << 20), "num_hidden_layers": (int, 1, 1024),
+         "num_attention_heads": (int, 1, 4096)}
+FIELDS = {**SIZES, "num_key_value_heads": (int, 1, 4096), "head_dim": (int, 2, 4096),
+          "max_position_embeddings": (int, 1, 1 << 30), "rms_norm_eps": (float, 0, 1),
+          "rope_theta": (float, 1e-3, 1e12), "tie_word_embeddings": bool, "rope_parameters": dict,
+          "rope_scaling": dict, "layer_types": list, "quantization_config": dict,
+          "model_type": str, "hidden_act": str}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of 16-bit weights
 
 
 # ---- config.json
@@ -62,33 +72,24 @@ def read_config(folder):
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; --model takes a Hugging Face checkpoint "
                                 "folder or a hub id")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as e:
-        raise ValueError(f"{path}: not valid JSON ({e})") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: not a model's configuration (a JSON object)")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    raw = {k: v for k, v in read_json(path, FIELDS).items() if v is not None}
+    rope = check(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, path, FIELDS)
     for what, bad in unsupported(raw, rope).items():
         if bad:
             raise ValueError(f"{path}: {what} is not supported (Qwen2.5, Qwen3 and Llama-shaped "
                              "models are)")
-    sizes = {}
-    for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-              "num_attention_heads"):
-        if k not in raw:
-            raise ValueError(f"{path}: the field {k!r} is missing")
-        if type(raw[k]) is not int or raw[k] < 1:
-            raise ValueError(f"{path}: {k} {raw[k]!r} must be a whole number of at least 1")
-        sizes[k] = raw[k]
+    sizes = {k: check(raw, path, {}, SIZES)[k] for k in SIZES}
     heads = raw["num_attention_heads"]
-    kv_heads = raw.get("num_key_value_heads") or heads
+    kv_heads = raw.get("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ValueError(f"{path}: {heads} attention heads do not divide among {kv_heads} "
                          "key-value heads")
     head_dim = 128 if raw["model_type"] == "qwen3" else raw["hidden_size"] // heads
+    head_dim = raw.get("head_dim", head_dim)
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"{path}: a head_dim of {head_dim} must be even, for rotary positions")
     return Config(
-        **sizes, num_key_value_heads=kv_heads, head_dim=raw.get("head_dim") or head_dim,
+        **sizes, num_key_value_heads=kv_heads, head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
         tie_word_embeddings=raw.get("tie_word_embeddings", False), **FAMILIES[raw["model_type"]],
@@ -136,7 +137,10 @@ def packed_format(raw, where):
         raise ValueError(f"{where}/config.json: quantization_config has {what}; checkpoints with "
                          f"{', '.join(layouts)} and weights only (W4A16) can be read")
 
-    groups = list((raw.get("config_groups") or {}).values())
+    path = f"{where}/config.json: quantization_config"
+    check(raw, path, {"config_groups": dict, "format": str, "quant_method": str})
+    groups = [check(g, path, {"format": str, "weights": dict})
+              for g in (raw.get("config_groups") or {}).values()]
     found = {raw.get("format"), *(g.get("format") for g in groups)} - {None}
     if raw.get("quant_method") not in {f.quant_method for f in FORMATS.values()}:
         refuse(f"quant_method {raw.get('quant_method')!r}")
@@ -194,13 +198,14 @@ class Checkpoint:
         index = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
         if index.is_file():
-            try:
-                self.where = dict(json.loads(index.read_text())["weight_map"].items())
-            except (ValueError, KeyError, TypeError, AttributeError):
-                self.where = {}
+            self.where = read_json(index, {"weight_map": dict}, ["weight_map"])["weight_map"]
+            for shard in self.where.values():
+                # a name, no path: an index is not to lead to another folder's files
+                if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
+                    raise ValueError(f"{index}: {shard!r:.80} is no shard's name; download it "
+                                     "again")
             if not self.where:
-                raise ValueError(f"{index}: not an index of tensors to shards (a JSON object with "
-                                 "weight_map); download it again")
+                raise ValueError(f"{index}: not an index of tensors to shards; download it again")
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
@@ -238,7 +243,16 @@ class Checkpoint:
             raise ValueError(f"{self.folder / shard}: {name} has shape {tuple(t.shape)}, "
                              f"config.json asks for {tuple(shape)}")
         self.unused.discard(name)
-        return t.to(device=device, dtype=dtype or t.dtype)
+        weight = name.endswith((".weight", ".bias"))  # not the codes and scales of four bits
+        if weight and t.dtype not in FLOATS:
+            raise ValueError(f"{self.folder / shard}: {name} is stored as {t.dtype}; weights of 16 "
+                             "or 32 bits, or of the formats of --quant, can be read")
+        t = t.to(device=device, dtype=dtype or t.dtype)
+        # least and greatest show NaN and inf, at a twentieth of the cost of looking at each
+        if weight and not torch.stack(t.aminmax()).isfinite().all():
+            raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; the checkpoint is "
+                             "damaged, download it again")
+        return t
 
 
 class RandomCheckpoint:
@@ -370,16 +384,16 @@ def read_packed(source, path, m, fmt, device):
         codes = stored(source, f"{name}_packed", (n, K // 2), torch.uint8, device)
         scale = stored(source, f"{name}_scale", (n, K // f.block), f.scale_dtype, device)
         raw = scale.view(torch.uint8) if fmt != "nf4" else scale
-        valid = {"nvfp4": raw < 127, "mxfp4": raw < 255, "nf4": raw >= 0}[fmt]
+        valid = {"nvfp4": raw < 127, "mxfp4": raw < 253, "nf4": (raw >= 0) & (raw < 1e38)}[fmt]
         if not valid.all():
-            raise ValueError(f"{source.folder}: {name}_scale holds negative numbers or NaN; the "
-                             "checkpoint is damaged")
+            raise ValueError(f"{source.folder}: {name}_scale holds negative numbers, NaN or "
+                             "inf; the checkpoint is damaged")
         top = torch.ones((), device=device)
         if fmt == "nvfp4":
             name = f"{name}_global_scale"
             shape = () if name in source and source.get(name).dim() == 0 else (1,)
             top = 1 / stored(source, name, shape, torch.float32, device).squeeze()
-            if not (torch.isfinite(top) and top > 0):
+            if not 0 < top < 1e34:  # 6 * 448 times which is still finite
                 raise ValueError(f"{source.folder}: {name} is not a positive number; the "
                                  "checkpoint is damaged")
         codes = torch.stack([codes & 15, codes >> 4], -1).view(n, K)  # (n, K/2, 2) -> (n, K)
@@ -451,14 +465,15 @@ class Writer:
 
     def __init__(self, out, folder, fmt=None, shard_bytes=2 << 30):
         self.out, self.folder, self.fmt = Path(out), Path(folder), fmt
-        self.partial = self.out.with_name(f".{self.out.name}.{secrets.token_hex(4)}.part")
+        self.partial = beside(self.out)
         self.shard_bytes, self.shard, self.size, self.total = shard_bytes, {}, 0, 0
         self.shards, self.report = [], None
 
     def __enter__(self):
+        check_out(self.out, folder=True)
         if self.out.exists():
             raise ValueError(f"--out {self.out}: exists already; remove it or choose another name")
-        self.partial.mkdir(parents=True)
+        self.made = [p for p in self.out.absolute().parents if not p.exists()]
         return self
 
     def add(self, name, tensor):
@@ -471,6 +486,7 @@ class Writer:
         self.size += t.nbytes
 
     def flush(self):
+        self.partial.mkdir(parents=True, exist_ok=True)
         with whole(self.partial / f"shard-{len(self.shards)}") as part:
             save_file(self.shard, part, metadata={"format": "pt"})
         self.shards.append(list(self.shard))
@@ -482,6 +498,9 @@ class Writer:
                 self.finish()
         finally:
             shutil.rmtree(self.partial, ignore_errors=True)  # renamed by now if all went well
+            for parent in self.made:
+                with contextlib.suppress(OSError):  # it holds the checkpoint
+                    parent.rmdir()
 
     def finish(self):
         if self.shard:
@@ -496,10 +515,11 @@ class Writer:
                 "metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))})
         for name in BESIDE:
             if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, self.partial / name)
+                with whole(self.partial / name) as part:
+                    shutil.copyfile(self.folder / name, part)
         if self.report is not None:
             self.write("quantization.json", self.report)
-        raw = json.loads((self.folder / "config.json").read_text())
+        raw = read_json(self.folder / "config.json")
         raw.pop("quantization_config", None)
         if self.fmt:
             raw["quantization_config"] = quantization_config(self.fmt)

@@ -12,6 +12,7 @@ that of a block, the embedding and the head, and one shard of the output.
 Shapes: B rows, T tokens, C hidden.
 """
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tqdm import tqdm
 import lora
 from model import PROJECTIONS, Linear
 from nvfp4 import QuantLinear
+from runtime import command
 from runtime.flags import place
 from weights import awq, checkpoint, memory
 from weights.formats import FORMATS, dequantize, quantize
@@ -66,7 +68,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
                                  "more is needed to test on")
             held_out = awq.HeldOut(ids[kept:])
             steps = awq.calibrated(model, pieces, fmt, ids[:kept], device, held_out)
-        for path, rows in tqdm(steps, fmt, len(checkpoint.pieces(config))):
+        for path, rows in tqdm(steps, fmt, len(checkpoint.pieces(config)), disable=None):
             for name, tensor in checkpoint.tensors(model.get_submodule(path), path):
                 writer.add(name, tensor)
             if path.startswith("layers."):
@@ -159,9 +161,9 @@ def plan_config(name):
 
 
 def quantize_args(argv):
-    p = argparse.ArgumentParser(
+    p = command.Parser(
         description="Quantize a checkpoint to four bits, or count what each format would cost.",
-        allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = p.add_argument
     add("--model", help="16-bit checkpoint folder or hub id")
     add("--out", help="folder to write; must not exist")
@@ -170,13 +172,16 @@ def quantize_args(argv):
         help="choose scales by activations (weights/awq.py) instead of plain rounding")
     add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
                         "(worked arithmetic problems)")
-    add("--sequences", type=int, default=128, help="calibration sequences, 16 more are held out")
-    add("--length", type=int, default=512, help="tokens in each")
+    count = command.number
+    add("--sequences", type=count(1, 10**6), default=128,
+        help="calibration sequences, 16 more are held out")
+    add("--length", type=count(2, 10**6), default=512, help="tokens in each")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
     add("--plan", metavar="MODEL",
         help="only print what a checkpoint, hub id or config.json costs in each format")
-    add("--rank", type=int, default=32, help="LoRA rank that --plan counts with")
-    add("--tokens", type=int, default=16384, help="micro-batch tokens that --plan counts with")
+    add("--rank", type=count(1, 4097), default=32, help="LoRA rank that --plan counts with")
+    add("--tokens", type=count(1, 10**8), default=16384,
+        help="micro-batch tokens that --plan counts with")
     args = p.parse_args(argv)
     if args.plan and (args.model or args.out):
         p.error("--plan: prints only; leave --model and --out out")
@@ -184,24 +189,22 @@ def quantize_args(argv):
         p.error("--model and --out are needed (or --plan)")
     if args.calib and not args.awq:
         p.error("--calib: plain rounding uses no text; add --awq")
-    for name in ("sequences", "length", "rank", "tokens"):
-        if getattr(args, name) < 1:
-            p.error(f"--{name} {getattr(args, name)}: must be at least 1")
-    return p, args
+    return args
 
 
 def quantize_command(argv=None):
     """python nvfp4.py"""
-    parser, args = quantize_args(argv)
-    try:
-        if args.plan:
-            print(memory.table(plan_config(args.plan), args.rank, args.tokens))
-            return
-        device, _ = place(args.device)
-        report = convert(args.model, args.out, args.fmt, device, args.awq, args.calib,
-                         args.sequences, args.length)
-    except (ValueError, OSError) as e:
-        parser.error(str(e))
+    if code := command.run("nvfp4.py", lambda: quantize_body(quantize_args(argv))):
+        sys.exit(code)
+
+
+def quantize_body(args):
+    if args.plan:
+        print(memory.table(plan_config(args.plan), args.rank, args.tokens))
+        return
+    device, _ = place(args.device)
+    report = convert(args.model, args.out, args.fmt, device, args.awq, args.calib,
+                     args.sequences, args.length)
     if "perplexity" in report:
         p = report["perplexity"]
         print(f"perplexity of {p['tokens']} held-out tokens: {p['before']:.4f} before, "
@@ -215,8 +218,13 @@ def quantize_command(argv=None):
 
 def merge_command(argv=None):
     """python lora.py"""
-    p = argparse.ArgumentParser(
-        description="Merge an adapter into a 16-bit checkpoint.", allow_abbrev=False,
+    if code := command.run("lora.py", lambda: merge_body(argv)):
+        sys.exit(code)
+
+
+def merge_body(argv):
+    p = command.Parser(
+        description="Merge an adapter into a 16-bit checkpoint.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = p.add_argument
     add("--merge", action="store_true", required=True, help="what to do")
@@ -227,10 +235,7 @@ def merge_command(argv=None):
         help="format the adapter was trained on")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
     args = p.parse_args(argv)
-    try:
-        r = merge(args.model, args.adapter, args.out, place(args.device)[0], args.quant)
-    except (ValueError, OSError) as e:
-        p.error(str(e))
+    r = merge(args.model, args.adapter, args.out, place(args.device)[0], args.quant)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
           f"{r['max']:.2e} at most (the adapter itself moves them by up to "
           f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions")

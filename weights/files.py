@@ -1,18 +1,129 @@
 """
-Files that appear whole or not at all, and a lock that dies with its process.
+Files of others, read with suspicion, and files of ours, that appear whole or not at all; a lock
+that dies with its process.
 
+    rope = read_json("config.json", {"rope_theta": (float, 0, 1e12)})["rope_theta"]
     with whole("runs/x/metrics.json") as part:
         part.write_text(json.dumps(metrics))
 """
+import json
 import os
 import secrets
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false",
+         list: "a list", dict: "an object"}
+
+
+# ---- in
+
+
+def decode(raw, where):
+    """bytes -> text. ValueError naming `where` if they are not UTF-8."""
+    if raw[:2] == b"\x1f\x8b":
+        raise ValueError(f"{where}: is compressed; unpack it with gunzip first")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{where}: not UTF-8 text (byte {raw[e.start]:#x} at {e.start}); convert "
+                         "it, or check that it is the file you mean") from None
+
+
+def lines(path):
+    """(its number from 1, text) of each line of a file that is not blank."""
+    with open(path, "rb") as f:
+        for n, raw in enumerate(f, 1):
+            if (text := decode(raw, f"{path}, row {n}")).strip():
+                yield n, text.rstrip("\r\n")
+
+
+def parse_json(text, where, fields=None, needs=()):
+    """text -> the JSON object that it is, `check`ed. ValueError naming `where` for anything else,
+    for NaN, for numbers past all bounds, for half a surrogate pair."""
+    try:
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(f"{where}: not JSON that can be read (nested too deep)") from None
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: not JSON that can be read (half a surrogate pair, which is no "
+                         "character)") from None
+    except ValueError as e:
+        raise ValueError(f"{where}: not JSON ({e})") from None
+    return check(value, where, fields or {}, needs)
+
+
+def _finite(text):
+    value = float(text)
+    if value - value != 0:
+        raise ValueError(f"the number {text:.20}")
+    return value
+
+
+def check(value, where, fields, needs=()):
+    """`value` if it is an object whose fields are what `fields` says: {name: kind, or for numbers
+    (kind, least, most)}; null is as good as left out, but in those that it `needs`."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: not a JSON object {{...}} but {shown(value)}")
+    for name in needs:
+        if value.get(name) is None:
+            raise ValueError(f"{where}: the field {name!r} is missing")
+    for name, kind in fields.items():
+        found = value.get(name)
+        kind, *bounds = kind if isinstance(kind, tuple) else (kind,)
+        fits = type(found) in ((int, float) if kind is float else (kind,))
+        if found is not None and not (fits and (not bounds or bounds[0] <= found <= bounds[1])):
+            limits = f" of at least {bounds[0]} and at most {bounds[1]}" if bounds else ""
+            raise ValueError(f"{where}: {name} {shown(found)} must be {KINDS[kind]}{limits}")
+    return value
+
+
+def shown(value):
+    """A value of JSON as a message has room for it."""
+    return KINDS[type(value)] if isinstance(value, list | dict) else f"{value!r:.40}"
+
+
+def read_json(path, fields=None, needs=()):
+    """The JSON object in a file, as parse_json."""
+    return parse_json(decode(Path(path).read_bytes(), path), path, fields, needs)
+
+
+def read_jsonl(path, fields=None, needs=()):
+    """("file, row n", object) of each line of a .jsonl."""
+    for n, text in lines(path):
+        where = f"{path}, row {n}"
+        yield where, parse_json(text, where, fields, needs)
+
+
+# ---- out
+
+
+@contextmanager
+def writing(path):
+    """What goes wrong with writing inside the block, a full disk say, as one error that names
+    `path`."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError
+        if isinstance(e, OSError) and e.errno is None:
+            raise  # a message of ours
+        why = getattr(e, "strerror", None) or str(e).partition("\n")[0]
+        raise OSError(f"{path}: cannot be written ({why}); make room, or choose another place"
+                      ) from None
+
+
+def beside(path):
+    """A new name in the folder of `path`, which is nobody's."""
+    return path.parent / f".{path.name}.{secrets.token_hex(8)}.part"
 
 
 @contextmanager
@@ -20,28 +131,57 @@ def whole(path):
     """Yields a temporary Path beside `path` to write to; it becomes `path` when the block ends well
     and is removed when not.
 
-    The name is unique, so that a file of the user's is never hit; what is renamed has reached the
-    disk (fsync)."""
+    It is made exclusively under a name of its own, so that a file of the user's is never hit; what
+    is renamed has reached the disk (fsync)."""
     path = Path(path)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    part = beside(path)
+    with writing(path):
+        try:
+            open(part, "x").close()
+            yield part
+            with open(part, "rb+") as f:
+                os.fsync(f.fileno())
+                # safetensors writes for the owner alone; what others may read is the umask's
+                # business
+                mask = os.umask(0)
+                os.umask(mask)
+                os.fchmod(f.fileno(), 0o666 & ~mask)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def append(path, rows):
+    """`rows` as JSON, a line each, at the end of the file."""
+    with writing(path), open(path, "a", encoding="utf-8") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def check_out(out, flag="--out", folder=False):
+    """ValueError unless `out`, a file or a `folder`, can be written: asked before the work."""
+    out = Path(out)
     try:
-        yield part
-        with open(part, "rb+") as f:
-            os.fsync(f.fileno())
-            # safetensors writes for the owner alone; what others may read is the umask's business
-            mask = os.umask(0)
-            os.umask(mask)
-            os.fchmod(f.fileno(), 0o666 & ~mask)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+        if out.exists() and out.is_dir() != folder:
+            raise ValueError(f"{flag} {out}: is a {'file' if folder else 'folder'}; choose another "
+                             "name")
+        place = out / "probe" if out.is_dir() else out
+        while folder and not place.parent.exists():
+            place = place.parent
+        probe = beside(place)
+        try:
+            open(probe, "x").close()
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as e:
+        raise ValueError(f"{flag} {out}: cannot be written ({e.strerror}); choose another place"
+                         ) from None
 
 
 def lock(path, problem):
     """Hold the file `path` against other processes until this one ends, however it ends; returns
     the open file. ValueError(problem) if another holds it. Without fcntl (Windows) nothing is
     held."""
-    f = open(path, "w")
+    f = open(path, "a")
     if fcntl:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)

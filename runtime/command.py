@@ -1,0 +1,128 @@
+"""
+What all commands have in common: flags that are refused in one line, numbers with bounds, exit
+code 2 for what a user can mend, and an end in order on ctrl-C, SIGTERM, a closed terminal or a
+closed stdout.
+
+A command's file imports this one first, since torch takes seconds: from here on ctrl-C ends the
+process in one line. `run` then turns each of these ends into a KeyboardInterrupt, so that what is
+half written is removed and what can be saved is saved (runtime/run.py has its own handler).
+
+    sys.exit(command.run("eval.py", lambda: body(args)))
+"""
+import argparse
+import os
+import signal
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MAIN = getattr(sys.modules["__main__"], "__file__", None) or "."
+ALONE = Path(MAIN).resolve().parent == Path(__file__).resolve().parents[1]  # not merely imported
+
+
+def leave(*_):
+    os.write(2, b"stopped\n")
+    os._exit(130)
+
+
+def stop(*_):
+    """A handler. Libraries in C may turn what it raises into an error of their own, so that `run`
+    looks at what it leaves behind."""
+    stop.asked = True
+    raise KeyboardInterrupt
+
+
+if ALONE:
+    signal.signal(signal.SIGINT, leave)
+
+
+@contextmanager
+def signals(handler):
+    """`handler` for SIGNALS within the block, but for a SIGHUP that nohup has switched off."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can be asked to handle signals
+        return
+    kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heard = SIGNALS[:2] if kept else SIGNALS
+    before = [(n, signal.signal(n, handler)) for n in heard]
+    try:
+        yield
+    finally:
+        for n, old in before:
+            signal.signal(n, old)
+
+
+class Out:
+    """sys.stdout; when whoever reads it has gone, that is a signal like the others, and the rest
+    goes nowhere."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        return self.attempt(self.stream.write, text)
+
+    def flush(self):
+        return self.attempt(self.stream.flush)
+
+    def attempt(self, call, *args):
+        try:
+            return call(*args)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            handler = signal.getsignal(signal.SIGTERM)
+            (handler if callable(handler) else stop)()
+
+
+def run(name, body):
+    """body() -> its exit code (0 for None); 2 after a line on stderr for what a user can mend, 130
+    for a command that was stopped."""
+    before, stop.asked = sys.stdout, False
+    sys.stdout = before and Out(before)
+    try:
+        with signals(stop):
+            code = body() or 0
+            print(end="", flush=True)
+            return code
+    except (KeyboardInterrupt, Exception) as e:
+        if stop.asked or isinstance(e, KeyboardInterrupt):
+            print(f"{name}: stopped", file=sys.stderr)
+            return 130
+        if not isinstance(e, ValueError | OSError):
+            raise
+        why = "; ".join(str(e).splitlines())
+        why = why if len(why) < 500 else f"{why[:300]} ... {why[-100:]}"
+        print(f"{name}: error: {why}", file=sys.stderr)
+        return 2
+    finally:
+        sys.stdout = before
+        for n in SIGNALS if ALONE else ():
+            signal.signal(n, signal.SIG_IGN)  # all is done: let the interpreter end in peace
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with no abbreviations, and a ValueError of one line for what it refuses."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, allow_abbrev=False, **options)
+
+    def error(self, message):
+        raise ValueError(f"{message} (--help lists the flags)")
+
+
+def number(low, below, kind=int):
+    """An argparse type: a number of `kind` in [low, below), never NaN."""
+
+    def parse(text):
+        value = kind(text)
+        if not low <= value < below:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {low} and below {below:g}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it when `kind` itself cannot read the text
+    return parse

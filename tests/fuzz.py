@@ -1,0 +1,252 @@
+"""
+Damaged checkpoints, adapters, data, runs and hostile answers, at random, for as long as one likes.
+
+Each case takes something sound (a model, an adapter, rows, a run's files, a completion), damages it
+in a way drawn from (seed, case), and gives it to a command. What may come back: exit code 0, or 2
+and one line that names the file; a traceback, another code, a line that names nothing, something
+left behind, or a case that does not end in time is a find, printed with the seed that repeats it.
+
+    python tests/fuzz.py --minutes 10
+    python tests/fuzz.py --seed 7 --case 123     # one again
+"""
+import argparse
+import contextlib
+import gzip
+import io
+import json
+import os
+import random
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save  # noqa: E402
+
+import data  # noqa: E402
+import lora  # noqa: E402
+import model as qwen  # noqa: E402
+from runtime.command import number  # noqa: E402
+from tests.test_bad_inputs import COMMANDS, DEEP, ROW, TINY, seen  # noqa: E402
+
+SLOW, LATE = 10.0, 60.0  # seconds of processor time here, and of the clock, that no case may take
+FILES = {  # what is damaged, and a command that reads it
+    "model/config.json": "sample --model model --prompt x --max-new-tokens 2 --device cpu",
+    "model/tokenizer.json": "data --model model --data d.jsonl --n 1",
+    "model/tokenizer_config.json": "data --model model --data d.jsonl --n 1",
+    "model/generation_config.json": "sample --model model --prompt x --max-new-tokens 2 --device cpu",
+    "model/model.safetensors": "nvfp4 --model model --out new --device cpu",
+    "model/model.safetensors.index.json": "sample --model model --prompt x --max-new-tokens 2 --device cpu",
+    "adapter/adapter_config.json": "lora --merge --model model --adapter adapter --out new --device cpu",
+    "adapter/adapter_model.safetensors": "lora --merge --model model --adapter adapter --out new --device cpu",
+    "adapter/policy.json": "sample --adapter adapter --prompt x --max-new-tokens 2 --device cpu",
+    "d.jsonl": "data --data d.jsonl --n 3",
+    "p.jsonl": "sample --file p.jsonl --out new --max-new-tokens 2 --device cpu",
+    "c.jsonl": "nvfp4 --model model --out new --device cpu --awq --calib c.jsonl --sequences 2 --length 8",
+    "run/metrics.jsonl": "plot run", "run/config.json": "plot run", "run/summary.json": "plot run",
+}
+VALUES = (None, True, False, 0, 1, -1, 2, 3, 33, 2**31, 2**63, 10**400, -10**400, 0.5, 1e-300, 1e300, "", "1", "x", "../x", "/x",
+          "\x00", "\ud800", "é" * 300, [], [1], [[]], {}, {"a": 1}, [None], "x" * 10**5, float("nan"), float("inf"))
+TEMPLATES = ("{{", "{% for i in range(99999) %}", "{% endfor %}", "messages", "'a' * 10**9", "{{ 9**9**9 }}", "}}", "ns.x ~ ns.x",
+             "{% set ns = namespace(x='a') %}", "{{ m.content }}", "|join", "|tojson", "[0]", ".__class__", "{{ 1/0 }}", "%}")
+PIECES = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "\\frac{1}{2}", "10^{10^{10}}", "1000000!",
+          "\\binom{10^6}{10^5}", "\\int", "\\left(", "\\right)", "\\begin{pmatrix}", "\\end{pmatrix}", "&", "\\\\", "x", "7", "-", "=", "^",
+          "_", ",", " ", "\n", "\\text{", "\\sqrt", "(" * 50, "{" * 50, "\ud7ff", "\u202e", "1e999", "0.1", "\\cup", "[0,1)", "%", "$", "\\")
+
+
+def sound(home):
+    """A model, its adapter, data and a run, all as they should be."""
+    shutil.copytree(TINY, home / "model", ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
+    m = qwen.load(TINY, dtype=torch.float32)
+    lora.add_lora(m, 2, 2.0)
+    lora.save_adapter(m, home / "adapter")
+    (home / "adapter" / "policy.json").write_text('{"model": "tiny", "quant": "none"}')
+    for name in ("d.jsonl", "p.jsonl", "c.jsonl"):
+        (home / name).write_text((ROW + "\n") * 3)
+    (home / "run").mkdir()
+    (home / "run" / "metrics.jsonl").write_text((ROW + "\n") * 2)
+    for name in ("config", "summary"):
+        (home / "run" / f"{name}.json").write_text('{"seed": 0, "accuracy_before": 0.5}')
+    names = load_file(home / "model" / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (home / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def damaged_json(rng, text):
+    """A field, at any depth, becomes something else, appears or goes."""
+    try:
+        top = json.loads(text)
+    except ValueError:
+        return text
+    at = top
+    while isinstance(at, dict | list) and at:
+        key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
+        if not isinstance(at[key], dict | list) or not at[key] or rng.random() < 0.4:
+            break
+        at = at[key]
+    if not isinstance(at, dict | list) or not at:
+        return json.dumps(rng.choice(VALUES))
+    kind = rng.randrange(4)
+    if key == "chat_template" and kind:
+        at[key] = "".join(rng.choice(TEMPLATES) for _ in range(rng.randint(1, 12)))
+    elif kind == 0:
+        at.pop(key)
+    elif kind == 1 and isinstance(at, dict):
+        at["".join(rng.choices("abc_", k=5))] = rng.choice(VALUES)
+    elif isinstance(at[key], int) and not isinstance(at[key], bool) and kind == 2:
+        at[key] = rng.choice((at[key] + rng.randint(-2, 2), at[key] * 2**rng.randint(1, 40), -at[key]))
+    else:
+        at[key] = rng.choice(VALUES)
+    return json.dumps(top)
+
+
+def damaged_bytes(rng, raw):
+    kind = rng.randrange(7)
+    if kind == 0:
+        return raw[: rng.randrange(len(raw) + 1)]
+    if kind == 1:
+        return gzip.compress(raw[:1000])
+    if kind == 2:
+        return rng.randbytes(rng.randrange(200))
+    if kind == 3:
+        return DEEP.encode() if rng.random() < 0.5 else raw + DEEP.encode()
+    out = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 3, 30))):
+        at = rng.randrange(len(out) if kind == 4 else min(len(out), 300))  # a header matters more than the rest
+        if kind == 6:
+            out[at:at] = rng.randbytes(rng.randint(1, 4))
+        else:
+            out[at] = rng.randrange(256)
+    return bytes(out)
+
+
+def damaged_tensors(rng, raw):
+    state = load_bytes(raw)
+    name = rng.choice(sorted(state))
+    t = state[name].clone()
+    kind = rng.randrange(6)
+    if kind == 0:
+        t.view(-1)[rng.randrange(t.numel())] = rng.choice((float("nan"), float("inf"), -float("inf")))
+    elif kind == 1:
+        t = t.to(rng.choice((torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64, torch.int64)))
+    elif kind == 2:
+        t = t[..., : max(1, t.shape[-1] // 2)].contiguous()
+    elif kind == 3:
+        t = t[None]
+    elif kind == 4:
+        t = t * 1e30
+    state.pop(name) if kind == 5 else state.__setitem__(name, t)
+    return save(state)
+
+
+def load_bytes(raw):
+    from safetensors.torch import load
+
+    return load(raw)
+
+
+def damage(rng, path):
+    raw = path.read_bytes()
+    if path.suffix == ".safetensors" and rng.random() < 0.7:
+        new = damaged_tensors(rng, raw)
+    elif path.suffix != ".safetensors" and rng.random() < 0.7:
+        lines = raw.decode().splitlines(True) if path.suffix == ".jsonl" else [raw.decode()]
+        n = rng.randrange(len(lines))
+        lines[n] = damaged_json(rng, lines[n]) + "\n"
+        new = "".join(lines).encode("utf-8", "surrogatepass")
+    else:
+        new = damaged_bytes(rng, raw)
+    path.unlink()
+    path.write_bytes(new)
+
+
+def loader(rng, home):
+    """One command over one damaged file; what is wrong with how it ended, or None."""
+    file, line = rng.choice(list(FILES.items()))
+    if "index" not in file:
+        (home / "model" / "model.safetensors.index.json").unlink()
+    damage(rng, home / file)
+    before = seen(home)
+    name, *argv = shlex.split(line)
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = COMMANDS[name](argv) or 0
+    except SystemExit as e:
+        code = e.code
+    told = err.getvalue().splitlines()
+    if code not in (0, 2):
+        return f"{file}: exit code {code}"
+    if code == 2 and (len(told) != 1 or len(told[0]) > 600):
+        return f"{file}: {len(told)} lines: {told[-1:]}"
+    if code == 2 and not any(part in told[0] for part in (*file.split("/"), "model", "--", "name too long")):
+        return f"{file}: the line names nothing: {told[0]}"
+    if code == 2 and seen(home) != before:
+        return f"{file}: left behind {set(seen(home)) ^ set(before)}"
+    return None
+
+
+def grader(rng, home):
+    texts = ["".join(rng.choice(PIECES) for _ in range(rng.randint(1, 30))) for _ in range(64)]
+    gold = [rng.choice(("7", "\\frac{1}{2}", "x^2+1", "(0,1]", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", "".join(rng.choices(PIECES, k=4))))
+            for _ in texts]
+    form = rng.choice(("{}", "\\boxed{{{}}}", "<think></think><answer>{}</answer>"))
+    wrapped = [(form.format(t), a) for t, a in zip(texts, gold, strict=True)]
+    for r in data.rewards(wrapped, "tags" if "answer" in form else "boxed"):
+        if r["reward"] not in (0.0, 0.2, 1.0, 1.2):
+            return f"reward {r}"
+    return None
+
+
+def case(seed, number, base):
+    """What is wrong in one case, or None."""
+    rng = random.Random(f"{seed}/{number}")
+    home = base.with_name("case")
+    shutil.rmtree(home, ignore_errors=True)
+    shutil.copytree(base, home, copy_function=os.link)
+    os.chdir(home)
+    begin, used = time.time(), time.process_time()
+    try:
+        problem = (grader if number % 8 == 0 else loader)(rng, home)
+    except BaseException as e:
+        if isinstance(e, KeyboardInterrupt):
+            raise
+        problem = f"{type(e).__name__}: {str(e)[:200]}\n{traceback.format_exc()[-1500:]}"
+    seconds, used = time.time() - begin, time.process_time() - used
+    return problem or (f"took {seconds:.1f} s ({used:.1f} here)" if used > SLOW or seconds > LATE else None)
+
+
+def main():
+    p = argparse.ArgumentParser(description="Fuzz of the loaders and the grader.", allow_abbrev=False)
+    p.add_argument("--minutes", type=number(0, 1e5, float), default=1.0, help="how long")
+    p.add_argument("--seed", type=number(0, 2**63), default=0, help="of all cases")
+    p.add_argument("--case", type=number(0, 2**63), help="this one alone")
+    args = p.parse_args()
+    warnings.simplefilter("ignore")
+    finds, begin, at = 0, time.time(), args.case or 0
+    with tempfile.TemporaryDirectory() as temporary:
+        base = Path(temporary, "sound")
+        base.mkdir()
+        sound(base)
+        while time.time() - begin < 60 * args.minutes:
+            if problem := case(args.seed, at, base):
+                finds += 1
+                print(f"--seed {args.seed} --case {at}: {problem}", flush=True)
+            at += 1
+            if args.case is not None:
+                break
+        os.chdir(ROOT)
+    print(f"{at - (args.case or 0)} cases of seed {args.seed}, {finds} finds, {time.time() - begin:.0f} s")
+    return 1 if finds else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,482 @@
+"""Every command, given what it cannot take: exit code 2, one line on stderr that names the flag or the file, no traceback, nothing
+left behind, and nothing of the user's touched.
+
+A row is (command and its flags, what is spoiled beforehand, words of the line). The commands run in this process, in a folder
+that holds a model, an adapter, a run and sets of data, all sound until a row spoils one of them."""
+import gzip
+import json
+import os
+import resource
+import shlex
+import shutil
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+import bench_quantization
+import data
+import eval as evaluation
+import experiments
+import lora
+import model as qwen
+import plot
+import sample
+import train
+from runtime import tokenizer
+from tests.conftest import exit_code
+from weights import convert
+
+TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
+COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": sample.main, "nvfp4": convert.quantize_command,
+            "lora": convert.merge_command, "plot": plot.main, "data": data.main, "experiments": experiments.main,
+            "bench_quantization": bench_quantization.main}
+DEEP = "[" * 100_000 + "]" * 100_000
+ROW = '{"question": "What is 1+1?", "answer": "2", "prompt": "What is 1+1?", "step": 0, "reward": 1.0}'
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """What the rows spoil copies of."""
+    home = tmp_path_factory.mktemp("sound")
+    shutil.copytree(TINY, home / "model", ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
+    m = qwen.load(TINY, dtype=torch.float32)
+    lora.add_lora(m, 2, 2.0)
+    lora.save_adapter(m, home / "adapter")
+    (home / "adapter" / "policy.json").write_text('{"model": "tiny", "quant": "none"}')
+    for name in ("d.jsonl", "p.jsonl", "c.jsonl"):
+        (home / name).write_text((ROW + "\n") * 3)
+    (home / "p.txt").write_text("What is 1+1?\n")
+    (home / "set").mkdir()
+    for split in ("train", "test"):
+        shutil.copy(home / "d.jsonl", home / "set" / f"{split}.jsonl")
+    (home / "run").mkdir()
+    (home / "run" / "metrics.jsonl").write_text((ROW + "\n") * 2)
+    for name in ("run/config.json", "run/summary.json"):
+        (home / name).write_text("{}")
+    (home / "mine.txt").write_text("my own notes")
+    return home
+
+
+def seen(home):
+    """What is there and when it was last written, in the order of the names."""
+    found = {str(p.relative_to(home)): p.stat() for p in sorted(home.rglob("*"))}
+    return {name: (s.st_ino, s.st_mtime_ns, s.st_size) if stat.S_ISREG(s.st_mode) else None for name, s in found.items()}
+
+
+@pytest.fixture
+def refused(sound, tmp_path, monkeypatch, capsys):
+    """refused(command line, spoil, words): asserts all that the module's docstring says."""
+    home = tmp_path / "home"
+    shutil.copytree(sound, home, copy_function=os.link)
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokenizer, "SECONDS", 0.2)
+
+    def check(line, spoil, words):
+        spoil(home)
+        before = seen(home)
+        command, *argv = shlex.split(line)
+        code = exit_code(COMMANDS[command], argv)
+        err = capsys.readouterr().err.splitlines()
+        assert code == 2 and len(err) == 1 and "error: " in err[0], (code, err[-3:])
+        assert all(word in err[0] for word in words.split("|")), err[0]
+        assert len(err[0]) < 400, "a line that is read"
+        assert seen(home) == before
+
+    return check
+
+
+def nothing(home):
+    pass
+
+
+def write(path, content):
+    """The files are links to those of `sound`, which must stay."""
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+# ---- JSON that is not what it should be, in every file that is read
+
+BAD = {"nested": DEEP, "nested objects": '{"a":' * 100_000 + "1" + "}" * 100_000, "list": "[1, 2]", "number": "1", "cut": '{"a": 1, "b',
+       "nan": '{"a": NaN}', "infinite": '{"a": -Infinity}', "overflow": '{"a": 1e999}', "digits": '{"a": %s}' % ("9" * 5000),
+       "surrogate": '{"a": "\\ud800"}', "latin": b'{"a": "caf\xe9"}', "gzip": gzip.compress(b"{}"), "utf-16": '{"a": 1}'.encode("utf-16")}
+READ = {  # file: the command that reads it
+    "model/config.json": "sample --model model --prompt x --device cpu",
+    "model/tokenizer_config.json": "eval --model model --data d.jsonl",
+    "model/generation_config.json": "sample --model model --prompt x",
+    "model/tokenizer.json": "sample --model model --prompt x",
+    "model/model.safetensors.index.json": "nvfp4 --model model --out new",
+    "plan/config.json": "nvfp4 --plan plan",
+    "adapter/adapter_config.json": "lora --merge --model model --adapter adapter --out new",
+    "adapter/policy.json": "sample --adapter adapter --prompt x",
+    "d.jsonl": "train --data d.jsonl --out new",
+    "set/test.jsonl": "eval --data set",
+    "p.jsonl": "sample --file p.jsonl --out new.jsonl",
+    "c.jsonl": "nvfp4 --model model --out new --awq --calib c.jsonl",
+    "run/metrics.jsonl": "plot run",
+    "run/summary.json": "plot run",
+    "run/config.json": "plot run",
+    "old/config.json": "train --resume --out old",
+    "rows.jsonl": "eval --data d.jsonl --out rows.jsonl",
+    "q.json": "bench_quantization --model model --data set --out q.json --device cpu",
+    "e.jsonl": "data --data e.jsonl",
+}
+# a tokenizer is read by a library of its own, which takes numbers as they come
+JSON = [(file, bad) for file in READ for bad in BAD if (file, bad) not in {("model/tokenizer.json", "digits")}]
+
+
+@pytest.mark.parametrize(("file", "bad"), JSON)
+def test_json_of_any_other_kind_is_named(refused, file, bad):
+    """In 14 kinds of files; deep nesting is a RecursionError, 1e999 an infinity, and both came through as tracebacks or at all."""
+    raw = BAD[bad] if isinstance(BAD[bad], bytes) else BAD[bad].encode()
+
+    def spoil(home):
+        write(home / file, raw + (b"\n" + ROW.encode() + b"\n" if file == "run/metrics.jsonl" and bad != "utf-16" else b""))
+
+    refused(READ[file], spoil, file)
+
+
+# ---- fields out of bounds
+
+
+def config(name="model/config.json", **fields):
+    def spoil(home):
+        path = home / name
+        old = json.loads(path.read_text()) if path.exists() and name.endswith("json") else {}
+        write(path, json.dumps(old | fields) + "\n" + ("{}\n" if name.endswith("metrics.jsonl") else ""))
+
+    return spoil
+
+
+def tensors(change, name="model/model.safetensors"):
+    def spoil(home):
+        state = load_file(home / name)
+        change(state)
+        write(home / name, save(state))
+
+    return spoil
+
+
+def raw(name, content):
+    return lambda home: write(home / name, content)
+
+
+def template(text):
+    return config("model/tokenizer_config.json", chat_template=text)
+
+
+def put(key, value):
+    return lambda state: state.__setitem__(key, value(state[key]))
+
+
+def nan_at(t):
+    t = t.clone()
+    t.view(-1)[-1] = float("nan")
+    return t
+
+
+def inf_at(t):
+    t = t.clone()
+    t.view(-1)[0] = -float("inf")
+    return t
+
+
+ASK, TRAIN = "sample --model model --prompt x --device cpu", "train --data d.jsonl --out new"
+Q, EMBED, NORM = "model.layers.1.self_attn.q_proj", "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"
+A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+MERGE = "lora --merge --model model --adapter adapter --out new --device cpu"
+INDEX = "model/model.safetensors.index.json"
+HUGE = 10**400
+
+FIELDS = [
+    (ASK, config(hidden_size=-128), "config.json|hidden_size"),
+    (ASK, config(hidden_size=True), "config.json|hidden_size"),
+    (ASK, config(hidden_size=[128]), "config.json|hidden_size"),
+    (ASK, config(hidden_size=10**9), "config.json|hidden_size"),
+    (ASK, config(vocab_size=10**12), "config.json|vocab_size"),
+    (ASK, config(vocab_size=HUGE), "config.json|vocab_size"),
+    (ASK, config(num_hidden_layers=10**7), "config.json|num_hidden_layers"),
+    (ASK, config(num_hidden_layers=4.0), "config.json|num_hidden_layers"),
+    (ASK, config(num_attention_heads=0), "config.json|num_attention_heads"),
+    (ASK, config(num_key_value_heads=-2), "config.json|num_key_value_heads"),
+    (ASK, config(num_key_value_heads="2"), "config.json|num_key_value_heads"),
+    (ASK, config(head_dim=33), "config.json|head_dim"),
+    (ASK, config(head_dim=0), "config.json|head_dim"),
+    (ASK, config(num_attention_heads=128, num_key_value_heads=2), "config.json|head_dim"),
+    (ASK, config(rms_norm_eps="small"), "config.json|rms_norm_eps"),
+    (ASK, config(rms_norm_eps=-1), "config.json|rms_norm_eps"),
+    (ASK, config(rope_theta="10000"), "config.json|rope_theta"),
+    (ASK, config(rope_theta=HUGE), "config.json|rope_theta"),
+    (ASK, config(rope_scaling="linear"), "config.json|rope_scaling"),
+    (ASK, config(rope_parameters={"rope_theta": -1}), "config.json|rope_theta"),
+    (ASK, config(max_position_embeddings=0), "config.json|max_position_embeddings"),
+    (ASK, config(max_position_embeddings="512"), "config.json|max_position_embeddings"),
+    (ASK, config(tie_word_embeddings="yes"), "config.json|tie_word_embeddings"),
+    (ASK, config(model_type=["qwen2"]), "config.json|model_type"),
+    (ASK, config(layer_types="full"), "config.json|layer_types"),
+    (ASK, config(quantization_config="nvfp4"), "config.json|quantization_config"),
+    (ASK, config(quantization_config={"config_groups": [1]}), "config.json|config_groups"),
+    (ASK, config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {"a": 1}}), "config.json|quantization_config"),
+    (ASK, config(eos_token_id="<eos>"), "config.json|eos_token_id"),
+    (ASK, config("model/generation_config.json", eos_token_id=[1, None]), "generation_config.json|eos_token_id"),
+    (ASK, config("model/generation_config.json", eos_token_id=-5), "generation_config.json|eos_token_id"),
+    (ASK, config("model/generation_config.json", eos_token_id={"a": 1}), "generation_config.json|eos_token_id"),
+    (ASK, config("model/tokenizer_config.json", eos_token=5), "tokenizer_config.json|eos_token"),
+    (ASK, config("model/tokenizer_config.json", eos_token={"content": [1]}), "tokenizer_config.json|eos_token"),
+    (ASK, config("model/tokenizer_config.json", chat_template=5), "tokenizer_config.json|chat_template"),
+    (ASK, config("model/tokenizer_config.json", chat_template=[1, {"name": "default"}]), "tokenizer_config.json|chat_template"),
+    (ASK, config(INDEX, weight_map=[]), "index.json|weight_map"),
+    (ASK, config(INDEX, weight_map={}), "index.json|download it again"),
+    (ASK, config(INDEX, weight_map={EMBED: "../mine.safetensors"}), "index.json|../mine.safetensors"),
+    (ASK, config(INDEX, weight_map={EMBED: "/etc/passwd"}), "index.json|/etc/passwd"),
+    (ASK, config(INDEX, weight_map={EMBED: "/x.safetensors"}), "index.json|/x.safetensors"),
+    (ASK, config(INDEX, weight_map={EMBED: 7}), "index.json|7"),
+    (ASK, config(INDEX, weight_map={EMBED: ".."}), "index.json|'..'"),
+    (ASK, config(INDEX, weight_map={EMBED: "gone.safetensors"}), "gone.safetensors|missing"),
+    (MERGE, config("adapter/adapter_config.json", r=10**9), "adapter_config.json|r "),
+    (MERGE, config("adapter/adapter_config.json", r=-1), "adapter_config.json|r "),
+    (MERGE, config("adapter/adapter_config.json", lora_alpha=-2), "adapter_config.json|lora_alpha"),
+    (MERGE, config("adapter/adapter_config.json", lora_alpha="2"), "adapter_config.json|lora_alpha"),
+    (MERGE, config("adapter/adapter_config.json", lora_alpha=1e300), "adapter_config.json|lora_alpha"),
+    (MERGE, config("adapter/adapter_config.json", lora_alpha=True), "adapter_config.json|lora_alpha"),
+    (MERGE, config("adapter/adapter_config.json", use_rslora="no"), "adapter_config.json|use_rslora"),
+    ("sample --adapter adapter --prompt x", config("adapter/policy.json", quant=5), "policy.json|quant"),
+    ("sample --adapter adapter --prompt x", config("adapter/policy.json", quant="fp3"), "policy.json|--quant"),
+    ("sample --adapter adapter --prompt x", config("adapter/policy.json", model=[1]), "policy.json|model"),
+    ("sample --adapter adapter --prompt x", config("adapter/policy.json", awq="yes"), "policy.json|awq"),
+    ("sample --adapter adapter --prompt x", config("adapter/policy.json", base=1), "policy.json|base"),
+    ("plot run", config("run/metrics.jsonl", step="0"), "metrics.jsonl, line 1|step"),
+    ("plot run", config("run/metrics.jsonl", step=-3), "metrics.jsonl, line 1|step"),
+    ("plot run", config("run/metrics.jsonl", step=0, reward="1"), "metrics.jsonl, line 1|reward"),
+    ("plot run", config("run/metrics.jsonl", step=0, reward=HUGE), "metrics.jsonl, line 1|reward"),
+    ("plot run", config("run/metrics.jsonl", reward=1), "metrics.jsonl, line 1|step"),
+    ("plot run", config("run/summary.json", accuracy_before="half"), "summary.json|accuracy_before"),
+    ("plot run", config("run/summary.json", accuracy_before=0.5, accuracy_after=1e30), "summary.json|accuracy_after"),
+    ("plot run", config("run/config.json", seed=[0]), "run/config.json|seed"),
+    ("train --resume --out old", config("old/config.json", lr="fast"), "old/config.json|--lr"),
+    ("train --resume --out old", config("old/config.json", lr=-1.0), "old/config.json|--lr"),
+    ("train --resume --out old", config("old/config.json", steps=[4]), "old/config.json|steps"),
+    ("train --resume --out old", config("old/config.json", aqn="maybe"), "old/config.json|aqn"),
+    ("train --resume --out old", config("old/config.json", no_such_flag=1), "old/config.json|no-such-flag"),
+    ("eval --data d.jsonl --out rows.jsonl", config("rows.jsonl", data="d", model="base", run="0"), "--out rows.jsonl"),
+    ("bench_quantization --model model --data set --out q.json --device cpu", config("q.json", table=[1]), "q.json"),
+    ("bench_quantization --model model --data set --out q.json --device cpu", config("q.json", table=[{"format": 1}]), "q.json|missing"),
+    # data: the file and the row
+    ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": 5, "answer": "1"}\n'), "d.jsonl, row 2"),
+    ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q", "answer": true}\n'), "d.jsonl, row 2"),
+    ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q", "answer": {"a": 1}}\n'), "d.jsonl, row 2"),
+    ("train --data d.jsonl --out new", raw("d.jsonl", ROW.encode() + b'\n{"question": "\xff", "answer": "1"}\n'), "d.jsonl, row 2|UTF-8"),
+    ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q\\udc00", "answer": "1"}\n'), "d.jsonl, row 2|surrogate"),
+    ("train --data d.jsonl --out new", raw("d.jsonl", ""), "d.jsonl|no rows"),
+    ("train --data d.jsonl --out new", raw("d.jsonl", "\x00" * 1000), "d.jsonl, row 1"),
+    ("train --data d.parquet --out new", raw("d.parquet", b"PAR1 no parquet PAR1"), "d.parquet|not a parquet file"),
+    ("train --data d.parquet --out new", raw("d.parquet", b""), "d.parquet|not a parquet file"),
+    ("train --data d.jsonl.gz --out new", raw("d.jsonl.gz", gzip.compress(ROW.encode())), "d.jsonl.gz, row 1|gunzip"),
+    ("train --data d.jsonl --levels 3 --out new", nothing, "d.jsonl|--levels"),
+    ("sample --file p.txt --out new.jsonl", raw("p.txt", b"caf\xe9\n"), "p.txt, row 1|UTF-8"),
+    ("sample --file p.txt --out new.jsonl", raw("p.txt", gzip.compress(b"q")), "p.txt, row 1|gunzip"),
+    ("sample --file p.txt --out new.jsonl", raw("p.txt", "\n\n"), "p.txt|no prompts"),
+    ("sample --file p.jsonl --out new.jsonl", raw("p.jsonl", '{"prompt": 5}'), "p.jsonl, row 1|prompt"),
+    ("sample --file p.jsonl --out new.jsonl", raw("p.jsonl", '{"other": "x"}'), "p.jsonl, row 1|prompt"),
+    ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"text": 5}'), "c.jsonl, row 1|text"),
+    ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"question": "q"}'), "c.jsonl, row 1"),
+    ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", b"\xff\xfe"), "c.txt|UTF-8"),
+    ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", "short"), "--calib c.txt|more text"),
+    (ASK, lambda home: (config("model/tokenizer_config.json", chat_template=None)(home), raw("model/chat_template.jinja", b"\xff")(home)),
+     "chat_template.jinja|UTF-8"),
+    # chat templates: time, memory, output
+    (ASK, template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"), "tokenizer_config.json|chat_template failed: takes more than"),
+    (ASK, template("{{ 'a' * 10000000000 }}"), "tokenizer_config.json|MiB"),
+    (ASK, template("{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"), "tokenizer_config.json|takes more than"),
+    (ASK, template("{{ 'a' * 5000000 }}"), "tokenizer_config.json|writes 5000000 characters"),
+    (ASK, template("{{ 9 ** 9 ** 9 ** 9 }}"), "tokenizer_config.json|power"),
+    (ASK, template("{{ '%99999999999d' % 1 }}"), "tokenizer_config.json|MiB"),
+    (ASK, template("{{" + "(" * 10**5 + ")" * 10**5 + "}}"), "tokenizer_config.json|does not compile"),
+    (ASK, template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "tokenizer_config.json|chat_template failed"),
+    (ASK, template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), "tokenizer_config.json|chat_template failed"),
+    # weights, on the way in: by sampling, evaluating, quantizing and merging
+    (ASK, tensors(put(EMBED, nan_at)), f"{EMBED}|NaN"),
+    (ASK, tensors(put(NORM, inf_at)), f"{NORM}|NaN or inf"),
+    (ASK + " --quant none", tensors(put(f"{Q}.weight", nan_at)), f"{Q}.weight|NaN"),
+    (ASK, tensors(put(f"{Q}.bias", inf_at)), f"{Q}.bias|NaN or inf"),
+    (ASK, tensors(put(f"{Q}.weight", lambda t: t.to(torch.int8))), f"{Q}.weight|torch.int8"),
+    (ASK, tensors(put(EMBED, lambda t: t > 0)), f"{EMBED}|torch.bool"),
+    (ASK, tensors(put(NORM, lambda t: t.to(torch.complex64))), f"{NORM}|torch.complex64"),
+    (ASK, tensors(put(f"{Q}.weight", lambda t: t.to(torch.float8_e4m3fn))), f"{Q}.weight|float8"),
+    ("eval --model model --data d.jsonl --quant none", tensors(put("model.norm.weight", nan_at)), "model.norm.weight|NaN"),
+    ("nvfp4 --model model --out new --device cpu", tensors(put(EMBED, nan_at)), f"{EMBED}|NaN"),
+    ("nvfp4 --model model --out new --device cpu", tensors(put(f"{Q}.bias", inf_at)), f"{Q}.bias|NaN"),
+    ("nvfp4 --model model --out new --device cpu", tensors(put(f"{Q}.weight", lambda t: t.to(torch.int8))), f"{Q}.weight|torch.int8"),
+    (MERGE, tensors(put(NORM, nan_at)), f"{NORM}|NaN"),
+    (MERGE, tensors(put(A, nan_at), "adapter/adapter_model.safetensors"), f"{A}|NaN"),
+    (MERGE, tensors(put(A, lambda t: t.to(torch.int8)), "adapter/adapter_model.safetensors"), f"{A}|int8"),
+    (MERGE, tensors(put(A, lambda t: t.to(torch.complex64)), "adapter/adapter_model.safetensors"), f"{A}|complex64"),
+    (MERGE, tensors(put(A, lambda t: t.to(torch.float8_e5m2)), "adapter/adapter_model.safetensors"), f"{A}|float8"),
+    (MERGE, raw("adapter/adapter_model.safetensors", b"\xff" * 100), "adapter_model.safetensors"),
+    (ASK, raw("model/model.safetensors", b"\xff" * 100), "model.safetensors|download it again"),
+    (ASK, raw("model/model.safetensors", b""), "model.safetensors|download it again"),
+    (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "tokenizer.json"),
+    (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'), "tokenizer.json"),
+]
+
+
+@pytest.mark.parametrize(("line", "spoil", "words"), FIELDS)
+def test_what_files_hold_is_checked(refused, line, spoil, words):
+    refused(line, spoil, words)
+
+
+# ---- flags
+
+
+def test_a_template_that_never_ends_is_given_up(refused):
+    begin = time.time()
+    refused(ASK, template("{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"), "chat_template failed: takes more than")
+    assert time.time() - begin < 5
+
+
+def test_a_template_that_never_ends_leaves_other_timers_alone(sound):
+    """The bound is a timer of the process, which others use too."""
+    tok = data.Tokenizer(sound / "model")
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1000)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        tok.prompt_ids("What is 1+1?")
+        assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000 and resource.getrlimit(resource.RLIMIT_AS) == before
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def folder(name):
+    return lambda home: (home / name).mkdir(parents=True)
+
+
+def limits(*flags):
+    """Rows of one flag each: below, above, no number, NaN and infinity."""
+    return [(f"{line} --{flag}={value}", nothing, f"--{flag}") for line, flag, values in flags for value in values.split()]
+
+
+FLAGS = limits(
+    (TRAIN, "steps", "0 -1 1e3 999999999999 x"), (TRAIN, "lr", "-1 nan inf 1e9 x"), (TRAIN, "temperature", "0 nan 1e9"),
+    (TRAIN, "group-size", "1 1000000000"), (TRAIN, "prompts-per-step", "0 1000000000"), (TRAIN, "lora-rank", "-1 100000000"),
+    (TRAIN, "lora-alpha", "0 nan inf"), (TRAIN, "max-new-tokens", "0 99999999999"), (TRAIN, "max-prompt", "0 1.5"),
+    (TRAIN, "seed", "-1 99999999999999999999"), (TRAIN, "aqn-start", "-1 nan inf 1e9 0"), (TRAIN, "aqn-stages", "1 99999999999"),
+    (TRAIN, "eps-low", "-1 nan"), (TRAIN, "beta", "-1 nan inf"), (TRAIN, "beta1", "1 -0.1"), (TRAIN, "warmup", "1.5 nan"),
+    (TRAIN, "grad-clip", "-1 nan"), (TRAIN, "weight-decay", "nan 1e9"), (TRAIN, "micro-batch-tokens", "-1 1e5"), (TRAIN, "save-every", "0"),
+    (TRAIN, "eval-n", "-1 999999999"), (TRAIN, "max-rows", "0 99999999"), (TRAIN, "levels", "0 x 3,,4"), (TRAIN, "device", "tpu"),
+    ("eval --data d.jsonl", "n", "0 -1 99999999 x"), ("eval --data d.jsonl", "limit", "0 -5 99999999999"),
+    ("eval --data d.jsonl", "temperature", "-1 nan inf"), ("eval --data d.jsonl", "top-p", "0 2 nan"),
+    ("eval --data d.jsonl", "k", "0 8 1,x"), ("eval --data d.jsonl", "device", "gpu"), ("eval --data d.jsonl", "split", "validation"),
+    ("sample --file p.txt --out new.jsonl", "n", "0 99999999"), ("sample --prompt x", "temperature", "nan -1"),
+    ("nvfp4 --model model --out new --awq", "sequences", "0 99999999999"), ("nvfp4 --model model --out new --awq", "length", "0 -1 99999999999"),
+    ("nvfp4 --plan model", "rank", "0 1000000000 x"), ("nvfp4 --plan model", "tokens", "0 -1 99999999999"),
+    ("nvfp4 --model model --out new", "device", "tpu"), ("plot run", "smooth", "0 -1 99999999999 x"), ("data --data d.jsonl", "n", "0 99999999999"),
+    ("bench_quantization --model model --data set --out new", "documents", "0 99999999999"),
+    ("bench_quantization --model model --data set --out new", "length", "1 x"),
+    ("experiments gradient --data d.jsonl --out new", "steps", "0"),
+)
+OTHERS = [
+    ("eval --data arithmetic --limit 99999999", nothing, "arithmetic|100000"),
+    ("data --n 999999", nothing, "arithmetic|100000"),
+    ("eval --data d.jsonl,d.jsonl", nothing, "--data|twice"),
+    ("eval --data ''", nothing, "--data"),
+    ("eval --data set,nowhere", nothing, "--data nowhere"),
+    ("train --data bigmath --out new", nothing, "--levels"),
+    ("train --data bigmath --levels 1,2 --out new", nothing, "--levels"),
+    ("eval --data bigmath --levels 3,4,5", nothing, "bigmath has no test split"),
+    ("train --no-such-flag --out new", nothing, "--no-such-flag"),
+    ("train --step 4 --out new", nothing, "--step"),
+    ("train --reward mine.txt:f --out new", nothing, "--reward"),
+    ("train --reward r.py:f --data d.jsonl --out new", raw("r.py", "def f(:"), "r.py"),
+    ("sample --run mine.txt --prompt x", nothing, "--run"),
+    ("sample --run run --adapter adapter --prompt x", nothing, "--adapter"),
+    ("sample --prompt x --file p.txt --out new.jsonl", nothing, "--prompt"),
+    ("sample --out new.jsonl", nothing, "--file"),
+    ("nvfp4 --model model", nothing, "--out"),
+    ("nvfp4 --model mine.txt --out new", nothing, "--model mine.txt"),
+    ("nvfp4 --plan mine.txt", nothing, "mine.txt"),
+    ("lora --merge --model model --adapter run --out new", nothing, "--adapter run"),
+    ("plot nowhere", nothing, "nowhere/metrics.jsonl"),
+    ("plot run --out x.docx", nothing, "--out x.docx"),
+    ("experiments", nothing, "gradient"),
+    ("bench_quantization --model model --data nowhere --out new --device cpu", nothing, "nowhere"),
+    # --out: refused before the work, and what is there stays
+    ("train --data d.jsonl --out mine.txt", nothing, "--out mine.txt"),
+    ("train --data d.jsonl --out mine.txt/x", nothing, "--out mine.txt/x"),
+    ("train --data d.jsonl --out model", nothing, "--out model|choose another"),
+    ("train --data d.jsonl --out .", nothing, "--out .|choose another"),
+    (f"train --data d.jsonl --out {'x' * 300}", nothing, "--out xxx"),
+    ("train --resume --out nowhere", nothing, "--resume"),
+    ("train --data d.jsonl --out begun", lambda home: (folder("begun/checkpoint")(home), raw("begun/checkpoint/state.pt", "x")(home)), "--out begun|--resume"),
+    ("eval --data d.jsonl --out set", nothing, "--out set"),
+    ("eval --data d.jsonl --out no/where.jsonl", nothing, "--out no/where.jsonl"),
+    ("eval --data d.jsonl --out mine.txt", nothing, "mine.txt"),
+    ("eval --data d.jsonl --out d.jsonl", nothing, "--out d.jsonl"),
+    ("sample --file p.txt --out set", nothing, "--out set"),
+    ("sample --file p.txt --out no/where.jsonl", nothing, "--out no/where.jsonl"),
+    ("sample --file p.txt --out p.txt", nothing, "--out p.txt"),
+    ("nvfp4 --model model --out run", nothing, "--out run|exists"),
+    ("nvfp4 --model model --out mine.txt", nothing, "--out mine.txt"),
+    ("nvfp4 --model model --out mine.txt/x", nothing, "--out mine.txt/x"),
+    ("lora --merge --model model --adapter adapter --out mine.txt/x", nothing, "--out mine.txt/x"),
+    ("lora --merge --model model --adapter adapter --out set", nothing, "--out set|exists"),
+    ("plot run --out set", nothing, "--out set"),
+    ("plot run --out no/where.png", nothing, "--out no/where.png"),
+    ("experiments gradient --data d.jsonl --out no/where.json", nothing, "--out no/where.json"),
+    ("bench_quantization --model model --data set --out set --device cpu", nothing, "--out set"),
+]
+
+
+@pytest.mark.parametrize(("line", "spoil", "words"), FLAGS + OTHERS)
+def test_flags_and_places_are_checked_before_the_work(refused, line, spoil, words):
+    refused(line, spoil, words)
+
+
+# ---- a full disk
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """full_disk(bytes): no file may become larger. The next best thing to a disk of that size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("line", "room", "words"), [
+    ("nvfp4 --model model --out new --device cpu", 50_000, "cannot be written"),
+    (MERGE, 50_000, "cannot be written"),
+    ("sample --file p.txt --out new.jsonl --max-new-tokens 2 --device cpu", 10, "new.jsonl: cannot be written"),
+    ("eval --data d.jsonl --out new.jsonl --n 1 --max-new-tokens 2 --quant none", 100, "new.jsonl: cannot be written"),
+    ("plot run", 1000, "metrics.png: cannot be written"),
+    ("nvfp4 --model model --out new/and/deep --device cpu", 50_000, "cannot be written"),
+])
+def test_a_full_disk_is_one_line_and_leaves_nothing(refused, full_disk, line, room, words):
+    """X.partial and a traceback were left, of hours of work."""
+    refused(line, lambda home: full_disk(room), words)
+
+
+def test_names_that_are_the_users_are_never_touched(sound, tmp_path, monkeypatch, capsys):
+    """merge and quantize deleted X.partial, eval and sample wrote over X.part and X.tmp."""
+    home = tmp_path / "home"
+    shutil.copytree(sound, home)
+    monkeypatch.chdir(home)
+    mine = {f"{name}{end}": f"mine: {name}{end}" for name in ("new", "out.jsonl", "c.png") for end in (".partial", ".part", ".tmp")}
+    for name, text in mine.items():
+        Path(name).write_text(text)
+    for line in ("nvfp4 --model model --out new --device cpu", "sample --file p.txt --out out.jsonl --max-new-tokens 1 --device cpu",
+                 "plot run --out c.png"):
+        command, *argv = shlex.split(line)
+        assert not exit_code(COMMANDS[command], argv), capsys.readouterr().err
+    shutil.rmtree("new")
+    assert not exit_code(COMMANDS["lora"], shlex.split(MERGE)[1:])
+    os.remove("out.jsonl")
+    assert not exit_code(COMMANDS["eval"], shlex.split("--data d.jsonl --out out.jsonl --n 1 --max-new-tokens 1"))
+    assert {name: Path(name).read_text() for name in mine} == mine
+    assert not [p for p in home.rglob("*") if p.name.startswith(".")]

@@ -1,0 +1,253 @@
+"""Kills, signals and a closed stdout at any moment: a run that goes on afterwards ends with the same bits, a command that does not
+leaves one line and nothing else. Runs are forked, since torch takes seconds to import."""
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import data
+import eval as evaluation
+import grpo
+import plot
+import sample
+import train
+from runtime import command
+from weights import checkpoint, convert
+from weights.files import whole
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--lora-rank", "2", "--eval-n", "0",
+        "--save-every", "1", "--device", "cpu", "--aqn-stages", "3", "--updates-per-rollout", "2", "--checkpointing", "off", "--lr", "1e-2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """No pictures, and no waiting for the disk: what a process has written outlives it."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(plot, "plot", lambda runs, out: out.touch())
+        m.setattr(os, "fsync", lambda f: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """train.py's flags without --out: a model of one block, twenty questions, and a reward that differs within a group whatever is
+    drawn."""
+    home = tmp_path_factory.mktemp("data")
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shutil.copytree(ROOT / "assets" / "tiny", home / "model", ignore=shutil.ignore_patterns("*.py", "model.*"))
+    config = home / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | small))
+    model = checkpoint.build(checkpoint.read_config(config), checkpoint.RandomCheckpoint())
+    save_file(dict(checkpoint.tensors(model)), home / "model" / "model.safetensors")
+    (home / "d.jsonl").write_text("".join(json.dumps({"question": f"What is {i}+1?", "answer": i + 1}) + "\n" for i in range(20)))
+    (home / "r.py").write_text("import zlib\n\ndef f(text, row):\n    return zlib.crc32(text.encode()) % 100 / 100\n")
+    return [*TINY, "--model", str(home / "model"), "--data", str(home / "d.jsonl"), "--reward", f"{home / 'r.py'}:f"]
+
+
+def start(main, argv, log):
+    """main(argv) in a forked process, both outputs into the file `log`; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+        command.ALONE = True  # as `python train.py` would be
+        signal.signal(signal.SIGINT, command.leave)
+        code = main(argv) or 0
+        sys.stdout.flush()
+    except SystemExit as e:
+        code = e.code
+    except BaseException as e:
+        print(f"Traceback: {type(e).__name__}", file=sys.stderr)
+    finally:
+        os._exit(code)
+
+
+def end(pid):
+    """The exit code; minus the signal for a process that was killed."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def go_on(flags, out):
+    """What a user would type next: --resume where there is a checkpoint, else the same again."""
+    return [*flags, "--out", str(out), *(["--resume"] if (out / "checkpoint" / "state.pt").exists() else [])]
+
+
+def learned(out):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timing = ("seconds", "tok_s", "peak")
+    rows = [{k: v for k, v in row.items() if not any(t in k for t in timing)} for row in rows]
+    state = torch.load(out / "checkpoint" / "state.pt", weights_only=True)
+    return (out / "adapter" / "adapter_model.safetensors").read_bytes(), rows, [p.tolist() for p in state["params"]], state["step"]
+
+
+@pytest.fixture(scope="module")
+def straight(flags, tmp_path_factory):
+    """(what an undisturbed run learns, its seconds)."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    assert train.main([*flags, "--out", str(out)]) == 0  # here, so that what is imported late is imported before the forks
+    begin = time.time()
+    assert end(start(train.main, [*flags, "--out", str(out.with_name("again"))], out.with_name("log"))) == 0
+    seconds = time.time() - begin
+    assert any(t.any() for name, t in load_file(out / "adapter" / "adapter_model.safetensors").items() if "lora_B" in name)
+    return learned(out), seconds
+
+
+def test_twenty_kills_at_random_moments_change_no_bit(flags, straight, tmp_path):
+    """kill -9: nothing cleans up, and whatever was half written is there afterwards."""
+    rng, kills, runs = random.Random(time.time_ns()), 0, 0
+    while kills < 20 or runs == 0:
+        out = tmp_path / f"run{runs}"
+        while True:
+            pid = start(train.main, go_on(flags, out), tmp_path / "log")
+            if kills < 20:
+                time.sleep(rng.random() * straight[1])
+                os.kill(pid, signal.SIGKILL)
+            code = end(pid)
+            kills += code == -signal.SIGKILL
+            if code != -signal.SIGKILL:
+                assert code == 0, (tmp_path / "log").read_text()
+                break
+        assert learned(out) == straight[0]
+        runs += 1
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGINT, signal.SIGTERM)])
+def test_signals_at_random_moments_change_no_bit_and_leave_no_traceback(flags, straight, tmp_path, numbers):
+    """Twice: a second ctrl-C in an update saved parameters of the next step under the number of the last."""
+    rng, out, log, stopped = random.Random(time.time_ns()), tmp_path / "run", tmp_path / "log", 0
+    for _ in range(4):
+        pid = start(train.main, go_on(flags, out), log)
+        time.sleep(0.02 + rng.random() * straight[1])
+        for number in numbers:
+            os.kill(pid, number)
+            time.sleep(0.01)
+        code, text = end(pid), log.read_text()
+        if code == 0 and "asks for no more" not in text:
+            break
+        stopped += 1
+        assert code == 130 and "Traceback" not in text and "stopped" in text, (code, text[-800:])
+    if code:
+        assert end(start(train.main, go_on(flags, out), log)) == 0
+    assert learned(out) == straight[0]
+    assert not [p for p in out.rglob("*") if p.name.startswith(".")]
+
+
+def test_a_second_ctrl_c_in_an_update_saves_no_half_step(flags, straight, tmp_path, monkeypatch):
+    """The parameters have moved, the step is not counted yet: saved so, --resume would do its updates twice."""
+    real, out, calls = grpo.update, tmp_path / "run", []
+
+    def twice(*args):
+        result = real(*args)
+        calls.append(1)
+        if len(calls) == 3:  # the first of two updates of the second step
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as m:
+        m.setattr(grpo, "update", twice)
+        assert train.main([*flags, "--out", str(out)]) == 130
+    step = torch.load(out / "checkpoint" / "state.pt", weights_only=True)["step"]
+    assert step == (len(calls) - 1) // 2
+    assert train.main(go_on(flags, out)) == 0 and learned(out) == straight[0]
+
+
+def test_a_closed_stdout_stops_a_run_where_it_can_go_on(flags, straight, tmp_path):
+    """python train.py | head: BrokenPipeError was an error of the user's, with nothing saved."""
+    out = tmp_path / "run"
+    read, write = os.pipe()
+
+    def piped(argv):
+        os.close(read)
+        os.dup2(write, 1)
+        return train.main(argv)
+
+    pid = start(piped, [*flags, "--out", str(out)], tmp_path / "log")
+    os.close(write)
+    with os.fdopen(read) as f:
+        for line in f:
+            if "| reward" in line:
+                break
+    assert end(pid) == 130 and "Traceback" not in (tmp_path / "log").read_text()
+    assert train.main(go_on(flags, out)) == 0 and learned(out) == straight[0]
+
+
+COMMANDS = {
+    "eval": (evaluation.main, ["--data", "arithmetic", "--limit", "8", "--n", "2", "--out", "out.jsonl", "--quant", "none"]),
+    "sample": (sample.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
+    "nvfp4": (convert.quantize_command, ["--model", str(ROOT / "assets" / "tiny"), "--out", "out", "--awq", "--device", "cpu",
+                                         "--sequences", "8", "--length", "64"]),
+    "data": (data.main, ["--n", "2000"]),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE])
+def test_any_command_that_is_stopped_ends_in_one_line(tmp_path, monkeypatch, name, number):
+    """A traceback of forty lines on ctrl-C; a SIGTERM that left X.part behind."""
+    monkeypatch.chdir(tmp_path)
+    Path("p.txt").write_text("What is 1+1?\n")
+    main, argv = COMMANDS[name]
+
+    def closed(argv):
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 1)
+        return main(argv)
+
+    pid = start(closed if number == signal.SIGPIPE else main, argv, tmp_path / "log")
+    time.sleep(random.random() * 0.6)
+    if number != signal.SIGPIPE:
+        os.kill(pid, number)
+    code, text = end(pid), Path("log").read_text()
+    assert code in (0, 130) and "Traceback" not in text and "Error" not in text, (code, text[-800:])
+    assert code == 0 or f"{name}.py: stopped" in text or "\nstopped" in text, text[-800:]
+    assert {p.name for p in tmp_path.iterdir()} <= {"p.txt", "log", "out.jsonl", "out"}
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line():
+    """The first seconds of every command; a traceback from the middle of another library."""
+    process = subprocess.Popen([sys.executable, "train.py"], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "stopped\n"
+
+
+def test_nohup_outlives_its_terminal(monkeypatch):
+    """A handler of ours in the place of nohup's SIG_IGN would end the run that nohup is to keep."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with command.signals(command.stop):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.getsignal(signal.SIGTERM) == command.stop
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_file_is_whole_or_not_there(tmp_path):
+    """Whatever the block raises, the old content stays and nothing lies beside it."""
+    path = tmp_path / "x.json"
+    path.write_text("old")
+    for error in (KeyboardInterrupt, ValueError, OSError):
+        with pytest.raises(error), whole(path) as part:
+            part.write_text("new")
+            raise error
+        assert path.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
+    with pytest.raises(OSError, match=r"x\.json: cannot be written"), whole(path):
+        raise RuntimeError("what torch.save raises on a full disk")

@@ -1,0 +1,175 @@
+"""What holds for any input at all: formats, packing, masks, micro-batches, slots, the JSON reader, the grader (tests/test_grade.py
+has more of it). Hypothesis looks for an input that it does not hold for."""
+import json
+from functools import cache
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import data
+import eval as evaluation
+import grpo
+import lora
+import model as M
+import sample
+from runtime import draw
+from weights import checkpoint
+from weights.files import parse_json
+from weights.formats import FORMATS, dequantize, pack, quantize, scale_value, unpack
+
+FEW, MANY = settings(max_examples=15, deadline=None), settings(max_examples=60, deadline=None)
+SEEDS = st.integers(0, 2**31)
+
+
+def random_weights(seed, N, K, spread):
+    """Weights whose blocks differ by powers of ten, some of them all zero."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(N, K, generator=g) * 10 ** (spread * torch.randn(N, K // 16, generator=g)).repeat_interleave(16, 1)
+    return w * (torch.rand(N, K // 16, generator=g) > 0.1).repeat_interleave(16, 1)
+
+
+@MANY
+@given(st.sampled_from(list(FORMATS)), SEEDS, st.integers(1, 20), st.integers(1, 5), st.floats(0, 3))
+def test_rounding_is_to_the_grid_and_once_is_enough(fmt, seed, N, blocks, spread):
+    """A value moves by at most half the widest gap of its block; what lies on the grid of its own scales stays there; signs stay."""
+    f = FORMATS[fmt]
+    w = random_weights(seed, N, blocks * 64, spread)
+    q = quantize(w, fmt)
+    back = dequantize(q)
+    step = (scale_value(q.scale, fmt) * q.global_scale[:, None]).repeat_interleave(f.block, 1)  # (N, K)
+    values = torch.tensor(sorted({*f.values}))
+    # NVFP4's block scales are rounded themselves (to 1/16), and the smallest of them are subnormal
+    gap, top = (values[1:] - values[:-1]).max(), values.abs().max()
+    over = (w.abs() - top * step).clamp(min=0)
+    assert ((w - back).abs() <= gap / 2 * step * 1.0001 + over * 1.0001 + 1e-30).all()
+    assert (back * w >= 0).all() or fmt == "nf4"
+    if fmt != "nvfp4":  # whose block scales are rounded, and may be rounded again
+        assert torch.equal(dequantize(quantize(back, fmt)), back)
+
+
+@MANY
+@given(SEEDS, st.integers(1, 40), st.integers(1, 300))
+def test_any_codes_come_back_from_packing(seed, N, K):
+    codes = torch.randint(0, 16, (N, K), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    packed = pack(codes)
+    assert packed.shape == (N, -(-K // 128) * 64) and torch.equal(unpack(packed, K), codes)
+
+
+@MANY
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20))
+def test_a_mask_has_as_many_places_as_its_row_has_tokens(lengths):
+    mask = grpo.lengths_to_mask(torch.tensor(lengths))
+    assert mask.sum(1).tolist() == lengths and mask.shape[1] == max(lengths)
+    assert all(row[:n].all() for row, n in zip(mask, lengths, strict=True))
+
+
+@MANY
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 90)), min_size=1, max_size=40), st.integers(1, 2000), st.booleans())
+def test_micro_batches_hold_each_completion_once_within_the_budget(sizes, budget, packed):
+    completions = [grpo.Completion({}, [0] * p, [0] * n, [0.0] * n, True) for p, n in sizes]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(lora, "packed", lambda model: packed)
+        batches = list(grpo.micro_batches(None, completions, budget))
+    assert sorted(id(c) for b in batches for c in b) == sorted(id(c) for c in completions)
+    for b in batches:
+        tokens = [len(c.prompt) + len(c.ids) - 1 for c in b]
+        assert len(b) == 1 or (sum(tokens) if packed else len(b) * max(tokens)) <= budget
+
+
+@MANY
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=1, max_size=6), st.booleans())
+def test_advantages_of_a_group_sum_to_zero_and_keep_its_order(rewards, scale):
+    r = torch.tensor(rewards)
+    a = grpo.advantages(r, scale=scale)
+    assert a.isfinite().all() and a.sum(1).abs().max() < 1e-3 * (1 + r.abs().max())
+    for row, adv in zip(r, a, strict=True):
+        assert (adv[row.argsort(stable=True)].diff() >= -1e-4).all()
+
+
+@cache
+def tiny():
+    m = checkpoint.build(M.Config(61, 16, 32, 1, 2, 1, 8, max_position_embeddings=64), checkpoint.RandomCheckpoint(1),
+                         dtype=torch.float32)
+    m.lm_head.weight.mul_(6)
+    m.valid_vocab = 57
+    return m
+
+
+@FEW
+@given(st.lists(st.tuples(st.lists(st.integers(0, 56), min_size=1, max_size=9), st.integers(1, 9)), min_size=1, max_size=6),
+       st.integers(1, 3), st.integers(1, 5), st.integers(0, 30), SEEDS)
+def test_whoever_shares_the_slots_a_row_draws_the_same(prompts, n, rows, eos, seed):
+    """Any prompts, limits, group sizes and numbers of slots: refilled, moved and shrunk, or all rows at once."""
+    prompts, limits = zip(*prompts, strict=True)
+    kw = dict(n=n, max_new_tokens=list(limits), eos_ids=range(eos), seed=seed)
+    whole = sample.generate(tiny(), list(prompts), **kw)
+    narrow = sample.generate(tiny(), list(prompts), max_rows=rows, **kw)
+    alone = [sample.generate(tiny(), [p], **kw | {"max_new_tokens": [m]}, first=i)[0]
+             for i, (p, m) in enumerate(zip(prompts, limits, strict=True))]
+    for other in (narrow, alone):
+        for a, b, limit in zip(whole, other, limits, strict=True):
+            assert [s.ids for s in a] == [s.ids for s in b]
+            for s in a:
+                ended = s.ids[-1] < eos
+                assert s.finished == ended and 1 <= len(s.ids) <= limit and (ended or len(s.ids) == limit)
+                assert all(t >= eos for t in s.ids[:-1])
+
+
+@MANY
+@given(st.lists(st.floats(-20, 20), min_size=2, max_size=30), st.floats(1e-7, 1 - 1e-7), st.floats(0.01, 1))
+def test_what_is_drawn_lies_in_the_nucleus(logits, u, top_p):
+    logits = torch.tensor([logits])
+    ids, logp = draw.sample_ids(logits, torch.tensor([u]), top_p=top_p)
+    p = logits.softmax(-1)[0].double()
+    assert p[p > p[ids[0]]].sum() < top_p + 1e-5
+    assert logp[0] == pytest.approx(logits.log_softmax(-1)[0, ids[0]].item(), abs=1e-4)
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+                    lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=5), x, max_size=4), max_leaves=6)
+
+
+@MANY
+@given(JSON, st.booleans())
+def test_the_reader_gives_an_object_or_a_line(value, ascii_only):
+    """Whatever is in a file: an object equal to what was written, or a ValueError that names it."""
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    try:
+        got = parse_json(text, "x.json", {"a": (int, 0, 9), "b": str, "c": (float, -1, 1)})
+    except ValueError as e:
+        assert str(e).startswith("x.json: ") and "\n" not in str(e)
+        return
+    assert got == value and isinstance(value, dict)
+    assert got.get("a") is None or 0 <= got["a"] <= 9 and type(got["a"]) is int
+
+
+@MANY
+@given(st.text() | st.binary().map(lambda b: b.decode("utf-8", "replace")))
+def test_any_text_is_an_object_or_a_line(text):
+    try:
+        assert isinstance(parse_json(text, "x.json"), dict)
+    except ValueError as e:
+        assert str(e).startswith("x.json: ")
+
+
+@FEW
+@given(st.lists(st.tuples(st.text(max_size=60), st.sampled_from(["2", "x+1", "\\frac{1}{2}", ""])), max_size=6),
+       st.sampled_from(["tags", "boxed"]))
+def test_any_completion_is_graded(completions, style):
+    """Text of any kind, within the format's own marks too."""
+    wrapped = [(t, a) for text, a in completions for t in (text, f"<think></think><answer>{text}</answer>", f"\\boxed{{{text}}}")]
+    for verdict in data.rewards(wrapped, style):
+        assert verdict["reward"] == 0.2 * verdict["format"] + verdict["correct"]
+
+
+@MANY
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
+def test_pass_at_k_is_the_chance_of_a_right_one_among_k(correct, drawn):
+    """By its definition: over all subsets of k samples."""
+    from itertools import combinations
+
+    k = drawn.draw(st.integers(1, min(len(correct), 5)))
+    subsets = list(combinations(correct, k))
+    assert evaluation.pass_at(k, correct) == pytest.approx(sum(map(any, subsets)) / len(subsets))
