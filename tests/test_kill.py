@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -210,7 +211,20 @@ def test_any_command_that_is_stopped_ends_in_one_line(tmp_path, monkeypatch, nam
         os.dup2(write, 1)
         return main(argv)
 
+    heard, begun = os.pipe()
+    real = command.signals
+
+    @contextmanager
+    def signals(handler):  # before it has handlers, a signal ends any process
+        with real(handler):
+            os.write(begun, b".")
+            yield
+
+    monkeypatch.setattr(command, "signals", signals)
     pid = start(closed if number == signal.SIGPIPE else main, argv, tmp_path / "log")
+    os.close(begun)
+    os.read(heard, 1)
+    os.close(heard)
     time.sleep(random.random() * 0.6)
     if number != signal.SIGPIPE:
         os.kill(pid, number)
