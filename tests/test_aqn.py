@@ -1,5 +1,6 @@
 """Noise schedules and noise as separate state on the RMSNorms of a tiny random model."""
 import copy
+import runpy
 
 import pytest
 import torch
@@ -223,3 +224,14 @@ def test_gpu_noise_equals_the_cpus():
     aqn.set_noise(b, 0.1, 4)
     for p, q in zip(aqn.norms(a), aqn.norms(b), strict=True):
         assert all(x.noise.equal(y.noise.cpu()) for x, y in zip(p, q, strict=True))
+
+
+def test_the_documented_idea_is_one_noise_for_all_steps(monkeypatch):
+    """docs/fixed_noise.py: what a newcomer copies first has to do what it says, and to leave the clean model clean."""
+    monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
+    runpy.run_path("docs/fixed_noise.py")
+    m, draws = tiny(), []
+    for sigma, seed in ((0.1, 1), (0.1, 2), (0.2, 3), (0.0, 4)):
+        aqn.set_noise(m, sigma, seed)
+        draws.append(torch.cat([b for b in aqn.buffers(m).values()]))
+    assert draws[0].any() and draws[0].equal(draws[1]) and torch.allclose(2 * draws[0], draws[2]) and not draws[3].any()
