@@ -1,6 +1,7 @@
 """Noise schedules and noise as separate state on the RMSNorms of a tiny random model."""
 import copy
 import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,7 +230,7 @@ def test_gpu_noise_equals_the_cpus():
 def test_the_documented_idea_is_one_noise_for_all_steps(monkeypatch):
     """docs/fixed_noise.py: what a newcomer copies first has to do what it says, and to leave the clean model clean."""
     monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
-    runpy.run_path("docs/fixed_noise.py")
+    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "fixed_noise.py"))
     m, draws = tiny(), []
     for sigma, seed in ((0.1, 1), (0.1, 2), (0.2, 3), (0.0, 4)):
         aqn.set_noise(m, sigma, seed)
