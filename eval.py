@@ -32,7 +32,7 @@ import aqn
 import data
 import lora
 import sample
-from runtime import flags
+from runtime import flags, ranks
 from runtime.grade import same_all
 from weights.files import check, read_jsonl, whole
 
@@ -56,12 +56,13 @@ def evaluate(model, tok, rows, style="tags", n=4, temperature=0.6, top_p=0.95, m
         max_new_tokens = max(1, min(4096, model.config.max_position_embeddings - longest))
     part = max(1, PART * (max_rows or sample.MAX_ROWS) // n) if keep else len(kept)
     for at in range(len(out), len(kept), part):
-        some = kept[at : at + part]
+        mine = ranks.mine(range(at, min(at + part, len(kept))))
+        some = [kept[i] for i in mine]
         with aqn.clean(model):
             groups = sample.generate(
                 model, [row["ids"] for row in some], n, max_new_tokens, temperature, top_p,
-                tok.eos_ids, seed, max_rows, progress, first=at)
-        out += graded(tok, some, groups, score)
+                tok.eos_ids, seed, max_rows, progress, indices=mine)
+        out += ranks.merge(graded(tok, some, groups, score))
         if keep:
             keep(out)
     return {**summary(out, ks), "skipped": skipped, "rows": out}
@@ -215,6 +216,7 @@ class Book:
 
     def keeper(self, name, arm):
         """What `evaluate` calls with the rows of this set and model so far; None without --out."""
+        @ranks.first
         def keep(rows):
             head = {"data": name, "model": arm, "run": self.runs[name, arm]}
             self.done[name, arm] = [{**head, **row} for row in rows]

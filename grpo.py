@@ -29,6 +29,7 @@ import torch
 
 import lora
 from model import logits, to_device
+from runtime import ranks
 
 
 @dataclass
@@ -411,14 +412,15 @@ def completion_logprobs(model, completions, temperature):
     return logp, entropy, mask
 
 
+def size(c):
+    """Tokens that are computed for a completion: its last one predicts nothing."""
+    return len(c.prompt) + len(c.ids) - 1
+
+
 def micro_batches(model, completions, token_budget):
     """Completions sorted by length and cut so that what is computed for them stays within the
     budget: their tokens where rows lie end to end, rows x longest where they are padded. (One row
     always goes.)"""
-
-    def size(c):
-        return len(c.prompt) + len(c.ids) - 1
-
     packed, batch, total = lora.packed(model), [], 0
     for c in sorted(completions, key=size):
         total += size(c)
@@ -434,10 +436,14 @@ def micro_batches(model, completions, token_budget):
 def record_trainer_logprobs(model, completions, settings):
     """Fill `trainer_logprobs` of each completion: a pass of its own, before any parameter moves
     (--old-logp trainer)."""
-    for batch in micro_batches(model, completions, settings.micro_batch_tokens):
+    shares = ranks.share(completions, size)
+    for batch in micro_batches(model, shares[ranks.rank], settings.micro_batch_tokens):
         logp, _, mask = completion_logprobs(model, batch, settings.temperature)
         for c, values, m in zip(batch, logp, mask, strict=True):
             c.trainer_logprobs = values[m].tolist()
+    found = ranks.gather([c.trainer_logprobs for c in shares[ranks.rank]])
+    for c, values in zip(chain(*shares), chain(*found), strict=True):
+        c.trainer_logprobs = values
 
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
@@ -467,10 +473,10 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
 
 def backward(model, completions, settings):
     """Add the gradient of the loss of whole groups to the parameters, micro-batch by micro-batch ->
-    summed metrics, or None if none is trained.
+    summed metrics, or None if none is trained. Of several ranks, each adds that of its share.
 
-    The loss is normalised by the counts of all completions, so that micro-batches add up to the
-    full-batch loss."""
+    The loss is normalised by the counts of all completions, so that micro-batches, and ranks, add
+    up to the full-batch loss."""
     trained, parts = completions, []
     if settings.overlong == "mask":  # DAPO: what was cut is neither right nor wrong
         trained = [c for c in completions if c.finished]
@@ -479,11 +485,14 @@ def backward(model, completions, settings):
     # Dr.GRPO divides by a constant: it counts the masked completions as well
     counted = completions if OBJECTIVES[settings.loss].normaliser is constant else trained
     total_tokens = sum(len(c.ids) for c in trained)
-    for batch in micro_batches(model, trained, settings.micro_batch_tokens):
+    share = ranks.share(trained, size)[ranks.rank]
+    for batch in micro_batches(model, share, settings.micro_batch_tokens):
         loss, metrics = batch_loss(model, batch, settings, total_tokens, len(counted))
         loss.backward()
         parts.append(metrics)
-    return sum_metrics(parts)
+    if ranks.world > 1:  # a GPU's tensors do not travel
+        parts = [{k: v.cpu() for k, v in sum_metrics(parts).items()}] if parts else []
+    return sum_metrics(list(chain(*ranks.gather(parts))))
 
 
 def update(model, optimizer, completions, settings):
@@ -492,6 +501,7 @@ def update(model, optimizer, completions, settings):
     metrics = backward(model, completions, settings)
     if metrics is None:
         return None
+    ranks.sum_gradients(optimizer.params)
     norm = torch.nn.utils.clip_grad_norm_(optimizer.params, settings.grad_clip).item()
     if math.isfinite(norm):  # a NaN in one completion would be in every parameter after the step
         optimizer.step()

@@ -52,10 +52,10 @@ class Sample:
 
 @torch.no_grad()
 def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0, eos_ids=(),
-             seed=0, max_rows=None, progress=False, on_token=None, eager=False, first=0):
+             seed=0, max_rows=None, progress=False, on_token=None, eager=False, indices=None):
     """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n
-    Samples. first: the number of the first prompt, so that a set in parts draws what it would
-    whole.
+    Samples. indices: of the prompts in a set of which these are a part, 0, 1, ... by default: the
+    part draws what it would in the whole.
 
     max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
     together (default: MAX_ROWS, or what fits the GPU's memory; the others wait). progress: a live
@@ -70,8 +70,9 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     if not prompts:
         return out
     eos = set(eos_ids)
-    index = torch.cartesian_prod(torch.arange(len(prompts)), torch.arange(n)).view(-1, 2)
-    keys = row_keys(seed, index[:, 0] + first, index[:, 1]).view(len(prompts), n).tolist()
+    numbers = torch.tensor(range(len(prompts)) if indices is None else indices)
+    index = torch.cartesian_prod(numbers, torch.arange(n)).view(-1, 2)
+    keys = row_keys(seed, index[:, 0], index[:, 1]).view(len(prompts), n).tolist()
     slots = min(len(index), max_rows or MAX_ROWS)
     max_len = max(len(p) + m for p, m in zip(prompts, limits, strict=True))
     with torch.cuda.device_of(model.embed.weight):  # streams and Triton go by the current device

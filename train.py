@@ -30,7 +30,7 @@ import eval as evaluation
 import grpo
 import lora
 import sample
-from runtime import engine, flags
+from runtime import engine, flags, ranks
 from runtime.run import Run, has_signal, metrics_row, settle
 from weights import memory
 
@@ -73,17 +73,18 @@ def questions(args):
 def rollout(run, model, tok, score, rows, draw):
     """G graded completions of each row's prompt, by the policy as it is now: a list of groups.
     `draw` names the samples: another draw, other samples."""
-    args = run.args
+    args, mine = run.args, ranks.mine(range(len(rows)))
     run.phase("rollout")
     groups = sample.generate(
-        model, [row["ids"] for row in rows], args.group_size, args.max_new_tokens, args.temperature,
-        eos_ids=tok.eos_ids, seed=aqn.noise_seed(args.seed, f"samples/{draw}"),
-        max_rows=args.max_rows, progress=sys.stderr.isatty())
+        model, [rows[i]["ids"] for i in mine], args.group_size, args.max_new_tokens,
+        args.temperature, eos_ids=tok.eos_ids, seed=aqn.noise_seed(args.seed, f"samples/{draw}"),
+        max_rows=args.max_rows, progress=sys.stderr.isatty(), indices=mine)
     run.phase("reward")
-    groups = [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in group]
-              for row, group in zip(rows, groups, strict=True)]
+    groups = [[grpo.Completion(rows[i], rows[i]["ids"], s.ids, s.logprobs, s.finished)
+               for s in group] for i, group in zip(mine, groups, strict=True)]
     grade([*chain(*groups)], tok, score, args)
-    return groups
+    run.phase("rollout")  # waiting for the longest completion of all ranks
+    return ranks.merge(groups)
 
 
 def grade(completions, tok, score, args):
@@ -163,7 +164,9 @@ def fit_update(args, model, params):
     """Settle --micro-batch-tokens and --checkpointing by the memory that is free. A resumed run
     keeps what it began with: another cut into micro-batches rounds differently."""
     if model.embed.weight.is_cuda:
-        free = engine.free_bytes() - 12 * sum(p.numel() for p in params)  # gradient, two moments
+        # gradient and two moments; of several ranks, also the buffer that gradients are summed in
+        each = 12 if ranks.world == 1 else 16
+        free = min(ranks.gather(engine.free_bytes())) - each * sum(p.numel() for p in params)
         tokens, recompute = memory.fit_update(
             model.config, args.quant, free, args.max_prompt + args.max_new_tokens,
             args.micro_batch_tokens, args.checkpointing, packed=args.lora_rank > 0)

@@ -24,6 +24,7 @@ import data
 import grpo
 import lora
 from runtime import command as commands
+from runtime import ranks
 from runtime.command import number
 from weights import awq, checkpoint
 from weights.files import check_out, read_json, shown, whole
@@ -147,6 +148,8 @@ TABLE = (
     "engine: train eval sample",
     Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
     Flag("seed", number(0, 2**63), 0, "of samples, noise, data order and adapter"),
+    "ranks: train eval",
+    Flag("timeout", number(1, 1e6), 1800, "seconds that a rank of torchrun waits for the others"),
 )
 ABOUT = {"train": "QeRL training.", "eval": "Pass@1 of a model, and of an adapter beside it.",
          "sample": "Sample from a model: chat, one prompt, or a file of prompts."}
@@ -267,6 +270,8 @@ def check_eval(args):
 
 
 def check_sample(args):
+    if ranks.world > 1:
+        raise ValueError("sample.py is one process; start it with python, not torchrun")
     if (args.file is None) != (args.out is None):
         raise ValueError("--file and --out go together")
     if args.file and args.prompt is not None:
@@ -281,9 +286,14 @@ def run_command(command, body, argv=None):
     """body(args, argv) -> its exit code, as commands.run has it."""
     argv = sys.argv[1:] if argv is None else argv
 
+    @ranks.one_voice
     def parsed():
         try:
-            return body(parse(command, argv), argv)
+            args = parse(command, argv)
+            ranks.start(args)
+            code = body(args, argv)
+            ranks.end()
+            return code
         except torch.OutOfMemoryError as e:
             lower = "--micro-batch-tokens, " if command == "train" else ""
             raise ValueError(f"out of GPU memory ({str(e).split('. ')[0]}); lower {lower}"

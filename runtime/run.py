@@ -30,11 +30,12 @@ import torch
 import grpo
 import lora
 import plot
-from runtime import command, flags
+from runtime import command, flags, ranks
 from weights import checkpoint
 from weights.files import append, check_out, lines, lock, parse_json, read_json, whole
 
-FREE = ("resume", "out", "steps", "save_every", "show_every", "log_to")  # what --resume may change
+# what --resume may change
+FREE = ("resume", "out", "steps", "save_every", "show_every", "log_to", "timeout")
 NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
          "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
          "summary.json"}
@@ -105,10 +106,11 @@ class Run:
 
         ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
         `rows`, the training questions, are not those the run began with."""
-        self.tracker = tracker(self.args) if self.args.log_to else None
-        self.out.mkdir(parents=True, exist_ok=True)
-        busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
-        self.held.enter_context(lock(self.out / "lock", busy))
+        if ranks.rank == 0:
+            self.tracker = tracker(self.args) if self.args.log_to else None
+            self.out.mkdir(parents=True, exist_ok=True)
+            busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
+            self.held.enter_context(lock(self.out / "lock", busy))
         digest = hashlib.sha256(json.dumps([[r["question"], r["answer"]] for r in rows]).encode())
         self.state.data = digest.hexdigest()
         if self.args.resume:
@@ -116,11 +118,12 @@ class Run:
             if self.state.step >= self.args.steps and (self.out / "summary.json").is_file():
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
-        if not self.args.resume:
-            for name in ("metrics.jsonl", "rollouts.jsonl"):
-                (self.out / name).unlink(missing_ok=True)  # of a start that came to nothing
-        with whole(self.out / "config.json") as part:
-            part.write_text(json.dumps(vars(self.args), indent=2) + "\n")
+        if ranks.rank == 0:
+            if not self.args.resume:
+                for name in ("metrics.jsonl", "rollouts.jsonl"):
+                    (self.out / name).unlink(missing_ok=True)  # of a start that came to nothing
+            with whole(self.out / "config.json") as part:
+                part.write_text(json.dumps(vars(self.args), indent=2) + "\n")
         self.earlier = self.state.seconds
         self.held.enter_context(command.signals(self.interrupt))
         print("\n".join(f"{k:>20} {v}" for k, v in vars(self.args).items()))
@@ -129,13 +132,16 @@ class Run:
     # ---- signals and time
 
     def interrupt(self, *_):
-        if self.asked or self.current not in ("update", "log"):
-            self.asked = True
+        again, self.asked = self.asked or ranks.stopped, True
+        if ranks.world > 1 and (again or ranks.busy):
+            return  # what is begun with the others is ended with them; torchrun has the patience
+        if again or self.current not in ("update", "log"):
             command.stop()
-        self.asked = True
         print("finishing the update, then saving (again to stop at once)", flush=True)
 
     def phase(self, name):
+        if self.asked and name in ("rollout", "evaluate"):
+            raise KeyboardInterrupt  # it came in an exchange with other ranks
         now = time.time()
         if self.current:
             self.clock[self.current] = self.clock.get(self.current, 0.0) + now - self.since
@@ -147,6 +153,7 @@ class Run:
 
     # ---- checkpoints
 
+    @ranks.first
     def save(self, model, optimizer):
         """adapter/ and checkpoint/. ValueError, and nothing is written, if a parameter is not
         finite: what was saved before it stays."""
@@ -165,6 +172,7 @@ class Run:
         with whole(self.out / "checkpoint" / "state.pt") as part:
             torch.save(state, part)
 
+    @ranks.first
     def save_adapter(self, name, model):
         lora.save_adapter(model, self.out / name, self.args.model)
         flags.save_policy(self.out / name, model, self.args)
@@ -193,6 +201,8 @@ class Run:
         if self.state.data != data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
+        if ranks.rank:
+            return
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             path = self.out / name
             kept, rows = [], [*lines(path)] if path.exists() else []
@@ -210,6 +220,7 @@ class Run:
 
     # ---- what is written and shown
 
+    @ranks.first
     def log(self, row, groups):
         """One step's row into metrics.jsonl, two samples into rollouts.jsonl, a line on the
         console."""
@@ -276,6 +287,7 @@ class Run:
     def stop(self, model, optimizer):
         """The end of a run that was interrupted: saved where it stands, but for one that was told
         twice, whose parameters may be on their way from one step to the next."""
+        ranks.stop()
         where = shlex.quote(str(self.out))
         if self.current in ("update", "log"):
             print(f"\nstopped within step {self.state.step}; the last checkpoint stands, continue "
@@ -286,6 +298,7 @@ class Run:
               f"python train.py --resume --out {where}")
         return 130
 
+    @ranks.first
     def finish(self, after, model):
         """summary.json, metrics.png, model/ if all parameters were trained, and what was learned
         in the last lines."""
@@ -348,6 +361,7 @@ def digest_of(state):
     return h.hexdigest()
 
 
+@ranks.first
 def write_rows(path, rows):
     with whole(path) as part:
         append(part, rows)

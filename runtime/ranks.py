@@ -1,0 +1,171 @@
+"""
+Data parallel training: the little that a run needs to know of its other ranks.
+
+    torchrun --nproc-per-node=2 train.py --model ... --data ...
+
+Each rank is a process with a card of its own. The prompts of a step, or the questions of an
+evaluation, are dealt out by rank (`mine`), what came of them goes to all ranks (`merge`), and from
+there on every rank holds the same groups, so that no decision of the loop needs a message. The
+update deals completions out anew, by their tokens (`share`), divides by the counts of all of them,
+and sums gradients (`sum_gradients`). Objects travel by gloo, gradients by NCCL where there are
+GPUs. Started without torchrun there is one rank, and nothing here does anything.
+
+A rank that dies ends all: torchrun ends the others, with SIGTERM and half a minute later for good
+(its --shutdown-timeout). A rank that is stopped (ctrl-C, SIGTERM) tells the others at the next
+`gather`, so all leave at the same point of the loop; until rank 0 has saved none ends.
+
+Left out: weights or optimizer state in parts (each rank has all), rollouts beside the update.
+"""
+import os
+import sys
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import wraps
+
+import torch
+import torch.distributed as dist
+
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+busy = False  # in a collective: an interrupt must wait, the others count on this rank
+stopped = False  # all ranks know that the run is to stop
+BUCKET = 2**26  # numbers of one all-reduce, 256 MiB: an adapter's gradient fits into one
+PATIENCE = 10  # seconds in which rank 0 may refuse what this rank refuses
+
+
+class Lost(ConnectionError):
+    """Another rank has gone, or was slower than --timeout."""
+
+
+def start(args):
+    """Meet the other ranks; each gets the card of its place on the machine. --timeout: seconds that
+    an exchange may take. ValueError if there are too few cards, Lost if the others do not come."""
+    if world == 1 or dist.is_initialized():
+        return
+    backend, here = "gloo", int(os.environ.get("LOCAL_RANK", 0))
+    if args.device != "cpu" and torch.cuda.is_available():
+        if here >= torch.cuda.device_count():
+            raise ValueError(f"--nproc-per-node: rank {here} of this machine has no card, there "
+                             f"are {torch.cuda.device_count()}")
+        torch.cuda.set_device(here)
+        backend = "cpu:gloo,cuda:nccl"
+    with together():
+        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+        if "nccl" in backend:  # NCCL takes its buffers now, before free memory is counted
+            dist.all_reduce(torch.zeros(1, device="cuda"))
+
+
+def end():
+    """Wait until all are done, rank 0 with its files, and part."""
+    if dist.is_initialized():
+        with suppress(Lost) if stopped else suppress():
+            gather(None)
+        dist.destroy_process_group()
+
+
+def one_voice(body):
+    """Rank 0 speaks for all: what the others print is dropped, what all refuse is told once. One
+    that fails alone is heard, after rank 0 has had time to say the same and torchrun to end it."""
+
+    @wraps(body)
+    def quiet():
+        if rank == 0:
+            return body()
+        streams = sys.stdout, sys.stderr
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        try:
+            return body()
+        except Exception as e:
+            if isinstance(e, ValueError | OSError):
+                time.sleep(PATIENCE)
+            sys.stdout, sys.stderr = streams
+            raise
+
+    return quiet
+
+
+def first(method):
+    """Only rank 0 does it; the others return None."""
+
+    @wraps(method)
+    def only(*args, **kw):
+        return method(*args, **kw) if rank == 0 else None
+
+    return only
+
+
+@contextmanager
+def together():
+    """Around a collective: interrupts wait, and a failure is Lost."""
+    global busy
+    busy = True
+    try:
+        yield
+    except RuntimeError as e:
+        raise Lost(f"rank {rank}: another rank ended, or was slower than --timeout "
+                   f"({str(e).partition(chr(10))[0]})") from None
+    finally:
+        busy = False
+
+
+def gather(item):
+    """[the item of each rank], the same list on all of them. KeyboardInterrupt on all if one was
+    stopped."""
+    global stopped
+    if world == 1:
+        return [item]
+    parts = [None] * world
+    with together():
+        dist.all_gather_object(parts, (stopped, item))
+    if not stopped and any(other for other, _ in parts):
+        stopped = True
+        raise KeyboardInterrupt
+    return [item for _, item in parts]
+
+
+def stop():
+    """This rank is stopped: so shall all be, in the `gather` where they wait for it."""
+    global stopped
+    if world > 1 and not stopped:
+        stopped = True
+        with suppress(Lost):  # they may be gone already
+            gather(None)
+
+
+def mine(items):
+    """This rank's part of what is dealt out: every world-th."""
+    return items[rank::world]
+
+
+def merge(items):
+    """What became of `mine` on each rank -> of all, in order, on every rank."""
+    parts = gather(items)
+    return [parts[i % world][i // world] for i in range(sum(map(len, parts)))]
+
+
+def share(items, size):
+    """[items of each rank], their sizes about equal: the largest first, each to whoever has least.
+    The same on every rank."""
+    parts, load = [[] for _ in range(world)], [0] * world
+    for item in sorted(items, key=size, reverse=True):
+        least = load.index(min(load))
+        parts[least].append(item)
+        load[least] += size(item)
+    return parts
+
+
+def sum_gradients(params):
+    """The sum over all ranks into each p.grad, in flat float32 buffers; None counts as zeros, so
+    that a rank with nothing to train takes part."""
+    bucket = []
+    for i, p in enumerate(params if world > 1 else ()):
+        bucket.append(p)
+        if sum(q.numel() for q in bucket) < BUCKET and i + 1 < len(params):
+            continue
+        flat = torch.cat([(torch.zeros_like(q) if q.grad is None else q.grad).flatten().float()
+                          for q in bucket])
+        with together():
+            dist.all_reduce(flat)
+        for q, g in zip(bucket, flat.split([q.numel() for q in bucket]), strict=True):
+            q.grad = g.view_as(q).to(q.dtype)
+        bucket = []
