@@ -58,7 +58,7 @@ def start(args):
 def end():
     """Wait until all are done, rank 0 with its files, and part."""
     if dist.is_initialized():
-        with suppress(Lost) if stopped else suppress():
+        with suppress(Lost):  # this rank's work is done
             gather(None)
         dist.destroy_process_group()
 

@@ -1,0 +1,225 @@
+"""Several ranks: that they compute what one does, and that they begin, stop and fail together. Embedded model, gloo, forked
+processes in the place of torchrun's (.ci/run has a run under torchrun itself)."""
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import data
+import eval as evaluation
+import grpo
+import plot
+import sample
+import train
+from runtime import ranks
+from tests.conftest import exit_code
+
+SMALL = ["--prompts-per-step", "5", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--save-every", "2",
+         "--show-every", "0", "--device", "cpu", "--no-dynamic-sampling", "--updates-per-rollout", "2", "--lr", "1e-5",
+         "--warmup", "0", "--eval-n", "1", "--eval-limit", "5", "--eval-every", "3", "--aqn-stages", "4"]
+FIVE = [*SMALL, "--steps", "5"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Few problems, short enough for some answers in 24 tokens, and no pictures."""
+    rows = {split: sorted(data.arithmetic(split, 512), key=lambda row: len(data.solution(row)))[:64] for split in ("train", "test")}
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[split][:n]])
+        m.setattr(plot, "plot", lambda runs, out: out.touch())
+        yield
+
+
+def launch(n, argv, tmp_path, hook=None, main=train.main):
+    """main(argv) on n ranks as torchrun runs them: when one fails, the others get SIGTERM. hook(rank) runs in each before.
+    Returns ([exit code, or minus the signal that ended it], [what each printed])."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    logs, codes = [tmp_path / f"rank{r}.log" for r in range(n)], [None] * n
+    sys.stdout.flush()
+    pids = []
+    for r in range(n):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            code = 70
+            try:
+                sys.stdout = sys.stderr = open(logs[r], "w", buffering=1)
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(r), "WORLD_SIZE": str(n)}
+                ranks.rank, ranks.world = r, n
+                if hook:
+                    hook(r)
+                code = exit_code(main, argv)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code or 0)
+    begin = time.time()
+    while None in codes:
+        for r in [r for r in range(n) if codes[r] is None]:
+            pid, status = os.waitpid(pids[r], os.WNOHANG)
+            if time.time() - begin > 60:
+                os.kill(pids[r], signal.SIGKILL)
+            if pid:
+                codes[r] = os.waitstatus_to_exitcode(status)
+                for other in [q for q in range(n) if codes[r] and codes[q] is None]:
+                    os.kill(pids[other], signal.SIGTERM)
+        time.sleep(0.01)
+    return codes, [log.read_text() for log in logs]
+
+
+def rows_of(out):
+    timing = ("seconds", "tok_s", "peak")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if not any(t in k for t in timing)} for r in rows]
+
+
+def parameters_of(out):
+    return torch.load(out / "checkpoint" / "state.pt", weights_only=True)["params"]
+
+
+def alike(a, b, atol):
+    """Two runs drew the same samples, logged the same, and ended in the same place, well away from where they began."""
+    assert (a / "rollouts.jsonl").read_text() == (b / "rollouts.jsonl").read_text()
+    for one, other in zip(rows_of(a), rows_of(b), strict=True):
+        assert {k: v or 0.0 for k, v in one.items()} == pytest.approx({k: v or 0.0 for k, v in other.items()}, rel=1e-4, abs=1e-5)
+    for p, q in zip(parameters_of(a), parameters_of(b), strict=True):
+        assert (p - q).abs().max() < atol
+    assert max(p.abs().max() for p in parameters_of(a)[1::2]) > 10 * atol  # each B began at zero
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Five steps on one rank."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    assert train.main([*FIVE, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The same on two, and what they printed."""
+    folder = tmp_path_factory.mktemp("two")
+    codes, said = launch(2, [*FIVE, "--out", str(folder / "run")], folder)
+    assert codes == [0, 0], said
+    return SimpleNamespace(out=folder / "run", said=said)
+
+
+def test_two_ranks_compute_the_update_of_one(one, two):
+    """Averaged losses, gradients of one share, samples that depend on the rank: each gives another adapter."""
+    alike(one, two.out, 1e-6)
+
+
+def test_rank_0_speaks_and_writes(two):
+    """Each line once; a row a step, whoever drew its samples."""
+    assert "held-out accuracy after 5 steps" in two.said[0] and two.said[1] == ""
+    assert [row["step"] for row in rows_of(two.out)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("flags", [
+    ["--dynamic-sampling", "--max-resample", "2", "--old-logp", "trainer"],
+    ["--loss", "grpo", "--overlong", "none", "--beta", "0.1"],
+    ["--lora-rank", "0", "--quant", "none", "--lr", "1e-6"],
+])
+def test_prompts_that_do_not_divide_by_the_ranks(tmp_path, flags):
+    """A step of two prompts on three ranks, redrawn groups on one of them: each rank still joins each sum."""
+    argv = [*SMALL, "--steps", "2", "--prompts-per-step", "2", "--eval-n", "0", "--lr", "1e-4", *flags]
+    assert train.main([*argv, "--out", str(tmp_path / "1")]) == 0
+    for n in (2, 3):
+        codes, said = launch(n, [*argv, "--out", str(tmp_path / str(n))], tmp_path, lambda r: setattr(ranks, "BUCKET", 20000))
+        assert codes == [0] * n, said
+        alike(tmp_path / "1", tmp_path / str(n), 1e-5)
+
+
+def at_call(module, name, nth, action):
+    """From the nth call on, action() comes before module.name."""
+    real, calls = getattr(module, name), []
+
+    def spy(*args, **kw):
+        calls.append(1)
+        if len(calls) == nth:
+            action()
+        return real(*args, **kw)
+
+    setattr(module, name, spy)
+
+
+def kill(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("where, rank", [((sample, "generate", 7), 1), ((grpo, "update", 6), 1), ((torch, "save", 2), 0)])
+def test_a_killed_rank_ends_all_and_resume_is_exact(one, two, tmp_path, where, rank):
+    """In a rollout, an update, a save: nobody waits for the dead, what was saved before is whole, and two ranks or one go on
+    from it to the same end."""
+    out = tmp_path / "run"
+    begin = time.time()
+    codes, said = launch(2, [*FIVE, "--out", str(out)], tmp_path, lambda r: r == rank and at_call(*where, kill))
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] != 0 and time.time() - begin < 30, said
+    shutil.copytree(out, tmp_path / "alone")
+    codes, said = launch(2, ["--resume", "--out", str(out)], tmp_path)
+    assert codes == [0, 0], said
+    assert rows_of(out) == rows_of(two.out)
+    assert all(torch.equal(p, q) for p, q in zip(parameters_of(out), parameters_of(two.out), strict=True))
+    assert train.main(["--resume", "--out", str(tmp_path / "alone")]) == 0
+    alike(one, tmp_path / "alone", 1e-6)
+
+
+@pytest.mark.parametrize("who", [[0, 1], [1], [0]])
+@pytest.mark.parametrize("where", [(sample, "generate", 4), (grpo, "update", 5)])
+def test_a_signal_stops_all_ranks_at_one_point(two, tmp_path, where, who):
+    """Whoever gets it, and wherever: saved once, between two steps that all have finished."""
+    out = tmp_path / "run"
+    codes, said = launch(2, [*FIVE, "--out", str(out), "--save-every", "99"], tmp_path,
+                         lambda r: r in who and at_call(*where, lambda: kill(signal.SIGTERM)))
+    assert codes == [130, 130] and "continue with" in said[0] and said[1] == "", said
+    steps = len(rows_of(out))
+    assert torch.load(out / "checkpoint" / "state.pt", weights_only=True)["step"] == steps == 3 - (where[0] is sample)
+    codes, said = launch(2, ["--resume", "--out", str(out)], tmp_path)
+    assert codes == [0, 0] and rows_of(out) == rows_of(two.out), said
+
+
+def test_bad_input_is_refused_once(tmp_path):
+    """Argparse's refusals, the flags' and the data's: by all ranks, told by one."""
+    for flags, named in ((["--lr", "x"], "--lr"), (["--beta", "1", "--lora-rank", "0"], "--lora-rank"), (["--data", "no.jsonl"], "no.jsonl")):
+        codes, said = launch(2, [*FIVE, *flags, "--out", str(tmp_path / "run")], tmp_path)
+        assert codes == [2, -signal.SIGTERM] and said[1] == "" and said[0].count("error:") == 1 and named in said[0], said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_fails_alone_is_heard(tmp_path, monkeypatch):
+    """Its stderr was silenced with the others'."""
+    monkeypatch.setattr(ranks, "PATIENCE", 0.1)
+
+    def refuse():
+        raise ValueError("--reward: this one alone")
+
+    codes, said = launch(2, [*FIVE, "--out", str(tmp_path / "run")], tmp_path,
+                         lambda r: r == 1 and at_call(sample, "generate", 2, refuse))
+    assert codes[1] == 2 and said[1] == "train.py: error: --reward: this one alone\n" and codes[0] != 0
+
+
+def test_an_evaluation_is_dealt_out_and_the_same(tmp_path):
+    """Three questions on two ranks: the same rows in the same order, written once."""
+    argv = ["--data", "arithmetic", "--limit", "3", "--n", "2", "--max-new-tokens", "30", "--device", "cpu", "--temperature", "1"]
+    assert evaluation.main([*argv, "--out", str(tmp_path / "1.jsonl")]) is None or True
+    codes, said = launch(2, [*argv, "--out", str(tmp_path / "2.jsonl")], tmp_path, main=evaluation.main)
+    assert codes == [0, 0] and said[1] == "" and said[0].count("pass@1") == 1, said
+    assert (tmp_path / "1.jsonl").read_text() == (tmp_path / "2.jsonl").read_text()
+
+
+def test_shares_are_balanced_by_tokens(monkeypatch):
+    """One long completion weighs as much as many short ones."""
+    monkeypatch.setattr(ranks, "world", 3)
+    sizes = [100, 10, 10, 30, 20, 60, 90, 5, 5]
+    parts = ranks.share(sizes, lambda n: n)
+    assert sorted(sum(parts, [])) == sorted(sizes) and [sum(p) for p in parts] == [110, 110, 110]
