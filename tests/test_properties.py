@@ -106,7 +106,7 @@ def test_whoever_shares_the_slots_a_row_draws_the_same(prompts, n, rows, eos, se
     kw = dict(n=n, max_new_tokens=list(limits), eos_ids=range(eos), seed=seed)
     whole = sample.generate(tiny(), list(prompts), **kw)
     narrow = sample.generate(tiny(), list(prompts), max_rows=rows, **kw)
-    alone = [sample.generate(tiny(), [p], **kw | {"max_new_tokens": [m]}, first=i)[0]
+    alone = [sample.generate(tiny(), [p], **kw | {"max_new_tokens": [m]}, indices=[i])[0]
              for i, (p, m) in enumerate(zip(prompts, limits, strict=True))]
     for other in (narrow, alone):
         for a, b, limit in zip(whole, other, limits, strict=True):

@@ -2,17 +2,16 @@
 processes in the place of torchrun's (.ci/run has a run under torchrun itself)."""
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
 import time
 import traceback
-
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import data
 import eval as evaluation
@@ -23,19 +22,21 @@ import train
 from runtime import ranks
 from tests.conftest import exit_code
 
-SMALL = ["--prompts-per-step", "5", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--save-every", "2",
+SMALL = ["--steps", "5", "--prompts-per-step", "5", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--save-every", "2",
          "--show-every", "0", "--device", "cpu", "--no-dynamic-sampling", "--updates-per-rollout", "2", "--lr", "1e-5",
-         "--warmup", "0", "--eval-n", "1", "--eval-limit", "5", "--eval-every", "3", "--aqn-stages", "4"]
-FIVE = [*SMALL, "--steps", "5"]
+         "--warmup", "0", "--eval-n", "1", "--eval-limit", "5", "--eval-every", "3", "--aqn-stages", "4", "--data", "arithmetic",
+         "--loss", "dapo", "--overlong", "none", "--checkpointing", "off"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Few problems, short enough for some answers in 24 tokens, and no pictures."""
-    rows = {split: sorted(data.arithmetic(split, 512), key=lambda row: len(data.solution(row)))[:64] for split in ("train", "test")}
+def quick(tmp_path_factory, shallow):
+    """Few problems, half a model, a reward that it sometimes earns, and no pictures."""
+    rows, mine = data.arithmetic("train", 64), tmp_path_factory.mktemp("reward") / "mine.py"
+    mine.write_text("def third(text, row):\n    return {'reward': len(text) % 3, 'correct': len(text) % 2 == 0}\n")
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[split][:n]])
+        m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[:n]])
         m.setattr(plot, "plot", lambda runs, out: out.touch())
+        m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(shallow), "--reward", f"{mine}:third"])
         yield
 
 
@@ -94,14 +95,14 @@ def alike(a, b, atol):
         assert {k: v or 0.0 for k, v in one.items()} == pytest.approx({k: v or 0.0 for k, v in other.items()}, rel=1e-4, abs=1e-5)
     for p, q in zip(parameters_of(a), parameters_of(b), strict=True):
         assert (p - q).abs().max() < atol
-    assert max(p.abs().max() for p in parameters_of(a)[1::2]) > 10 * atol  # each B began at zero
+    assert max(p.abs().max() for p in parameters_of(a)[1::2]) > 5 * atol  # each B began at zero
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     """Five steps on one rank."""
     out = tmp_path_factory.mktemp("one") / "run"
-    assert train.main([*FIVE, "--out", str(out)]) == 0
+    assert train.main([*SMALL, "--out", str(out)]) == 0
     return out
 
 
@@ -109,7 +110,7 @@ def one(tmp_path_factory):
 def two(tmp_path_factory):
     """The same on two, and what they printed."""
     folder = tmp_path_factory.mktemp("two")
-    codes, said = launch(2, [*FIVE, "--out", str(folder / "run")], folder)
+    codes, said = launch(2, [*SMALL, "--out", str(folder / "run")], folder)
     assert codes == [0, 0], said
     return SimpleNamespace(out=folder / "run", said=said)
 
@@ -125,16 +126,16 @@ def test_rank_0_speaks_and_writes(two):
     assert [row["step"] for row in rows_of(two.out)] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("flags", [
-    ["--dynamic-sampling", "--max-resample", "2", "--old-logp", "trainer"],
-    ["--loss", "grpo", "--overlong", "none", "--beta", "0.1"],
-    ["--lora-rank", "0", "--quant", "none", "--lr", "1e-6"],
-])
-def test_prompts_that_do_not_divide_by_the_ranks(tmp_path, flags):
-    """A step of two prompts on three ranks, redrawn groups on one of them: each rank still joins each sum."""
+@pytest.mark.parametrize("worlds, flags", [
+    ((2, 3), ["--dynamic-sampling", "--max-resample", "2", "--old-logp", "trainer"]),
+    ((4,), ["--loss", "dr_grpo", "--overlong", "mask", "--beta", "0.1"]),
+    ((3,), ["--loss", "grpo", "--lora-rank", "0", "--quant", "none", "--lr", "1e-6"]),
+], ids=["resampled", "masked", "full"])
+def test_prompts_that_do_not_divide_by_the_ranks(tmp_path, worlds, flags):
+    """Two prompts a step, of which some teach nothing: a rank may have none to sample or to train on, and joins each sum."""
     argv = [*SMALL, "--steps", "2", "--prompts-per-step", "2", "--eval-n", "0", "--lr", "1e-4", *flags]
     assert train.main([*argv, "--out", str(tmp_path / "1")]) == 0
-    for n in (2, 3):
+    for n in worlds:
         codes, said = launch(n, [*argv, "--out", str(tmp_path / str(n))], tmp_path, lambda r: setattr(ranks, "BUCKET", 20000))
         assert codes == [0] * n, said
         alike(tmp_path / "1", tmp_path / str(n), 1e-5)
@@ -157,41 +158,41 @@ def kill(number=signal.SIGKILL):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("where, rank", [((sample, "generate", 7), 1), ((grpo, "update", 6), 1), ((torch, "save", 2), 0)])
-def test_a_killed_rank_ends_all_and_resume_is_exact(one, two, tmp_path, where, rank):
-    """In a rollout, an update, a save: nobody waits for the dead, what was saved before is whole, and two ranks or one go on
-    from it to the same end."""
+@pytest.mark.parametrize("where, rank, again", [
+    ((sample, "generate", 5), 1, 2), ((grpo, "update", 8), 1, 1), ((torch, "save", 2), 0, 2)], ids=["rollout", "update", "save"])
+def test_a_killed_rank_ends_all_and_resume_is_exact(one, two, tmp_path, where, rank, again):
+    """Nobody waits for the dead, what was saved before is whole, and two ranks, or one, go on from it to the same end."""
     out = tmp_path / "run"
     begin = time.time()
-    codes, said = launch(2, [*FIVE, "--out", str(out)], tmp_path, lambda r: r == rank and at_call(*where, kill))
+    codes, said = launch(2, [*SMALL, "--out", str(out)], tmp_path, lambda r: r == rank and at_call(*where, kill))
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] != 0 and time.time() - begin < 30, said
-    shutil.copytree(out, tmp_path / "alone")
-    codes, said = launch(2, ["--resume", "--out", str(out)], tmp_path)
-    assert codes == [0, 0], said
-    assert rows_of(out) == rows_of(two.out)
-    assert all(torch.equal(p, q) for p, q in zip(parameters_of(out), parameters_of(two.out), strict=True))
-    assert train.main(["--resume", "--out", str(tmp_path / "alone")]) == 0
-    alike(one, tmp_path / "alone", 1e-6)
+    codes, said = launch(again, ["--resume", "--out", str(out)], tmp_path)
+    assert codes == [0] * again, said
+    if again == 1:
+        alike(one, out, 1e-6)
+    else:
+        assert rows_of(out) == rows_of(two.out)
+        assert all(torch.equal(p, q) for p, q in zip(parameters_of(out), parameters_of(two.out), strict=True))
 
 
-@pytest.mark.parametrize("who", [[0, 1], [1], [0]])
-@pytest.mark.parametrize("where", [(sample, "generate", 4), (grpo, "update", 5)])
+@pytest.mark.parametrize("where, who", [
+    ((sample, "generate", 4), [0, 1]), ((sample, "generate", 4), [1]), ((dist, "all_gather_object", 5), [0]),
+    ((grpo, "update", 5), [0])], ids=["both", "one", "exchange", "update"])
 def test_a_signal_stops_all_ranks_at_one_point(two, tmp_path, where, who):
     """Whoever gets it, and wherever: saved once, between two steps that all have finished."""
     out = tmp_path / "run"
-    codes, said = launch(2, [*FIVE, "--out", str(out), "--save-every", "99"], tmp_path,
+    codes, said = launch(2, [*SMALL, "--out", str(out), "--save-every", "99"], tmp_path,
                          lambda r: r in who and at_call(*where, lambda: kill(signal.SIGTERM)))
-    assert codes == [130, 130] and "continue with" in said[0] and said[1] == "", said
-    steps = len(rows_of(out))
-    assert torch.load(out / "checkpoint" / "state.pt", weights_only=True)["step"] == steps == 3 - (where[0] is sample)
-    codes, said = launch(2, ["--resume", "--out", str(out)], tmp_path)
-    assert codes == [0, 0] and rows_of(out) == rows_of(two.out), said
+    assert codes == [130, 130] and said[0].count("continue with") == 1 and said[1] == "", said
+    steps = 3 if where[0] is grpo else 2
+    assert rows_of(out) == rows_of(two.out)[:steps]
+    assert torch.load(out / "checkpoint" / "state.pt", weights_only=True)["step"] == steps
 
 
 def test_bad_input_is_refused_once(tmp_path):
     """Argparse's refusals, the flags' and the data's: by all ranks, told by one."""
     for flags, named in ((["--lr", "x"], "--lr"), (["--beta", "1", "--lora-rank", "0"], "--lora-rank"), (["--data", "no.jsonl"], "no.jsonl")):
-        codes, said = launch(2, [*FIVE, *flags, "--out", str(tmp_path / "run")], tmp_path)
+        codes, said = launch(2, [*SMALL, *flags, "--out", str(tmp_path / "run")], tmp_path)
         assert codes == [2, -signal.SIGTERM] and said[1] == "" and said[0].count("error:") == 1 and named in said[0], said
     assert not (tmp_path / "run").exists()
 
@@ -203,7 +204,7 @@ def test_a_rank_that_fails_alone_is_heard(tmp_path, monkeypatch):
     def refuse():
         raise ValueError("--reward: this one alone")
 
-    codes, said = launch(2, [*FIVE, "--out", str(tmp_path / "run")], tmp_path,
+    codes, said = launch(2, [*SMALL, "--out", str(tmp_path / "run")], tmp_path,
                          lambda r: r == 1 and at_call(sample, "generate", 2, refuse))
     assert codes[1] == 2 and said[1] == "train.py: error: --reward: this one alone\n" and codes[0] != 0
 
@@ -211,7 +212,7 @@ def test_a_rank_that_fails_alone_is_heard(tmp_path, monkeypatch):
 def test_an_evaluation_is_dealt_out_and_the_same(tmp_path):
     """Three questions on two ranks: the same rows in the same order, written once."""
     argv = ["--data", "arithmetic", "--limit", "3", "--n", "2", "--max-new-tokens", "30", "--device", "cpu", "--temperature", "1"]
-    assert evaluation.main([*argv, "--out", str(tmp_path / "1.jsonl")]) is None or True
+    assert evaluation.main([*argv, "--out", str(tmp_path / "1.jsonl")]) == 0
     codes, said = launch(2, [*argv, "--out", str(tmp_path / "2.jsonl")], tmp_path, main=evaluation.main)
     assert codes == [0, 0] and said[1] == "" and said[0].count("pass@1") == 1, said
     assert (tmp_path / "1.jsonl").read_text() == (tmp_path / "2.jsonl").read_text()
