@@ -108,20 +108,21 @@ def one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The same on two, and what they printed."""
+    """The same on two, how they ended and what they printed."""
     folder = tmp_path_factory.mktemp("two")
     codes, said = launch(2, [*SMALL, "--out", str(folder / "run")], folder)
-    assert codes == [0, 0], said
-    return SimpleNamespace(out=folder / "run", said=said)
+    return SimpleNamespace(out=folder / "run", codes=codes, said=said)
 
 
 def test_two_ranks_compute_the_update_of_one(one, two):
     """Averaged losses, gradients of one share, samples that depend on the rank: each gives another adapter."""
+    assert two.codes == [0, 0], two.said
     alike(one, two.out, 1e-6)
 
 
 def test_rank_0_speaks_and_writes(two):
     """Each line once; a row a step, whoever drew its samples."""
+    assert two.codes == [0, 0], two.said
     assert "held-out accuracy after 5 steps" in two.said[0] and two.said[1] == ""
     assert [row["step"] for row in rows_of(two.out)] == [0, 1, 2, 3, 4]
 
