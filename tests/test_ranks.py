@@ -22,9 +22,9 @@ import train
 from runtime import ranks
 from tests.conftest import exit_code
 
-SMALL = ["--steps", "5", "--prompts-per-step", "5", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--save-every", "2",
+SMALL = ["--steps", "5", "--prompts-per-step", "5", "--group-size", "4", "--max-new-tokens", "12", "--lora-rank", "4", "--save-every", "2",
          "--show-every", "0", "--device", "cpu", "--no-dynamic-sampling", "--updates-per-rollout", "2", "--lr", "1e-5",
-         "--warmup", "0", "--eval-n", "1", "--eval-limit", "5", "--eval-every", "3", "--aqn-stages", "4", "--data", "arithmetic",
+         "--warmup", "0", "--eval-n", "1", "--eval-limit", "3", "--eval-every", "3", "--aqn-stages", "4", "--data", "arithmetic",
          "--loss", "dapo", "--overlong", "none", "--checkpointing", "off"]
 
 
@@ -37,6 +37,7 @@ def quick(tmp_path_factory, shallow):
         m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[:n]])
         m.setattr(plot, "plot", lambda runs, out: out.touch())
         m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(shallow), "--reward", f"{mine}:third"])
+        m.setattr(os, "fsync", lambda f: None)
         yield
 
 
@@ -127,19 +128,18 @@ def test_rank_0_speaks_and_writes(two):
     assert [row["step"] for row in rows_of(two.out)] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("worlds, flags", [
-    ((2, 3), ["--dynamic-sampling", "--max-resample", "2", "--old-logp", "trainer"]),
-    ((4,), ["--loss", "dr_grpo", "--overlong", "mask", "--beta", "0.1"]),
-    ((3,), ["--loss", "grpo", "--lora-rank", "0", "--quant", "none", "--lr", "1e-6"]),
+@pytest.mark.parametrize("n, flags", [
+    (3, ["--dynamic-sampling", "--max-resample", "2", "--old-logp", "trainer"]),
+    (4, ["--loss", "dr_grpo", "--overlong", "mask", "--beta", "0.1", "--max-new-tokens", "30"]),
+    (3, ["--loss", "grpo", "--lora-rank", "0", "--quant", "none", "--lr", "1e-6"]),
 ], ids=["resampled", "masked", "full"])
-def test_prompts_that_do_not_divide_by_the_ranks(tmp_path, worlds, flags):
+def test_prompts_that_do_not_divide_by_the_ranks(tmp_path, n, flags):
     """Two prompts a step, of which some teach nothing: a rank may have none to sample or to train on, and joins each sum."""
     argv = [*SMALL, "--steps", "2", "--prompts-per-step", "2", "--eval-n", "0", "--lr", "1e-4", *flags]
     assert train.main([*argv, "--out", str(tmp_path / "1")]) == 0
-    for n in worlds:
-        codes, said = launch(n, [*argv, "--out", str(tmp_path / str(n))], tmp_path, lambda r: setattr(ranks, "BUCKET", 20000))
-        assert codes == [0] * n, said
-        alike(tmp_path / "1", tmp_path / str(n), 1e-5)
+    codes, said = launch(n, [*argv, "--out", str(tmp_path / "n")], tmp_path, lambda r: setattr(ranks, "BUCKET", 20000))
+    assert codes == [0] * n, said
+    alike(tmp_path / "1", tmp_path / "n", 1e-5)
 
 
 def at_call(module, name, nth, action):
@@ -194,7 +194,7 @@ def test_bad_input_is_refused_once(tmp_path):
     """Argparse's refusals, the flags' and the data's: by all ranks, told by one."""
     for flags, named in ((["--lr", "x"], "--lr"), (["--beta", "1", "--lora-rank", "0"], "--lora-rank"), (["--data", "no.jsonl"], "no.jsonl")):
         codes, said = launch(2, [*SMALL, *flags, "--out", str(tmp_path / "run")], tmp_path)
-        assert codes == [2, -signal.SIGTERM] and said[1] == "" and said[0].count("error:") == 1 and named in said[0], said
+        assert codes == [2, 130] and said[1] == "" and said[0].count("error:") == 1 and named in said[0], said
     assert not (tmp_path / "run").exists()
 
 
