@@ -6,6 +6,7 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
     rollout   sample.generate on random weights of true shapes, every row alive to the end
     step      a step of train.py by phases, and its memory
     files     seconds to read a checkpoint, to load it quantized, and to write it quantized
+    scale     no measurement: a step of 7B on many cards, on paper, from the steps of one
     report    no measurement: tables and pictures, from what kernels and rollout wrote
 
 Rows are merged into --out (a row measured again replaces the old one), so that a long table can be
@@ -28,6 +29,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -447,6 +449,38 @@ def files(args):
     merge_rows(args.out, [row], ("shape", "format"))
 
 
+def scale(args):
+    """No measurement: a step of 7B on many cards, on paper, from decode steps and updates of one
+    H100, and lengths drawn from a log-normal cut at --new."""
+    decode = [r for r in json.loads((RESULTS / "decode_steps_h100.json").read_text())
+              if (r["size"], r["quant"], r["lora_rank"]) == ("7b", "nvfp4", 16)]
+    ms = np.interp(np.arange(args.rows + 1), *zip(*sorted(
+        (r["rows"], r["replay_ms"]) for r in decode), strict=True))  # of a step, by live rows
+    adapter = 4 * memory.lora_parameters(config("7b"), 16)  # bytes of its gradient
+    rng = np.random.default_rng(0)
+    columns = {"cards": "d", "rollout": ".1f", "wait": ".1f", "exchange": ".2f", "update": ".1f",
+               "by_rows": ".1f", "reduce": ".3f", "step": ".1f", "linear": ".0%"}
+    show(columns)
+    alone = None
+    for cards in args.cards:
+        steps = []
+        for _ in range(max(4, 64 // cards)):
+            lengths = np.exp(rng.normal(math.log(args.median), args.spread, (cards, args.rows)))
+            lengths = np.sort(lengths.clip(1, args.new))  # (cards, rows): the shortest end first
+            spans = np.diff(lengths, prepend=0.0) * ms[:0:-1]  # live rows: all, all but one, ...
+            rollouts = spans.sum(1) / 1e3  # (cards,) seconds
+            tokens = lengths.sum(1) + args.prompt * args.rows
+            exchange = lengths.sum() * (cards > 1) * (args.pickle_ns + 13.3 / args.gather_gb) / 1e9
+            reduce = 2 * (cards - 1) / cards * adapter * args.updates / args.reduce_gb / 1e9
+            update, by_rows = tokens.mean() / args.update_tok_s, tokens.max() / args.update_tok_s
+            steps.append((rollouts.mean(), rollouts.max() - rollouts.mean(), exchange, update,
+                          by_rows - update, reduce, rollouts.max() + exchange + update + reduce))
+        row = dict(zip(columns, (cards, *np.mean(steps, 0)), strict=False))
+        alone = alone or row["step"]
+        show(columns, row | {"linear": alone / row["step"]})
+    print(f"seconds; the adapter's gradient is {adapter / 1e6:.0f} MB")
+
+
 def report(args):
     """No measurement: tables in Markdown and pictures of what kernels and rollout left."""
     for name, curves in (("kernels", kernel_curves), ("rollout", rollout_curves)):
@@ -525,11 +559,11 @@ def rollout_config(text):
 def parse_args(argv=None):
     p = argparse.ArgumentParser(description="Benchmarks on one GPU.", allow_abbrev=False)
     sub, add = p.add_subparsers(dest="what", required=True), {}
-    for f in (kernels, rollout, step, files, report):
+    for f in (kernels, rollout, step, files, scale, report):
         c = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__, allow_abbrev=False,
                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         c.set_defaults(run=f)
-        if f is not report:
+        if f not in (scale, report):
             c.add_argument("--out", type=Path, default=RESULTS / f"{f.__name__}_h100.json",
                            help="JSON list that the rows are merged into")
         add[f] = c.add_argument
@@ -558,8 +592,19 @@ def parse_args(argv=None):
     add[step]("--no-rollout", dest="rollout", action="store_false", help="the update alone")
     add[files]("model", type=Path, help="folder of a 16-bit checkpoint")
     add[files]("--format", choices=formats, default="nvfp4", help="that it is quantized to")
+    add[scale]("--cards", nargs="+", type=int, default=[1, 2, 8, 64, 512], help="the first: alone")
+    add[scale]("--rows", type=int, default=128, help="completions a card, all decoding at once")
+    add[scale]("--prompt", type=int, default=128, help="tokens of a prompt")
+    add[scale]("--median", type=float, default=1000, help="tokens of a completion")
+    add[scale]("--spread", type=float, default=0.7, help="standard deviation of their logarithm")
+    add[scale]("--new", type=int, default=4096, help="tokens a completion is cut at")
+    add[scale]("--updates", type=int, default=4, help="of a rollout")
+    add[scale]("--update-tok-s", type=float, default=18400, help="of one card (step_h100.json)")
+    add[scale]("--reduce-gb", type=float, default=25, help="GB/s of an all-reduce, each way")
+    add[scale]("--gather-gb", type=float, default=1, help="GB/s at which a rank takes objects in")
+    add[scale]("--pickle-ns", type=float, default=150, help="to unpickle a token, measured")
     args = p.parse_args(argv)
-    if args.run is not report and not torch.cuda.is_available():
+    if args.run not in (scale, report) and not torch.cuda.is_available():
         p.error(f"{args.what}: needs a CUDA device")
     return args
 

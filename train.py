@@ -3,6 +3,7 @@ QeRL in one loop: sample with a quantized, noisy policy; grade; advantages; upda
 
     python train.py                                                  # the embedded model, on a CPU
     python train.py --model Qwen/Qwen2.5-3B-Instruct --data gsm8k    # the paper's run, on one GPU
+    torchrun --nproc-per-node=8 train.py --model ...                 # the same update on eight
 
 The base model is frozen in NVFP4 and exists once: rollouts, log-probs and the update run the same
 modules. `learn` is the paper's Algorithm 1, a numbered paragraph a line of it; what it calls is in
@@ -10,8 +11,8 @@ aqn.py (noise), sample.py (rollouts), data.py (rewards), grpo.py (advantages, ob
 step). Nothing draws from a global random state: samples, noise and data order are functions of
 (seed, step), so a run resumed from its folder repeats the uninterrupted one.
 
-Left out, on purpose: several GPUs, a reward model, 8-bit optimizer states (the adapter's AdamW
-state is about 1% of the model).
+Left out, on purpose: models larger than a card, a reward model, 8-bit optimizer states (the
+adapter's AdamW state is about 1% of the model).
 
 Shapes: P prompts, G completions a prompt.
 """

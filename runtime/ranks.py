@@ -37,6 +37,12 @@ class Lost(ConnectionError):
     """Another rank has gone, or was slower than --timeout."""
 
 
+def launcher():
+    """The words before train.py on this run's command line."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", world)
+    return ["python"] if world == 1 else ["torchrun", f"--nproc-per-node={here}"]
+
+
 def start(args):
     """Meet the other ranks; each gets the card of its place on the machine. --timeout: seconds that
     an exchange may take. ValueError if there are too few cards, Lost if the others do not come."""

@@ -288,14 +288,13 @@ class Run:
         """The end of a run that was interrupted: saved where it stands, but for one that was told
         twice, whose parameters may be on their way from one step to the next."""
         ranks.stop()
-        where = shlex.quote(str(self.out))
+        again = shlex.join([*ranks.launcher(), "train.py", "--resume", "--out", str(self.out)])
         if self.current in ("update", "log"):
             print(f"\nstopped within step {self.state.step}; the last checkpoint stands, continue "
-                  f"with: python train.py --resume --out {where}")
+                  f"with: {again}")
             return 130
         self.save(model, optimizer)
-        print(f"\nstopped after {self.state.step} steps; continue with: "
-              f"python train.py --resume --out {where}")
+        print(f"\nstopped after {self.state.step} steps; continue with: {again}")
         return 130
 
     @ranks.first
@@ -311,7 +310,7 @@ class Run:
                    "stderr_before": before and before["stderr"],
                    "stderr_after": after and after["stderr"], "best": s.best, "steps": s.step,
                    "seconds": round(s.seconds, 1), "peak_gib": round(peak_gib(), 2),
-                   "command": shlex.join(["python", "train.py", *self.argv])}
+                   "command": shlex.join([*ranks.launcher(), "train.py", *self.argv])}
         if after:
             write_rows(self.out / "eval_after.jsonl", after["rows"])
         with whole(self.out / "summary.json") as part:
