@@ -108,3 +108,15 @@ def test_the_plan_is_within_five_percent_of_what_a_model_takes():
     _, r = bench.build(bench.config("7b"), "nvfp4")
     assert abs(r["weights_gib"] / r["planned_gib"] - 1) < 0.05 and r["weights_gib"] < 5.6
     assert r["load_peak_gib"] < r["weights_gib"] + 4
+
+
+def test_on_paper_one_card_waits_for_nobody_and_many_read_what_all_drew(capsys):
+    """The exchange grows with the cards, the update of a card does not, and nothing is faster than the cards are many."""
+    args = bench.parse_args(["scale", "--cards", "1", "4", "16", "--rows", "8"])
+    args.run(args)
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
+    one, four, sixteen = (dict(zip(head, row, strict=True)) for row in rows)
+    assert (one["wait"], one["exchange"], one["linear"]) == ("0.0", "0.00", "100%")
+    assert float(sixteen["wait"]) >= float(four["wait"]) > 0 and float(sixteen["exchange"]) >= 2 * float(four["exchange"])
+    assert float(sixteen["update"]) == pytest.approx(float(one["update"]), rel=0.2)
+    assert int(sixteen["linear"][:-1]) <= int(four["linear"][:-1]) <= 100
