@@ -46,7 +46,7 @@ import lora
 import plot
 import sample
 import train
-from runtime import flags
+from runtime import engine, flags
 from weights.files import check_out, whole
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
@@ -90,7 +90,7 @@ def gradient(args):
     rows = data.load(args.data, "train", seed=args.seed)
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    train.fit_update(args, model, params)
+    engine.fit_update(args, model, params)
     out = []
     plain = grpo.Settings(args.loss, micro_batch_tokens=args.micro_batch_tokens,
                           max_new_tokens=args.max_new_tokens)

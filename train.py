@@ -161,22 +161,6 @@ def evaluate(run, model, tok, score, rows):
     return result
 
 
-def fit_update(args, model, params):
-    """Settle --micro-batch-tokens and --checkpointing by the memory that is free. A resumed run
-    keeps what it began with: another cut into micro-batches rounds differently."""
-    if model.embed.weight.is_cuda:
-        # gradient and two moments; of several ranks, also the buffer that gradients are summed in
-        each = 12 if ranks.world == 1 else 16
-        free = min(ranks.gather(engine.free_bytes())) - each * sum(p.numel() for p in params)
-        tokens, recompute = memory.fit_update(
-            model.config, args.quant, free, args.max_prompt + args.max_new_tokens,
-            args.micro_batch_tokens, args.checkpointing, packed=args.lora_rank > 0)
-    else:
-        tokens, recompute = args.micro_batch_tokens or 16384, args.checkpointing != "off"
-    args.micro_batch_tokens, args.checkpointing = tokens, "on" if recompute else "off"
-    model.checkpointing = recompute
-
-
 def train(args, argv):
     args = settle(args, argv)
     flags.model_folder(args.model)  # a mistyped name is refused before anything is read
@@ -191,7 +175,7 @@ def train(args, argv):
     else:
         params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr, (args.beta1, args.beta2), args.weight_decay)
-    fit_update(args, model, params)
+    engine.fit_update(args, model, params)
 
     with Run(args, argv) as run:
         if not run.open(optimizer, rows):  # a finished run that is not to be extended

@@ -34,6 +34,7 @@ import torch
 import lora
 import model as qwen
 from model import KVCache, projections, to_device
+from runtime import ranks
 from runtime.draw import sample_ids, uniform
 from weights import memory
 
@@ -285,6 +286,27 @@ def make_room(model, need):
     nothing to do without a GPU."""
     if model in ENGINES and free_bytes() < need:
         release(model)
+
+
+def fit_update(args, model, params):
+    """Settle train.py's --micro-batch-tokens and --checkpointing by the memory that is free, and
+    say what goes where. A resumed run keeps what it began with: another cut into micro-batches
+    rounds differently."""
+    longest, packed = args.max_prompt + args.max_new_tokens, args.lora_rank > 0
+    tokens, recompute = args.micro_batch_tokens or 16384, args.checkpointing != "off"
+    if model.embed.weight.is_cuda:
+        # gradient and two moments; of several ranks, also the buffer that gradients are summed in
+        later = (12 if ranks.world == 1 else 16) * sum(p.numel() for p in params)
+        free = min(ranks.gather(free_bytes())) - later
+        tokens, recompute = memory.fit_update(model.config, args.quant, free, longest,
+                                              args.micro_batch_tokens, args.checkpointing, packed)
+        update = sum(memory.update_bytes(model.config, args.quant, max(tokens, longest), recompute,
+                                         packed))
+        gib = [n / memory.GIB for n in (torch.cuda.memory_allocated(), later, update, free)]
+        print("GiB: {:.1f} model and adapter, {:.1f} gradients and moments, {:.1f} at the peak of "
+              "an update, {:.1f} free for it and for rollouts".format(*gib))
+    args.micro_batch_tokens, args.checkpointing = tokens, "on" if recompute else "off"
+    model.checkpointing = recompute
 
 
 def fingerprint(model):

@@ -1,5 +1,6 @@
 """The arithmetic of bytes: against what loading, an adapter and a cache take, and published sizes; what frees the engine."""
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,21 @@ def test_an_update_is_planned_once():
 def test_an_update_takes_the_largest_micro_batches_that_fit(gib, given, settled):
     """Recomputing costs a third of the arithmetic: only where nothing fits without."""
     assert memory.fit_update(config("7b"), "nvfp4", gib * memory.GIB, 1000, **given) == settled
+
+
+def test_a_run_settles_its_micro_batches_by_what_is_free_and_says_so(monkeypatch, capsys):
+    """Gradients and Adam's moments come later, and rows may be longer than a micro-batch: both must be counted before."""
+    model = SimpleNamespace(config=config("7b"), embed=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
+    args = SimpleNamespace(quant="nvfp4", max_prompt=256, max_new_tokens=4096, lora_rank=32, micro_batch_tokens=0, checkpointing="auto")
+    params = [torch.empty(2**30, device="meta")]
+    monkeypatch.setattr(engine, "free_bytes", lambda: 72 * memory.GIB)
+    engine.fit_update(args, model, params)
+    assert (args.micro_batch_tokens, args.checkpointing, model.checkpointing) == (9216, "off", False)
+    assert "12.0 gradients and moments" in capsys.readouterr().out
+    args = SimpleNamespace(**{**vars(args), "micro_batch_tokens": 0, "checkpointing": "auto"})
+    monkeypatch.setattr(engine, "free_bytes", lambda: 32 * memory.GIB)  # a row of 4,352 does not fit 10 GiB without recomputing
+    engine.fit_update(args, model, params)
+    assert (args.micro_batch_tokens, args.checkpointing) == (22528, "on")
 
 
 def test_making_room_frees_the_engine_only_if_the_update_needs_it(monkeypatch):
