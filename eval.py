@@ -269,7 +269,7 @@ def run(args, argv):
     told = [{"data": name, "model": arm, **{k: v for k, v in r.items() if k != "rows"}}
             for name, arm, r in results]
     print(json.dumps({"results": told, "seconds": round(time.time() - begin, 1),
-                      "command": shlex.join(["python", "eval.py", *argv])}))
+                      "command": shlex.join([*ranks.launcher(), "eval.py", *argv])}))
 
 
 def main(argv=None):

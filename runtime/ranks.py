@@ -38,9 +38,10 @@ class Lost(ConnectionError):
 
 
 def launcher():
-    """The words before train.py on this run's command line."""
+    """The words before train.py on this run's command line; without the two dashes torchrun takes
+    eval.py's --run and --n for its own."""
     here = os.environ.get("LOCAL_WORLD_SIZE", world)
-    return ["python"] if world == 1 else ["torchrun", f"--nproc-per-node={here}"]
+    return ["python"] if world == 1 else ["torchrun", f"--nproc-per-node={here}", "--"]
 
 
 def start(args):
