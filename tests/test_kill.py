@@ -192,7 +192,7 @@ COMMANDS = {
     "eval": (evaluation.main, ["--data", "arithmetic", "--limit", "8", "--n", "2", "--out", "out.jsonl", "--quant", "none"]),
     "sample": (sample.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
     "nvfp4": (convert.quantize_command, ["--model", str(ROOT / "assets" / "tiny"), "--out", "out", "--awq", "--device", "cpu",
-                                         "--sequences", "8", "--length", "64"]),
+                                         "--sequences", "2", "--length", "32"]),
     "data": (data.main, ["--n", "2000"]),
 }
 

@@ -194,7 +194,7 @@ def test_bad_input_is_refused_once(tmp_path):
     """Argparse's refusals, the flags' and the data's: by all ranks, told by one."""
     for flags, named in ((["--lr", "x"], "--lr"), (["--beta", "1", "--lora-rank", "0"], "--lora-rank"), (["--data", "no.jsonl"], "no.jsonl")):
         codes, said = launch(2, [*SMALL, *flags, "--out", str(tmp_path / "run")], tmp_path)
-        assert codes == [2, 130] and said[1] == "" and said[0].count("error:") == 1 and named in said[0], said
+        assert codes[0] == 2 and codes[1] in (130, -signal.SIGTERM) and said[1] == "" and said[0].count("error:") == 1 and named in said[0], said
     assert not (tmp_path / "run").exists()
 
 
