@@ -473,8 +473,8 @@ class Rows:
         return len(self.cos)
 
 
-def numbers(rows, slots=None):
-    """[ids, places, slots, borders] of rows (lists of ids) laid end to end, as lists."""
+def end_to_end(rows, slots=None):
+    """(ids, places, slots, borders) of rows (lists of ids), as lists."""
     ids, places, where = [], [], []
     for row, slot in zip(rows, slots or [0] * len(rows), strict=True):
         ids += row
@@ -538,7 +538,7 @@ def hidden(model, rows, take):
     ids) laid end to end; differentiable in the adapter."""
     device, linears = model.embed.weight.device, linears_of(model)
     refresh(linears)
-    ids, places, _, borders = numbers(rows)
+    ids, places, _, borders = end_to_end(rows)
     lengths = [*map(len, rows)]
     where = Rows(to_device(places, device), to_device(borders, device, torch.int32),
                  *tables(model.config, max(lengths), device), lengths=lengths)
@@ -567,7 +567,7 @@ class Prefill:
     def run(self, model, rows, slots, capture=None):
         """rows (lists of ids) into `slots`. capture(launch): a replay of launch() as a graph; None:
         launch."""
-        device, (ids, places, where, borders) = self.cache.k.device, numbers(rows, slots)
+        device, (ids, places, where, borders) = self.cache.k.device, end_to_end(rows, slots)
         size = next((s for s in self.SIZES if s >= len(ids)), None)
         most = size and max(8, size // 32)  # rows that a graph of this size takes
         if capture is None or size is None or len(rows) > most:
@@ -575,14 +575,14 @@ class Prefill:
             self.launch(model, *x, max(map(len, rows)), [*map(len, rows)])
             return
         pad = size - len(ids)
-        numbers_ = (ids + [0] * pad + places + [-1] * pad + where + [0] * pad
-                    + borders + borders[-1:] * (most + 1 - len(borders)))
+        padded = (ids + [0] * pad + places + [-1] * pad + where + [0] * pad
+                  + borders + borders[-1:] * (most + 1 - len(borders)))
         if size not in self.graphs:
-            static = to_device(numbers_, device)
+            static = to_device(padded, device)
             split = static.split([size, size, size, most + 1])
             self.graphs[size] = capture(partial(self.launch, model, *split, size)), static
         replay, static = self.graphs[size]
-        static.copy_(to_device(numbers_, device))
+        static.copy_(to_device(padded, device))
         replay()
 
     def launch(self, model, ids, places, slots, borders, longest, lengths=None):
