@@ -78,3 +78,17 @@ def drawn(model, tok, n, **options):
     groups = sample.generate(model, [row["ids"] for row in rows], 4, 40, eos_ids=tok.eos_ids, **options)
     return [grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished)
             for row, group in zip(rows, groups, strict=True) for s in group]
+
+
+def rows_of(out):
+    """The rows of a run's metrics.jsonl without what depends on the machine."""
+    timing = ("seconds", "tok_s", "peak")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if not any(t in k for t in timing)} for r in rows]
+
+
+def parameters_of(out):
+    """The trained parameters in a run's checkpoint."""
+    import torch
+
+    return torch.load(out / "checkpoint" / "state.pt", weights_only=True)["params"]

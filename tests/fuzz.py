@@ -32,10 +32,8 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save  # noqa: E402
 
 import data  # noqa: E402
-import lora  # noqa: E402
-import model as qwen  # noqa: E402
 from runtime.command import number  # noqa: E402
-from tests.test_bad_inputs import COMMANDS, DEEP, ROW, TINY, seen  # noqa: E402
+from tests.test_bad_inputs import COMMANDS, DEEP, seen, sound_files  # noqa: E402
 
 SLOW, LATE = 10.0, 60.0  # seconds of processor time here, and of the clock, that no case may take
 FILES = {  # what is damaged, and a command that reads it
@@ -63,16 +61,8 @@ PIECES = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", 
 
 
 def sound(home):
-    """A model, its adapter, data and a run, all as they should be."""
-    shutil.copytree(TINY, home / "model", ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
-    m = qwen.load(TINY, dtype=torch.float32)
-    lora.add_lora(m, 2, 2.0)
-    lora.save_adapter(m, home / "adapter")
-    (home / "adapter" / "policy.json").write_text('{"model": "tiny", "quant": "none"}')
-    for name in ("d.jsonl", "p.jsonl", "c.jsonl"):
-        (home / name).write_text((ROW + "\n") * 3)
-    (home / "run").mkdir()
-    (home / "run" / "metrics.jsonl").write_text((ROW + "\n") * 2)
+    """What is damaged: sound_files, a run's flags and summary, and an index of the weights."""
+    sound_files(home)
     for name in ("config", "summary"):
         (home / "run" / f"{name}.json").write_text('{"seed": 0, "accuracy_before": 0.5}')
     names = load_file(home / "model" / "model.safetensors")

@@ -39,10 +39,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
 ROW = '{"question": "What is 1+1?", "answer": "2", "prompt": "What is 1+1?", "step": 0, "reward": 1.0}'
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory):
-    """What the rows spoil copies of."""
-    home = tmp_path_factory.mktemp("sound")
+def sound_files(home):
+    """A model, its adapter, data and a run's metrics, all as they should be."""
     shutil.copytree(TINY, home / "model", ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
     m = qwen.load(TINY, dtype=torch.float32)
     lora.add_lora(m, 2, 2.0)
@@ -50,12 +48,19 @@ def sound(tmp_path_factory):
     (home / "adapter" / "policy.json").write_text('{"model": "tiny", "quant": "none"}')
     for name in ("d.jsonl", "p.jsonl", "c.jsonl"):
         (home / name).write_text((ROW + "\n") * 3)
+    (home / "run").mkdir()
+    (home / "run" / "metrics.jsonl").write_text((ROW + "\n") * 2)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """What the rows spoil copies of."""
+    home = tmp_path_factory.mktemp("sound")
+    sound_files(home)
     (home / "p.txt").write_text("What is 1+1?\n")
     (home / "set").mkdir()
     for split in ("train", "test"):
         shutil.copy(home / "d.jsonl", home / "set" / f"{split}.jsonl")
-    (home / "run").mkdir()
-    (home / "run" / "metrics.jsonl").write_text((ROW + "\n") * 2)
     for name in ("run/config.json", "run/summary.json"):
         (home / name).write_text("{}")
     (home / "mine.txt").write_text("my own notes")

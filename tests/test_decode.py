@@ -104,12 +104,17 @@ def test_linear_equals_the_modules_in_bfloat16(quant, rank):
 def test_attention_of_eight_query_heads_without_bias():
     """Llama's shape: no QKV bias, one kv head for all."""
     c = M.Config(301, 64, 96, 1, 8, 1, 32, qkv_bias=False, max_position_embeddings=128)
-    m = build(c)
+    check_hidden(build(c))
+
+
+def check_hidden(m):
+    """Two rows' states by the step and by the modules; returns the caches of both."""
     fused, plain = filled(m, [40, 7]), filled(m, [40, 7])
     step = decode.Step(m, fused)
     step.token[:2] = torch.tensor([3, 77])
     want = m.hidden(step.token[:2, None], first_rows(plain, 2))[:, 0]
     torch.testing.assert_close(step.hidden(2), want, atol=2e-5, rtol=1e-4)
+    return fused, plain
 
 
 def with_head_norms(config, **kw):
@@ -126,12 +131,7 @@ def with_head_norms(config, **kw):
 @torch.no_grad()
 def test_norms_over_the_heads_of_q_and_k():
     """Normed before the rotation, each head with its own mean square, the cache holding normed keys; q's weight is not k's."""
-    m = with_head_norms(CPU)
-    fused, plain = filled(m, [40, 7]), filled(m, [40, 7])
-    step = decode.Step(m, fused)
-    step.token[:2] = torch.tensor([3, 77])
-    want = m.hidden(step.token[:2, None], first_rows(plain, 2))[:, 0]
-    torch.testing.assert_close(step.hidden(2), want, atol=2e-5, rtol=1e-4)
+    fused, plain = check_hidden(with_head_norms(CPU))
     torch.testing.assert_close(fused.k, plain.k, atol=1e-5, rtol=1e-4)
 
 

@@ -1,6 +1,5 @@
 """Several ranks: that they compute what one does, and that they begin, stop and fail together. Embedded model, gloo, forked
 processes in the place of torchrun's (.ci/run has a run under torchrun itself)."""
-import json
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ import plot
 import sample
 import train
 from runtime import ranks
-from tests.conftest import exit_code
+from tests.conftest import exit_code, parameters_of, rows_of
 
 SMALL = ["--steps", "5", "--prompts-per-step", "5", "--group-size", "4", "--max-new-tokens", "12", "--lora-rank", "4", "--save-every", "2",
          "--show-every", "0", "--device", "cpu", "--no-dynamic-sampling", "--updates-per-rollout", "2", "--lr", "1e-5",
@@ -77,16 +76,6 @@ def launch(n, argv, tmp_path, hook=None, main=train.main):
                     os.kill(pids[other], signal.SIGTERM)
         time.sleep(0.01)
     return codes, [log.read_text() for log in logs]
-
-
-def rows_of(out):
-    timing = ("seconds", "tok_s", "peak")
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if not any(t in k for t in timing)} for r in rows]
-
-
-def parameters_of(out):
-    return torch.load(out / "checkpoint" / "state.pt", weights_only=True)["params"]
 
 
 def alike(a, b, atol):

@@ -21,7 +21,7 @@ import sample
 import train
 from runtime import flags
 from runtime.run import Run, digest_of, warnings_for
-from tests.conftest import adapted, drawn
+from tests.conftest import adapted, drawn, parameters_of, rows_of
 from weights.files import lock
 
 SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
@@ -31,16 +31,6 @@ SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-
 
 def run(out, *extra):
     return train.main([*SMALL, "--out", str(out), *extra])
-
-
-def rows_of(out):
-    timing = ("seconds", "tok_s", "peak")
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if not any(t in k for t in timing)} for r in rows]
-
-
-def parameters_of(out):
-    return torch.load(out / "checkpoint" / "state.pt", weights_only=True)["params"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,8 +4,7 @@ what an update and a rollout need beside it. `python nvfp4.py --plan` prints it;
 its rows by it, and frees them by it when the update would not fit (engine.make_room).
 
 Counted from the configuration alone; nothing is loaded. Weights, adapter, keys and values are
-exact. What is alive for a moment is an estimate on the careful side, for train.py with 16-bit
-activations.
+exact. What is alive for a moment is an estimate, for train.py with 16-bit activations.
 
     python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
     python nvfp4.py --plan config.json --rank 16 --tokens 8192
@@ -60,7 +59,8 @@ def lora_parameters(c, rank):
 
 def gemm_scratch(c, fmt):
     """Bytes that marlin_triton takes beside packed weights: the largest of them in bfloat16, and
-    its buffers. All it ever takes: a process that has multiplied each weight once holds it."""
+    its buffers. All it ever takes, but for the columns of an adapter behind that weight (less than
+    1% of it at rank 16): a process that has multiplied each weight once holds it."""
     if fmt == "none":
         return 0
     return max(2 * n * k for n, k, _ in linears(c).values()) + GEMM_BUFFERS
