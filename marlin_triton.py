@@ -579,12 +579,16 @@ def decoded(q, tail=None):
     return w, 1.0 if alpha is None else alpha
 
 
-def many(x, q, transposed):
-    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, by the scratch and cuBLAS."""
-    w, alpha = decoded(q)
+def many(x, q, transposed, tail=None, start=None):
+    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, by the scratch and cuBLAS. tail
+    (N, E), in units of `decoded`'s alpha, stands behind w_hat as E more columns. start, (N,) or of
+    the result's shape, is added before rounding."""
+    w, alpha = decoded(q, tail)
     w = w if transposed else w.T
-    y = x.new_empty(x.shape[0], w.shape[1])
     # cuBLAS multiplies its float32 sums by alpha: the global scale costs no rounding
+    if start is not None:
+        return torch.addmm(start, x, w, alpha=alpha)
+    y = x.new_empty(x.shape[0], w.shape[1])
     return torch.addmm(y, x, w, beta=0, alpha=alpha, out=y)
 
 

@@ -347,7 +347,7 @@ class Projection:
 
     def __init__(self, m, dtype):
         (self.N, self.K), self.base, self.adapter, self.q = m.shape, m.base, m.adapter, m.q
-        self.parts, self.alpha, self.E = [*m.parts.values()], 1.0, 0
+        self.parts, self.alpha, self.E, self.tail = [*m.parts.values()], 1.0, 0, None
         self.cuda = m.q is not None and m.q.codes.is_cuda
         if self.cuda:
             marlin_triton.check_weight(m.q)
@@ -378,29 +378,20 @@ class Projection:
             return y.addmm_(wide[:, self.K :], self.tail.T, alpha=self.alpha) if self.E else y
         start = bias if residual is None else residual
         if self.cuda:
-            w, alpha = marlin_triton.decoded(self.q, self.tail if self.E else None)
-            return product(start, wide, w.T, alpha)
-        y = product(start, h, self.weight(h.dtype).T)
+            return marlin_triton.many(wide, self.q, False, self.tail, start)
+        w = self.weight(h.dtype).T
+        y = h @ w if start is None else torch.addmm(start, h, w)
         return y.addmm_(wide[:, self.K :], self.tail.T) if self.E else y
 
     def backward(self, dy):
         """dy (S, N) -> wide [dh | d(x A^T)] (S, K + E); dh lacks what comes by x A^T."""
         if self.cuda:
-            w, alpha = marlin_triton.decoded(self.q, self.tail if self.E else None)
-            return product(None, dy, w, alpha)
+            return marlin_triton.many(dy, self.q, True, self.tail)
         d = dy.new_empty(len(dy), self.K + self.E)
         torch.mm(dy, self.weight(dy.dtype), out=d[:, : self.K])
         if self.E:
             torch.mm(dy, self.tail, out=d[:, self.K :])
         return d
-
-
-def product(start, x, w, alpha=1.0):
-    """start + alpha x w, summed in float32 and rounded once; start (N,), (S, N) or None."""
-    if start is None:
-        start, beta = x.new_empty(x.shape[0], w.shape[1]), 0
-        return torch.addmm(start, x, w, beta=beta, alpha=alpha, out=start)
-    return torch.addmm(start, x, w, alpha=alpha)
 
 
 def product32(a, b):

@@ -113,6 +113,12 @@ def test_an_adapter_stands_behind_the_decoded_weight(N, K):
     w, alpha = mt.decoded(q, tail)
     assert alpha == q.global_scale[0]
     assert torch.equal(w[:, :K], mt.to_bfloat16(q)) and torch.equal(w[:, K:], tail)
+    whole = torch.cat([exact(q), alpha * tail.double()], 1)
+    x, dy = activations(5, K + 24), activations(5, N, 1)
+    for start in (None, activations(1, N, 2)[0], activations(5, N, 3)):
+        want = x.double() @ whole.T + (0 if start is None else start.double())
+        assert error(mt.many(x, q, False, tail, start), want) < BOUND
+    assert error(mt.many(dy, q, True, tail), dy.double() @ whole) < BOUND
 
 
 def test_mxfp4_keeps_tiny_scales():
