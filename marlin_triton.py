@@ -99,6 +99,7 @@ mov.b32 p, 0x7f007f00;   mov.b32 z, 0x80008000;
 shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.b32 {u, v}, a;
 shr.b32 b, $4, 4;   and.b32 b, b, 0x07f007f0;   fma.rn.bf16x2 b, b, p, z;   mov.b32 {x, y}, b;
 mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }""")
+LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
 TABLE = tl.constexpr(NF4)
 # codes are read at 2^-126 of their value, E4M3 at 2^7, E8M0 at 2^100, so that the products of tiny
 # scales are not subnormal
@@ -243,35 +244,114 @@ def natural(x, BM: tl.constexpr, KW: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["M", "b0", "b1"])
-def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc, ss, sxa, sb,
-         scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
-         SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, W: tl.constexpr,
-         R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr,
-         RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
-    """out (M, N) = x w_hat^T + bias + scaling * xa_part B^T + res; a program does BN rows of the
-    weight, BM of x, one split of K.
+@triton.jit
+def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
+    """(row of the weight that row r of a tile stands for, whether there is one); GLU: by eights of
+    gate's rows and up's, so that a pair lies in one thread."""
+    if GLU:
+        n = tile * (BN // 2) + r // 16 * 8 + r % 8
+        return n + (r // 8) % 2 * (N // 2), n < N // 2
+    else:
+        return tile * BN + r, tile * BN + r < N
 
-    g global scales (N,); part, count: partial sums and arrivals of the splits; sx, sc, ss, sxa, sb:
-    row strides of x, codes, scale, xa, B; b0, b1: the rows at which LoRA parts 1 and 2 begin; C
-    chunks an iteration, W warps, RP: R as the MMA wants it, 16 or a larger power of two; FAST:
-    tiles need no masks along K, and groups of 8 rows are full."""
+
+@triton.jit
+def adapter_in(x, a, xa, sums, flags, M, K, sx, pid, MT, AT, Z, PR, BM: tl.constexpr,
+               RA: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):
+    """xa (M, PR) = x a^T for an adapter's a (PR, K), by the first MT * AT * Z programs of a kernel
+    whose others read it (adapter_ready): program `pid` does RA rows of a, BM of x and one of Z
+    slices of K. The last of a tile's Z to arrive adds their sums (Z, M, PR), in order.
+
+    flags: MT counts of tiles that are ready, then MT * AT of slices that have arrived."""
+    mt, at, z = pid % MT, pid // MT % AT, pid // MT // AT
+    m, r, j = mt * BM + tl.arange(0, BM), at * RA + tl.arange(0, RA), tl.arange(0, 128)
+    ap = a + r.to(tl.int64)[:, None] * K + j[None, :]
+    xp = x + m.to(tl.int64)[None, :] * sx + j[:, None]
+    here, rows = (r < PR)[:, None], (m < M)[None, :]
+    per = tl.cdiv(tl.cdiv(K, 128), Z) * 128
+    acc = tl.zeros((RA, BM), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for k in tl.range(z * per, tl.minimum(K, z * per + per), 128, num_stages=2):
+        left = tl.load(ap + k, mask=here & (k + j < K)[None, :], other=0.0)
+        right = tl.load(xp + k, mask=rows & (k + j < K)[:, None], other=0.0)
+        # (RA, 128) @ (128, BM)
+        acc = tl.dot(left.to(T), right.to(T), acc, input_precision="ieee")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    spot, keep = m.to(tl.int64)[None, :] * PR + r[:, None], here & rows
+    done = True
+    if Z > 1:
+        tl.store(sums + z.to(tl.int64) * M * PR + spot, acc, mask=keep)
+        tl.debug_barrier()
+        arrived = flags + MT + mt * AT + at
+        done = tl.atomic_add(arrived, 1, sem="acq_rel") == Z - 1
+        if done:
+            tl.store(arrived, 0)
+            acc = tl.zeros((RA, BM), tl.float32)
+            for _ in range(Z):
+                acc += tl.load(sums + spot, mask=keep, other=0.0, cache_modifier=".cg")
+                sums += M * PR
+    if done:
+        tl.store(xa + spot, acc.to(xa.dtype.element_ty), mask=keep)
+        tl.debug_barrier()
+        tl.atomic_add(flags + mt, 1, sem="release")
+
+
+@triton.jit
+def adapter_ready(flags, mt, AT, readers, ASM: tl.constexpr):
+    """Wait until xa of the BM rows `mt` is there. Its writers came first in the grid, so they run
+    or have run. The last of the `readers` leaves the flag at zero for the next kernel."""
+    ready = flags + mt
+    if ASM:
+        address = ready.to(tl.int64)
+        seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [address], dtype=tl.int32,
+                                         is_pure=False, pack=1)
+        while seen < AT:
+            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [address], dtype=tl.int32,
+                                             is_pure=False, pack=1)
+    tl.debug_barrier()  # all threads have seen it before it may be cleared
+    if tl.atomic_add(ready, 1, sem="relaxed") == AT + readers - 1:
+        tl.store(ready, 0)
+
+
+@triton.jit(do_not_specialize=["M", "b0", "b1"])
+def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags, M, N, K, sx, sc,
+         ss, sb, scaling, b0, b1, Z, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
+         W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr,
+         AT: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr, BIAS: tl.constexpr,
+         RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
+    """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
+    the weight, BM of x, one split of K; with an adapter, the first ones make x A^T (adapter_in).
+
+    GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
+    gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
+    splits; xa, sums, flags, Z: as adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B;
+    b0, b1: the rows at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the
+    MMA wants it, 16 or a larger power of two, AT: A's tiles of RA rows; FAST: tiles need no
+    masks along K, and groups of 8 rows are full."""
     T: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # the interpreter multiplies no bfloat16
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
-    MT = tl.cdiv(M, BM)
-    tile = tl.program_id(0) // (MT * SPLIT)
-    split = tl.program_id(0) // MT % SPLIT
-    m = tl.program_id(0) % MT * BM + tl.arange(0, BM)
+    MT, pid = tl.cdiv(M, BM), tl.program_id(0)
+    if R > 0:
+        makers = MT * AT * Z
+        if pid < makers:
+            adapter_in(x, A, xa, sums, flags, M, K, sx, pid, MT, AT, Z, P * R, BM, RA, T, PDL)
+            return
+        pid -= makers
+    tile = pid // (MT * SPLIT)
+    split = pid // MT % SPLIT
+    m = pid % MT * BM + tl.arange(0, BM)
     inside = (m < M)[None, :]
     r = tl.arange(0, BN)
-    row = tile * BN + r
-    ok = row < N
+    row, ok = weight_row(tile, r, N, BN, GLU)
     # a load's row in the tile -> the row that the MMA takes from the same registers: (block, half,
     # warp, lane / 4) -> (block, warp, half, lane / 4)
     rl = r // (16 * W) * (16 * W) + (r // 8) % W * 16 + (r // (8 * W)) % 2 * 8 + r % 8
-    rl = tl.minimum(tile * BN + rl, N - 1)
+    rl = tl.minimum(weight_row(tile, rl, N, BN, GLU)[0], N - 1)
     KB = tl.cdiv(K, 128 * C)
     per = tl.cdiv(KB, SPLIT)
     k = split * per * (C * 128)
@@ -285,18 +365,14 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
     # what the epilogue needs is in flight while the weight streams: loaded at the end, it would be
     # waited for; only split 0 adds it
     rr, gs = tl.arange(0, RP), tl.load(g + row, mask=ok, other=0.0)
-    first, few = row < tl.where(split == 0, N, 0), m < tl.where(split == 0, M, 0)
+    first = tl.where(split == 0, row, N) < tl.where(ok, N, 0)
     if BIAS:
         bs = tl.load(bias + row, mask=first, other=0.0)
-    if R > 0 and ONE:
+    if R > 0:
         bt = tl.load(B + row[:, None] * sb + rr[None, :],
                      mask=first[:, None] & (rr < R)[None, :], other=0.0)
     if PDL:  # the kernel before may still run: wait before reading what it wrote or writing
         tl.extra.cuda.gdc_wait()
-    if R > 0 and ONE:  # all rows of the tile belong to one part
-        one = (tile * BN >= b0).to(tl.int32) + (tile * BN >= b1).to(tl.int32)
-        at = tl.load(xa + m[None, :] * sxa + (one * R + rr)[:, None],
-                     mask=few[None, :] & (rr < R)[:, None], other=0.0)
     for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
         for c in tl.static_range(C):
             kc = k + (i * C + c) * 128
@@ -325,24 +401,23 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
     if done:
         if BIAS:
             acc += bs.to(tl.float32)[:, None]
-        if R > 0 and ONE:
-            # (BN, RP) @ (RP, BM)
-            acc += tl.dot(bt.to(T), at.to(T), input_precision="ieee") * scaling
-        elif R > 0:
+        if R > 0:
+            adapter_ready(flags, pid % MT, AT, tl.cdiv(N, BN), ASM)
+            own = (row >= b0).to(tl.int32) + (row >= b1).to(tl.int32)
+            at = xa + m.to(tl.int64)[None, :] * (P * R) + rr[:, None]
+            keep = inside & (rr < R)[:, None]
             lora = tl.zeros((BN, BM), tl.float32)
-            for p in tl.static_range(P):
-                lo = 0 if p == 0 else (b0 if p == 1 else b1)
-                hi = N if p == P - 1 else (b0 if p == 0 else b1)
-                mine = (ok & (row >= lo) & (row < hi))[:, None] & (rr < R)[None, :]
-                bt = tl.load(B + row[:, None] * sb + rr[None, :], mask=mine, other=0.0)
-                at = tl.load(xa + m[None, :] * sxa + (p * R + rr)[:, None],
-                             mask=inside & (rr < R)[:, None], other=0.0)
+            for p in tl.static_range(1 if ONE else P):
+                # ONE: all rows of the tile belong to one part
+                part_b = bt if ONE else tl.where((own == p)[:, None], bt, 0.0)
+                h = tl.load(at + (tl.min(own, 0) if ONE else p) * R, mask=keep, other=0.0,
+                            cache_modifier=".cg")
                 # (BN, RP) @ (RP, BM)
-                lora = tl.dot(bt.to(T), at.to(T), lora, input_precision="ieee")
+                lora = tl.dot(part_b.to(T), h.to(T), lora, input_precision="ieee")
             acc += lora * scaling
     if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of
         # split: the same bits on every run
-        slot = tile * MT + tl.program_id(0) % MT
+        slot = tile * MT + pid % MT
         spot = r[:, None] * BM + tl.arange(0, BM)[None, :]
         sums = part + slot.to(tl.int64) * (SPLIT * BN * BM)
         tl.store(sums + split * (BN * BM) + spot, acc)
@@ -354,11 +429,20 @@ def gemm(x, codes, scale, g, bias, xa, B, res, out, part, count, M, N, K, sx, sc
             acc = tl.load(sums + spot, cache_modifier=".cg")
             for other in tl.static_range(1, SPLIT):
                 acc += tl.load(sums + other * (BN * BM) + spot, cache_modifier=".cg")
-        o = m.to(tl.int64)[None, :] * N + row[:, None]
-        keep = inside & ok[:, None]
-        if RES:
-            acc += tl.load(res + o, mask=keep, other=0.0).to(tl.float32)
-        tl.store(out + o, acc.to(out.dtype.element_ty), mask=keep)
+        if GLU:
+            both = tl.reshape(acc, (BN // 16, 2, 8, BM)).to(out.dtype.element_ty).to(tl.float32)
+            gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))  # (BN / 16, 8, BM)
+            y = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32) * up
+            n = tile * (BN // 2) + tl.arange(0, BN // 2)
+            tl.store(out + m.to(tl.int64)[None, :] * (N // 2) + n[:, None],
+                     tl.reshape(y, (BN // 2, BM)).to(out.dtype.element_ty),
+                     mask=inside & (n < N // 2)[:, None])
+        else:
+            o = m.to(tl.int64)[None, :] * N + row[:, None]
+            keep = inside & ok[:, None]
+            if RES:
+                acc += tl.load(res + o, mask=keep, other=0.0).to(tl.float32)
+            tl.store(out + o, acc.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -402,9 +486,10 @@ TILES = {8: dict(BM=8, BN=64, C=2, stages=2, kw=4, warps=4, fill=5.2),
          64: dict(BM=64, BN=64, C=1, stages=4, kw=2, warps=4, fill=1.7, wide=3),
          256: dict(BM=128, BN=64, C=1, stages=3, kw=2, warps=4, fill=1.7),
          1 << 31: dict(BM=128, BN=128, C=1, stages=3, kw=2, warps=8, fill=1, wide=2, maxnreg=128)}
-# float32 partial sums and int32 arrival counters that a launch may use
-PARTIALS, COUNTERS = 1 << 22, 1 << 17
+# float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
+PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
 FEW = 256  # up to here the kernel always wins
+SLICE = 8  # chunks of K that one program of adapter_in does
 SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
 
 
@@ -416,11 +501,12 @@ def sms(device):
 
 def space(device):
     """The device's buffers, shared by all layers (two streams at once would collide), made on the
-    first call: 17 MB. The counters are zero between kernels. The third, the scratch for a
-    dequantized weight, grows to the largest weight that needed it (memory.gemm_scratch)."""
+    first call: 17 MB. The counters, and the flags behind them, are zero between kernels. The third,
+    the scratch for a dequantized weight, grows to the largest weight that needed it
+    (memory.gemm_scratch)."""
     if device not in SPACE:
         SPACE[device] = [torch.empty(PARTIALS, device=device),
-                         torch.zeros(COUNTERS, dtype=torch.int32, device=device),
+                         torch.zeros(COUNTERS + FLAGS, dtype=torch.int32, device=device),
                          torch.empty(0, dtype=torch.bfloat16, device=device)]
     return SPACE[device]
 
@@ -504,13 +590,26 @@ def raw(q):
     return q.scale.view(torch.uint8) if q.fmt == "nvfp4" else q.scale
 
 
-def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-             asm=None, **override):
+def adapter_work(x, A, BM):
+    """What a kernel that begins with adapter_in needs for x (M, K) and A (P*R, K): its arguments
+    xa, sums and flags, the constants RA, AT and Z, and how many programs it takes."""
+    (M, K), PR = x.shape, A.shape[0]
+    RA = 16 if PR <= 16 else 32
+    AT, MT, Z = -(-PR // RA), -(-M // BM), -(-K // (CHUNK * SLICE))
+    if MT * (1 + AT) > FLAGS:
+        raise ValueError(f"marlin_triton: an adapter of {PR} rows on {M} rows of x; at most "
+                         f"{FLAGS} flags")
+    sums = torch.empty(Z * (Z > 1), M, PR, device=x.device)
+    return (x.new_empty(M, PR), sums, space(x.device)[1][COUNTERS:]), RA, AT, Z, MT * AT * Z
+
+
+def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
+             glu=False, asm=None, **override):
     """The decoding kernel itself, whatever M; arguments as linear_decode's. On CPU tensors it needs
     TRITON_INTERPRET=1. `asm` False takes the decoder in plain Triton, and keywords of TILES (and
     `split`, `pdl`) replace those of `tiling`."""
     (M, K), N, cuda = x.shape, q.shape[0], x.is_cuda
-    out = x.new_empty(M, N) if out is None else out
+    out = x.new_empty(M, N // 2 if glu else N) if out is None else out
     if M == 0:
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
@@ -524,16 +623,17 @@ def gemm_few(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=
     if pdl:
         extra["launch_pdl"] = True
     part, count, _ = space(x.device)
-    R, P, sxa, sb = 0, 1, 0, 0
-    if B is not None:
-        R, P, sxa, sb = B.shape[1], len(bounds) + 1, xa.stride(0), B.stride(0)
+    R, sb, work, RA, AT, Z, makers = 0, 0, (x, x, count), 16, 1, 1, 0  # without LoRA not touched
+    if A is not None:
+        R, sb = B.shape[1], B.stride(0)
+        work, RA, AT, Z, makers = adapter_work(x, A, t["BM"])
     fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
-    gemm[(-(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
-        x, q.codes, raw(q), q.global_scale, bias, xa, B, residual, out, part, count, M, N, K,
-        x.stride(0), q.codes.stride(0), q.scale.stride(0), sxa, sb, float(scaling),
-        *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"], SPLIT=t["split"],
-        STAGES=t["stages"], KW=kw, W=t["warps"], R=R, RP=max(16, triton.next_power_of_2(R)), P=P,
-        ONE=all(b % t["BN"] == 0 for b in bounds), BIAS=bias is not None,
+    gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
+        x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M, N, K,
+        x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling), *(*bounds, N, N)[:2],
+        Z, FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"], SPLIT=t["split"], STAGES=t["stages"], KW=kw,
+        W=t["warps"], R=R, RP=max(16, triton.next_power_of_2(R)), P=len(bounds) + 1, RA=RA, AT=AT,
+        ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
         num_warps=t["warps"], **extra)
     return out
@@ -626,34 +726,39 @@ def matmul(x, q):
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])
 
 
-def linear_decode(x, q, bias=None, xa=None, B=None, bounds=(), scaling=1.0, residual=None,
-                  out=None):
+def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
+                  glu=False):
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
-    xa_part B^T + residual. No gradient.
+    (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
-    x (M, K) bfloat16; q a Quantized (N, K); bias (N,); B (N, R); xa (M, P*R) = x A^T. bounds: the
-    rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
-    q, k, v; a row of part p takes columns p*R.. of xa. residual and the result are (M, N),
-    contiguous; `out` is written if given, and may be `residual`. Deterministic, and safe in a CUDA
-    graph after one call outside: kernels compile, buffers are made and weights checked on the
-    first. On the CPU plain torch. ValueError if shapes or dtypes do not fit."""
+    x (M, K) bfloat16; q a Quantized (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the rows at
+    which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for q, k, v;
+    a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous; `out` is
+    written if given, and may be `residual`. glu: q is gate on up, and the result (M, N / 2).
+    Deterministic, and safe in a CUDA graph after one call outside: kernels compile, buffers are
+    made and weights checked on the first. On the CPU plain torch. ValueError if shapes or dtypes do
+    not fit."""
     check(x, q)
     M, (N, K) = x.shape[0], q.shape
     P = len(bounds) + 1
-    if B is not None and (P > 3 or B.shape[0] != N or xa.shape != (M, P * B.shape[1])):
-        shapes = f"B {tuple(B.shape)} and xa {tuple(xa.shape)}"
-        raise ValueError(f"linear_decode: {shapes} do not fit {M} x {N} in {P} parts (3 at most)")
+    if A is not None and (P > 3 or B.shape[0] != N or A.shape != (P * B.shape[1], K)):
+        shapes = f"A {tuple(A.shape)} and B {tuple(B.shape)}"
+        raise ValueError(f"linear_decode: {shapes} do not fit {N} x {K} in {P} parts (3 at most)")
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16")
     if x.is_cuda and few(M, N, K, sms(x.device)):
-        return gemm_few(x, q, bias, xa, B, bounds, scaling, residual, out)
+        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu)
     y = product(x, q).float()  # (M, N)
     if bias is not None:
         y += bias
-    if B is not None:
+    if A is not None:
         edges, R = (0, *bounds, N), B.shape[1]
+        xa = x @ A.T  # (M, K) @ (K, P*R)
         for p in range(P):
-            rows, a = slice(edges[p], edges[p + 1]), xa[:, p * R : (p + 1) * R]
-            y[:, rows] += scaling * (a.float() @ B[rows].float().T)  # (M, R) @ (R, N_p)
+            rows, h = slice(edges[p], edges[p + 1]), xa[:, p * R : (p + 1) * R]
+            y[:, rows] += scaling * (h.float() @ B[rows].float().T)  # (M, R) @ (R, N_p)
     y = (y if residual is None else y + residual).to(x.dtype)
+    if glu:
+        gate, up = y.chunk(2, 1)
+        y = torch.nn.functional.silu(gate) * up
     return y if out is None else out.copy_(y)

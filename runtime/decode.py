@@ -1,23 +1,21 @@
 """
-The decode step on the GPU: one token for each of B rows, in nine kernels a layer, none of which
-waits for the host.
+The decode step on the GPU: one token for each of B rows, in seven or eight kernels a layer, none of
+which waits for the host.
 
 A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
-mostly kernels that do almost nothing. So what stands between two GEMMs is one kernel (attention
-takes two):
+mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 GEMM
+(marlin_triton.linear_decode), which takes in all that it can: bias, residual, silu(gate) * up, and
+the whole of LoRA. Between them:
 
-    norm     RMSNorm with AQN's noise -> x           and x A^T of the next projection's LoRA
+    norm     RMSNorm with AQN's noise
     attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
              live tokens, split over the sequence when rows are few
-    combine  the splits' partial results -> y        and y A^T
-    silu     silu(gate) * up -> y                    and y A^T
+    combine  the splits' partial results, if there are several
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
              state
 
-Bias, LoRA's product with B and the residual stand in the epilogue of the FP4 GEMM
-(marlin_triton.linear_decode). Beside 16-bit weights cuBLAS adds bias and residual, and lora_b, one
-kernel more a projection, the product with B. x A^T is split over K among the Z programs that make
-a row's x; `collect` lets the last of them to arrive add up the Z parts, so the GEMM reads one sum.
+Beside 16-bit weights cuBLAS adds bias and residual, and there are two kernels more: silu, and lora
+for each projection.
 What earlier kernels of the step wrote is read after gdc_wait(): on Hopper a kernel may be launched
 while its predecessor still runs (programmatic dependent launch), and fetches meanwhile what the
 step does not write.
@@ -47,7 +45,6 @@ from model import logits, projections, rope_tables
 from runtime import draw
 
 STEPS = 8  # steps between two looks of the host at the tokens
-MOST = 1 << 30
 EOS_SLOTS = 128  # most stop tokens that a step compares with
 
 GOLDEN, MIX1, MIX2 = map(tl.constexpr, (draw.GOLDEN, draw.MIX1, draw.MIX2))
@@ -76,64 +73,17 @@ def norm_weight(weight, noise, c, C):
     return w + tl.load(noise + c, mask=c < C, other=0)
 
 
-@triton.jit
-def lora_a(acc, h, a, IEEE: tl.constexpr):
-    """acc (PP, RB) += a (PP, STEP) h^T for h (RB, STEP). One row is no work for tensor cores."""
-    if h.shape[0] == 1:
-        return acc + tl.sum(a.to(tl.float32) * h.to(tl.float32), 1)[:, None]
-    else:
-        return tl.dot(a, tl.trans(h), acc=acc, input_precision="ieee" if IEEE else "tf32")
-
-
-@triton.jit
-def collect(acc, xa, part, count, z, r, p, ok, B, PR: tl.constexpr, Z: tl.constexpr):
-    """Sum acc (PP, RB) of the Z programs that share rows r into xa (B, PR): each leaves its part,
-    the last to arrive adds them all up, always in the same order."""
-    at = r[None, :] * PR + p[:, None]
-    tl.store(part + z * (B * PR) + at, acc, mask=ok)
-    tl.debug_barrier()
-    if tl.atomic_add(count + tl.program_id(0), 1, sem="acq_rel") == Z - 1:
-        tl.store(count + tl.program_id(0), 0)
-        total = tl.zeros(acc.shape, tl.float32)
-        for i in tl.static_range(Z):
-            total += tl.load(part + i * (B * PR) + at, mask=ok, other=0, cache_modifier=".cg")
-        tl.store(xa + at, total.to(xa.dtype.element_ty), mask=ok)
-
-
 @triton.jit(do_not_specialize=["B"])
-def norm_kernel(x, weight, noise, out, a, xa, part, count, B, eps, C: tl.constexpr,
-                PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr,
-                STEP: tl.constexpr, CHUNK: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr,
-                IEEE: tl.constexpr):
-    """RMSNorm of x (B, C) -> out, and out A^T -> xa (B, PR). Each program does SLICE columns of RB
-    rows, and reads the whole rows for their mean square."""
-    z = tl.program_id(1)
-    r, p = tl.program_id(0) * RB + tl.arange(0, RB), tl.arange(0, PP)
-    live = r < B
-    c = z * SLICE + tl.arange(0, STEP)
-    # what no kernel of this step writes is fetched before the wait
-    at = tile(a, p, c, PR, C)  # (PP, STEP)
-    w = norm_weight(weight, noise, c, C)
+def norm_kernel(x, weight, noise, out, B, eps, C: tl.constexpr, CP: tl.constexpr, RB: tl.constexpr,
+                PDL: tl.constexpr):
+    """RMSNorm of x (B, C) -> out; a program does RB rows."""
+    r, c = tl.program_id(0) * RB + tl.arange(0, RB), tl.arange(0, CP)
+    w = norm_weight(weight, noise, c, C)  # which no kernel of this step writes
     wait(PDL)
-    v = tile(x, r, c, B, C)  # (RB, STEP)
-    square = tl.zeros((RB, CHUNK), tl.float32)
-    for i in tl.static_range((C + CHUNK - 1) // CHUNK):
-        whole = tile(x, r, i * CHUNK + tl.arange(0, CHUNK), B, C).to(tl.float32)
-        square += whole * whole
-    rms = tl.rsqrt(tl.sum(square, 1) / C + eps)[:, None]
-    acc = tl.zeros((PP, RB), tl.float32)
-    for i in tl.static_range(SLICE // STEP):
-        if i:
-            c = z * SLICE + i * STEP + tl.arange(0, STEP)
-            at = tile(a, p, c, PR, C)
-            w = norm_weight(weight, noise, c, C)
-            v = tile(x, r, c, B, C)
-        h = (v.to(tl.float32) * rms * w[None, :]).to(out.dtype.element_ty)
-        tl.store(out + r[:, None] * C + c[None, :], h, mask=live[:, None] & (c[None, :] < C))
-        if PR:
-            acc = lora_a(acc, h, at, IEEE)
-    if PR:
-        collect(acc, xa, part, count, z, r, p, (p[:, None] < PR) & live[None, :], B, PR, Z)
+    v = tile(x, r, c, B, C).to(tl.float32)  # (RB, CP)
+    h = v * tl.rsqrt(tl.sum(v * v, 1) / C + eps)[:, None] * w[None, :]
+    tl.store(out + r[:, None] * C + c[None, :], h.to(out.dtype.element_ty),
+             mask=(r[:, None] < B) & (c[None, :] < C))
 
 
 @triton.jit
@@ -163,16 +113,16 @@ def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B"])
-def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out, B, stride_b,
+def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, acc_out, m_out, l_out, B, stride_b,
                   stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps, HKV: tl.constexpr,
                   G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
                   BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
     """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
     over the split's live tokens. NORM: the heads of q and k are normed first.
 
-    qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> acc
-    (W, B, H*D), m, l (W, B, H) float32, m in units of log2. Split 0 also takes the new token, which
-    it has in registers."""
+    qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> out
+    (B, H*D) of one split, acc (W, B, H*D), m, l (W, B, H) float32 of several, m in units of log2.
+    Split 0 also takes the new token, which it has in registers."""
     b, h, s = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
     HALF: tl.constexpr = D // 2
     g, d, e, o = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, BLOCK)
@@ -225,78 +175,62 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, acc_out, m_out, l_out
         v = tl.load(values + t[:, None] * D + e[None, :], mask=ok[:, None], other=0)
         m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
     head = (s * B + b) * (HKV * G) + h * G + g
-    tl.store(acc_out + head[:, None] * D + e[None, :], acc, mask=g[:, None] < G)
-    tl.store(m_out + head, m, mask=g < G)
-    tl.store(l_out + head, l, mask=g < G)
+    if W == 1:
+        tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
+                 mask=g[:, None] < G)
+    else:
+        tl.store(acc_out + head[:, None] * D + e[None, :], acc, mask=g[:, None] < G)
+        tl.store(m_out + head, m, mask=g < G)
+        tl.store(l_out + head, l, mask=g < G)
 
 
 @triton.jit(do_not_specialize=["B"])
-def combine_kernel(acc, m, l, out, a, xa, part, count, B, H: tl.constexpr, D: tl.constexpr,
-                   W: tl.constexpr, PR: tl.constexpr, PP: tl.constexpr, RB: tl.constexpr,
-                   SLICE: tl.constexpr, Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
-    """attend's W splits -> out (B, H*D), always summed in the same order, and out A^T -> xa
-    (B, PR)."""
+def combine_kernel(acc, m, l, out, B, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+                   BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """attend's W splits -> out (B, H*D), always summed in the same order; a program does BLOCK
+    columns of a row."""
     C: tl.constexpr = H * D
-    z = tl.program_id(1)
+    b, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    s, ok = tl.arange(0, W)[:, None], (c < C)[None, :]
+    wait(PDL)
+    head = (s * B + b) * H + (c // D)[None, :]  # (W, BLOCK)
+    top = tl.load(m + head, mask=ok, other=0.0)
+    f = tl.exp2(top - tl.max(top, 0)[None, :])
+    total = tl.sum(f * tl.load(l + head, mask=ok, other=1.0), 0)
+    y = tl.sum(f * tl.load(acc + (s * B + b) * C + c[None, :], mask=ok, other=0.0), 0) / total
+    tl.store(out + b * C + c, y.to(out.dtype.element_ty), mask=c < C)
+
+
+@triton.jit(do_not_specialize=["B"])
+def silu_kernel(gate_up, out, B, F: tl.constexpr, RB: tl.constexpr, BLOCK: tl.constexpr,
+                PDL: tl.constexpr):
+    """gate_up (B, 2F) -> silu(gate) * up -> out (B, F); a program does BLOCK columns of RB rows."""
     r = tl.program_id(0) * RB + tl.arange(0, RB)
-    c, p = z * SLICE + tl.arange(0, SLICE), tl.arange(0, PP)
-    live = r < B
-    ok = live[:, None] & (c[None, :] < C)
-    at = tile(a, p, c, PR, C)  # (PP, SLICE)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = (r[:, None] < B) & (c[None, :] < F)
     wait(PDL)
-    head = r[:, None] * H + (c // D)[None, :]
-    top = tl.full((RB, SLICE), -float("inf"), tl.float32)
-    for s in tl.static_range(W):
-        top = tl.maximum(top, tl.load(m + s * B * H + head, mask=ok, other=0))
-    y, total = tl.zeros((RB, SLICE), tl.float32), tl.zeros((RB, SLICE), tl.float32)
-    for s in tl.static_range(W):
-        f = tl.exp2(tl.load(m + s * B * H + head, mask=ok, other=0) - top)
-        total += f * tl.load(l + s * B * H + head, mask=ok, other=1)
-        y += f * tl.load(acc + (s * B + r[:, None]) * C + c[None, :], mask=ok, other=0)
-    y = (y / total).to(out.dtype.element_ty)
-    tl.store(out + r[:, None] * C + c[None, :], y, mask=ok)
-    if PR:
-        mine = lora_a(tl.zeros((PP, RB), tl.float32), y, at, IEEE)
-        collect(mine, xa, part, count, z, r, p, (p[:, None] < PR) & live[None, :], B, PR, Z)
+    gate = tl.load(gate_up + r[:, None] * (2 * F) + c[None, :], mask=ok, other=0).to(tl.float32)
+    up = tl.load(gate_up + r[:, None] * (2 * F) + F + c[None, :], mask=ok, other=0)
+    y = (gate / (1 + tl.exp(-gate))).to(up.dtype)
+    y = (y.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
+    tl.store(out + r[:, None] * F + c[None, :], y, mask=ok)
 
 
 @triton.jit(do_not_specialize=["B"])
-def silu_kernel(gate_up, out, a, xa, part, count, B, F: tl.constexpr, PR: tl.constexpr,
-                PP: tl.constexpr, RB: tl.constexpr, SLICE: tl.constexpr, STEP: tl.constexpr,
-                Z: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
-    """gate_up (B, 2F) -> silu(gate) * up -> out (B, F), and out A^T -> xa (B, PR)."""
-    z = tl.program_id(1)
-    r, p = tl.program_id(0) * RB + tl.arange(0, RB), tl.arange(0, PP)
-    live = r < B
-    c = z * SLICE + tl.arange(0, STEP)
-    at = tile(a, p, c, PR, F)  # (PP, STEP)
-    wait(PDL)
-    acc = tl.zeros((PP, RB), tl.float32)
-    for i in tl.static_range(SLICE // STEP):
-        if i:
-            c = z * SLICE + i * STEP + tl.arange(0, STEP)
-            at = tile(a, p, c, PR, F)
-        ok = live[:, None] & (c[None, :] < F)
-        gate = tl.load(gate_up + r[:, None] * (2 * F) + c[None, :], mask=ok, other=0)
-        up = tl.load(gate_up + r[:, None] * (2 * F) + F + c[None, :], mask=ok, other=0)
-        g = gate.to(tl.float32)
-        y = (g / (1 + tl.exp(-g))).to(up.dtype)
-        y = (y.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
-        tl.store(out + r[:, None] * F + c[None, :], y, mask=ok)
-        if PR:
-            acc = lora_a(acc, y, at, IEEE)
-    if PR:
-        collect(acc, xa, part, count, z, r, p, (p[:, None] < PR) & live[None, :], B, PR, Z)
-
-
-@triton.jit(do_not_specialize=["B"])
-def lora_b_kernel(y, xa, b, B, N, split1, split2, scaling, R: tl.constexpr, RP: tl.constexpr,
-                  PR: tl.constexpr, RB: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
-                  IEEE: tl.constexpr):
-    """y (B, N) += scaling * xa (B, PR) b^T for b (N, R); rows of b from split1 (split2) on belong
-    to part 1 (2)."""
-    rows = tl.program_id(1) * RB + tl.arange(0, RB)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+def lora_kernel(y, x, a, b, xa, sums, flags, B, N, K, Z, split1, split2, scaling, R: tl.constexpr,
+                RP: tl.constexpr, PR: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
+                RB: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+                ASM: tl.constexpr):
+    """y (B, N) += scaling * (x a^T) b^T for x (B, K), a (PR, K), b (N, R); rows of b from split1
+    (split2) on belong to part 1 (2). xa, sums, flags, Z: as marlin_triton.adapter_in's."""
+    T: tl.constexpr = tl.float32 if IEEE else tl.bfloat16
+    MT, pid = tl.cdiv(B, RB), tl.program_id(0)
+    if pid < MT * AT * Z:
+        marlin_triton.adapter_in(x, a, xa, sums, flags, B, K, K, pid, MT, AT, Z, PR, RB, RA, T, PDL)
+        return
+    pid -= MT * AT * Z
+    rows = pid % MT * RB + tl.arange(0, RB)
+    n = pid // MT * BN + tl.arange(0, BN)
     k = tl.arange(0, RP)
     bt = tile(b, n, k, N, R)  # (BN, RP)
     wait(PDL)
@@ -304,11 +238,12 @@ def lora_b_kernel(y, xa, b, B, N, split1, split2, scaling, R: tl.constexpr, RP: 
     ok = (rows[None, :] < B) & (n[:, None] < N)
     at = y + rows[None, :].to(tl.int64) * N + n[:, None]
     acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
+    marlin_triton.adapter_ready(flags, pid % MT, AT, tl.cdiv(N, BN), ASM)
     # a block that straddles two parts takes both
-    for i in range(tl.min(part, 0), tl.max(part, 0) + 1):
-        h = tl.load(xa + rows[None, :] * PR + i * R + k[:, None],
+    for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
+        h = tl.load(xa + rows[None, :] * PR + i * R + k[:, None], cache_modifier=".cg",
                     mask=(rows[None, :] < B) & (k[:, None] < R), other=0)
-        term = tl.dot(bt, h, input_precision="ieee" if IEEE else "tf32")  # (BN, RB)
+        term = tl.dot(bt.to(T), h.to(T), input_precision="ieee")  # (BN, RB)
         acc += tl.where((part == i)[:, None], term * scaling, 0)
     tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
 
@@ -402,20 +337,6 @@ def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_log
                out_logp, eos, S, EOS)
 
 
-# kernel -> (rows up to: rows, columns, columns at a time of a program, warps), measured on an H100
-TILES = {"norm": ((1, 2, 128, 128, 4), (16, 4, 128, 128, 4), (MOST, 4, 256, 128, 8)),
-         "combine": ((16, 1, 128, 128, 4), (32, 4, 128, 128, 4), (MOST, 8, 128, 128, 4)),
-         "silu": ((8, 1, 512, 512, 4), (32, 4, 512, 128, 4), (MOST, 8, 512, 128, 4))}
-
-
-def tiles(kernel, rows, K):
-    """RB, SLICE, STEP and num_warps of a kernel that is to do `rows` rows of K columns; columns
-    never exceed K's power of two."""
-    _, RB, SLICE, STEP, warps = next(t for t in TILES[kernel] if rows <= t[0])
-    return {"RB": RB, "SLICE": min(SLICE, power(K)), "STEP": min(STEP, power(K)),
-            "num_warps": warps}
-
-
 class Projection:
     """A linear as the step uses it: the base weight where it lies, and 16-bit copies of an
     adapter's A (P*R, K) and B (N, R)."""
@@ -423,9 +344,9 @@ class Projection:
     def __init__(self, m, dtype):
         self.base, self.lora, self.quantized = m.base, m.adapter, m.q is not None
         self.N, self.K = m.shape
-        self.PR, self.scaling, self.A, self.B, self.bounds = 0, 0.0, None, None, ()
+        self.scaling, self.A, self.B, self.bounds = 0.0, None, None, ()
         if (a := m.adapter) is not None:
-            self.rank, self.PR, self.scaling = a.rank, a.A.shape[0], float(a.scaling)
+            self.scaling = float(a.scaling)
             self.A, self.B = torch.empty_like(a.A, dtype=dtype), torch.empty_like(a.B, dtype=dtype)
             self.bounds = tuple(accumulate(m.parts.values()))[:-1]  # rows where later parts begin
 
@@ -444,9 +365,7 @@ class Step:
         self.dtype = model.embed.weight.dtype
         self.token, self.key, self.stop = (torch.zeros(S, dtype=torch.long, device=dev)
                                            for _ in range(3))
-        # arrived: collect's counters, at most one a row, zero between kernels
-        self.alive, self.count, self.arrived = (torch.zeros(S, dtype=torch.int32, device=dev)
-                                                for _ in range(3))
+        self.alive, self.count = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(2))
         self.out_ids = torch.zeros(STEPS, S, dtype=torch.long, device=dev)
         self.out_logp = torch.zeros(STEPS, S, device=dev)
         self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
@@ -460,9 +379,7 @@ class Step:
         self.head_norms = [(b.attn.q_norm, b.attn.k_norm) for b in model.layers]
         self.adapters = [p for p in linears if p.lora is not None]
         hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
-        self.launch = {"PDL": hopper, "IEEE": self.dtype == torch.float32}
-        if hopper:
-            self.launch["launch_pdl"] = True
+        self.launch = {"PDL": hopper} | ({"launch_pdl": True} if hopper else {})
         self.sms = marlin_triton.sms(dev)
         self.refresh()
 
@@ -473,91 +390,78 @@ class Step:
             torch._foreach_copy_([t for p in self.adapters for t in (p.A, p.B)],
                                  [t.detach() for p in self.adapters for t in (p.lora.A, p.lora.B)])
 
-    def lora(self, p, B, Z):
-        """A's rank and buffers for the kernel that makes the input of projection p (None: no LoRA)
-        in Z slices; xa (B, P*R)."""
-        a = xa = part = self.embed  # never touched without LoRA
-        PR = p.PR if p is not None else 0
-        if PR:
-            a, xa, part = p.A, p.A.new_empty(B, PR), torch.empty(Z, B, PR, device=p.A.device)
-        return {"a": a, "xa": xa, "part": part, "count": self.arrived, "PR": PR,
-                "PP": max(16, power(PR)), "Z": Z}
-
-    def normed(self, x, norm, nxt):
-        """RMSNorm of x (B, C), and the x A^T of `nxt`."""
+    def normed(self, x, norm):
+        """RMSNorm of x (B, C)."""
         (B, C), out = x.shape, torch.empty_like(x)
-        t = tiles("norm", B, C)
-        lora = self.lora(nxt, B, triton.cdiv(C, t["SLICE"]))
-        norm_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](
-            x, norm.weight, norm.noise, out, B=B, eps=norm.eps, C=C, CHUNK=min(1024, power(C)),
-            **t, **lora, **self.launch)
-        return out, lora["xa"]
+        RB = 1 if B <= 2 * self.sms else 2
+        norm_kernel[(triton.cdiv(B, RB),)](x, norm.weight, norm.noise, out, B, norm.eps, C=C,
+                                           CP=power(C), RB=RB, num_warps=8, **self.launch)
+        return out
 
-    def linear(self, p, x, xa, residual=None):
-        """base(x) + LoRA (+ residual, which is overwritten) for x (B, K), xa = x A^T (B, P*R)."""
+    def linear(self, p, x, residual=None, glu=False):
+        """base(x) + LoRA (+ residual, which is overwritten) for x (B, K); glu: silu(gate) * up of
+        it."""
         if p.quantized and x.dtype == torch.bfloat16:
             return marlin_triton.linear_decode(
-                x, p.base.q, p.base.bias, xa if p.PR else None, p.B, p.bounds, p.scaling, residual,
-                out=residual)
+                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu)
         if residual is None or p.quantized or p.base.bias is not None:
             y = p.base(x) if residual is None else residual.add_(p.base(x))
         else:
             y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
-        if p.PR:
-            B, BN, RB = x.shape[0], 128, 8 if x.shape[0] <= 8 else 16
-            lora_b_kernel[triton.cdiv(p.N, BN), triton.cdiv(B, RB)](
-                y, xa, p.B, B, p.N, *(*p.bounds, p.N, p.N)[:2], p.scaling, R=p.rank,
-                RP=max(16, power(p.rank)), PR=p.PR, RB=RB, BN=BN, num_warps=4, num_stages=1,
-                **self.launch)
-        return y
+        if p.A is not None:
+            (B, K), R, RB, BN = x.shape, p.B.shape[1], 8 if x.shape[0] <= 8 else 16, 128
+            work, RA, AT, Z, makers = marlin_triton.adapter_work(x, p.A, RB)
+            lora_kernel[(makers + triton.cdiv(p.N, BN) * triton.cdiv(B, RB),)](
+                y, x, p.A, p.B, *work, B, p.N, K, Z, *(*p.bounds, p.N, p.N)[:2], p.scaling, R=R,
+                RP=max(16, power(R)), PR=len(p.A), RA=RA, AT=AT, RB=RB, BN=BN,
+                IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, num_warps=4,
+                num_stages=1, **self.launch)
+        return self.silu(y) if glu else y
 
-    def attention(self, layer, qkv, nxt):
-        """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D) and the x A^T of `nxt`; writes the
-        cache."""
+    def attention(self, layer, qkv):
+        """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D); writes the cache."""
         c, B, k, v = self.config, qkv.shape[0], self.cache.k[layer], self.cache.v[layer]
         H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         # programs to fill the card twice, at most 32 splits
         W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)
-        acc = torch.empty(W, B, H * D, dtype=torch.float32, device=qkv.device)
-        m, l = (torch.empty(W, B, H, dtype=torch.float32, device=qkv.device) for _ in "ml")
+        out = qkv.new_empty(B, H * D)
+        some = W if W > 1 else 0
+        acc = torch.empty(some, B, H * D, dtype=torch.float32, device=qkv.device)
+        m, l = (torch.empty(some, B, H, dtype=torch.float32, device=qkv.device) for _ in "ml")
         q_norm, k_norm = self.head_norms[layer]
         norms = [self.embed] * 4 + [0.0]  # never touched
         if c.qk_norm:
             norms = [q_norm.weight, q_norm.noise, k_norm.weight, k_norm.noise, q_norm.eps]
         attend_kernel[B * HKV, W](
-            qkv, k, v, self.cache.length, self.cos, self.sin, acc, m, l, B, k.stride(0),
+            qkv, k, v, self.cache.length, self.cos, self.sin, out, acc, m, l, B, k.stride(0),
             k.stride(1), D**-0.5 * LOG2E.value, *norms, HKV=HKV, G=H // HKV,
             GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, NORM=c.qk_norm,
-            num_warps=4, num_stages=3, **self.launch)
-        out, t = qkv.new_empty(B, H * D), tiles("combine", B, H * D)
-        del t["STEP"]  # it does its columns at once
-        lora = self.lora(nxt, B, triton.cdiv(H * D, t["SLICE"]))
-        combine_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](
-            acc, m, l, out, B=B, H=H, D=D, W=W, **t, **lora, **self.launch)
-        return out, lora["xa"]
+            IEEE=self.dtype == torch.float32, num_warps=4, num_stages=3, **self.launch)
+        if W > 1:
+            BLOCK = min(128, power(H * D))
+            combine_kernel[B, triton.cdiv(H * D, BLOCK)](acc, m, l, out, B, H=H, D=D, W=W,
+                                                         BLOCK=BLOCK, num_warps=4, **self.launch)
+        return out
 
-    def silu(self, gate_up, nxt):
-        """silu(gate) * up (B, F) and the x A^T of `nxt`."""
+    def silu(self, gate_up):
+        """silu(gate) * up (B, F)."""
         B, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out, t = gate_up.new_empty(B, width), tiles("silu", B, width)
-        lora = self.lora(nxt, B, triton.cdiv(width, t["SLICE"]))
-        silu_kernel[triton.cdiv(B, t["RB"]), lora["Z"]](
-            gate_up, out, B=B, F=width, **t, **lora, **self.launch)
-        return out, lora["xa"]
+        out, RB, BLOCK = gate_up.new_empty(B, width), 1 if B <= 8 else 4, min(512, power(width))
+        silu_kernel[triton.cdiv(B, RB), triton.cdiv(width, BLOCK)](
+            gate_up, out, B, F=width, RB=RB, BLOCK=BLOCK, num_warps=4, **self.launch)
+        return out
 
     def hidden(self, rows):
         """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are
         in the cache after it."""
         x = F.embedding(self.token[:rows], self.embed)  # (B, C)
         for i, (norm1, qkv_proj, o_proj, norm2, gate_up_proj, down_proj) in enumerate(self.layers):
-            h, xa = self.normed(x, norm1, qkv_proj)
-            y, xa = self.attention(i, self.linear(qkv_proj, h, xa), o_proj)
-            x = self.linear(o_proj, y, xa, residual=x)  # (B, H*D) -> (B, C)
-            h, xa = self.normed(x, norm2, gate_up_proj)
+            y = self.attention(i, self.linear(qkv_proj, self.normed(x, norm1)))
+            x = self.linear(o_proj, y, residual=x)  # (B, H*D) -> (B, C)
             # (B, C) -> (B, 2F) -> (B, F)
-            y, xa = self.silu(self.linear(gate_up_proj, h, xa), down_proj)
-            x = self.linear(down_proj, y, xa, residual=x)  # (B, F) -> (B, C)
-        return self.normed(x, self.norm, None)[0]
+            y = self.linear(gate_up_proj, self.normed(x, norm2), glu=True)
+            x = self.linear(down_proj, y, residual=x)  # (B, F) -> (B, C)
+        return self.normed(x, self.norm)
 
     def step(self, rows, greedy=False, draw=None):
         """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs
@@ -580,7 +484,6 @@ class Step:
                       for _ in range(2))
         best = torch.empty(rows, NB, dtype=torch.int32, device=logits.device)
         common = {"BLOCK": BLOCK, "num_warps": 8} | self.launch
-        del common["IEEE"]
         blocks = (logits, self.inverse_temperature, top, total, best)
         stats_kernel[rows, NB](*blocks, self.valid_vocab, logits.stride(0), NB, **common)
         pick_kernel[(rows,)](

@@ -367,13 +367,20 @@ class Projection:
     def weight(self, dtype):
         return self.base.weight if self.q is None else self.base.cpu_weight(dtype)
 
+    def few(self, rows):
+        """Whether so many rows go through the GEMM that decodes as it multiplies."""
+        return self.cuda and marlin_triton.few(rows, self.N, self.K,
+                                               marlin_triton.sms(self.q.codes.device))
+
+    def alone(self, h, residual):
+        """What `forward` gives, by one kernel, which makes x A^T itself."""
+        return marlin_triton.gemm_few(h, self.q, self.base.bias, self.A, self.tail,
+                                      scaling=self.alpha, residual=residual)
+
     def forward(self, wide, residual):
         """wide [h | x A^T] (S, K + E) -> y (S, N) = residual + bias + h w^T + s x A^T B^T."""
         h, bias = wide[:, : self.K], self.base.bias
-        if self.cuda and marlin_triton.few(len(h), self.N, self.K, marlin_triton.sms(h.device)):
-            if 0 < self.E <= 64:
-                return marlin_triton.gemm_few(h, self.q, bias, wide[:, self.K :], self.tail,
-                                              scaling=self.alpha, residual=residual)
+        if self.few(len(h)):
             y = marlin_triton.gemm_few(h, self.q, bias, residual=residual)
             return y.addmm_(wide[:, self.K :], self.tail.T, alpha=self.alpha) if self.E else y
         start = bias if residual is None else residual
@@ -405,6 +412,8 @@ class Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, prologue, p, x, residual, A, B):
+        if 0 < p.E <= 64 and p.few(len(x)) and not any(ctx.needs_input_grad):
+            return p.alone(prologue.forward(x, 0)[0], residual)
         wide, kept = prologue.forward(x, p.E)
         xa = None
         if p.E:

@@ -77,16 +77,35 @@ def test_epilogue_adds_bias_lora_and_residual(bounds):
     """Each row takes its own part's columns of x A^T, also where a tile holds rows of two parts."""
     M, N, K, R = 3, 80, 256, 12
     q, x = weight("nvfp4", N, K, uniform=False), activations(M, K)
-    bias, B, xa = activations(1, N, 2)[0], activations(N, R, 3), activations(M, R * (len(bounds) + 1), 4)
+    bias, B, A = activations(1, N, 2)[0], activations(N, R, 3), activations(R * (len(bounds) + 1), K, 4) * 0.02
+    xa = (x.double() @ A.double().T).to(torch.bfloat16)
     residual = activations(M, N, 5)
     want = x.double() @ exact(q).T + bias.double()
     for p, (a, b) in enumerate(zip((0, *bounds), (*bounds, N), strict=True)):
         want[:, a:b] += 0.5 * xa[:, p * R : (p + 1) * R].double() @ B[a:b].double().T
     want += residual.double()
-    arguments = dict(bias=bias, xa=xa, B=B, bounds=bounds, scaling=0.5)
+    arguments = dict(bias=bias, A=A, B=B, bounds=bounds, scaling=0.5)
     for split in (1, 2):
         assert error(mt.gemm_few(x, q, split=split, C=1, residual=residual, **arguments), want) < BOUND
-    assert error(mt.linear_decode(x, q, bias, xa, B, bounds, 0.5, residual), want) < BOUND
+    assert error(mt.linear_decode(x, q, bias, A, B, bounds, 0.5, residual), want) < BOUND
+
+
+@pytest.mark.parametrize(("M", "half", "K", "R"), [(3, 40, 256, 0), (20, 72, 1280, 12), (9, 33, 192, 40)])
+def test_epilogue_multiplies_silu_of_gate_with_up(M, half, K, R):
+    """Gate and up lie in one tile, eight rows of each in turn, and each has its own part of the adapter."""
+    q, x = weight("nvfp4", 2 * half, K, uniform=False), activations(M, K) * 0.1
+    A, B = (activations(2 * R, K, 4) * 0.02, activations(2 * half, R, 3)) if R else (None, None)
+    y = x.double() @ exact(q).T
+    if R:
+        xa = (x.double() @ A.double().T).to(torch.bfloat16).double()
+        y += 0.5 * torch.cat([xa[:, i * R : (i + 1) * R] @ B[i * half : (i + 1) * half].double().T for i in (0, 1)], 1)
+    gate, up = y.to(torch.bfloat16).double().chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up
+    for split in (1, 2):
+        got = mt.gemm_few(x, q, None, A, B, (half,) if R else (), 0.5, out=poisoned(M, half), glu=True, split=split, C=1)
+        assert error(got, want) < 2e-2
+    assert error(mt.linear_decode(x, q, None, A, B, (half,) if R else (), 0.5, glu=True), want) < 2e-2
+    assert mt.space(x.device)[1].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("split", [1, 2])
@@ -239,7 +258,7 @@ def test_gpu_decode_in_a_graph_equals_eager():
     buffers = [torch.empty_like(x) for _ in range(2)]
 
     def step():
-        mt.linear_decode(x, q1, xa=x @ A.T, B=B, out=buffers[0])
+        mt.linear_decode(x, q1, A=A, B=B, out=buffers[0])
         buffers[0].mul_(1e-3)
         mt.linear_decode(buffers[0], q2, residual=x, out=buffers[1])
 

@@ -19,7 +19,8 @@ BITS = {"none": 16} | {name: f.bits for name, f in FORMATS.items()}
 CARDS = {"24 GB": 23.5, "40 GB": 39.4, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 139.8}
 RESERVE = 1.5 * GIB  # CUDA context, kernels, what the allocator cannot fill
 PREFILL_TOKENS = 8192  # tokens a prefill call may hold, padding included
-GEMM_BUFFERS = 4 * ((1 << 22) + (1 << 17))  # marlin_triton's partial sums and arrival counters
+# marlin_triton's partial sums, arrival counters and flags
+GEMM_BUFFERS = 4 * ((1 << 22) + (1 << 17) + (1 << 14))
 
 
 # ---- what lasts
