@@ -37,9 +37,11 @@ byte permutes (PRMT is an 8-entry table), and their products do round: 2.8e-3.
 Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles
 are few, K is cut (SPLIT): each split leaves a float32 partial sum and the program that comes last
 adds them in order. No atomics on values: the same bits on each run. Programmatic dependent launch
-lets a kernel start while the one before finishes. Measured on an H100; other cards from Ampere on
-run the same kernel, without dependent launch before Hopper. What was tried and lost stands in
-results/LOG.md.
+lets a kernel start while the one before finishes. A kernel of a decode step that does nothing else
+costs 4 to 7 us, so the GEMM takes in what it can: silu(gate) * up, and LoRA's x A^T, made by the
+first programs of the grid while the others stream the weight, which wait for it in their epilogue.
+Measured on an H100; other cards from Ampere on run the same kernel, without dependent launch before
+Hopper. What was tried and lost stands in results/LOG.md.
 
     y = matmul(x, quantize(w))                                  # any M, differentiable in x
     python bench.py kernels
@@ -256,11 +258,11 @@ def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
 
 
 @triton.jit
-def adapter_in(x, a, xa, sums, flags, M, K, sx, pid, MT, AT, Z, PR, BM: tl.constexpr,
+def adapter_in(x, a, xa, sums, flags, M, K, sx, pid, MT, AT, PR, Z: tl.constexpr, BM: tl.constexpr,
                RA: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):
     """xa (M, PR) = x a^T for an adapter's a (PR, K), by the first MT * AT * Z programs of a kernel
     whose others read it (adapter_ready): program `pid` does RA rows of a, BM of x and one of Z
-    slices of K. The last of a tile's Z to arrive adds their sums (Z, M, PR), in order.
+    slices of K. The last of a tile's Z to arrive adds their sums (Z, M, PR), always in one order.
 
     flags: MT counts of tiles that are ready, then MT * AT of slices that have arrived."""
     mt, at, z = pid % MT, pid // MT % AT, pid // MT // AT
@@ -272,7 +274,8 @@ def adapter_in(x, a, xa, sums, flags, M, K, sx, pid, MT, AT, Z, PR, BM: tl.const
     acc = tl.zeros((RA, BM), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for k in tl.range(z * per, tl.minimum(K, z * per + per), 128, num_stages=2):
+    for k in tl.range(z * per, tl.minimum(K, z * per + per), 128,
+                      num_stages=4 if BM <= 16 else 2):
         left = tl.load(ap + k, mask=here & (k + j < K)[None, :], other=0.0)
         right = tl.load(xp + k, mask=rows & (k + j < K)[:, None], other=0.0)
         # (RA, 128) @ (128, BM)
@@ -288,10 +291,8 @@ def adapter_in(x, a, xa, sums, flags, M, K, sx, pid, MT, AT, Z, PR, BM: tl.const
         done = tl.atomic_add(arrived, 1, sem="acq_rel") == Z - 1
         if done:
             tl.store(arrived, 0)
-            acc = tl.zeros((RA, BM), tl.float32)
-            for _ in range(Z):
-                acc += tl.load(sums + spot, mask=keep, other=0.0, cache_modifier=".cg")
-                sums += M * PR
+            each = sums + tl.arange(0, Z)[:, None, None].to(tl.int64) * M * PR + spot[None]
+            acc = tl.sum(tl.load(each, mask=keep[None], other=0.0, cache_modifier=".cg"), 0)
     if done:
         tl.store(xa + spot, acc.to(xa.dtype.element_ty), mask=keep)
         tl.debug_barrier()
@@ -317,11 +318,12 @@ def adapter_ready(flags, mt, AT, readers, ASM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
 def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags, M, N, K, sx, sc,
-         ss, sb, scaling, b0, b1, Z, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         ss, sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
          C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
          W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr,
-         AT: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr, BIAS: tl.constexpr,
-         RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
+         AT: tl.constexpr, Z: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
+         BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+         ASM: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
     the weight, BM of x, one split of K; with an adapter, the first ones make x A^T (adapter_in).
 
@@ -339,7 +341,7 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
     if R > 0:
         makers = MT * AT * Z
         if pid < makers:
-            adapter_in(x, A, xa, sums, flags, M, K, sx, pid, MT, AT, Z, P * R, BM, RA, T, PDL)
+            adapter_in(x, A, xa, sums, flags, M, K, sx, pid, MT, AT, P * R, Z, BM, RA, T, PDL)
             return
         pid -= makers
     tile = pid // (MT * SPLIT)
@@ -489,7 +491,6 @@ TILES = {8: dict(BM=8, BN=64, C=2, stages=2, kw=4, warps=4, fill=5.2),
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
 FEW = 256  # up to here the kernel always wins
-SLICE = 8  # chunks of K that one program of adapter_in does
 SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
 
 
@@ -591,16 +592,21 @@ def raw(q):
 
 
 def adapter_work(x, A, BM):
-    """What a kernel that begins with adapter_in needs for x (M, K) and A (P*R, K): its arguments
-    xa, sums and flags, the constants RA, AT and Z, and how many programs it takes."""
+    """What a kernel of tiles of BM rows that begins with adapter_in takes for x (M, K) and A
+    (P*R, K): its arguments xa, sums and flags; its constants; and how many programs it adds."""
     (M, K), PR = x.shape, A.shape[0]
     RA = 16 if PR <= 16 else 32
-    AT, MT, Z = -(-PR // RA), -(-M // BM), -(-K // (CHUNK * SLICE))
+    AT, MT = -(-PR // RA), -(-M // BM)
+    # slices of two chunks, so that xa is there before the weight is through; one program adds up
+    # all, in registers that the others would not have had
+    most = (4096 if BM <= 16 else 8192) // (RA * BM)
+    Z = min(most, triton.next_power_of_2(-(-K // (2 * CHUNK))))
     if MT * (1 + AT) > FLAGS:
-        raise ValueError(f"marlin_triton: an adapter of {PR} rows on {M} rows of x; at most "
+        raise ValueError(f"marlin_triton: an adapter of {PR} rows on {M} rows of x needs more than "
                          f"{FLAGS} flags")
     sums = torch.empty(Z * (Z > 1), M, PR, device=x.device)
-    return (x.new_empty(M, PR), sums, space(x.device)[1][COUNTERS:]), RA, AT, Z, MT * AT * Z
+    flags = space(x.device)[1][COUNTERS:]
+    return (x.new_empty(M, PR), sums, flags), {"RA": RA, "AT": AT, "Z": Z}, MT * AT * Z
 
 
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
@@ -623,16 +629,16 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if pdl:
         extra["launch_pdl"] = True
     part, count, _ = space(x.device)
-    R, sb, work, RA, AT, Z, makers = 0, 0, (x, x, count), 16, 1, 1, 0  # without LoRA not touched
+    R, sb, work, adapter, makers = 0, 0, (x, x, count), {"RA": 16, "AT": 1, "Z": 1}, 0  # not used
     if A is not None:
         R, sb = B.shape[1], B.stride(0)
-        work, RA, AT, Z, makers = adapter_work(x, A, t["BM"])
+        work, adapter, makers = adapter_work(x, A, t["BM"])
     fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
         x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M, N, K,
         x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling), *(*bounds, N, N)[:2],
-        Z, FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"], SPLIT=t["split"], STAGES=t["stages"], KW=kw,
-        W=t["warps"], R=R, RP=max(16, triton.next_power_of_2(R)), P=len(bounds) + 1, RA=RA, AT=AT,
+        FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"], SPLIT=t["split"], STAGES=t["stages"], KW=kw,
+        W=t["warps"], R=R, RP=max(16, triton.next_power_of_2(R)), P=len(bounds) + 1, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
         num_warps=t["warps"], **extra)

@@ -217,16 +217,16 @@ def silu_kernel(gate_up, out, B, F: tl.constexpr, RB: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit(do_not_specialize=["B"])
-def lora_kernel(y, x, a, b, xa, sums, flags, B, N, K, Z, split1, split2, scaling, R: tl.constexpr,
+def lora_kernel(y, x, a, b, xa, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
                 RP: tl.constexpr, PR: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
-                RB: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
-                ASM: tl.constexpr):
+                Z: tl.constexpr, RB: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr,
+                PDL: tl.constexpr, ASM: tl.constexpr):
     """y (B, N) += scaling * (x a^T) b^T for x (B, K), a (PR, K), b (N, R); rows of b from split1
-    (split2) on belong to part 1 (2). xa, sums, flags, Z: as marlin_triton.adapter_in's."""
+    (split2) on belong to part 1 (2). xa, sums, flags, Z: marlin_triton.adapter_in's."""
     T: tl.constexpr = tl.float32 if IEEE else tl.bfloat16
     MT, pid = tl.cdiv(B, RB), tl.program_id(0)
     if pid < MT * AT * Z:
-        marlin_triton.adapter_in(x, a, xa, sums, flags, B, K, K, pid, MT, AT, Z, PR, RB, RA, T, PDL)
+        marlin_triton.adapter_in(x, a, xa, sums, flags, B, K, K, pid, MT, AT, PR, Z, RB, RA, T, PDL)
         return
     pid -= MT * AT * Z
     rows = pid % MT * RB + tl.arange(0, RB)
@@ -410,10 +410,10 @@ class Step:
             y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
         if p.A is not None:
             (B, K), R, RB, BN = x.shape, p.B.shape[1], 8 if x.shape[0] <= 8 else 16, 128
-            work, RA, AT, Z, makers = marlin_triton.adapter_work(x, p.A, RB)
+            work, adapter, makers = marlin_triton.adapter_work(x, p.A, RB)
             lora_kernel[(makers + triton.cdiv(p.N, BN) * triton.cdiv(B, RB),)](
-                y, x, p.A, p.B, *work, B, p.N, K, Z, *(*p.bounds, p.N, p.N)[:2], p.scaling, R=R,
-                RP=max(16, power(R)), PR=len(p.A), RA=RA, AT=AT, RB=RB, BN=BN,
+                y, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling, R=R,
+                RP=max(16, power(R)), PR=len(p.A), RB=RB, BN=BN, **adapter,
                 IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, num_warps=4,
                 num_stages=1, **self.launch)
         return self.silu(y) if glu else y

@@ -72,22 +72,28 @@ def test_splits_of_k_sum_to_the_same_product_twice(M, split):
     assert mt.space(x.device)[1].count_nonzero() == 0
 
 
+def adapter(x, A, B, bounds, w):
+    """(scaling, scaling * (x A_part^T) B^T), as large as x w^T: what is wrong in it must show."""
+    xa, N, R = (x.double() @ A.double().T).to(torch.bfloat16).double(), *B.shape
+    term = torch.cat([xa[:, p * R : (p + 1) * R] @ B[a:b].double().T
+                      for p, (a, b) in enumerate(zip((0, *bounds), (*bounds, N), strict=True))], 1)
+    scaling = ((x.double() @ w.T).norm() / term.norm()).item()
+    return scaling, scaling * term
+
+
 @pytest.mark.parametrize("bounds", [(), (40,), (32, 40), (64,)])
 def test_epilogue_adds_bias_lora_and_residual(bounds):
     """Each row takes its own part's columns of x A^T, also where a tile holds rows of two parts."""
     M, N, K, R = 3, 80, 256, 12
     q, x = weight("nvfp4", N, K, uniform=False), activations(M, K)
     bias, B, A = activations(1, N, 2)[0], activations(N, R, 3), activations(R * (len(bounds) + 1), K, 4) * 0.02
-    xa = (x.double() @ A.double().T).to(torch.bfloat16)
     residual = activations(M, N, 5)
-    want = x.double() @ exact(q).T + bias.double()
-    for p, (a, b) in enumerate(zip((0, *bounds), (*bounds, N), strict=True)):
-        want[:, a:b] += 0.5 * xa[:, p * R : (p + 1) * R].double() @ B[a:b].double().T
-    want += residual.double()
-    arguments = dict(bias=bias, A=A, B=B, bounds=bounds, scaling=0.5)
+    scaling, term = adapter(x, A, B, bounds, exact(q))
+    want = x.double() @ exact(q).T + bias.double() + term + residual.double()
+    arguments = dict(bias=bias, A=A, B=B, bounds=bounds, scaling=scaling)
     for split in (1, 2):
-        assert error(mt.gemm_few(x, q, split=split, C=1, residual=residual, **arguments), want) < BOUND
-    assert error(mt.linear_decode(x, q, bias, A, B, bounds, 0.5, residual), want) < BOUND
+        assert error(mt.gemm_few(x, q, split=split, C=1, residual=residual, **arguments), want) < 2 * BOUND
+    assert error(mt.linear_decode(x, q, bias, A, B, bounds, scaling, residual), want) < 2 * BOUND
 
 
 @pytest.mark.parametrize(("M", "half", "K", "R"), [(3, 40, 256, 0), (20, 72, 1280, 12), (9, 33, 192, 40)])
@@ -95,16 +101,14 @@ def test_epilogue_multiplies_silu_of_gate_with_up(M, half, K, R):
     """Gate and up lie in one tile, eight rows of each in turn, and each has its own part of the adapter."""
     q, x = weight("nvfp4", 2 * half, K, uniform=False), activations(M, K) * 0.1
     A, B = (activations(2 * R, K, 4) * 0.02, activations(2 * half, R, 3)) if R else (None, None)
-    y = x.double() @ exact(q).T
-    if R:
-        xa = (x.double() @ A.double().T).to(torch.bfloat16).double()
-        y += 0.5 * torch.cat([xa[:, i * R : (i + 1) * R] @ B[i * half : (i + 1) * half].double().T for i in (0, 1)], 1)
+    scaling, term = adapter(x, A, B, (half,), exact(q)) if R else (1.0, 0)
+    y = x.double() @ exact(q).T + term
     gate, up = y.to(torch.bfloat16).double().chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up
     for split in (1, 2):
-        got = mt.gemm_few(x, q, None, A, B, (half,) if R else (), 0.5, out=poisoned(M, half), glu=True, split=split, C=1)
+        got = mt.gemm_few(x, q, None, A, B, (half,) if R else (), scaling, out=poisoned(M, half), glu=True, split=split, C=1)
         assert error(got, want) < 2e-2
-    assert error(mt.linear_decode(x, q, None, A, B, (half,) if R else (), 0.5, glu=True), want) < 2e-2
+    assert error(mt.linear_decode(x, q, None, A, B, (half,) if R else (), scaling, glu=True), want) < 2e-2
     assert mt.space(x.device)[1].count_nonzero() == 0
 
 
