@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from statistics import fmean, stdev
 
 import torch
 
@@ -305,10 +306,15 @@ class Run:
             self.save_model(model)
         s, before = self.state, self.state.before
         s.seconds = self.seconds()
+        gain = error = None
+        if after:
+            base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
+            gain, error = paired(base, after["rows"])
         summary = {"accuracy_before": before and before["accuracy"],
                    "accuracy_after": after and after["accuracy"],
                    "stderr_before": before and before["stderr"],
-                   "stderr_after": after and after["stderr"], "best": s.best, "steps": s.step,
+                   "stderr_after": after and after["stderr"], "gain": gain, "stderr_gain": error,
+                   "best": s.best, "steps": s.step,
                    "seconds": round(s.seconds, 1), "peak_gib": round(peak_gib(), 2),
                    "command": shlex.join([*ranks.launcher(), "train.py", *self.argv])}
         if after:
@@ -318,10 +324,9 @@ class Run:
         plot.plot([self.out], self.out / "metrics.png")
         print(f"{self.out}: adapter/, metrics.jsonl, metrics.png, summary.json ({s.seconds:.0f} s)")
         if after:
-            self.show_learned(after["rows"])
-            gain = 100 * (after["accuracy"] - before["accuracy"])
+            show_learned(base, after["rows"])
             print(f"held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} "
-                  f"after {s.step} steps ({gain:+.1f} points)")
+                  f"after {s.step} steps ({100 * gain:+.1f} +- {100 * error:.1f} points)")
 
     def save_model(self, model):
         """All parameters as a Hugging Face checkpoint in model/, with policy.json."""
@@ -332,15 +337,21 @@ class Run:
                 writer.add(name, tensor)
         flags.save_policy(out, model, self.args)
 
-    def show_learned(self, after):
-        """One question that was answered wrong before training and right after it."""
-        before = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
-        for b, a in zip(before, after, strict=True):
-            if b["accuracy"] == 0 and a["accuracy"] == 1:
-                print(f"one of the questions: {one_line(a['question'])} (it is {a['answer']})\n"
-                      f"  before: {one_line(b['samples'][0]['text'])}\n"
-                      f"  after:  {one_line(a['samples'][0]['text'])}")
-                return
+
+def paired(before, after):
+    """The gain in accuracy and its standard error, question by question; 0 for one question."""
+    d = [a["accuracy"] - b["accuracy"] for b, a in zip(before, after, strict=True)]
+    return fmean(d), stdev(d) / len(d)**0.5 if len(d) > 1 else 0.0
+
+
+def show_learned(before, after):
+    """One question that was answered wrong before training and right after it."""
+    for b, a in zip(before, after, strict=True):
+        if b["accuracy"] == 0 and a["accuracy"] == 1:
+            print(f"one of the questions: {one_line(a['question'])} (it is {a['answer']})\n"
+                  f"  before: {one_line(b['samples'][0]['text'])}\n"
+                  f"  after:  {one_line(a['samples'][0]['text'])}")
+            return
 
 
 def digest_of(state):

@@ -148,7 +148,9 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
 
     def scripted(model, tok, rows, *a, **kw):
         adapters.append({k: v.clone() for k, v in lora.adapter_state(model).items()})
-        return {"accuracy": next(answers), "stderr": 0.01, "rows": []}
+        mean, apart = next(answers), -0.1 if len(adapters) == 1 else 0.1
+        rows = [{"question": "?", "answer": "1", "accuracy": a, "samples": []} for a in (mean + apart, mean - apart)]
+        return {"accuracy": mean, "stderr": 0.01, "rows": rows}
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
     out = tmp_path / "run"
@@ -158,6 +160,7 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
     assert [r["eval_accuracy"] for r in rows_of(out)] == [0.1, 0.6, 0.3]
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.1, 0.2)
+    assert (summary["gain"], summary["stderr_gain"]) == pytest.approx((0.1, 0.2))  # 0.0 -> 0.3 and 0.2 -> 0.1
     assert summary["best"] == {"step": 1, "accuracy": 0.6, "stderr": 0.01}
     best, last = (load_file(out / name / "adapter_model.safetensors") for name in ("adapter_best", "adapter"))
     assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
