@@ -12,6 +12,8 @@ Measurements behind the README's choices.
     schedule   how the noise decays
     objective  GRPO, DAPO, Dr.GRPO, GSPO, CISPO
     rank       of the adapter
+    copies     one four-bit copy of the weights that samples and is trained through, or, as with an
+               inference engine beside a trainer, four bits to sample and 16 to train
 
 All but the first train: each arm with each seed, in a folder of --out of its own. A run that is
 there is not repeated, one that was stopped goes on. They print each arm's held-out accuracy with
@@ -25,6 +27,7 @@ side by side, which one card has room for when the model is small. For `gradient
     python experiments.py gradient --model DIR --data gsm8k --prompt-style boxed --out gradient.json
     python experiments.py 2x2 --out runs/2x2
     python experiments.py noise --seeds 0,1,2 --jobs 4 --out runs/noise --model DIR --data gsm8k
+    python experiments.py two-copies --out runs/apart          # one run of train.py, so trained
 """
 import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import argparse
@@ -32,10 +35,12 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
+from unittest import mock
 
 import torch
 
@@ -60,6 +65,7 @@ ARMS = {
     "schedule": {name: ["--aqn-schedule", name] for name in aqn.SCHEDULES if name != "eq8"},
     "objective": {name: ["--loss", name] for name in grpo.OBJECTIVES},
     "rank": {str(r): ["--lora-rank", str(r), "--lora-alpha", str(r)] for r in (16, 32, 64, 128)},
+    "copies": {"one": [], "two": []},
 }
 
 
@@ -115,6 +121,40 @@ def gradients(args, argv):
         part.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
+@contextmanager
+def two_copies():
+    """Inside the `with`, train.py samples from --quant's weights but takes its updates through a
+    16-bit copy of the model, which shares the adapter."""
+    load, add, update, twins = flags.load_policy, lora.add_lora, grpo.update, {}
+
+    def load_both(args):
+        model, tok = load(args)
+        twins[model], _ = load(argparse.Namespace(**{**vars(args), "quant": "none", "awq": False}))
+        return model, tok
+
+    def add_to_both(model, *rest):
+        params = add(model, *rest)
+        add(twins[model], *rest)
+        pairs = zip(lora.lora_layers(model), lora.lora_layers(twins[model]), strict=True)
+        for (_, own), (_, twin) in pairs:
+            twin.A, twin.B = own.A, own.B
+        return params
+
+    def update_twin(model, *rest):
+        twins[model].checkpointing = model.checkpointing
+        return update(twins[model], *rest)
+
+    with mock.patch.object(flags, "load_policy", load_both), \
+            mock.patch.object(lora, "add_lora", add_to_both), \
+            mock.patch.object(grpo, "update", update_twin):
+        yield
+
+
+def apart(argv):
+    with two_copies():
+        return train.main(argv)
+
+
 def trainings(name, seeds, jobs, args, argv):
     """Every arm of the experiment with every seed, `jobs` at a time; then the table."""
     def one(seed_arm):
@@ -125,11 +165,13 @@ def trainings(name, seeds, jobs, args, argv):
         again = (out / "config.json").is_file()
         flags = [*(["--resume"] if again else [*argv, *ARMS[name][arm]]), "--seed", str(seed),
                  "--out", str(out)]
+        two = (name, arm) == ("copies", "two")
         if jobs == 1:
-            return train.main(flags)
+            return apart(flags) if two else train.main(flags)
         print(out, flush=True)
+        command = [__file__, "two-copies"] if two else [train.__file__]
         with open(f"{out}.log", "a") as log:
-            return subprocess.run([sys.executable, Path(train.__file__), *flags], stdout=log,
+            return subprocess.run([sys.executable, *command, *flags], stdout=log,
                                   stderr=log).returncode
 
     Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -178,8 +220,10 @@ def main(argv=None):
     name = argv[0] if argv else None
     if name == "gradient":
         return flags.run_command("train", gradients, argv[1:])
+    if name == "two-copies":
+        return apart(argv[1:])
     if name not in ARMS:
-        print(f"experiments.py: error: name an experiment: gradient, {', '.join(ARMS)}",
+        print(f"experiments.py: error: name an experiment: gradient, two-copies, {', '.join(ARMS)}",
               file=sys.stderr)
         return 2
     own = argparse.ArgumentParser(f"experiments.py {name}", add_help=False, allow_abbrev=False)

@@ -59,7 +59,7 @@ def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(tra
 
 
 def test_an_experiment_has_to_be_named(capsys):
-    assert experiments.main([]) == 2 and "gradient, 2x2" in capsys.readouterr().err
+    assert experiments.main([]) == 2 and "gradient, two-copies, 2x2" in capsys.readouterr().err
 
 
 def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path):
@@ -77,3 +77,17 @@ def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", run)
     assert experiments.main(["objective", "--out", str(tmp_path), "--jobs", "3", "--seeds", "0,7"]) == 0
     assert sorted(ran) == sorted((f"{loss}-s{seed}", loss, seed) for loss in grpo.OBJECTIVES for seed in "07")
+
+
+def test_two_copies_sample_in_four_bits_and_train_in_sixteen(tmp_path):
+    """Rounding stands between sampler and trainer, and what the trainer learns reaches the sampler: the adapter is one."""
+    few = ["--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "8", "--eval-n", "0", "--overlong",
+           "none", "--no-dynamic-sampling", "--no-aqn", "--lr", "0.1", "--reward", f"{tmp_path / 'mine.py'}:odd"]
+    (tmp_path / "mine.py").write_text("def odd(text, row):\n    return len(text) % 2\n")
+    gaps, entropies = {}, {}
+    for name, main in (("one", train.main), ("two", experiments.apart)):
+        assert main([*few, "--out", str(tmp_path / name)]) == 0
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        gaps[name], entropies[name] = rows[0]["logp_gap_mean"], [row["sampler_entropy"] for row in rows]
+    assert gaps["one"] < 1e-5 and gaps["two"] > 1e-3
+    assert entropies["one"][0] == entropies["two"][0] and abs(entropies["two"][1] - entropies["two"][0]) > 0.01
