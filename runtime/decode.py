@@ -1,6 +1,6 @@
 """
-The decode step on the GPU: one token for each of B rows, in seven or eight kernels a layer, none of
-which waits for the host.
+The decode step on the GPU: one token for each of B rows, in seven kernels a layer, none of which
+waits for the host.
 
 A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
 mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 GEMM
@@ -10,7 +10,6 @@ the whole of LoRA. Between them:
     norm     RMSNorm with AQN's noise
     attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
              live tokens, split over the sequence when rows are few
-    combine  the splits' partial results, if there are several
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
              state
 
@@ -113,16 +112,18 @@ def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B"])
-def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, acc_out, m_out, l_out, B, stride_b,
+def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, arrived, B, stride_b,
                   stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps, HKV: tl.constexpr,
                   G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-                  BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, IEEE: tl.constexpr):
+                  BLOCK: tl.constexpr, FEW: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+                  IEEE: tl.constexpr):
     """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
     over the split's live tokens. NORM: the heads of q and k are normed first.
 
     qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> out
-    (B, H*D) of one split, acc (W, B, H*D), m, l (W, B, H) float32 of several, m in units of log2.
-    Split 0 also takes the new token, which it has in registers."""
+    (B, H*D). Split 0 also takes the new token, which it has in registers. Each of several splits
+    leaves its sums in parts (W, B, H*D), ms, ls (W, B, H) float32, ms in units of log2, and the
+    last to arrive (arrived (B * Hkv,), zero between kernels) adds them up, always in one order."""
     b, h, s = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
     HALF: tl.constexpr = D // 2
     g, d, e, o = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, BLOCK)
@@ -174,31 +175,32 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, acc_out, m_out, 
         k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok[:, None], other=0)
         v = tl.load(values + t[:, None] * D + e[None, :], mask=ok[:, None], other=0)
         m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
-    head = (s * B + b) * (HKV * G) + h * G + g
-    if W == 1:
-        tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
-                 mask=g[:, None] < G)
-    else:
-        tl.store(acc_out + head[:, None] * D + e[None, :], acc, mask=g[:, None] < G)
-        tl.store(m_out + head, m, mask=g < G)
-        tl.store(l_out + head, l, mask=g < G)
-
-
-@triton.jit(do_not_specialize=["B"])
-def combine_kernel(acc, m, l, out, B, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-                   BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """attend's W splits -> out (B, H*D), always summed in the same order; a program does BLOCK
-    columns of a row."""
-    C: tl.constexpr = H * D
-    b, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    s, ok = tl.arange(0, W)[:, None], (c < C)[None, :]
-    wait(PDL)
-    head = (s * B + b) * H + (c // D)[None, :]  # (W, BLOCK)
-    top = tl.load(m + head, mask=ok, other=0.0)
-    f = tl.exp2(top - tl.max(top, 0)[None, :])
-    total = tl.sum(f * tl.load(l + head, mask=ok, other=1.0), 0)
-    y = tl.sum(f * tl.load(acc + (s * B + b) * C + c[None, :], mask=ok, other=0.0), 0) / total
-    tl.store(out + b * C + c, y.to(out.dtype.element_ty), mask=c < C)
+    head = b * (HKV * G) + h * G + g
+    live = g < G
+    if W > 1:
+        H = B * (HKV * G)  # numbers of a split
+        tl.store(parts + (s * H + head)[:, None] * D + e[None, :], acc, mask=live[:, None])
+        tl.store(ms + s * H + head, m, mask=live)
+        tl.store(ls + s * H + head, l, mask=live)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + b * HKV + h, 1, sem="acq_rel") != W - 1:
+            return
+        tl.store(arrived + b * HKV + h, 0)
+        at = tl.arange(0, W)[:, None] * H + head[None, :]  # (W, GP)
+        each = tl.load(ms + at, mask=live[None, :], other=0.0, cache_modifier=".cg")
+        m = tl.max(each, 0)
+        l = tl.sum(tl.exp2(each - m[None, :]) * tl.load(
+            ls + at, mask=live[None, :], other=1.0, cache_modifier=".cg"), 0)
+        acc = tl.zeros((GP, D), tl.float32)
+        for i in tl.static_range(0, W, FEW):
+            at = (i + tl.arange(0, FEW))[:, None] * H + head[None, :]  # (FEW, GP)
+            f = tl.exp2(tl.load(ms + at, mask=live[None, :], other=0.0,
+                                cache_modifier=".cg") - m[None, :])
+            some = tl.load(parts + at[:, :, None] * D + e[None, None, :],
+                           mask=live[None, :, None], other=0.0, cache_modifier=".cg")
+            acc += tl.sum(f[:, :, None] * some, 0)
+    tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
+             mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -366,6 +368,8 @@ class Step:
         self.token, self.key, self.stop = (torch.zeros(S, dtype=torch.long, device=dev)
                                            for _ in range(3))
         self.alive, self.count = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(2))
+        self.arrived = torch.zeros(S * model.config.num_key_value_heads, dtype=torch.int32,
+                                   device=dev)  # attend's counters
         self.out_ids = torch.zeros(STEPS, S, dtype=torch.long, device=dev)
         self.out_logp = torch.zeros(STEPS, S, device=dev)
         self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
@@ -424,23 +428,20 @@ class Step:
         H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         # programs to fill the card twice, at most 32 splits
         W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)
-        out = qkv.new_empty(B, H * D)
-        some = W if W > 1 else 0
-        acc = torch.empty(some, B, H * D, dtype=torch.float32, device=qkv.device)
-        m, l = (torch.empty(some, B, H, dtype=torch.float32, device=qkv.device) for _ in "ml")
+        out, several = qkv.new_empty(B, H * D), W if W > 1 else 0
+        parts = torch.empty(several, B, H * D, dtype=torch.float32, device=qkv.device)
+        ms, ls = (torch.empty(several, B, H, dtype=torch.float32, device=qkv.device)
+                  for _ in range(2))
         q_norm, k_norm = self.head_norms[layer]
         norms = [self.embed] * 4 + [0.0]  # never touched
         if c.qk_norm:
             norms = [q_norm.weight, q_norm.noise, k_norm.weight, k_norm.noise, q_norm.eps]
         attend_kernel[B * HKV, W](
-            qkv, k, v, self.cache.length, self.cos, self.sin, out, acc, m, l, B, k.stride(0),
-            k.stride(1), D**-0.5 * LOG2E.value, *norms, HKV=HKV, G=H // HKV,
-            GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, NORM=c.qk_norm,
-            IEEE=self.dtype == torch.float32, num_warps=4, num_stages=3, **self.launch)
-        if W > 1:
-            BLOCK = min(128, power(H * D))
-            combine_kernel[B, triton.cdiv(H * D, BLOCK)](acc, m, l, out, B, H=H, D=D, W=W,
-                                                         BLOCK=BLOCK, num_warps=4, **self.launch)
+            qkv, k, v, self.cache.length, self.cos, self.sin, out, parts, ms, ls, self.arrived, B,
+            k.stride(0), k.stride(1), D**-0.5 * LOG2E.value, *norms, HKV=HKV, G=H // HKV,
+            GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, FEW=min(W, 8),
+            NORM=c.qk_norm, IEEE=self.dtype == torch.float32, num_warps=4, num_stages=3,
+            **self.launch)
         return out
 
     def silu(self, gate_up):

@@ -315,7 +315,9 @@ MUTANTS = {
          "return w", "decode::step_equals_the_modules"),
         ("the sum of one split is not divided", "(acc / l[:, None]).to(dtype)", "acc.to(dtype)",
          "decode::step_equals_the_modules"),
-        ("splits count alike", "f = tl.exp2(top - tl.max(top, 0)[None, :])", "f = 0 * top + 1.0",
+        ("splits count alike", "tl.sum(f[:, :, None] * some, 0)", "tl.sum(some, 0)",
+         "decode::step_equals_the_modules"),
+        ("a split's arrival is not forgotten", "        tl.store(arrived + b * HKV + h, 0)\n", "",
          "decode::step_equals_the_modules"),
     ],
     "runtime/packed.py": [
