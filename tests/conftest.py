@@ -24,20 +24,25 @@ def pytest_xdist_auto_num_workers(config):
     return 2 if not config.option.file_or_dir and "not gpu" in config.option.markexpr else 0
 
 
-@pytest.fixture(scope="session")
-def shallow(tmp_path_factory):
-    """Folder of the embedded model's first two blocks: a checkpoint for tests to which it does not matter what a model says."""
+def first_blocks(n, folder):
+    """The embedded model's first n blocks, a checkpoint in `folder`: where it does not matter what a model says."""
     from safetensors.torch import load_file, save_file
 
     from runtime import flags
 
-    folder = shutil.copytree(flags.TINY, tmp_path_factory.mktemp("models") / "shallow", ignore=shutil.ignore_patterns("*.py", "*.md"))
+    shutil.copytree(flags.TINY, folder, ignore=shutil.ignore_patterns("*.py", "*.md"))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": n}))
     tensors = load_file(folder / "model.safetensors")
-    kept = {k: t for k, t in tensors.items() if not k.startswith(("model.layers.2.", "model.layers.3."))}
+    kept = {k: t for k, t in tensors.items() if not k.startswith("model.layers.") or int(k.split(".")[2]) < n}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory):
+    """Two blocks."""
+    return first_blocks(2, tmp_path_factory.mktemp("models") / "shallow")
 
 
 def exit_code(main, argv):
