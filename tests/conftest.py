@@ -1,8 +1,10 @@
 """What several files of tests share. Libraries are imported where they are needed: the process that only hands tests out to
 others needs none."""
+import functools
 import json
 import os
 import shutil
+from contextlib import suppress
 
 import pytest
 
@@ -15,6 +17,28 @@ def pytest_configure(config):
 
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
+            with suppress(ImportError):
+                patch_once()
+
+
+def patch_once():
+    """At each call of a function from a kernel, Triton's interpreter patches all of triton.language again, a third of its time;
+    what a launch has patched holds for its calls, and what the first call adds is never taken back."""
+    from triton.runtime import interpreter
+
+    patch = functools.cache(interpreter._patch_lang)
+
+    def call(self, *args, **kw):
+        patch(self.fn)
+        return self.rewrite()(*args, **kw)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def pytest_collection_modifyitems(items):
+    """The slowest files first, so that both processes end together."""
+    slow = ("test_ranks", "test_kill", "test_decode", "test_loop", "test_train", "test_awq", "test_packed", "test_bad_inputs")
+    items.sort(key=lambda item: slow.index(item.path.stem) if item.path.stem in slow else len(slow))
 
 
 @pytest.hookimpl(optionalhook=True)
