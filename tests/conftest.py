@@ -1,8 +1,10 @@
 """What several files of tests share. Libraries are imported where they are needed: the process that only hands tests out to
 others needs none."""
+import functools
 import json
 import os
 import shutil
+from contextlib import suppress
 
 import pytest
 
@@ -15,6 +17,29 @@ def pytest_configure(config):
 
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
+            with suppress(ImportError):
+                patch_once()
+
+
+def patch_once():
+    """At each call of a function from a kernel, Triton's interpreter patches all of triton.language again, a third of its time;
+    what a launch has patched holds for its calls, and what the first call adds is never taken back."""
+    from triton.runtime import interpreter
+
+    patch = functools.cache(interpreter._patch_lang)
+
+    def call(self, *args, **kw):
+        patch(self.fn)
+        return self.rewrite()(*args, **kw)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def pytest_collection_modifyitems(items):
+    """The slowest files first, so that both processes end together."""
+    slow = ("test_ranks", "test_kill", "test_decode", "test_loop", "test_train", "test_grade", "test_awq", "test_packed",
+            "test_bad_inputs")
+    items.sort(key=lambda item: slow.index(item.path.stem) if item.path.stem in slow else len(slow))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -24,20 +49,25 @@ def pytest_xdist_auto_num_workers(config):
     return 2 if not config.option.file_or_dir and "not gpu" in config.option.markexpr else 0
 
 
-@pytest.fixture(scope="session")
-def shallow(tmp_path_factory):
-    """Folder of the embedded model's first two blocks: a checkpoint for tests to which it does not matter what a model says."""
+def first_blocks(n, folder):
+    """The embedded model's first n blocks, a checkpoint in `folder`: where it does not matter what a model says."""
     from safetensors.torch import load_file, save_file
 
     from runtime import flags
 
-    folder = shutil.copytree(flags.TINY, tmp_path_factory.mktemp("models") / "shallow", ignore=shutil.ignore_patterns("*.py", "*.md"))
+    shutil.copytree(flags.TINY, folder, ignore=shutil.ignore_patterns("*.py", "*.md"))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": n}))
     tensors = load_file(folder / "model.safetensors")
-    kept = {k: t for k, t in tensors.items() if not k.startswith(("model.layers.2.", "model.layers.3."))}
+    kept = {k: t for k, t in tensors.items() if not k.startswith("model.layers.") or int(k.split(".")[2]) < n}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory):
+    """Two blocks."""
+    return first_blocks(2, tmp_path_factory.mktemp("models") / "shallow")
 
 
 def exit_code(main, argv):

@@ -57,12 +57,12 @@ def first_rows(cache, n):
     return view
 
 
-@pytest.mark.parametrize(("quant", "rank", "processors"), [("none", 0, 4), ("none", 3, 24), ("nvfp4", 16, 4), ("nvfp4", 0, 24)])
+@pytest.mark.parametrize(("quant", "rank", "processors", "blocks"), [("none", 3, 24, 2), ("nvfp4", 16, 4, 1), ("nvfp4", 0, 24, 1)])
 @torch.no_grad()
-def test_step_equals_the_modules(quant, rank, processors):
+def test_step_equals_the_modules(quant, rank, processors, blocks):
     """Hidden states and what is written to the cache, for rows of different lengths (an empty cache among them), with the
     sequence in one piece and in many. `processors` decides the pieces."""
-    m = build(quant=quant, rank=rank)
+    m = build(dataclasses.replace(CPU, num_hidden_layers=blocks), quant, rank)
     lengths = [0, 5, 64, 90, 33]
     fused, plain = filled(m, lengths), filled(m, lengths)
     tokens = torch.tensor([3, 77, 200, 0, 300])
@@ -223,7 +223,7 @@ def same_draws(m, got, want, temperature=1.0, top_p=1.0, **_):
 @pytest.mark.parametrize("kw", [{}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.6}])
 def test_engine_equals_eager(monkeypatch, kw):
     """Slots that refill and shrink, rows that stop inside a burst of steps, a limit a prompt: the eager engine's samples."""
-    m = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64))
+    m = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64), rank=0 if kw else 3)
     kw = dict(n=2, max_new_tokens=[4, 1, 3], eos_ids=range(40), seed=3, max_rows=4, **kw)
     want = sample.generate(m, PROMPTS[:3], **kw)
     monkeypatch.setattr(decode, "STEPS", 2)
@@ -234,7 +234,7 @@ def test_engine_equals_eager(monkeypatch, kw):
 @pytest.mark.parametrize(("stall", "starts"), [(0, 3), (1000, 2)])
 def test_rows_that_wait_for_company_leave_holes_and_draw_the_same(monkeypatch, stall, starts):
     """A prefill stops all rows: three ends should cost one, and a slot that stands empty until then must not be read."""
-    m = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64))
+    m = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64), rank=0)
     kw = dict(n=2, max_new_tokens=[4, 1, 2], seed=3, max_rows=3)
     want, calls, start = sample.generate(m, PROMPTS[:3], **kw), [], engine.Graphs.start
     monkeypatch.setattr(decode, "STEPS", 2)

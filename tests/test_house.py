@@ -1,5 +1,6 @@
 """The house: which file imports which, and that the kernels alone need Triton."""
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ NAMES = sorted(".".join(f.relative_to(ROOT).with_suffix("").parts)
                if f.stem != "__init__")
 
 
+@functools.cache
 def imported(name):
     """(modules that `name` imports anywhere, those it imports when it is imported itself).
 
@@ -35,13 +37,10 @@ def imported(name):
     return found
 
 
-GRAPH = {name: imported(name) for name in NAMES}
-
-
 def reachable(name):
     seen, todo = set(), [name]
     while todo:
-        new = (GRAPH[todo.pop()][0] & set(NAMES)) - seen
+        new = (imported(todo.pop())[0] & set(NAMES)) - seen
         seen |= new
         todo += new
     return seen
@@ -55,14 +54,14 @@ def test_arrows_only_run_down(name):
 
 def test_the_graph_is_what_the_files_say():
     """A graph that missed lazy imports or packages would have no circle either."""
-    assert {"runtime.decode", "weights.memory", "model"} <= GRAPH["runtime.engine"][0]
-    assert "runtime.decode" not in GRAPH["runtime.engine"][1]
-    assert "marlin_triton" in GRAPH["nvfp4"][0] - GRAPH["nvfp4"][1]
-    assert {"weights.formats", "weights.files"} <= GRAPH["weights.checkpoint"][1]
+    assert {"runtime.decode", "weights.memory", "model"} <= imported("runtime.engine")[0]
+    assert "runtime.decode" not in imported("runtime.engine")[1]
+    assert "marlin_triton" in imported("nvfp4")[0] - imported("nvfp4")[1]
+    assert {"weights.formats", "weights.files"} <= imported("weights.checkpoint")[1]
 
 
 def test_the_plain_model_imports_nothing_of_ours():
-    assert not GRAPH["model"][0] & set(NAMES)
+    assert not imported("model")[0] & set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,8 +69,8 @@ def test_the_kernels_alone_import_triton(name):
     """Where Triton is not installed, one import of it at the top of any file stops every command."""
     ours = {"marlin_triton", "runtime.decode", "runtime.packed"}
     if name not in ours | {"bench"}:  # bench.py measures the kernels
-        assert not {m for m in GRAPH[name][0] if m and m.split(".")[0] == "triton"}
-        assert not GRAPH[name][1] & ours
+        assert not {m for m in imported(name)[0] if m and m.split(".")[0] == "triton"}
+        assert not imported(name)[1] & ours
 
 
 def test_the_project_runs_without_triton():

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 import data
 import eval as evaluation
@@ -26,13 +28,15 @@ from weights import checkpoint, convert
 from weights.files import whole
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--lora-rank", "2", "--eval-n", "0",
+TINY = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--lora-rank", "2", "--eval-n", "0",
         "--save-every", "1", "--device", "cpu", "--aqn-stages", "3", "--updates-per-rollout", "2", "--checkpointing", "off", "--lr", "1e-2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """No pictures, and no waiting for the disk: what a process has written outlives it."""
+    """No pictures, and no waiting for the disk: what a process has written outlives it. tqdm's lock is one for all processes
+    that are forked: killed while it holds it, a run would stop every other."""
+    tqdm.set_lock(threading.RLock())
     with pytest.MonkeyPatch.context() as m:
         m.setattr(plot, "plot", lambda runs, out: out.touch())
         m.setattr(os, "fsync", lambda f: None)
@@ -191,17 +195,18 @@ def test_a_closed_stdout_stops_a_run_where_it_can_go_on(flags, straight, tmp_pat
 COMMANDS = {
     "eval": (evaluation.main, ["--data", "arithmetic", "--limit", "8", "--n", "2", "--out", "out.jsonl", "--quant", "none"]),
     "sample": (sample.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
-    "nvfp4": (convert.quantize_command, ["--model", str(ROOT / "assets" / "tiny"), "--out", "out", "--awq", "--device", "cpu",
-                                         "--sequences", "2", "--length", "32"]),
+    "nvfp4": (convert.quantize_command, ["--model", "model", "--out", "out", "--awq", "--device", "cpu", "--sequences", "2",
+                                         "--length", "32"]),
     "data": (data.main, ["--n", "2000"]),
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE])
-def test_any_command_that_is_stopped_ends_in_one_line(tmp_path, monkeypatch, name, number):
+def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeypatch, name, number):
     """A traceback of forty lines on ctrl-C; a SIGTERM that left X.part behind."""
     monkeypatch.chdir(tmp_path)
+    os.symlink(shallow, "model")
     Path("p.txt").write_text("What is 1+1?\n")
     main, argv = COMMANDS[name]
 
@@ -231,7 +236,7 @@ def test_any_command_that_is_stopped_ends_in_one_line(tmp_path, monkeypatch, nam
     code, text = end(pid), Path("log").read_text()
     assert code in (0, 130) and "Traceback" not in text and "Error" not in text, (code, text[-800:])
     assert code == 0 or f"{name}.py: stopped" in text or "\nstopped" in text, text[-800:]
-    assert {p.name for p in tmp_path.iterdir()} <= {"p.txt", "log", "out.jsonl", "out"}
+    assert {p.name for p in tmp_path.iterdir()} <= {"p.txt", "log", "model", "out.jsonl", "out"}
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line():

@@ -25,6 +25,7 @@ POLICY_LOSS = grpo.policy_loss
 SMALL = ["--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
          "--save-every", "99", "--show-every", "0", "--device", "cpu", "--lr", "3e-3", "--no-dynamic-sampling",
          "--overlong", "none"]
+SHORT = ["--prompts-per-step", "2", "--max-new-tokens", "8"]
 Record = namedtuple("Record", "out code sampled updates losses steps")
 
 
@@ -129,14 +130,14 @@ def test_noise_is_a_function_of_seed_and_step(noisy):
 def test_scope_both_keeps_the_rollouts_noise_in_the_update(tmp_path):
     """--aqn-scope both: update and sampler see one policy, so their log-probs agree although it is noisy."""
     r = record(tmp_path, "--steps", "2", "--aqn-stages", "2", "--aqn-start", "0.05", "--aqn-end", "0.05", "--aqn-scope", "both",
-               "--updates-per-rollout", "1")
+               "--updates-per-rollout", "1", *SHORT)
     assert r.sampled[1]["noise"].any() and torch.equal(r.updates[1]["noise"], r.sampled[1]["noise"])
     assert rows_of(r)[1]["logp_gap_mean"] < 1e-5
 
 
 def test_no_aqn_is_no_noise(tmp_path):
     """The ablation's other arm."""
-    r = record(tmp_path, "--steps", "2", "--aqn-stages", "2", "--no-aqn", "--updates-per-rollout", "1")
+    r = record(tmp_path, "--steps", "2", "--aqn-stages", "2", "--no-aqn", "--updates-per-rollout", "1", *SHORT)
     assert not any(c["noise"].any() for c in r.sampled) and all(row["sigma"] == 0 for row in rows_of(r))
 
 

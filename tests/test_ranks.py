@@ -19,24 +19,26 @@ import plot
 import sample
 import train
 from runtime import ranks
-from tests.conftest import exit_code, parameters_of, rows_of
+from tests.conftest import exit_code, first_blocks, parameters_of, rows_of
 
-SMALL = ["--steps", "5", "--prompts-per-step", "5", "--group-size", "4", "--max-new-tokens", "12", "--lora-rank", "4", "--save-every", "2",
+SMALL = ["--steps", "4", "--prompts-per-step", "3", "--group-size", "4", "--max-new-tokens", "12", "--lora-rank", "4", "--save-every", "2",
          "--show-every", "0", "--device", "cpu", "--no-dynamic-sampling", "--updates-per-rollout", "2", "--lr", "1e-5",
          "--warmup", "0", "--eval-n", "1", "--eval-limit", "3", "--eval-every", "3", "--aqn-stages", "4", "--data", "arithmetic",
          "--loss", "dapo", "--overlong", "none", "--checkpointing", "off"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick(tmp_path_factory, shallow):
-    """Few problems, half a model, a reward that it sometimes earns, and no pictures."""
-    rows, mine = data.arithmetic("train", 64), tmp_path_factory.mktemp("reward") / "mine.py"
+def quick(tmp_path_factory):
+    """Few problems, a quarter of a model, a reward that it sometimes earns, no pictures, and no patience with the dead."""
+    home = tmp_path_factory.mktemp("quick")
+    rows, mine, model = data.arithmetic("train", 64), home / "mine.py", first_blocks(1, home / "model")
     mine.write_text("def third(text, row):\n    return {'reward': len(text) % 3, 'correct': len(text) % 2 == 0}\n")
     with pytest.MonkeyPatch.context() as m:
         m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[:n]])
         m.setattr(plot, "plot", lambda runs, out: out.touch())
-        m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(shallow), "--reward", f"{mine}:third"])
+        m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(model), "--reward", f"{mine}:third"])
         m.setattr(os, "fsync", lambda f: None)
+        m.setattr(ranks, "PATIENCE", 0.1)
         yield
 
 
@@ -90,7 +92,7 @@ def alike(a, b, atol):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """Five steps on one rank."""
+    """Four steps on one rank."""
     out = tmp_path_factory.mktemp("one") / "run"
     assert train.main([*SMALL, "--out", str(out)]) == 0
     return out
@@ -113,8 +115,8 @@ def test_two_ranks_compute_the_update_of_one(one, two):
 def test_rank_0_speaks_and_writes(two):
     """Each line once; a row a step, whoever drew its samples."""
     assert two.codes == [0, 0], two.said
-    assert "held-out accuracy after 5 steps" in two.said[0] and two.said[1] == ""
-    assert [row["step"] for row in rows_of(two.out)] == [0, 1, 2, 3, 4]
+    assert "held-out accuracy after 4 steps" in two.said[0] and two.said[1] == ""
+    assert [row["step"] for row in rows_of(two.out)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("n, flags", [
@@ -187,9 +189,8 @@ def test_bad_input_is_refused_once(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_fails_alone_is_heard(tmp_path, monkeypatch):
+def test_a_rank_that_fails_alone_is_heard(tmp_path):
     """Its stderr was silenced with the others'."""
-    monkeypatch.setattr(ranks, "PATIENCE", 0.1)
 
     def refuse():
         raise ValueError("--reward: this one alone")

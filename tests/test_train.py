@@ -1,4 +1,4 @@
-"""train.py: the loop as a user runs it, on the embedded model, and the traps that small RL codebases fall into."""
+"""train.py: the loop as a user runs it, on the embedded model's first block, and the traps that small RL codebases fall into."""
 import inspect
 import json
 import os
@@ -21,12 +21,12 @@ import sample
 import train
 from runtime import flags
 from runtime.run import Run, digest_of, warnings_for
-from tests.conftest import adapted, drawn, parameters_of, rows_of
+from tests.conftest import adapted, drawn, first_blocks, parameters_of, rows_of
 from weights.files import lock
 
 SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
          "--save-every", "2", "--device", "cpu", "--aqn-stages", "4", "--no-dynamic-sampling", "--overlong", "none",
-         "--updates-per-rollout", "2"]
+         "--updates-per-rollout", "2", "--data", "arithmetic"]
 
 
 def run(out, *extra):
@@ -34,13 +34,17 @@ def run(out, *extra):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Few problems, short enough for some answers in 24 tokens, and no pictures: nothing here is about either."""
-    rows = {split: sorted(data.arithmetic(split, 512), key=lambda row: len(data.solution(row)))[:64] for split in ("train", "test")}
+def small(tmp_path_factory):
+    """Few problems, one block, a reward that it sometimes earns, and no pictures; returns the model's folder."""
+    rows = {split: data.arithmetic(split, 64) for split in ("train", "test")}
+    home = tmp_path_factory.mktemp("small")
+    model, mine = first_blocks(1, home / "model"), home / "mine.py"
+    mine.write_text("def third(text, row):\n    return {'reward': len(text) % 3, 'correct': len(text) % 2 == 0}\n")
     with pytest.MonkeyPatch.context() as m:
         m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[split][:n]])
         m.setattr(plot, "plot", lambda runs, out: out.touch())
-        yield
+        m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(model), "--reward", f"{mine}:third"])
+        yield model
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +158,7 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
     out = tmp_path / "run"
-    (tmp_path / "mine.py").write_text("def odd(text, row):\n    return len(text) % 2\n")  # there is always something to learn
-    assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "1", "--eval-limit", "2",
-               "--reward", f"{tmp_path / 'mine.py'}:odd") == 0
+    assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "1", "--eval-limit", "2") == 0
     assert [r["eval_accuracy"] for r in rows_of(out)] == [0.1, 0.6, 0.3]
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.1, 0.2)
@@ -179,11 +181,11 @@ def test_held_out_questions_are_asked_as_the_flags_say(tmp_path, monkeypatch):
     assert {name: seen.get(name) for name in want} == want
 
 
-def test_an_adapter_remembers_what_it_was_trained_with(straight, tmp_path, capsys):
+def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path, capsys):
     """Evaluated on another format, or with another prompt, than it was trained with, an adapter looks worse than it is; on
     another base it is noise. eval.py and sample.py take them from policy.json; another base is refused."""
     args = flags.parse("eval", ["--run", str(straight)])
-    assert (args.model, args.quant, args.prompt_style, args.data) == ("tiny", "nvfp4", "tags", "arithmetic")
+    assert (args.model, args.quant, args.prompt_style, args.data) == (str(small), "nvfp4", "tags", "arithmetic")
     assert flags.parse("sample", ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
     out = copy_of(straight, tmp_path)
     policy = json.loads((out / "adapter" / "policy.json").read_text())
@@ -334,17 +336,17 @@ def test_micro_batches_hold_no_more_than_their_budget(policy):
         assert all(len(b) == 1 or len(b) * max(len(c.prompt) + len(c.ids) - 1 for c in b) <= budget for b in batches)
 
 
-def test_training_moves_the_adapter_and_leaves_one_untouched_base(straight):
+def test_training_moves_the_adapter_and_leaves_one_untouched_base(small, straight):
     """Invariants 1 and 5: the quantized base is shared by rollout and update and never changes; B has moved."""
-    model = lora.load_adapter(qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4"), straight / "adapter")
+    model = lora.load_adapter(qwen.load(small, "cpu", torch.float32, "nvfp4"), straight / "adapter")
     assert all(m.B.abs().sum() > 0 for _, m in lora.lora_layers(model))
     assert not [n for n, p in model.named_parameters() if p.requires_grad and not n.endswith((".A", ".B"))]
 
 
-def test_full_parameter_training_moves_every_matrix(tmp_path):
+def test_full_parameter_training_moves_every_matrix(small, tmp_path):
     out = tmp_path / "run"
     assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--aqn-stages", "2", "--lr", "1e-3") == 0
-    before = qwen.load(flags.TINY, "cpu", torch.float32)
+    before = qwen.load(small, "cpu", torch.float32)
     for p, q in zip(before.parameters(), parameters_of(out), strict=True):
         if p.dim() == 2:
             assert not torch.equal(p, q)
