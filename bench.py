@@ -483,11 +483,10 @@ def scale(args):
 
 def report(args):
     """No measurement: tables in Markdown and pictures of what kernels and rollout left."""
-    for name, curves in (("kernels", kernel_curves), ("rollout", rollout_curves)):
-        path = RESULTS / f"{name}_h100.json"
-        if not path.is_file():
-            continue
-        ours, theirs, spec, ylabel, panels = curves(json.loads(path.read_text()))
+    for path in sorted(RESULTS.glob("kernels_*.json")) + sorted(RESULTS.glob("rollout_*.json")):
+        what, _, where = path.stem.partition("_")
+        curves = kernel_curves if what == "kernels" else rollout_curves
+        ours, theirs, spec, ylabel, panels = curves(json.loads(path.read_text()), where.upper())
         ticks = sorted({m for points in ours.values() for m in points})
         print(f"| rows | {' | '.join(map(str, ticks))} |\n|{'---|' * (len(ticks) + 1)}")
         for label, points in ours.items():
@@ -514,14 +513,14 @@ def picture(path, ticks, ylabel, panels):
     fig.savefig(path, dpi=160)
 
 
-def kernel_curves(rows):
+def kernel_curves(rows, where):
     """What `report` shows: {shape: {M: speed-up}}, ours and Marlin's, and their geometric means."""
     ours, peer, mean = {}, PEERS["marlin"], "geometric mean"
     for r in rows:
         if r["fmt"] == "nvfp4" and r["pass"] == "forward":
             ours.setdefault(r["shape"], {})[r["M"]] = r["speedup"]
     marlin = {s: dict(zip(peer["rows"], peer["speedup"][s], strict=True)) for s in ours}
-    panels = {"NVFP4 GEMM, one H100": {s: ours[s] for s in ours if s.startswith("7b")}}
+    panels = {f"NVFP4 GEMM, one {where}": {s: ours[s] for s in ours if s.startswith("7b")}}
     for of in (ours, marlin):
         of[mean] = {m: statistics.geometric_mean(points[m] for points in of.values()) for m in ROWS
                     if all(m in points for points in of.values())}
@@ -533,7 +532,7 @@ def kernel_curves(rows):
     return ours, marlin, ".2f", "speed-up over cuBLAS on bfloat16 weights", panels
 
 
-def rollout_curves(rows):
+def rollout_curves(rows, where):
     """What `report` shows: {size:format:LoRA rank: {rows: tokens/s}}, ours and vLLM's."""
     ours, shown = {}, {}
     for r in rows:
@@ -542,8 +541,14 @@ def rollout_curves(rows):
             ours.setdefault(config, {})[r["rows"]] = r["decode_tok_s"]
     vllm = {k: {int(n): v for n, v in of.items()} for k, of in PEERS["vllm"]["tok_s"].items()}
     for config in (c for c in ("7b:nvfp4:16", "7b:none:16") if c in ours):
-        shown |= {config: ours[config], f"{config}, vLLM 0.24": vllm[config]}
-    return ours, vllm, ".0f", "tokens/s", {"Decoding, size:format:LoRA rank, one H100": shown}
+        shown |= {config: ours[config], f"{config}, vLLM 0.24 on an H100": vllm[config]}
+    return ours, vllm, ".0f", "tokens/s", {f"Decoding, size:format:LoRA rank, one {where}": shown}
+
+
+def card(name):
+    """What results of a card are called: "NVIDIA H100 80GB HBM3" -> h100."""
+    words = [w for w in re.split(r"[ -]", name) if not re.fullmatch(r"NVIDIA|\d+GB|HBM.*|SXM.*", w)]
+    return "-".join(words).lower()
 
 
 def rollout_config(text):
@@ -564,8 +569,8 @@ def parse_args(argv=None):
                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         c.set_defaults(run=f)
         if f not in (scale, report):
-            c.add_argument("--out", type=Path, default=RESULTS / f"{f.__name__}_h100.json",
-                           help="JSON list that the rows are merged into")
+            c.add_argument("--out", type=Path, help="JSON list that the rows are merged into "
+                           f"(default: {f.__name__}_CARD.json in results/)")
         add[f] = c.add_argument
 
     some, formats = {"nargs": "+", "metavar": "NAME"}, list(FORMATS)
@@ -606,6 +611,8 @@ def parse_args(argv=None):
     args = p.parse_args(argv)
     if args.run not in (scale, report) and not torch.cuda.is_available():
         p.error(f"{args.what}: needs a CUDA device")
+    if args.run not in (scale, report) and args.out is None:
+        args.out = RESULTS / f"{args.what}_{card(torch.cuda.get_device_name())}.json"
     return args
 
 

@@ -54,6 +54,13 @@ def test_bad_arguments_are_told(argv, told, capsys):
     assert e.value.code == 2 and told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name, short", [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"),
+                                         ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090")])
+def test_results_are_named_after_the_card(name, short):
+    """Rows of an H200 once went among those of the H100."""
+    assert bench.card(name) == short
+
+
 def test_what_is_measured_by_default_can_be_named():
     """A default that the command itself would refuse."""
     assert [bench.rollout_config(c) for c in bench.ROLLOUTS] == bench.ROLLOUTS
