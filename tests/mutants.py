@@ -320,6 +320,18 @@ MUTANTS = {
         ("a split's arrival is not forgotten", "        tl.store(arrived + b * HKV + h, 0)\n", "",
          "decode::step_equals_the_modules"),
     ],
+    "runtime/attention.py": [
+        ("a key is seen one query early", "queries >= keys", "queries + 1 >= keys",
+         "attention::attention_equals_the_softmax_in_value_and_gradient"),
+        ("queries of the next row have weight", "(i < at + N) | (i + M > end)", "i < at + N",
+         "attention::attention_equals_the_softmax_in_value_and_gradient"),
+        ("older sums do not fade", "total * fade + tl.sum(p, 1)", "total + tl.sum(p, 1)",
+         "attention::any_tiles_give_the_same"),
+        ("the last block of keys is missing in dQ", "    acc = tl.dot(ds.to(late.dtype), late, acc)",
+         "    pass", "attention::attention_equals_the_softmax_in_value_and_gradient"),
+        ("empty rows shift the blocks", "searchsorted(last, n, right=True)", "searchsorted(last, n)",
+         "attention::blocks_cover_each_token_once_and_are_as_many_as_shapes_say"),
+    ],
     "runtime/packed.py": [
         ("the noise is left out of training", "m.weight, m.noise", "m.weight, 0 * m.noise",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
