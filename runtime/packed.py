@@ -432,10 +432,10 @@ class FinalNorm(torch.autograd.Function):
 @dataclass
 class Rows:
     """Where S tokens of rows stand: place (S,) in their row, -1 for padding, which is a row of its
-    own; the rows' blocks; cos and sin (longest, D/2); slot (S,) of the cache, if one is filled."""
+    own; attention.blocks; cos and sin (longest, D/2); slot (S,) of the cache, if one is filled."""
 
     place: torch.Tensor
-    blocks: attention.Blocks
+    blocks: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     slot: torch.Tensor | None = None
@@ -507,7 +507,7 @@ def hidden(model, rows, take):
     device, linears = model.embed.weight.device, linears_of(model)
     refresh(linears)
     ids, places, _, borders = end_to_end(rows)
-    blocks = attention.Blocks(to_device(borders, device, torch.int32), len(ids))
+    blocks = attention.blocks(to_device(borders, device), len(ids))
     longest = max(map(len, rows))
     where = Rows(to_device(places, device), blocks, *tables(model.config, longest, device))
     x = states(model, linears, to_device(ids, device), where)
@@ -554,6 +554,6 @@ class Prefill:
         replay()
 
     def launch(self, model, ids, places, slots, borders, longest):
-        blocks = attention.Blocks(borders.int(), len(ids))
+        blocks = attention.blocks(borders, len(ids))
         rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
         states(model, self.linears, ids, rows, self.cache)

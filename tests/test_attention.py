@@ -38,7 +38,7 @@ def expected(lengths, q, k, v, dy):
 
 
 def computed(lengths, borders, q, k, v, dy):
-    blocks = attention.Blocks(borders, sum(lengths))
+    blocks = attention.blocks(borders, sum(lengths))
     y, lse = attention.forward(q, k, v, blocks)
     return y, *attention.backward(dy, q, k, v, y, lse, blocks)
 
@@ -51,15 +51,6 @@ def test_attention_equals_the_softmax_in_value_and_gradient(G, D):
         assert torch.allclose(got, want, rtol=0, atol=2e-6 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("tiles", [(16, 32), (32, 16), (64, 64)])
-def test_any_tiles_give_the_same(monkeypatch, tiles):
-    """A block of queries that begins within a block of keys, and the other way round; rows of many blocks."""
-    monkeypatch.setattr(attention, "TILES", {64: dict.fromkeys(("forward", "dq", "dkdv"), (*tiles, 4, 2))})
-    borders, *tensors = drawn([130, 1, 70], 2, 32)
-    for got, want in zip(computed([130, 1, 70], borders, *tensors), expected([130, 1, 70], *tensors), strict=True):
-        assert torch.allclose(got, want, rtol=0, atol=2e-6 * want.abs().max().item())
-
-
 @pytest.mark.parametrize("scale", [30.0, -30.0])
 def test_large_scores_neither_overflow_nor_vanish(scale):
     """Scores of some hundreds: the exponentials of all but a few keys are 0, and of none infinite."""
@@ -68,14 +59,14 @@ def test_large_scores_neither_overflow_nor_vanish(scale):
         assert torch.allclose(got, want, rtol=0, atol=1e-4 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("lengths", [[5], [0, 3, 0, 0, 33, 32, 0], [1] * 40, [64, 0]])
+@pytest.mark.parametrize("lengths", [[5], [0, 3, 0, 0, 65, 64, 0], [1] * 40, [128, 0]])
 def test_blocks_cover_each_token_once_and_are_as_many_as_shapes_say(lengths):
     """Empty rows too: a prefill's graph has them."""
     S, ends = sum(lengths), [*accumulate(lengths)]
-    blocks = attention.Blocks(torch.tensor([0, *ends], dtype=torch.int32), S)[32].tolist()
-    assert len(blocks) == S // 32 + len(lengths)
+    blocks = attention.blocks(torch.tensor([0, *ends]), S).tolist()
+    assert len(blocks) == S // 64 + len(lengths)
     live = [(begin, end, at) for begin, end, at, _ in blocks if at < end]
-    assert sorted(t for _, end, at in live for t in range(at, min(at + 32, end))) == [*range(S)]
+    assert sorted(t for _, end, at in live for t in range(at, min(at + 64, end))) == [*range(S)]
     assert all((begin, end) in zip([0, *ends], ends, strict=False) for begin, end, _ in live)
     work = [at - begin for begin, _, at in live]
     assert work == sorted(work, reverse=True)
