@@ -166,7 +166,8 @@ def backward(dy, q, k, v, y, lse, blocks):
     (_, H, D), Hkv, n = q.shape, k.shape[1], len(blocks)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     delta, Q, K, V, dY = torch.empty_like(lse), *map(tile, (q, k, v, dy))
-    options = dict(G=H // Hkv, D=D, B=B, num_stages=3 if D <= 64 else 2)
+    stages = 3 if D <= 64 else 2  # so that an SM holds two programs or more
+    options = dict(G=H // Hkv, D=D, B=B, num_stages=stages)
     scales = D**-0.5 * log2(e), D**-0.5
     dq_kernel[H, n](Q, K, V, tile(y), dY, lse, delta, dq, blocks, *scales, **options)
     dkdv_kernel[Hkv, n](Q, K, V, dY, vector(lse), vector(delta), dk, dv, blocks, *scales, **options)
