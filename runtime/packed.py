@@ -20,8 +20,8 @@ there B's columns stand behind it, as x A^T stands behind h, so that one GEMM ad
     [h | x A^T] [w_hat | s B]^T    and, in backward,    dy [w_hat | s B] = [dh | d(x A^T)]
 
 and rounds once, as the decode step does (decode.py): the residual and the bias are in it too. Rows
-of different completions stand end to end and attention keeps them apart (torch's flash attention
-with sequence borders), so no padding is computed.
+of different completions stand end to end and attention keeps them apart (attention.py), so no
+padding is computed.
 
 model.py's modules are the reference that everything here is tested against, on the CPU too
 (TRITON_INTERPRET=1). The weights that an adapter sits on are frozen here: full training takes
@@ -46,6 +46,7 @@ from triton import next_power_of_2 as power
 
 import marlin_triton
 from model import projections, rope_tables, to_device
+from runtime import attention
 from runtime.decode import norm_weight
 
 # ---- kernels between the GEMMs; a matrix "wide" has rows of `stride` numbers, E more than it needs
@@ -295,47 +296,20 @@ class Attend:
             cache = [self.rows.slot, k, v, k.stride(0), k.stride(1)]
         rope_kernel[(len(x),)](x, out, *self.args, *cache, **self.shape,
                                CACHE=self.cache is not None)
-        y, *kept = attention(*self.split(out), self.rows)
+        y, lse = attention.forward(*self.split(out), self.rows.blocks)
         wide = x.new_empty(len(x), y[0].numel() + E)
         wide[:, : y[0].numel()] = y.flatten(1)
-        return wide, (out, y, *kept)
+        return wide, (out, y, lse)
 
     def backward(self, x, kept, d):
-        qkv, y, *kept = kept
+        qkv, y, lse = kept
         h = d[:, : y[0].numel()]
-        grads = attention_back(h.reshape(y.shape), *self.split(qkv), y, *kept, self.rows)
+        dy = h.unflatten(1, y.shape[1:])
+        grads = attention.backward(dy, *self.split(qkv), y, lse, self.rows.blocks)
         dx = torch.empty_like(x)
         rope_back_kernel[(len(x),)](*grads, x, dx, *self.args, **self.shape)
         h.copy_(y.flatten(1))
         return dx
-
-
-def attention(q, k, v, rows):
-    """Causal attention within each row: y (S, H, D), and what attention_back needs."""
-    if q.is_cuda:
-        y, *kept = torch.ops.aten._flash_attention_forward(
-            q, k, v, rows.borders, rows.borders, rows.longest, rows.longest, 0.0, True, False)
-        return y, *kept[:3]
-    return torch.cat([causal(*t) for t in zip(*(x.split(rows.lengths) for x in (q, k, v)),
-                                            strict=True)]),
-
-
-def causal(q, k, v):
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
-
-
-def attention_back(dy, q, k, v, y, *rest):
-    """Gradients of q, k and v for dy (S, H, D)."""
-    *kept, rows = rest
-    if q.is_cuda:
-        lse, state, unused = kept
-        return torch.ops.aten._flash_attention_backward(
-            dy, q, k, v, y, lse, rows.borders, rows.borders, rows.longest, rows.longest, 0.0, True,
-            state, unused)
-    with torch.enable_grad():
-        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        return torch.autograd.grad(attention(*inputs, rows)[0], inputs, dy)
 
 
 # ---- a linear
@@ -457,20 +431,14 @@ class FinalNorm(torch.autograd.Function):
 
 @dataclass
 class Rows:
-    """Where S tokens of rows stand: place (S,) in their row, -1 for a token of no row; borders
-    (rows + 1,) int32 of the rows; cos and sin (longest, D/2); slot (S,) of the cache, if one is
-    filled; lengths, a list, for attention on the CPU."""
+    """Where S tokens of rows stand: place (S,) in their row, -1 for padding, which is a row of its
+    own; attention.blocks; cos and sin (longest, D/2); slot (S,) of the cache, if one is filled."""
 
     place: torch.Tensor
-    borders: torch.Tensor
+    blocks: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     slot: torch.Tensor | None = None
-    lengths: list | None = None
-
-    @property
-    def longest(self):
-        return len(self.cos)
 
 
 def end_to_end(rows, slots=None):
@@ -539,9 +507,9 @@ def hidden(model, rows, take):
     device, linears = model.embed.weight.device, linears_of(model)
     refresh(linears)
     ids, places, _, borders = end_to_end(rows)
-    lengths = [*map(len, rows)]
-    where = Rows(to_device(places, device), to_device(borders, device, torch.int32),
-                 *tables(model.config, max(lengths), device), lengths=lengths)
+    blocks = attention.blocks(to_device(borders, device), len(ids))
+    longest = max(map(len, rows))
+    where = Rows(to_device(places, device), blocks, *tables(model.config, longest, device))
     x = states(model, linears, to_device(ids, device), where)
     return FinalNorm.apply(Norm(model.norm), x.index_select(0, to_device(take, device)))
 
@@ -572,20 +540,20 @@ class Prefill:
         most = size and max(8, size // 32)  # rows that a graph of this size takes
         if capture is None or size is None or len(rows) > most:
             x = [to_device(t, device) for t in (ids, places, where, borders)]
-            self.launch(model, *x, max(map(len, rows)), [*map(len, rows)])
+            self.launch(model, *x, max(map(len, rows)))
             return
         pad = size - len(ids)
         padded = (ids + [0] * pad + places + [-1] * pad + where + [0] * pad
-                  + borders + borders[-1:] * (most + 1 - len(borders)))
+                  + borders + borders[-1:] * (most + 1 - len(borders)) + [size])
         if size not in self.graphs:
             static = to_device(padded, device)
-            split = static.split([size, size, size, most + 1])
+            split = static.split([size, size, size, most + 2])
             self.graphs[size] = capture(partial(self.launch, model, *split, size)), static
         replay, static = self.graphs[size]
         static.copy_(to_device(padded, device))
         replay()
 
-    def launch(self, model, ids, places, slots, borders, longest, lengths=None):
-        rows = Rows(places, borders.int(), *tables(model.config, longest, ids.device), slots,
-                    lengths)
+    def launch(self, model, ids, places, slots, borders, longest):
+        blocks = attention.blocks(borders, len(ids))
+        rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
         states(model, self.linears, ids, rows, self.cache)
