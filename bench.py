@@ -3,6 +3,8 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
 
     kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5 7B
               and 32B. Weights rotate through more than 200 MB, so that L2 holds none of them
+    tiles     the GEMM's tiles searched: the fastest of each shape beside marlin_triton.TILES' own,
+              for another card, or another model
     rollout   sample.generate on random weights of true shapes, every row alive to the end
     step      a step of train.py by phases, and its memory
     files     seconds to read a checkpoint, to load it quantized, and to write it quantized
@@ -22,10 +24,12 @@ import argparse
 import functools
 import json
 import math
+import multiprocessing
 import re
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +48,7 @@ import sample
 from runtime import engine
 from weights import checkpoint, convert, memory
 from weights.files import whole
-from weights.formats import FORMATS
+from weights.formats import CHUNK, FORMATS
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = json.loads((RESULTS / "peers.json").read_text())
@@ -203,6 +207,73 @@ def gemm(weights, dense, M, back, ceiling):
     return {"pass": "backward" if back else "forward", "N": N, "K": K, "M": M, "us": us,
             "cublas_us": cublas, "speedup": cublas / us, "read_gbps": gbps,
             "pct_read": 100 * gbps / ceiling, "rel_err": error.item()}
+
+
+def candidates(M, N, K, cores):
+    """Keywords of gemm_few that might be fast for x (M, K) and a weight (N, K), and fit a card's
+    shared memory."""
+    blocks, top = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M)))
+    for BM in sorted({max(8, top // 4), max(8, top // 2), top}):
+        for BN, warps in ((64, 4), (128, 8)):
+            tiles = -(-N // BN) * -(-M // BM)
+            for C, stages in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3)):
+                if K % (CHUNK * C) or C * stages * CHUNK * (2 * BM + BN // 2) > 100_000:
+                    continue
+                fills = {max(1, round(blocks / C * tiles / cores / fill)) for fill in (1, 2, 4, 6)}
+                for per in sorted(per for per in fills | {2, 4, blocks // C} if per <= blocks // C):
+                    split = -(-blocks // C // per)
+                    sums = tiles * split * BM * BN if split > 1 else 0
+                    if split <= 16 and sums <= marlin_triton.PARTIALS:
+                        yield {"BM": BM, "BN": BN, "warps": warps, "C": C, "stages": stages,
+                               "split": split, "kw": 4 if BM == 8 else 2}
+
+
+@functools.lru_cache(1)
+def some_weight(N, K, fmt):
+    return nvfp4.quantize(torch.ones(N, K, device="cuda"), fmt)
+
+
+def compile_tile(work):
+    """Whether a tile runs; in a process of its own, from where it gets into Triton's cache."""
+    M, shape, fmt, tile = work
+    try:
+        x = torch.ones(M, shape[1], dtype=torch.bfloat16, device="cuda")
+        marlin_triton.gemm_few(x, some_weight(*shape, fmt), **tile)
+        torch.cuda.synchronize()
+    except (RuntimeError, triton.TritonError):  # too much shared memory, say
+        return False
+    return True
+
+
+def tiles(args):
+    """The fastest tiles of the FP4 GEMM."""
+    read_ceiling()
+    columns = {"shape": "11", "M": "d", "us": ".1f", "best_us": ".1f", "cublas_us": ".1f",
+               "tile": "60"}
+    show(columns)
+    cores, fmt, rows = marlin_triton.sms(torch.device("cuda")), args.formats[0], []
+    # processes, since Triton compiles one kernel at a time
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        for name in args.shapes:
+            size, layer = name.split(".")
+            N, K, _ = memory.linears(config(size))[f"{layer}_proj"]
+            dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
+                     for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
+            weights = [nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt)
+                       for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
+            for M in args.rows:
+                x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
+                work = [(M, (N, K), fmt, tile) for tile in candidates(M, N, K, cores)]
+                able = pool.map(compile_tile, work)
+                able = [{}, *(w[-1] for w, runs in zip(work, able, strict=True) if runs)]
+                us = [graph_time(partial(marlin_triton.gemm_few, x, **tile), weights, 24)
+                      for tile in able]
+                best = min(range(1, len(us)), key=us.__getitem__)
+                rows.append({"shape": name, "fmt": fmt, "M": M, "us": us[0], "best_us": us[best],
+                             "cublas_us": graph_time(lambda w, x=x: x @ w.T, dense, 24),
+                             "tile": " ".join(f"{k}={v}" for k, v in able[best].items())})
+                show(columns, rows[-1])
+    merge_rows(args.out, rows, ("shape", "fmt", "M"))
 
 
 def rollout(args):
@@ -564,7 +635,7 @@ def rollout_config(text):
 def parse_args(argv=None):
     p = argparse.ArgumentParser(description="Benchmarks on one GPU.", allow_abbrev=False)
     sub, add = p.add_subparsers(dest="what", required=True), {}
-    for f in (kernels, rollout, step, files, scale, report):
+    for f in (kernels, tiles, rollout, step, files, scale, report):
         c = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__, allow_abbrev=False,
                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         c.set_defaults(run=f)
@@ -578,6 +649,11 @@ def parse_args(argv=None):
     add[kernels]("--rows", **some, type=int, default=list(ROWS), help="values of M")
     add[kernels]("--formats", **some, choices=formats, default=formats,
                  help="the first for every shape, all for 7b.gate_up and 7b.down")
+    every = [f"{size}.{layer}" for size in SIZES for layer in LAYERS]
+    add[tiles]("--shapes", **some, choices=every, default=SHAPES, help="linear layers")
+    add[tiles]("--rows", **some, type=int, default=[8, 64, 256], help="values of M")
+    add[tiles]("--formats", **some, choices=formats, default=formats[:1], help="the first counts")
+    add[tiles]("--jobs", type=int, default=8, help="processes that compile")
     add[rollout]("configs", nargs="*", type=rollout_config, default=ROLLOUTS,
                  help="size:format:LoRA rank (0: none):rows, rows as 1,8 or 8x16 or queue")
     add[rollout]("--prompt", type=int, default=256, help="tokens of a prompt")

@@ -24,7 +24,7 @@ times; most on short rows of D = 64. Blocks of 64 tokens and 4 warps won there a
 32 and 128 either way, and so did the plain loops: to take the last product of forward and dQ one
 step late, as work for the tensor cores while weights are made, cost dQ a factor of up to 1.8.
 Loads are Hopper's TMA, and products wgmma. Cards before Hopper run the same kernels without either,
-untuned: with D = 64 or 128 registers spill there.
+with 8 warps, which hold in registers what 4 would spill there; never timed.
 
     TRITON_INTERPRET=1 pytest tests/test_attention.py
 
@@ -152,12 +152,19 @@ def vector(t):
     return TensorDescriptor(t, [t.numel()], [1], [B])
 
 
+def options(q, stages):
+    """Stages and warps of a kernel on q's card."""
+    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 9:
+        return {"num_stages": 2, "num_warps": 8}
+    return {"num_stages": stages, "num_warps": 4}
+
+
 def forward(q, k, v, blocks):
     """y (S, H, D), attention of q (S, H, D) to k and v (S, Hkv, D), and lse (H, n B) float32."""
     (_, H, D), n = q.shape, len(blocks)
     y, lse = q.new_empty(q.shape), q.new_empty(H, n * B, dtype=torch.float32)
     forward_kernel[H, n](tile(q), tile(k), tile(v), y, lse, blocks, D**-0.5 * log2(e),
-                         G=H // k.shape[1], D=D, B=B, num_stages=3)
+                         G=H // k.shape[1], D=D, B=B, **options(q, 3))
     return y, lse
 
 
@@ -167,8 +174,8 @@ def backward(dy, q, k, v, y, lse, blocks):
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     delta, Q, K, V, dY = torch.empty_like(lse), *map(tile, (q, k, v, dy))
     stages = 3 if D <= 64 else 2  # so that an SM holds two programs or more
-    options = dict(G=H // Hkv, D=D, B=B, num_stages=stages)
+    shape = dict(G=H // Hkv, D=D, B=B, **options(q, stages))
     scales = D**-0.5 * log2(e), D**-0.5
-    dq_kernel[H, n](Q, K, V, tile(y), dY, lse, delta, dq, blocks, *scales, **options)
-    dkdv_kernel[Hkv, n](Q, K, V, dY, vector(lse), vector(delta), dk, dv, blocks, *scales, **options)
+    dq_kernel[H, n](Q, K, V, tile(y), dY, lse, delta, dq, blocks, *scales, **shape)
+    dkdv_kernel[Hkv, n](Q, K, V, dY, vector(lse), vector(delta), dk, dv, blocks, *scales, **shape)
     return dq, dk, dv

@@ -29,6 +29,16 @@ def test_floor_of_a_7b_step():
                      "lora": pytest.approx(8.07e7, rel=0.01), "kv": 8 * 512 * 57344}
 
 
+@pytest.mark.parametrize("M, N, K", [(1, 896, 896), (8, 37888, 3584), (64, 3584, 18944), (300, 9728, 896), (16, 64, 272)])
+def test_tiles_that_are_tried_are_right(M, N, K):
+    """Each keeps within the buffers and leaves no split without work; the search is not over one tile."""
+    found = list(bench.candidates(M, N, K, 132))
+    assert len({tuple(t.items()) for t in found}) > 8
+    for t in found:
+        blocks = -(-K // (128 * t["C"]))
+        assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
+
+
 def test_adapters_replace_each_other():
     """Rank 16, then 64, then none, around the same weights: an adapter around an adapter would be
     measured twice."""
