@@ -217,7 +217,7 @@ def candidates(M, N, K, cores):
         for BN, warps in ((64, 4), (128, 8)):
             tiles = -(-N // BN) * -(-M // BM)
             for C, stages in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3)):
-                if K % (CHUNK * C) or C * stages * CHUNK * (2 * BM + BN // 2) > 100_000:
+                if C > 1 and K % (CHUNK * C) or C * stages * CHUNK * (2 * BM + BN // 2) > 100_000:
                     continue
                 fills = {max(1, round(blocks / C * tiles / cores / fill)) for fill in (1, 2, 4, 6)}
                 for per in sorted(per for per in fills | {2, 4, blocks // C} if per <= blocks // C):
