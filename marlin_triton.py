@@ -258,13 +258,23 @@ def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
 
 
 @triton.jit
-def adapter_in(x, a, xa, sums, flags, M, K, sx, pid, MT, AT, PR, Z: tl.constexpr, BM: tl.constexpr,
-               RA: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):
+def tile_squares(squares, m, M, NT: tl.constexpr):
+    """Sums of squares of rows m over the NT tiles that the kernel before had, (NT or more, BM)."""
+    t = tl.arange(0, triton.next_power_of_2(NT))
+    return tl.load(squares + t[:, None] * M + m[None, :], mask=(t < NT)[:, None] & (m < M)[None, :],
+                   other=0.0)
+
+
+@triton.jit
+def adapter_in(x, a, xa, sums, flags, squares, eps, M, K, sx, pid, MT, AT, PR, Z: tl.constexpr,
+               BM: tl.constexpr, RA: tl.constexpr, NT: tl.constexpr, T: tl.constexpr,
+               PDL: tl.constexpr):
     """xa (M, PR) = x a^T for an adapter's a (PR, K), by the first MT * AT * Z programs of a kernel
     whose others read it (adapter_ready): program `pid` does RA rows of a, BM of x and one of Z
     slices of K. The last of a tile's Z to arrive adds their sums (Z, M, PR), always in one order.
 
-    flags: MT counts of tiles that are ready, then MT * AT of slices that have arrived."""
+    flags: MT counts of tiles that are ready, then MT * AT of slices that have arrived. squares,
+    eps, NT: as gemm's."""
     mt, at, z = pid % MT, pid // MT % AT, pid // MT // AT
     m, r, j = mt * BM + tl.arange(0, BM), at * RA + tl.arange(0, RA), tl.arange(0, 128)
     ap = a + r.to(tl.int64)[:, None] * K + j[None, :]
@@ -294,6 +304,8 @@ def adapter_in(x, a, xa, sums, flags, M, K, sx, pid, MT, AT, PR, Z: tl.constexpr
             each = sums + tl.arange(0, Z)[:, None, None].to(tl.int64) * M * PR + spot[None]
             acc = tl.sum(tl.load(each, mask=keep[None], other=0.0, cache_modifier=".cg"), 0)
     if done:
+        if NT:
+            acc *= tl.rsqrt(tl.sum(tile_squares(squares, m, M, NT), 0) / K + eps)[None, :]
         tl.store(xa + spot, acc.to(xa.dtype.element_ty), mask=keep)
         tl.debug_barrier()
         tl.atomic_add(flags + mt, 1, sem="release")
@@ -317,22 +329,26 @@ def adapter_ready(flags, mt, AT, readers, ASM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
-def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags, M, N, K, sx, sc,
-         ss, sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
-         W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr,
-         AT: tl.constexpr, Z: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
+def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags, squares, eps, gain,
+         noise, normed, left, M, N, K, sx, sc, ss, sb, scaling, b0, b1, FMT: tl.constexpr,
+         BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr,
+         STAGES: tl.constexpr, KW: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+         RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr, Z: tl.constexpr,
+         ONE: tl.constexpr, GLU: tl.constexpr, NT: tl.constexpr, NORM: tl.constexpr,
          BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
          ASM: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
     the weight, BM of x, one split of K; with an adapter, the first ones make x A^T (adapter_in).
 
     GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
-    gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
-    splits; xa, sums, flags, Z: as adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B;
-    b0, b1: the rows at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the
-    MMA wants it, 16 or a larger power of two, AT: A's tiles of RA rows; FAST: tiles need no
-    masks along K, and groups of 8 rows are full."""
+    gate's and 8 are up's. NORM: half of an RMSNorm of out goes to normed, out * (gain + noise), and
+    to left (tiles of N, M) what the other half takes, each tile's sum of squares; NT > 0: x is such
+    a half, squares (NT, M) its sums, and its rows are still to be divided by their root mean
+    square. g global scales (N,); part, count: partial sums and arrivals of the splits; xa, sums,
+    flags, Z: as adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0, b1: the rows
+    at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the MMA wants it, 16
+    or a larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along K, and
+    groups of 8 rows are full."""
     T: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # the interpreter multiplies no bfloat16
     if FAST:
         sc = tl.multiple_of(sc, 64)
@@ -341,7 +357,8 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
     if R > 0:
         makers = MT * AT * Z
         if pid < makers:
-            adapter_in(x, A, xa, sums, flags, M, K, sx, pid, MT, AT, P * R, Z, BM, RA, T, PDL)
+            adapter_in(x, A, xa, sums, flags, squares, eps, M, K, sx, pid, MT, AT, P * R, Z, BM, RA,
+                       NT, T, PDL)
             return
         pid -= makers
     tile = pid // (MT * SPLIT)
@@ -370,11 +387,16 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
     first = tl.where(split == 0, row, N) < tl.where(ok, N, 0)
     if BIAS:
         bs = tl.load(bias + row, mask=first, other=0.0)
+    if NORM:
+        weight = (tl.load(gain + row, mask=ok, other=0.0).to(tl.float32)
+                  + tl.load(noise + row, mask=ok, other=0.0))
     if R > 0:
         bt = tl.load(B + row[:, None] * sb + rr[None, :],
                      mask=first[:, None] & (rr < R)[None, :], other=0.0)
     if PDL:  # the kernel before may still run: wait before reading what it wrote or writing
         tl.extra.cuda.gdc_wait()
+    if NT and BM <= 16:
+        each = tile_squares(squares, m, M, NT)
     for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
         for c in tl.static_range(C):
             kc = k + (i * C + c) * 128
@@ -399,6 +421,10 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
         tl.extra.cuda.gdc_launch_dependents()
     acc *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
     acc *= gs[:, None]
+    if NT:
+        if BM > 16:  # too many to wait for in registers
+            each = tile_squares(squares, m, M, NT)
+        acc *= tl.rsqrt(tl.sum(each, 0) / K + eps)[None, :]
     done = split == 0
     if done:
         if BIAS:
@@ -444,7 +470,12 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
             keep = inside & ok[:, None]
             if RES:
                 acc += tl.load(res + o, mask=keep, other=0.0).to(tl.float32)
-            tl.store(out + o, acc.to(out.dtype.element_ty), mask=keep)
+            y = acc.to(out.dtype.element_ty)
+            tl.store(out + o, y, mask=keep)
+            if NORM:
+                y = tl.where(keep, y.to(tl.float32), 0.0)
+                tl.store(normed + o, (y * weight[:, None]).to(out.dtype.element_ty), mask=keep)
+                tl.store(left + tile * M + m, tl.sum(y * y, 0), mask=m < M)
 
 
 @triton.jit
@@ -610,7 +641,7 @@ def adapter_work(x, A, BM):
 
 
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-             glu=False, asm=None, **override):
+             glu=False, half=None, norm=None, asm=None, **override):
     """The decoding kernel itself, whatever M; arguments as linear_decode's. On CPU tensors it needs
     TRITON_INTERPRET=1. `asm` False takes the decoder in plain Triton, and keywords of TILES (and
     `split`, `pdl`) replace those of `tiling`."""
@@ -633,16 +664,22 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if A is not None:
         R, sb = B.shape[1], B.stride(0)
         work, adapter, makers = adapter_work(x, A, t["BM"])
+    squares, eps = half or (part, 0.0)
+    normed, left = part, part
+    if norm is not None:
+        normed, left = torch.empty_like(out), x.new_empty(-(-N // t["BN"]), M, dtype=torch.float32)
     fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
-        x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M, N, K,
-        x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling), *(*bounds, N, N)[:2],
-        FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"], SPLIT=t["split"], STAGES=t["stages"], KW=kw,
-        W=t["warps"], R=R, RP=max(16, triton.next_power_of_2(R)), P=len(bounds) + 1, **adapter,
-        ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
+        x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, squares,
+        eps, *(norm or (part, part)), normed, left, M, N, K, x.stride(0), q.codes.stride(0),
+        q.scale.stride(0), sb, float(scaling), *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"],
+        BN=t["BN"], C=t["C"], SPLIT=t["split"], STAGES=t["stages"], KW=kw, W=t["warps"], R=R,
+        RP=max(16, triton.next_power_of_2(R)), P=len(bounds) + 1, **adapter,
+        ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu,
+        NT=len(squares) if half else 0, NORM=norm is not None, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
         num_warps=t["warps"], **extra)
-    return out
+    return out if norm is None else (out, normed, left)
 
 
 def to_bfloat16(q, fold=False, out=None, tail=None, asm=None):
@@ -733,7 +770,7 @@ def matmul(x, q):
 
 
 def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-                  glu=False):
+                  glu=False, half=None, norm=None):
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
@@ -741,6 +778,11 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for q, k, v;
     a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous; `out` is
     written if given, and may be `residual`. glu: q is gate on up, and the result (M, N / 2).
+
+    An RMSNorm between two such layers is shared by them. norm (weight, noise), both (N,): the
+    result is (y, y * (weight + noise), squares), squares (T, M) the sums of y^2 over T tiles. half
+    (squares, eps): x is such a product, and its rows are divided by their root mean square here.
+
     Deterministic, and safe in a CUDA graph after one call outside: kernels compile, buffers are
     made and weights checked on the first. On the CPU plain torch. ValueError if shapes or dtypes do
     not fit."""
@@ -753,7 +795,10 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16")
     if x.is_cuda and few(M, N, K, sms(x.device)):
-        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu)
+        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu, half, norm)
+    if half is not None:
+        squares, eps = half
+        x = (x.float() * torch.rsqrt(squares.sum(0) / K + eps)[:, None]).to(x.dtype)
     y = product(x, q).float()  # (M, N)
     if bias is not None:
         y += bias
@@ -767,4 +812,8 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     if glu:
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up
-    return y if out is None else out.copy_(y)
+    y = y if out is None else out.copy_(y)
+    if norm is None:
+        return y
+    weight, noise = norm
+    return y, (y.float() * (weight.float() + noise)).to(y.dtype), y.float().square().sum(1)[None]

@@ -1,20 +1,22 @@
 """
-The decode step on the GPU: one token for each of B rows, in seven kernels a layer, none of which
+The decode step on the GPU: one token for each of B rows, in five kernels a layer, none of which
 waits for the host.
 
 A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
 mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 GEMM
-(marlin_triton.linear_decode), which takes in all that it can: bias, residual, silu(gate) * up, and
-the whole of LoRA. Between them:
+(marlin_triton.linear_decode), which takes in all that it can: bias, residual, the whole of LoRA,
+silu(gate) * up, and the RMSNorms with AQN's noise, multiplied by the GEMM before them and divided
+by that behind them. Beside it:
 
-    norm     RMSNorm with AQN's noise
     attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
              live tokens, split over the sequence when rows are few
+    norm     RMSNorm with noise, first and last, and where rows are many
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
              state
 
-Beside 16-bit weights cuBLAS adds bias and residual, and there are two kernels more: silu, and lora
-for each projection.
+Beside 16-bit weights cuBLAS adds bias and residual, norms are kernels of their own, and so are silu
+and, for each projection, lora.
+
 What earlier kernels of the step wrote is read after gdc_wait(): on Hopper a kernel may be launched
 while its predecessor still runs (programmatic dependent launch), and fetches meanwhile what the
 step does not write.
@@ -27,10 +29,9 @@ against, on the CPU too (TRITON_INTERPRET=1).
     python bench.py rollout 7b:nvfp4:16:1,8 --profile
 
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
-S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence, Z slices
-of K in x A^T.
+S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.
 """
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
@@ -228,7 +229,8 @@ def lora_kernel(y, x, a, b, xa, sums, flags, B, N, K, split1, split2, scaling, R
     T: tl.constexpr = tl.float32 if IEEE else tl.bfloat16
     MT, pid = tl.cdiv(B, RB), tl.program_id(0)
     if pid < MT * AT * Z:
-        marlin_triton.adapter_in(x, a, xa, sums, flags, B, K, K, pid, MT, AT, PR, Z, RB, RA, T, PDL)
+        marlin_triton.adapter_in(x, a, xa, sums, flags, sums, 0.0, B, K, K, pid, MT, AT, PR, Z, RB,
+                                 RA, 0, T, PDL)
         return
     pid -= MT * AT * Z
     rows = pid % MT * RB + tl.arange(0, RB)
@@ -376,10 +378,12 @@ class Step:
         self.inverse_temperature = torch.ones(1, device=dev)
         c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
         self.cos, self.sin = rope_tables(places, c.head_dim, c.rope_theta)  # (tokens, D/2)
-        self.embed, self.norm, self.head = model.embed.weight, model.norm, model.lm_head.weight
+        self.embed, self.head = model.embed.weight, model.lm_head.weight
         linears = [Projection(m, self.dtype) for _, m in projections(model)]  # four a block
-        self.layers = [(b.input_layernorm, *linears[4 * i : 4 * i + 2], b.post_attention_layernorm,
-                        *linears[4 * i + 2 : 4 * i + 4]) for i, b in enumerate(model.layers)]
+        self.layers = [linears[i : i + 4] for i in range(0, len(linears), 4)]
+        norms = ((b.input_layernorm, b.post_attention_layernorm) for b in model.layers)
+        self.norms = [*chain(*norms), model.norm]
+        self.folds = self.dtype == torch.bfloat16 and all(p.quantized for p in linears)
         self.head_norms = [(b.attn.q_norm, b.attn.k_norm) for b in model.layers]
         self.adapters = [p for p in linears if p.lora is not None]
         hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
@@ -402,12 +406,22 @@ class Step:
                                            CP=power(C), RB=RB, num_warps=8, **self.launch)
         return out
 
-    def linear(self, p, x, residual=None, glu=False):
+    def add(self, p, y, x, norm, fold):
+        """x + p(y), in x's memory, and `norm` of it: (x, h, None), or, with `fold`, h and `half` of
+        linear_decode."""
+        if fold:
+            x, h, squares = self.linear(p, y, residual=x, norm=(norm.weight, norm.noise))
+            return x, h, (squares, norm.eps)
+        x = self.linear(p, y, residual=x)
+        return x, self.normed(x, norm), None
+
+    def linear(self, p, x, residual=None, glu=False, half=None, norm=None):
         """base(x) + LoRA (+ residual, which is overwritten) for x (B, K); glu: silu(gate) * up of
-        it."""
+        it; half, norm: as linear_decode's."""
         if p.quantized and x.dtype == torch.bfloat16:
             return marlin_triton.linear_decode(
-                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu)
+                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu,
+                half, norm)
         if residual is None or p.quantized or p.base.bias is not None:
             y = p.base(x) if residual is None else residual.add_(p.base(x))
         else:
@@ -456,13 +470,16 @@ class Step:
         """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are
         in the cache after it."""
         x = F.embedding(self.token[:rows], self.embed)  # (B, C)
-        for i, (norm1, qkv_proj, o_proj, norm2, gate_up_proj, down_proj) in enumerate(self.layers):
-            y = self.attention(i, self.linear(qkv_proj, self.normed(x, norm1)))
-            x = self.linear(o_proj, y, residual=x)  # (B, H*D) -> (B, C)
-            # (B, C) -> (B, 2F) -> (B, F)
-            y = self.linear(gate_up_proj, self.normed(x, norm2), glu=True)
-            x = self.linear(down_proj, y, residual=x)  # (B, F) -> (B, C)
-        return self.normed(x, self.norm)
+        fold, norms = self.folds and rows <= marlin_triton.FEW, iter(self.norms)
+        h, half = self.normed(x, next(norms)), None
+        for i, (qkv_proj, o_proj, gate_up_proj, down_proj) in enumerate(self.layers):
+            y = self.attention(i, self.linear(qkv_proj, h, half=half))
+            x, h, half = self.add(o_proj, y, x, next(norms), fold)  # (B, H*D) -> (B, C)
+            # (B, C) -> (B, 2F) -> (B, F) -> (B, C)
+            y = self.linear(gate_up_proj, h, glu=True, half=half)
+            last = i == len(self.layers) - 1  # the head takes a whole norm
+            x, h, half = self.add(down_proj, y, x, next(norms), fold and not last)
+        return h
 
     def step(self, rows, greedy=False, draw=None):
         """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs

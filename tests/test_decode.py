@@ -81,7 +81,7 @@ def check_linears(m, B, rank):
     device = m.embed.weight.device
     step, g = decode.Step(m, M.KVCache(m, B, 8)), torch.Generator(device).manual_seed(B)
     names = ("attn.qkv_proj", "attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    for name, p in zip(names, step.layers[1][1:3] + step.layers[1][4:], strict=True):
+    for name, p in zip(names, step.layers[1], strict=True):
         module = m.layers[1].get_submodule(name)
         x, residual = (torch.randn(B, n, generator=g, device=device).bfloat16() for n in (p.K, p.N))
         residual = residual if name in ("attn.o_proj", "mlp.down_proj") else None
@@ -97,6 +97,24 @@ def check_linears(m, B, rank):
 def test_linear_equals_the_modules_in_bfloat16(quant, rank):
     """What the GPU's dtype takes: bias, LoRA and residual in one call of the FP4 GEMM; the residual's memory is the result's."""
     check_linears(build(quant=quant, rank=rank, dtype=torch.bfloat16), 5, rank)
+
+
+@torch.no_grad()
+def test_norms_shared_by_the_projections_are_the_norms(monkeypatch):
+    """A step that multiplies before and divides behind a norm, against one whose norms are kernels; another layer's norm, or one
+    that is divided twice or never, is an error of 30% or more."""
+    m = build(quant="nvfp4", rank=3, dtype=torch.bfloat16)
+    for block in m.layers:
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            torch.nn.init.normal_(norm.weight, 1, 0.5)
+    monkeypatch.setattr(decode.Step, "attention", lambda self, i, qkv: qkv[:, : 4 * 32].contiguous())
+    step = decode.Step(m, M.KVCache(m, 5, 8))
+    step.token[:5] = torch.tensor([3, 77, 200, 0, 300])
+    assert step.folds
+    shared = step.hidden(5).float()
+    step.folds = False
+    own = step.hidden(5).float()
+    assert 0 < (shared - own).norm() / own.norm() < 3e-2
 
 
 @torch.no_grad()
