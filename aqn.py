@@ -41,8 +41,8 @@ SCHEDULES = ("exponential", "linear", "cosine", "logarithmic", "eq8")
 
 
 def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
-    """Standard deviation of the noise at optimizer step `step` of `total_steps`: a pure function,
-    so a resume cannot restart it.
+    """Standard deviation of the noise at step `step` (a rollout, with all its updates) of
+    `total_steps`: a pure function, so a resume cannot restart it.
 
     Training is cut into `stages` equal intervals. The first has no added noise (quantization noise
     alone explores); the other stages - 1 go from start to exactly end: geometrically
@@ -107,8 +107,7 @@ def buffers(model):
 
 @torch.no_grad()
 def set_noise(model, sigma, seed=0):
-    """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)` -> the number of norms written; 0 in
-    every other noise buffer.
+    """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`; 0 in every other noise buffer.
 
     What was there is replaced, never added to. Float32, from a CPU generator seeded by (seed,
     layer, norm): the same on every rank and device. sigma = 0 clears all noise, bit for bit."""
@@ -121,7 +120,6 @@ def set_noise(model, sigma, seed=0):
         for which, norm in enumerate(pair):
             gen = torch.Generator().manual_seed(noise_seed(seed, layer, which))
             norm.noise.copy_(sigma * torch.randn(norm.noise.shape, generator=gen))
-    return 2 * len(pairs)
 
 
 @contextlib.contextmanager

@@ -157,6 +157,9 @@ def apart(argv):
 
 def trainings(name, seeds, jobs, args, argv):
     """Every arm of the experiment with every seed, `jobs` at a time; then the table."""
+    if not args.eval_n:
+        raise ValueError("--eval-n 0: the table is of held-out accuracy; leave it out")
+
     def one(seed_arm):
         seed, arm = seed_arm
         out = Path(args.out) / f"{arm}-s{seed}"

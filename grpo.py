@@ -166,8 +166,8 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
     ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
         estimator k3. Without beta the KL is only measured.
-    trainer_old_logp, tis_cap: (B, T), the trainer's own log-probs, of before the first update or
-        detached of this one. The ratio is then taken against these, and
+    trainer_old_logp, tis_cap: (B, T), the trainer's own log-probs, those before the first update
+        or this pass's, detached. The ratio is then taken against these, and
         min(pi_trainer / pi_sampler, tis_cap) corrects for the sampler. At GSPO's level both are
         geometric means: TRL's exp(sum) of a long completion is 0 or the cap.
     total_tokens, total_seqs: counts over the *global* batch, of tokens in the mask and of
@@ -175,7 +175,8 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     max_len: Dr.GRPO's constant. entropy: (B, T), only measured.
 
     Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum), for sum_metrics and
-    mean_metrics; sampler_kl is KL(sampler || trainer), k3. ValueError for what contradicts.
+    mean_metrics; sampler_kl is KL(sampler || trainer), k3. ValueError for arguments that
+    contradict each other.
     """
     check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
                     tis_cap, max_len)
@@ -246,8 +247,8 @@ def sum_metrics(parts):
 
 
 def mean_metrics(total):
-    """Summed metrics -> floats a token, under the column names of metrics.jsonl (one device
-    synchronisation)."""
+    """Summed metrics -> means a token (the loss and the maximum as they are), floats under the
+    column names of metrics.jsonl; one device synchronisation."""
     names = list(total)
     t = dict(zip(names, torch.stack([total[k].double() for k in names]).tolist(), strict=True))
     n = max(t["tokens"], 1.0)
@@ -419,8 +420,8 @@ def size(c):
 
 def micro_batches(model, completions, token_budget):
     """Completions sorted by length and cut so that what is computed for them stays within the
-    budget: their tokens where rows lie end to end, rows x longest where they are padded. (One row
-    always goes.)"""
+    budget: their tokens where rows lie end to end, rows x longest where they are padded. A row
+    that passes it is a batch alone."""
     packed, batch, total = lora.packed(model), [], 0
     for c in sorted(completions, key=size):
         total += size(c)

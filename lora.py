@@ -191,8 +191,8 @@ def save_adapter(model, folder, base_model=""):
 
 
 def read_config(path):
-    """(rank, scaling) of an adapter_config.json; ValueError for anything but plain LoRA
-    (rank-stabilised scaling included)."""
+    """(rank, scaling) of an adapter_config.json; ValueError for anything but LoRA, with plain or
+    rank-stabilised scaling."""
     config = read_json(path, {"r": (int, 1, 4096), "lora_alpha": (float, 1e-6, 1e6),
                               "use_rslora": bool}, ["r", "lora_alpha"])
     rank, alpha = config["r"], config["lora_alpha"]

@@ -3,10 +3,10 @@ Qwen2.5 in plain PyTorch: the model that everything else swaps modules into.
 
 The forward pass is Qwen2.5's (RMSNorm, RoPE, grouped-query attention with QKV bias, SwiGLU). Two
 families differ by a flag: Llama-shaped configs drop the bias, Qwen3 drops it and norms each head
-of q and k. Two things differ from the textbook, and both are for speed: q,k,v are one matrix and
-gate,up are one matrix; and each RMSNorm carries a `noise` vector that is zero unless aqn.py writes
-to it. Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules; this file knows nothing
-of them. Reading a checkpoint is weights/checkpoint.py, and `load` its door.
+of q and k. Two things differ from the textbook: q,k,v are one matrix and gate,up are one matrix,
+for speed; and each RMSNorm carries a `noise` vector that is zero unless aqn.py writes to it.
+Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules; this file knows nothing of them.
+Reading a checkpoint is weights/checkpoint.py, and `load` its door.
 
 Left out: sliding windows, rope scaling, mixture of experts. A config that asks for them is an
 error, not ignored.
@@ -14,8 +14,8 @@ error, not ignored.
     model = load("Qwen/Qwen2.5-0.5B-Instruct", device="cuda", quant="nvfp4")
     logits = model(torch.tensor([[1, 2, 3]], device="cuda"))
 
-Shapes: B rows, T tokens, C hidden, H query heads, Hkv kv heads, D head size, S cache slots,
-V vocabulary, N and K outputs and inputs of a linear.
+Shapes: B rows, T tokens, C hidden, F intermediate, L layers, H query heads, Hkv kv heads, D head
+size, S cached positions, V vocabulary, N and K outputs and inputs of a linear.
 """
 from dataclasses import dataclass
 

@@ -6,13 +6,13 @@ QeRL in one loop: sample with a quantized, noisy policy; grade; advantages; upda
     torchrun --nproc-per-node=8 train.py --model ...                 # the same update on eight
 
 The base model is frozen in NVFP4 and exists once: rollouts, log-probs and the update run the same
-modules. `learn` is the paper's Algorithm 1, a numbered paragraph a line of it; what it calls is in
-aqn.py (noise), sample.py (rollouts), data.py (rewards), grpo.py (advantages, objectives, optimizer
-step). Nothing draws from a global random state: samples, noise and data order are functions of
-(seed, step), so a run resumed from its folder repeats the uninterrupted one.
+modules. `learn` is the paper's Algorithm 1 in numbered paragraphs; what it calls is in aqn.py
+(noise), sample.py (rollouts), data.py (rewards), grpo.py (advantages, objectives, optimizer step).
+Nothing draws from a global random state: samples, noise and data order are functions of (seed,
+step), so a run resumed from its folder repeats the uninterrupted one.
 
 Left out, on purpose: models larger than a card, a reward model, 8-bit optimizer states (the
-adapter's AdamW state is about 1% of the model).
+adapter's take 0.6 GiB for 7B, rank 32).
 
 Shapes: P prompts, G completions a prompt.
 """

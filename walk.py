@@ -98,8 +98,8 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
     metrics, norm = grpo.update(model, optimizer, cs, settings)
     m = grpo.mean_metrics(metrics)
     print(f"  loss {m['loss']:.4f}, entropy {m['entropy']:.3f} nats, gradient norm {norm:.4f}")
-    print(f"  B moved by at most {linear.B.abs().max():.1e}; A had no gradient, since B was 0: "
-          f"{bool(optimizer.state[linear.A]['exp_avg'].any())}")
+    print(f"  B moved by at most {linear.B.abs().max():.1e}; A had a gradient: "
+          f"{bool(optimizer.state[linear.A]['exp_avg'].any())}, since B was 0")
 
 
 if __name__ == "__main__":

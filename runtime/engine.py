@@ -58,10 +58,9 @@ class OneDNNLinear(torch.nn.Module):
 def onednn_linears(model):
     """On the CPU every linear as a OneDNNLinear inside the `with`.
 
-    A few rows times a plain row-major weight is slow there (1.6 times in bfloat16, 3 in float32);
-    reordering costs as much as a few tokens. It is a second copy of the weights, for the one call,
-    so an adapter can be merged into it: a third of a small model's step. Not in bfloat16, where
-    rounding would take most of the adapter away."""
+    A few rows times a plain row-major weight is slow there; reordering costs as much as a few
+    tokens. It is a second copy of the weights, for the one call, so an adapter can be merged into
+    it. Not in bfloat16, where rounding would take most of the adapter away."""
     swaps, w = [], model.embed.weight  # (path, what stands there, what will)
     if w.device.type == "cpu" and torch.backends.mkldnn.is_available():
         for path, m in [*projections(model), ("lm_head", model.lm_head)]:

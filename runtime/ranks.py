@@ -29,7 +29,7 @@ import torch.distributed as dist
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 busy = False  # in a collective: an interrupt must wait, the others count on this rank
 stopped = False  # all ranks know that the run is to stop
-BUCKET = 2**26  # numbers of one all-reduce, 256 MiB: an adapter's gradient fits into one
+BUCKET = 2**26  # numbers of one all-reduce, 256 MiB
 PATIENCE = 10  # seconds in which rank 0 may refuse what this rank refuses
 
 

@@ -322,7 +322,8 @@ class Run:
         with whole(self.out / "summary.json") as part:
             part.write_text(json.dumps(summary, indent=2) + "\n")
         plot.plot([self.out], self.out / "metrics.png")
-        print(f"{self.out}: adapter/, metrics.jsonl, metrics.png, summary.json ({s.seconds:.0f} s)")
+        print(f"{self.out}: {'adapter' if self.args.lora_rank else 'model'}/, metrics.jsonl, "
+              f"metrics.png, summary.json ({s.seconds:.0f} s)")
         if after:
             show_learned(base, after["rows"])
             print(f"held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} "

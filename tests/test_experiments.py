@@ -62,6 +62,12 @@ def test_an_experiment_has_to_be_named(capsys):
     assert experiments.main([]) == 2 and "gradient, two-copies, 2x2" in capsys.readouterr().err
 
 
+def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys):
+    """It was a traceback after the last training."""
+    assert experiments.main(["2x2", "--eval-n", "0", "--out", str(tmp_path)]) == 2 and not trained
+    assert "--eval-n 0" in capsys.readouterr().err
+
+
 def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path):
     """Two trainings in one process would share its seeds and signals."""
     ran = []

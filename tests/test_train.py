@@ -493,6 +493,7 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
     """--lora-rank 0 wrote nothing but resume's own file."""
     out = tmp_path / "run"
     assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
+    assert f"{out}: model/, metrics.jsonl" in capsys.readouterr().out
     args = flags.parse("sample", ["--run", str(out), "--prompt", "What is 1+1?"])
     assert (args.model, args.quant, args.adapter) == (str(out / "model"), "none", None)
     model, _ = flags.load_policy(args)
