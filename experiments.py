@@ -125,7 +125,7 @@ def gradients(args, argv):
 def two_copies():
     """Inside the `with`, train.py samples from --quant's weights but takes its updates through a
     16-bit copy of the model, which shares the adapter."""
-    load, add, update, twins = flags.load_policy, lora.add_lora, grpo.update, {}
+    load, add, twins = flags.load_policy, lora.add_lora, {}
 
     def load_both(args):
         model, tok = load(args)
@@ -140,13 +140,17 @@ def two_copies():
             twin.A, twin.B = own.A, own.B
         return params
 
-    def update_twin(model, *rest):
-        twins[model].checkpointing = model.checkpointing
-        return update(twins[model], *rest)
+    def through_twin(f):
+        def call(model, *rest):
+            twins[model].checkpointing = model.checkpointing
+            return f(twins[model], *rest)
+        return call
 
     with mock.patch.object(flags, "load_policy", load_both), \
             mock.patch.object(lora, "add_lora", add_to_both), \
-            mock.patch.object(grpo, "update", update_twin):
+            mock.patch.object(grpo, "update", through_twin(grpo.update)), \
+            mock.patch.object(grpo, "record_trainer_logprobs",
+                              through_twin(grpo.record_trainer_logprobs)):
         yield
 
 
