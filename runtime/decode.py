@@ -384,6 +384,10 @@ class Step:
         norms = ((b.input_layernorm, b.post_attention_layernorm) for b in model.layers)
         self.norms = [*chain(*norms), model.norm]
         self.folds = self.dtype == torch.bfloat16 and all(p.quantized for p in linears)
+        # half of a norm that is whole already: the first layer's, so that its GEMM is the others'
+        self.tiles = -(-c.hidden_size // marlin_triton.tiling(1, c.hidden_size, 128, 1)["BN"])
+        self.unit = torch.full((self.tiles * S,), (1 - c.rms_norm_eps) * c.hidden_size / self.tiles,
+                               device=dev)
         self.head_norms = [(b.attn.q_norm, b.attn.k_norm) for b in model.layers]
         self.adapters = [p for p in linears if p.lora is not None]
         hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
@@ -470,16 +474,16 @@ class Step:
         """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are
         in the cache after it."""
         x = F.embedding(self.token[:rows], self.embed)  # (B, C)
-        fold, norms = self.folds and rows <= marlin_triton.FEW, iter(self.norms)
-        h, half = self.normed(x, next(norms)), None
+        fold, norms, half = self.folds and rows <= marlin_triton.FEW, iter(self.norms), None
+        h = self.normed(x, next(norms))
+        if fold:
+            half = self.unit[: self.tiles * rows].view(self.tiles, rows), self.norms[0].eps
         for i, (qkv_proj, o_proj, gate_up_proj, down_proj) in enumerate(self.layers):
             y = self.attention(i, self.linear(qkv_proj, h, half=half))
             x, h, half = self.add(o_proj, y, x, next(norms), fold)  # (B, H*D) -> (B, C)
-            # (B, C) -> (B, 2F) -> (B, F) -> (B, C)
-            y = self.linear(gate_up_proj, h, glu=True, half=half)
-            last = i == len(self.layers) - 1  # the head takes a whole norm
-            x, h, half = self.add(down_proj, y, x, next(norms), fold and not last)
-        return h
+            y = self.linear(gate_up_proj, h, glu=True, half=half)  # (B, C) -> (B, 2F) -> (B, F)
+            x, h, half = self.add(down_proj, y, x, next(norms), fold)  # (B, F) -> (B, C)
+        return self.normed(x, self.norms[-1]) if fold else h
 
     def step(self, rows, greedy=False, draw=None):
         """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs
