@@ -20,8 +20,8 @@ there is not repeated, one that was stopped goes on. They print each arm's held-
 its standard error over the seeds, and for the 2x2 what either factor adds within a seed.
 
 Flags after the name are train.py's, and of the training ones --seeds 0,1,2,3,4 and --jobs 1: runs
-side by side, which one card has room for when the model is small. For `gradient`,
---prompts-per-step x --group-size completions are drawn for each gradient.
+side by side, dealt out over the cards; one has room for several when the model is small. For
+`gradient`, --prompts-per-step x --group-size completions are drawn for each gradient.
 
     python experiments.py gradient --prompts-per-step 32 --group-size 32 --out gradient.json
     python experiments.py gradient --model DIR --data gsm8k --prompt-style boxed --out gradient.json
@@ -32,6 +32,7 @@ side by side, which one card has room for when the model is small. For `gradient
 import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import argparse
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import fmean, stdev
 from unittest import mock
 
@@ -164,6 +166,12 @@ def trainings(name, seeds, jobs, args, argv):
     if not args.eval_n:
         raise ValueError("--eval-n 0: the table is of held-out accuracy; leave it out")
 
+    all_cards = ",".join(map(str, range(torch.cuda.device_count())))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
+    cards = SimpleQueue()  # a free one for each job
+    for i in range(jobs):
+        cards.put(visible[i % len(visible)])
+
     def one(seed_arm):
         seed, arm = seed_arm
         out = Path(args.out) / f"{arm}-s{seed}"
@@ -176,10 +184,13 @@ def trainings(name, seeds, jobs, args, argv):
         if jobs == 1:
             return apart(flags) if two else train.main(flags)
         print(out, flush=True)
-        command = [__file__, "two-copies"] if two else [train.__file__]
-        with open(f"{out}.log", "a") as log:
-            return subprocess.run([sys.executable, *command, *flags], stdout=log,
-                                  stderr=log).returncode
+        command, card = [__file__, "two-copies"] if two else [train.__file__], cards.get()
+        try:
+            with open(f"{out}.log", "a") as log:
+                return subprocess.run([sys.executable, *command, *flags], stdout=log, stderr=log,
+                                      env=os.environ | {"CUDA_VISIBLE_DEVICES": card}).returncode
+        finally:
+            cards.put(card)
 
     Path(args.out).mkdir(parents=True, exist_ok=True)
     todo = [(seed, arm) for seed in seeds for arm in ARMS[name]]

@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import experiments
 import grpo
@@ -70,9 +71,10 @@ def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys)
 
 def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path):
     """Two trainings in one process would share its seeds and signals."""
-    ran = []
+    ran, cards = [], []
 
-    def run(command, stdout, stderr):
+    def run(command, stdout, stderr, env):
+        cards.append(env["CUDA_VISIBLE_DEVICES"])
         out = Path(command[-1])
         ran.append((out.name, command[command.index("--loss") + 1], command[command.index("--seed") + 1]))
         out.mkdir()
@@ -81,8 +83,10 @@ def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path):
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert experiments.main(["objective", "--out", str(tmp_path), "--jobs", "3", "--seeds", "0,7"]) == 0
     assert sorted(ran) == sorted((f"{loss}-s{seed}", loss, seed) for loss in grpo.OBJECTIVES for seed in "07")
+    assert set(cards) == {"0", "1", "2"}
 
 
 def test_two_copies_sample_in_four_bits_and_train_in_sixteen(tmp_path):
