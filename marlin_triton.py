@@ -38,10 +38,11 @@ Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not
 are few, K is cut (SPLIT): each split leaves a float32 partial sum and the program that comes last
 adds them in order. No atomics on values: the same bits on each run. Programmatic dependent launch
 lets a kernel start while the one before finishes. A kernel of a decode step that does nothing else
-costs 4 to 7 us, so the GEMM takes in what it can: silu(gate) * up, and LoRA's x A^T, made by the
+costs 4 to 7 us, so the GEMM takes in what it can: silu(gate) * up; an RMSNorm, whose weight the
+GEMM before multiplies with and whose mean square this one divides by; and LoRA's x A^T, made by the
 first programs of the grid while the others stream the weight, which wait for it in their epilogue.
-Measured on an H100; other cards from Ampere on run the same kernel, without dependent launch before
-Hopper. What was tried and lost stands in results/LOG.md.
+Tiles were measured on an H100; other cards from Ampere on run the same kernel, without dependent
+launch before Hopper (python bench.py tiles). What was tried and lost stands in results/LOG.md.
 
     y = matmul(x, quantize(w))                                  # any M, differentiable in x
     python bench.py kernels
