@@ -13,7 +13,8 @@ Measurements behind the README's choices.
     objective  GRPO, DAPO, Dr.GRPO, GSPO, CISPO
     rank       of the adapter
     copies     one four-bit copy of the weights that samples and is trained through, or, as with an
-               inference engine beside a trainer, four bits to sample and 16 to train
+               inference engine beside a trainer, four bits to sample and 16 to train, the ratio
+               against the sampler or, with a truncated weight, against the trainer itself
 
 All but the first train: each arm with each seed, in a folder of --out of its own. A run that is
 there is not repeated, one that was stopped goes on. They print each arm's held-out accuracy with
@@ -67,7 +68,7 @@ ARMS = {
     "schedule": {name: ["--aqn-schedule", name] for name in aqn.SCHEDULES if name != "eq8"},
     "objective": {name: ["--loss", name] for name in grpo.OBJECTIVES},
     "rank": {str(r): ["--lora-rank", str(r), "--lora-alpha", str(r)] for r in (16, 32, 64, 128)},
-    "copies": {"one": [], "two": []},
+    "copies": {"one": [], "two": [], "two-trainer": ["--old-logp", "trainer"]},
 }
 
 
@@ -180,7 +181,7 @@ def trainings(name, seeds, jobs, args, argv):
         again = (out / "config.json").is_file()
         flags = [*(["--resume"] if again else [*argv, *ARMS[name][arm]]), "--seed", str(seed),
                  "--out", str(out)]
-        two = (name, arm) == ("copies", "two")
+        two = name == "copies" and arm != "one"
         if jobs == 1:
             return apart(flags) if two else train.main(flags)
         print(out, flush=True)
