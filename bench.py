@@ -20,6 +20,7 @@ measured is the GPU, not Python. results/peers.json has others' figures, and how
 
 Shapes: M rows, N outputs, K inputs of a GEMM.
 """
+from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import functools
 import json
@@ -27,6 +28,7 @@ import math
 import multiprocessing
 import re
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -692,6 +694,10 @@ def parse_args(argv=None):
     return args
 
 
-if __name__ == "__main__":
+def main():
     args = parse_args()
     args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run("bench.py", main))
