@@ -180,16 +180,25 @@ def kernels(args):
         size, layer = name.split(".")
         N, K, _ = memory.linears(config(size))[f"{layer}_proj"]
         theirs = dict(zip(marlin["rows"], marlin["speedup"][name], strict=True))
-        dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
-                 for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
+        dense = dense_weights(N, K)
         for fmt in args.formats if name in ("7b.gate_up", "7b.down") else args.formats[:1]:
-            weights = [nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt)
-                       for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
+            weights = packed_weights(N, K, fmt)
             for M, back in [(M, False) for M in args.rows] + [(2048, True)]:
                 row = {"fmt": fmt, "shape": name} | gemm(weights, dense, M, back, ceiling)
                 results.append(row)
                 show(columns, row | {"marlin": None if back else theirs.get(M)})
     merge_rows(args.out, results, ("fmt", "shape", "pass", "M"))
+
+
+def dense_weights(N, K):
+    """More of them than L2 holds."""
+    return [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
+            for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
+
+
+def packed_weights(N, K, fmt):
+    return [nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt)
+            for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
 
 
 def gemm(weights, dense, M, back, ceiling):
@@ -253,27 +262,25 @@ def tiles(args):
     columns = {"shape": "11", "M": "d", "us": ".1f", "best_us": ".1f", "cublas_us": ".1f",
                "tile": "60"}
     show(columns)
-    cores, fmt, rows = marlin_triton.sms(torch.device("cuda")), args.formats[0], []
+    cores, rows = marlin_triton.sms(torch.device("cuda")), []
     # processes, since Triton compiles one kernel at a time
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for name in args.shapes:
             size, layer = name.split(".")
             N, K, _ = memory.linears(config(size))[f"{layer}_proj"]
-            dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
-                     for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
-            weights = [nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt)
-                       for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
+            dense, weights = dense_weights(N, K), packed_weights(N, K, args.format)
             for M in args.rows:
                 x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
-                work = [(M, (N, K), fmt, tile) for tile in candidates(M, N, K, cores)]
+                work = [(M, (N, K), args.format, tile) for tile in candidates(M, N, K, cores)]
                 able = pool.map(compile_tile, work)
                 able = [{}, *(w[-1] for w, runs in zip(work, able, strict=True) if runs)]
                 us = [graph_time(partial(marlin_triton.gemm_few, x, **tile), weights, 24)
                       for tile in able]
-                best = min(range(1, len(us)), key=us.__getitem__)
-                rows.append({"shape": name, "fmt": fmt, "M": M, "us": us[0], "best_us": us[best],
-                             "cublas_us": graph_time(lambda w, x=x: x @ w.T, dense, 24),
-                             "tile": " ".join(f"{k}={v}" for k, v in able[best].items())})
+                best = min(range(len(us)), key=us.__getitem__)
+                tile = " ".join(f"{k}={v}" for k, v in able[best].items()) or "its own"
+                rows.append({"shape": name, "fmt": args.format, "M": M, "us": us[0],
+                             "best_us": us[best], "tile": tile,
+                             "cublas_us": graph_time(lambda w, x=x: x @ w.T, dense, 24)})
                 show(columns, rows[-1])
     merge_rows(args.out, rows, ("shape", "fmt", "M"))
 
@@ -654,7 +661,7 @@ def parse_args(argv=None):
     every = [f"{size}.{layer}" for size in SIZES for layer in LAYERS]
     add[tiles]("--shapes", **some, choices=every, default=SHAPES, help="linear layers")
     add[tiles]("--rows", **some, type=int, default=[8, 64, 256], help="values of M")
-    add[tiles]("--formats", **some, choices=formats, default=formats[:1], help="the first counts")
+    add[tiles]("--format", choices=formats, default=formats[0], help="of the weight")
     add[tiles]("--jobs", type=int, default=8, help="processes that compile")
     add[rollout]("configs", nargs="*", type=rollout_config, default=ROLLOUTS,
                  help="size:format:LoRA rank (0: none):rows, rows as 1,8 or 8x16 or queue")

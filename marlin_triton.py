@@ -318,12 +318,10 @@ def adapter_ready(flags, mt, AT, readers, ASM: tl.constexpr):
     or have run. The last of the `readers` leaves the flag at zero for the next kernel."""
     ready = flags + mt
     if ASM:
-        address = ready.to(tl.int64)
-        seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [address], dtype=tl.int32,
-                                         is_pure=False, pack=1)
+        seen = mt * 0
         while seen < AT:
-            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [address], dtype=tl.int32,
-                                             is_pure=False, pack=1)
+            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [ready.to(tl.int64)],
+                                             dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()  # all threads have seen it before it may be cleared
     if tl.atomic_add(ready, 1, sem="relaxed") == AT + readers - 1:
         tl.store(ready, 0)
@@ -331,7 +329,7 @@ def adapter_ready(flags, mt, AT, readers, ASM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
 def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags, squares, eps, gain,
-         noise, normed, left, M, N, K, sx, sc, ss, sb, scaling, b0, b1, FMT: tl.constexpr,
+         noise, normed, counted, M, N, K, sx, sc, ss, sb, scaling, b0, b1, FMT: tl.constexpr,
          BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr,
          STAGES: tl.constexpr, KW: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
          RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr, Z: tl.constexpr,
@@ -343,8 +341,8 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
 
     GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
     gate's and 8 are up's. NORM: half of an RMSNorm of out goes to normed, out * (gain + noise), and
-    to left (tiles of N, M) what the other half takes, each tile's sum of squares; NT > 0: x is such
-    a half, squares (NT, M) its sums, and its rows are still to be divided by their root mean
+    to counted (tiles of N, M) what the other half takes, each tile's sum of squares; NT > 0: x is
+    such a half, squares (NT, M) its sums, and its rows are still to be divided by their root mean
     square. g global scales (N,); part, count: partial sums and arrivals of the splits; xa, sums,
     flags, Z: as adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0, b1: the rows
     at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the MMA wants it, 16
@@ -476,7 +474,7 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
             if NORM:
                 y = tl.where(keep, y.to(tl.float32), 0.0)
                 tl.store(normed + o, (y * weight[:, None]).to(out.dtype.element_ty), mask=keep)
-                tl.store(left + tile * M + m, tl.sum(y * y, 0), mask=m < M)
+                tl.store(counted + tile * M + m, tl.sum(y * y, 0), mask=m < M)
 
 
 @triton.jit
@@ -666,13 +664,14 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         R, sb = B.shape[1], B.stride(0)
         work, adapter, makers = adapter_work(x, A, t["BM"])
     squares, eps = half or (part, 0.0)
-    normed, left = part, part
+    normed, counted = part, part
     if norm is not None:
-        normed, left = torch.empty_like(out), x.new_empty(-(-N // t["BN"]), M, dtype=torch.float32)
+        normed = torch.empty_like(out)
+        counted = x.new_empty(-(-N // t["BN"]), M, dtype=torch.float32)
     fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
         x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, squares,
-        eps, *(norm or (part, part)), normed, left, M, N, K, x.stride(0), q.codes.stride(0),
+        eps, *(norm or (part, part)), normed, counted, M, N, K, x.stride(0), q.codes.stride(0),
         q.scale.stride(0), sb, float(scaling), *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"],
         BN=t["BN"], C=t["C"], SPLIT=t["split"], STAGES=t["stages"], KW=kw, W=t["warps"], R=R,
         RP=max(16, triton.next_power_of_2(R)), P=len(bounds) + 1, **adapter,
@@ -680,7 +679,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         NT=len(squares) if half else 0, NORM=norm is not None, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
         num_warps=t["warps"], **extra)
-    return out if norm is None else (out, normed, left)
+    return out if norm is None else (out, normed, counted)
 
 
 def to_bfloat16(q, fold=False, out=None, tail=None, asm=None):

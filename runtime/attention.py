@@ -56,20 +56,21 @@ def blocks(borders, S):
 
 
 @triton.jit
-def entry(block):
-    """What blocks() says of one."""
-    return tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+def entry(blocks, i, h, B: tl.constexpr):
+    """What blocks() says of block i, of n in the grid; its lse in those of head h."""
+    block = blocks + 4 * i
+    line = tl.load(block + 3) + h * B * tl.num_programs(1)
+    return tl.load(block), tl.load(block + 1), tl.load(block + 2), line
 
 
 @triton.jit
 def forward_kernel(q, k, v, y, lse, blocks, scale, G: tl.constexpr, D: tl.constexpr,
                    B: tl.constexpr):
     h, H = tl.program_id(0), tl.num_programs(0)
-    begin, end, at, line = entry(blocks + 4 * tl.program_id(1))
+    begin, end, at, line = entry(blocks, tl.program_id(1), h, B)
     if at >= end:
         return
     place, col = tl.arange(0, B), h // G * D
-    line += h * B * tl.num_programs(1)
     Q = q.load([at, h * D])  # (B, D)
     top = tl.full((B,), -float("inf"), tl.float32)
     total, acc = tl.zeros((B,), tl.float32), tl.zeros((B, D), tl.float32)
@@ -93,11 +94,10 @@ def dq_kernel(q, k, v, y, dy, lse, delta, dq, blocks, scale, unit, G: tl.constex
               D: tl.constexpr, B: tl.constexpr):
     """Leaves rowsum(Y * dY) in delta."""
     h, H = tl.program_id(0), tl.num_programs(0)
-    begin, end, at, line = entry(blocks + 4 * tl.program_id(1))
+    begin, end, at, line = entry(blocks, tl.program_id(1), h, B)
     if at >= end:
         return
     place, col = tl.arange(0, B), h // G * D
-    line += h * B * tl.num_programs(1)
     Q, dY = q.load([at, h * D]), dy.load([at, h * D])  # (B, D)
     L = tl.load(lse + line + place)
     mean = tl.sum(y.load([at, h * D]).to(tl.float32) * dY.to(tl.float32), 1)
@@ -119,7 +119,7 @@ def dq_kernel(q, k, v, y, dy, lse, delta, dq, blocks, scale, unit, G: tl.constex
 def dkdv_kernel(q, k, v, dy, lse, delta, dk, dv, blocks, scale, unit, G: tl.constexpr,
                 D: tl.constexpr, B: tl.constexpr):
     head, Hkv, n = tl.program_id(0), tl.num_programs(0), tl.num_programs(1)
-    _, end, at, line = entry(blocks + 4 * (n - 1 - tl.program_id(1)))
+    _, end, at, line = entry(blocks, n - 1 - tl.program_id(1), 0, B)
     if at >= end:
         return
     keys = at + tl.arange(0, B)

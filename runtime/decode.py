@@ -61,29 +61,32 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def tile(p, r, c, R, C):
-    """Rows r and columns c of a matrix (R, C) that lies at p row by row; 0 outside of it."""
-    ok = (r[:, None] < R) & (c[None, :] < C)
-    return tl.load(p + r[:, None] * C + c[None, :], mask=ok, other=0)
-
-
-@triton.jit
 def norm_weight(weight, noise, c, C):
     w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
     return w + tl.load(noise + c, mask=c < C, other=0)
 
 
-@triton.jit(do_not_specialize=["B"])
-def norm_kernel(x, weight, noise, out, B, eps, C: tl.constexpr, CP: tl.constexpr, RB: tl.constexpr,
-                PDL: tl.constexpr):
-    """RMSNorm of x (B, C) -> out; a program does RB rows."""
-    r, c = tl.program_id(0) * RB + tl.arange(0, RB), tl.arange(0, CP)
+@triton.jit
+def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """RMSNorm of a row of x (B, C) -> a row of out, whose rows are `stride` apart."""
+    r, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     w = norm_weight(weight, noise, c, C)  # which no kernel of this step writes
     wait(PDL)
-    v = tile(x, r, c, B, C).to(tl.float32)  # (RB, CP)
-    h = v * tl.rsqrt(tl.sum(v * v, 1) / C + eps)[:, None] * w[None, :]
-    tl.store(out + r[:, None] * C + c[None, :], h.to(out.dtype.element_ty),
-             mask=(r[:, None] < B) & (c[None, :] < C))
+    v = tl.load(x + r * C + c, mask=c < C, other=0).to(tl.float32)
+    h = v * tl.rsqrt(tl.sum(v * v) / C + eps) * w
+    tl.store(out + r * stride + c, h.to(out.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """silu(gate) * up of gate_up (B, 2F) -> out, rows `stride` apart; a program does BLOCK columns
+    of a row. silu is rounded, as the module's is."""
+    r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait(PDL)
+    gate = tl.load(gate_up + r * 2 * F + c, mask=c < F, other=0).to(tl.float32)
+    up = tl.load(gate_up + r * 2 * F + F + c, mask=c < F, other=0).to(tl.float32)
+    silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + r * stride + c, (silu * up).to(out.dtype.element_ty), mask=c < F)
 
 
 @triton.jit
@@ -116,7 +119,7 @@ def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
 def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, arrived, B, stride_b,
                   stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps, HKV: tl.constexpr,
                   G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-                  BLOCK: tl.constexpr, FEW: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+                  BLOCK: tl.constexpr, SOME: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
                   IEEE: tl.constexpr):
     """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
     over the split's live tokens. NORM: the heads of q and k are normed first.
@@ -193,8 +196,8 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
         l = tl.sum(tl.exp2(each - m[None, :]) * tl.load(
             ls + at, mask=live[None, :], other=1.0, cache_modifier=".cg"), 0)
         acc = tl.zeros((GP, D), tl.float32)
-        for i in tl.static_range(0, W, FEW):
-            at = (i + tl.arange(0, FEW))[:, None] * H + head[None, :]  # (FEW, GP)
+        for i in tl.static_range(0, W, SOME):
+            at = (i + tl.arange(0, SOME))[:, None] * H + head[None, :]  # (SOME, GP)
             f = tl.exp2(tl.load(ms + at, mask=live[None, :], other=0.0,
                                 cache_modifier=".cg") - m[None, :])
             some = tl.load(parts + at[:, :, None] * D + e[None, None, :],
@@ -202,21 +205,6 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
             acc += tl.sum(f[:, :, None] * some, 0)
     tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
              mask=live[:, None])
-
-
-@triton.jit(do_not_specialize=["B"])
-def silu_kernel(gate_up, out, B, F: tl.constexpr, RB: tl.constexpr, BLOCK: tl.constexpr,
-                PDL: tl.constexpr):
-    """gate_up (B, 2F) -> silu(gate) * up -> out (B, F); a program does BLOCK columns of RB rows."""
-    r = tl.program_id(0) * RB + tl.arange(0, RB)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = (r[:, None] < B) & (c[None, :] < F)
-    wait(PDL)
-    gate = tl.load(gate_up + r[:, None] * (2 * F) + c[None, :], mask=ok, other=0).to(tl.float32)
-    up = tl.load(gate_up + r[:, None] * (2 * F) + F + c[None, :], mask=ok, other=0)
-    y = (gate / (1 + tl.exp(-gate))).to(up.dtype)
-    y = (y.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
-    tl.store(out + r[:, None] * F + c[None, :], y, mask=ok)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -236,7 +224,7 @@ def lora_kernel(y, x, a, b, xa, sums, flags, B, N, K, split1, split2, scaling, R
     rows = pid % MT * RB + tl.arange(0, RB)
     n = pid // MT * BN + tl.arange(0, BN)
     k = tl.arange(0, RP)
-    bt = tile(b, n, k, N, R)  # (BN, RP)
+    bt = tl.load(b + n[:, None] * R + k[None, :], mask=(n[:, None] < N) & (k[None, :] < R), other=0)
     wait(PDL)
     part = (n >= split1).to(tl.int32) + (n >= split2).to(tl.int32)
     ok = (rows[None, :] < B) & (n[:, None] < N)
@@ -405,9 +393,8 @@ class Step:
     def normed(self, x, norm):
         """RMSNorm of x (B, C)."""
         (B, C), out = x.shape, torch.empty_like(x)
-        RB = 1 if B <= 2 * self.sms else 2
-        norm_kernel[(triton.cdiv(B, RB),)](x, norm.weight, norm.noise, out, B, norm.eps, C=C,
-                                           CP=power(C), RB=RB, num_warps=8, **self.launch)
+        norm_kernel[(B,)](x, norm.weight, norm.noise, out, C, C, norm.eps, BLOCK=power(C),
+                          num_warps=8, **self.launch)
         return out
 
     def add(self, p, y, x, norm, fold):
@@ -457,7 +444,7 @@ class Step:
         attend_kernel[B * HKV, W](
             qkv, k, v, self.cache.length, self.cos, self.sin, out, parts, ms, ls, self.arrived, B,
             k.stride(0), k.stride(1), D**-0.5 * LOG2E.value, *norms, HKV=HKV, G=H // HKV,
-            GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, FEW=min(W, 8),
+            GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, SOME=min(W, 8),
             NORM=c.qk_norm, IEEE=self.dtype == torch.float32, num_warps=4, num_stages=3,
             **self.launch)
         return out
@@ -465,9 +452,9 @@ class Step:
     def silu(self, gate_up):
         """silu(gate) * up (B, F)."""
         B, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out, RB, BLOCK = gate_up.new_empty(B, width), 1 if B <= 8 else 4, min(512, power(width))
-        silu_kernel[triton.cdiv(B, RB), triton.cdiv(width, BLOCK)](
-            gate_up, out, B, F=width, RB=RB, BLOCK=BLOCK, num_warps=4, **self.launch)
+        out, BLOCK = gate_up.new_empty(B, width), min(512, power(width))
+        swiglu_kernel[B, triton.cdiv(width, BLOCK)](gate_up, out, width, width, BLOCK=BLOCK,
+                                                    num_warps=4, **self.launch)
         return out
 
     def hidden(self, rows):
@@ -483,6 +470,7 @@ class Step:
             x, h, half = self.add(o_proj, y, x, next(norms), fold)  # (B, H*D) -> (B, C)
             y = self.linear(gate_up_proj, h, glu=True, half=half)  # (B, C) -> (B, 2F) -> (B, F)
             x, h, half = self.add(down_proj, y, x, next(norms), fold)  # (B, F) -> (B, C)
+        # the head takes a whole norm: the last half is for the sake of one kernel for all layers
         return self.normed(x, self.norms[-1]) if fold else h
 
     def step(self, rows, greedy=False, draw=None):

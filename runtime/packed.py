@@ -47,19 +47,9 @@ from triton import next_power_of_2 as power
 import marlin_triton
 from model import projections, rope_tables, to_device
 from runtime import attention
-from runtime.decode import norm_weight
+from runtime.decode import norm_kernel, norm_weight, swiglu_kernel
 
 # ---- kernels between the GEMMs; a matrix "wide" has rows of `stride` numbers, E more than it needs
-
-
-@triton.jit
-def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr):
-    """RMSNorm of a row of x (S, C) -> a row of the wide out."""
-    r, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    v = tl.load(x + r * C + c, mask=c < C, other=0).to(tl.float32)
-    rms = tl.rsqrt(tl.sum(v * v) / C + eps)
-    h = v * rms * norm_weight(weight, noise, c, C)
-    tl.store(out + r * stride + c, h.to(out.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
@@ -75,16 +65,6 @@ def norm_back_kernel(x, weight, noise, d, dx, C, stride, eps, BLOCK: tl.constexp
     grad = rms * (g - v * (tl.sum(g * v) / C))
     tl.store(dx + r * C + c, grad.to(dx.dtype.element_ty), mask=c < C)
     tl.store(d + r * stride + c, (v * w).to(d.dtype.element_ty), mask=c < C)
-
-
-@triton.jit
-def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr):
-    """silu(gate) * up of gate_up (S, 2F) -> the wide out; silu is rounded, as the module's is."""
-    r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + r * 2 * F + c, mask=c < F, other=0).to(tl.float32)
-    up = tl.load(gate_up + r * 2 * F + F + c, mask=c < F, other=0).to(tl.float32)
-    silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + r * stride + c, (silu * up).to(out.dtype.element_ty), mask=c < F)
 
 
 @triton.jit
@@ -240,14 +220,14 @@ class Norm:
     def __init__(self, m):
         self.args, self.eps = (m.weight, m.noise), m.eps
 
-    def launch(self, kernel, x, out, *more):
+    def launch(self, kernel, x, out, *more, **options):
         S, C = x.shape
         kernel[(S,)](x, *self.args, out, *more, C, out.stride(0), self.eps, BLOCK=power(C),
-                     num_warps=4 if C <= 4096 else 8)
+                     num_warps=4 if C <= 4096 else 8, **options)
 
     def forward(self, x, E):
         out = x.new_empty(x.shape[0], x.shape[1] + E)
-        self.launch(norm_kernel, x, out)
+        self.launch(norm_kernel, x, out, PDL=False)
         return out, ()
 
     def backward(self, x, kept, d):
@@ -260,7 +240,8 @@ class SwiGLU:
     def forward(self, x, E):
         S, width = x.shape[0], x.shape[1] // 2
         out = x.new_empty(S, width + E)
-        swiglu_kernel[S, triton.cdiv(width, 1024)](x, out, width, out.stride(0), BLOCK=1024)
+        swiglu_kernel[S, triton.cdiv(width, 1024)](x, out, width, out.stride(0), BLOCK=1024,
+                                                   PDL=False)
         return out, ()
 
     def backward(self, x, kept, d):
@@ -386,6 +367,7 @@ class Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, prologue, p, x, residual, A, B):
+        # a wider tail would not fit the GEMM's registers
         if 0 < p.E <= 64 and p.few(len(x)) and not any(ctx.needs_input_grad):
             return p.alone(prologue.forward(x, 0)[0], residual)
         wide, kept = prologue.forward(x, p.E)

@@ -24,10 +24,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, stdev
 
 import torch
 
+import eval as evaluation
 import grpo
 import lora
 import plot
@@ -309,7 +309,7 @@ class Run:
         gain = error = None
         if after:
             base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
-            gain, error = paired(base, after["rows"])
+            gain, error = evaluation.gain({"rows": base}, after)
         summary = {"accuracy_before": before and before["accuracy"],
                    "accuracy_after": after and after["accuracy"],
                    "stderr_before": before and before["stderr"],
@@ -327,7 +327,7 @@ class Run:
         if after:
             show_learned(base, after["rows"])
             print(f"held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} "
-                  f"after {s.step} steps ({100 * gain:+.1f} +- {100 * error:.1f} points)")
+                  f"after {s.step} steps ({100 * gain:+.1f} +- {evaluation.error(error)} points)")
 
     def save_model(self, model):
         """All parameters as a Hugging Face checkpoint in model/, with policy.json."""
@@ -337,12 +337,6 @@ class Run:
             for name, tensor in checkpoint.tensors(model):
                 writer.add(name, tensor)
         flags.save_policy(out, model, self.args)
-
-
-def paired(before, after):
-    """The gain in accuracy and its standard error, question by question; 0 for one question."""
-    d = [a["accuracy"] - b["accuracy"] for b, a in zip(before, after, strict=True)]
-    return fmean(d), stdev(d) / len(d)**0.5 if len(d) > 1 else 0.0
 
 
 def show_learned(before, after):
