@@ -190,19 +190,19 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
         if tl.atomic_add(arrived + b * HKV + h, 1, sem="acq_rel") != W - 1:
             return
         tl.store(arrived + b * HKV + h, 0)
-        at = tl.arange(0, W)[:, None] * H + head[None, :]  # (W, GP)
-        each = tl.load(ms + at, mask=live[None, :], other=0.0, cache_modifier=".cg")
-        m = tl.max(each, 0)
-        l = tl.sum(tl.exp2(each - m[None, :]) * tl.load(
-            ls + at, mask=live[None, :], other=1.0, cache_modifier=".cg"), 0)
+        m, l = tl.full((GP,), -float("inf"), tl.float32), tl.zeros((GP,), tl.float32)
         acc = tl.zeros((GP, D), tl.float32)
-        for i in tl.static_range(0, W, SOME):
-            at = (i + tl.arange(0, SOME))[:, None] * H + head[None, :]  # (SOME, GP)
-            f = tl.exp2(tl.load(ms + at, mask=live[None, :], other=0.0,
-                                cache_modifier=".cg") - m[None, :])
-            some = tl.load(parts + at[:, :, None] * D + e[None, None, :],
-                           mask=live[None, :, None], other=0.0, cache_modifier=".cg")
-            acc += tl.sum(f[:, :, None] * some, 0)
+        for i in range(0, W, SOME):
+            for j in tl.static_range(SOME):  # a number at a time, in registers as they lie
+                at = (i + j) * H + head
+                own = tl.load(ms + at, mask=live, other=0.0, cache_modifier=".cg")
+                some = tl.load(parts + at[:, None] * D + e[None, :], mask=live[:, None], other=0.0,
+                               cache_modifier=".cg")  # (GP, D)
+                new = tl.maximum(m, own)
+                fade, f = tl.exp2(m - new), tl.exp2(own - new)
+                l = l * fade + f * tl.load(ls + at, mask=live, other=1.0, cache_modifier=".cg")
+                acc = acc * fade[:, None] + f[:, None] * some
+                m = new
     tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
              mask=live[:, None])
 
