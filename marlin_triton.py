@@ -38,9 +38,9 @@ Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not
 are few, K is cut (SPLIT): each split leaves a float32 partial sum and the program that comes last
 adds them in order. No atomics on values: the same bits on each run. Programmatic dependent launch
 lets a kernel start while the one before finishes. A kernel of a decode step that does nothing else
-costs 4 to 7 us, so the GEMM takes in what it can: silu(gate) * up; an RMSNorm, whose weight the
-GEMM before multiplies with and whose mean square this one divides by; and LoRA's x A^T, made by the
-first programs of the grid while the others stream the weight, which wait for it in their epilogue.
+costs 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA, whose
+x A^T the first programs of the grid make while the others stream the weight, which wait for it in
+their epilogue.
 Tiles were measured on an H100; other cards from Ampere on run the same kernel, without dependent
 launch before Hopper (python bench.py tiles). What was tried and lost stands in results/LOG.md.
 
@@ -259,95 +259,82 @@ def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
 
 
 @triton.jit
-def tile_squares(squares, m, M, NT: tl.constexpr):
-    """Sums of squares of rows m over the NT tiles that the kernel before had, (NT or more, BM)."""
-    t = tl.arange(0, triton.next_power_of_2(NT))
-    return tl.load(squares + t[:, None] * M + m[None, :], mask=(t < NT)[:, None] & (m < M)[None, :],
-                   other=0.0)
-
-
-@triton.jit
-def adapter_in(x, a, xa, sums, flags, squares, eps, M, K, sx, pid, MT, AT, PR, Z: tl.constexpr,
-               BM: tl.constexpr, RA: tl.constexpr, NT: tl.constexpr, T: tl.constexpr,
-               PDL: tl.constexpr):
-    """xa (M, PR) = x a^T for an adapter's a (PR, K), by the first MT * AT * Z programs of a kernel
-    whose others read it (adapter_ready): program `pid` does RA rows of a, BM of x and one of Z
-    slices of K. The last of a tile's Z to arrive adds their sums (Z, M, PR), always in one order.
-
-    flags: MT counts of tiles that are ready, then MT * AT of slices that have arrived. squares,
-    eps, NT: as gemm's."""
+def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl.constexpr,
+               BM: tl.constexpr, RA: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):
+    """x a^T for x (M, K) and an adapter's a (PR, K), in Z slices of K: sums (MT, BM, PR, Z), by the
+    first MT * AT * Z programs of a kernel whose others add them up (adapter_out). Program `pid`
+    does RA rows of a, BM of x and one slice, and counts itself in flags (MT,)."""
     mt, at, z = pid % MT, pid // MT % AT, pid // MT // AT
-    m, r, j = mt * BM + tl.arange(0, BM), at * RA + tl.arange(0, RA), tl.arange(0, 128)
+    i, r, j = tl.arange(0, BM), at * RA + tl.arange(0, RA), tl.arange(0, 128)
     ap = a + r.to(tl.int64)[:, None] * K + j[None, :]
-    xp = x + m.to(tl.int64)[None, :] * sx + j[:, None]
-    here, rows = (r < PR)[:, None], (m < M)[None, :]
+    xp = x + (mt * BM + i).to(tl.int64)[None, :] * sx + j[:, None]
+    here, rows = (r < PR)[:, None], (mt * BM + i < M)[None, :]
     per = tl.cdiv(tl.cdiv(K, 128), Z) * 128
+    end = tl.minimum(K, z * per + per)
     acc = tl.zeros((RA, BM), tl.float32)
+    left = tl.load(ap + z * per, mask=here & (z * per + j < end)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for k in tl.range(z * per, tl.minimum(K, z * per + per), 128,
-                      num_stages=4 if BM <= 16 else 2):
-        left = tl.load(ap + k, mask=here & (k + j < K)[None, :], other=0.0)
-        right = tl.load(xp + k, mask=rows & (k + j < K)[:, None], other=0.0)
+    for k in tl.range(z * per, end, 128):
+        right = tl.load(xp + k, mask=rows & (k + j < end)[:, None], other=0.0)
         # (RA, 128) @ (128, BM)
         acc = tl.dot(left.to(T), right.to(T), acc, input_precision="ieee")
+        left = tl.load(ap + k + 128, mask=here & (k + 128 + j < end)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    spot, keep = m.to(tl.int64)[None, :] * PR + r[:, None], here & rows
-    done = True
-    if Z > 1:
-        tl.store(sums + z.to(tl.int64) * M * PR + spot, acc, mask=keep)
-        tl.debug_barrier()
-        arrived = flags + MT + mt * AT + at
-        done = tl.atomic_add(arrived, 1, sem="acq_rel") == Z - 1
-        if done:
-            tl.store(arrived, 0)
-            each = sums + tl.arange(0, Z)[:, None, None].to(tl.int64) * M * PR + spot[None]
-            acc = tl.sum(tl.load(each, mask=keep[None], other=0.0, cache_modifier=".cg"), 0)
-    if done:
-        if NT:
-            acc *= tl.rsqrt(tl.sum(tile_squares(squares, m, M, NT), 0) / K + eps)[None, :]
-        tl.store(xa + spot, acc.to(xa.dtype.element_ty), mask=keep)
-        tl.debug_barrier()
-        tl.atomic_add(flags + mt, 1, sem="release")
+    tl.store(sums + ((mt * BM + i)[None, :] * PR + r[:, None]) * Z + z, acc, mask=here)
+    tl.debug_barrier()
+    tl.atomic_add(flags + mt, 1, sem="release")
 
 
 @triton.jit
-def adapter_ready(flags, mt, AT, readers, ASM: tl.constexpr):
-    """Wait until xa of the BM rows `mt` is there. Its writers came first in the grid, so they run
-    or have run. The last of the `readers` leaves the flag at zero for the next kernel."""
-    ready = flags + mt
+def adapter_ready(flags, mt, makers, ASM: tl.constexpr):
+    """Wait until the slices of the BM rows `mt` are there. Their makers came first in the grid, so
+    they run or have run."""
     if ASM:
         seen = mt * 0
-        while seen < AT:
-            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [ready.to(tl.int64)],
+        while seen < makers:
+            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [(flags + mt).to(tl.int64)],
                                              dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()  # all threads have seen it before it may be cleared
-    if tl.atomic_add(ready, 1, sem="relaxed") == AT + readers - 1:
-        tl.store(ready, 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def adapter_out(sums, mt, part, R: tl.constexpr, RP: tl.constexpr, PR: tl.constexpr,
+                Z: tl.constexpr, BM: tl.constexpr, T: tl.constexpr):
+    """x A^T (RP, BM) of the rows `mt` and a part of A, rounded: its slices, added up in one order
+    by whoever reads it."""
+    i, r, z = tl.arange(0, BM)[None, :, None], tl.arange(0, RP)[:, None, None], tl.arange(0, Z)
+    at = sums + ((mt * BM + i) * PR + part * R + r) * Z + z[None, None, :]
+    return tl.sum(tl.load(at, mask=r < R, other=0.0, cache_modifier=".cg"), 2).to(T)
+
+
+@triton.jit
+def adapter_left(flags, mt, everyone):
+    """The last of the makers and readers of the rows `mt` leaves their flag at zero for the next
+    kernel."""
+    tl.debug_barrier()  # all threads have seen it
+    if tl.atomic_add(flags + mt, 1, sem="relaxed") == everyone - 1:
+        tl.store(flags + mt, 0)
 
 
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
-def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags, squares, eps, gain,
-         noise, normed, counted, M, N, K, sx, sc, ss, sb, scaling, b0, b1, FMT: tl.constexpr,
-         BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, SPLIT: tl.constexpr,
-         STAGES: tl.constexpr, KW: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-         RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr, Z: tl.constexpr,
-         ONE: tl.constexpr, GLU: tl.constexpr, NT: tl.constexpr, NORM: tl.constexpr,
+def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, N, K, sx, sc, ss,
+         sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
+         W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr,
+         AT: tl.constexpr, Z: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
          BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
          ASM: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
     the weight, BM of x, one split of K; with an adapter, the first ones make x A^T (adapter_in).
 
     GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
-    gate's and 8 are up's. NORM: half of an RMSNorm of out goes to normed, out * (gain + noise), and
-    to counted (tiles of N, M) what the other half takes, each tile's sum of squares; NT > 0: x is
-    such a half, squares (NT, M) its sums, and its rows are still to be divided by their root mean
-    square. g global scales (N,); part, count: partial sums and arrivals of the splits; xa, sums,
-    flags, Z: as adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0, b1: the rows
-    at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the MMA wants it, 16
-    or a larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along K, and
-    groups of 8 rows are full."""
+    gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
+    splits; sums, flags, Z: as adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0,
+    b1: the rows at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the MMA
+    wants it, 16 or a larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along
+    K, and groups of 8 rows are full."""
     T: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # the interpreter multiplies no bfloat16
     if FAST:
         sc = tl.multiple_of(sc, 64)
@@ -356,8 +343,7 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
     if R > 0:
         makers = MT * AT * Z
         if pid < makers:
-            adapter_in(x, A, xa, sums, flags, squares, eps, M, K, sx, pid, MT, AT, P * R, Z, BM, RA,
-                       NT, T, PDL)
+            adapter_in(x, A, sums, flags, M, K, sx, pid, MT, AT, P * R, Z, BM, RA, T, PDL)
             return
         pid -= makers
     tile = pid // (MT * SPLIT)
@@ -386,16 +372,11 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
     first = tl.where(split == 0, row, N) < tl.where(ok, N, 0)
     if BIAS:
         bs = tl.load(bias + row, mask=first, other=0.0)
-    if NORM:
-        weight = (tl.load(gain + row, mask=ok, other=0.0).to(tl.float32)
-                  + tl.load(noise + row, mask=ok, other=0.0))
     if R > 0:
         bt = tl.load(B + row[:, None] * sb + rr[None, :],
                      mask=first[:, None] & (rr < R)[None, :], other=0.0)
     if PDL:  # the kernel before may still run: wait before reading what it wrote or writing
         tl.extra.cuda.gdc_wait()
-    if NT and BM <= 16:
-        each = tile_squares(squares, m, M, NT)
     for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
         for c in tl.static_range(C):
             kc = k + (i * C + c) * 128
@@ -420,27 +401,20 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
         tl.extra.cuda.gdc_launch_dependents()
     acc *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
     acc *= gs[:, None]
-    if NT:
-        if BM > 16:  # too many to wait for in registers
-            each = tile_squares(squares, m, M, NT)
-        acc *= tl.rsqrt(tl.sum(each, 0) / K + eps)[None, :]
     done = split == 0
     if done:
         if BIAS:
             acc += bs.to(tl.float32)[:, None]
         if R > 0:
-            adapter_ready(flags, pid % MT, AT, tl.cdiv(N, BN), ASM)
-            own = (row >= b0).to(tl.int32) + (row >= b1).to(tl.int32)
-            at = xa + m.to(tl.int64)[None, :] * (P * R) + rr[:, None]
-            keep = inside & (rr < R)[:, None]
+            adapter_ready(flags, pid % MT, AT * Z, ASM)
+            n = tile * BN if ONE else row  # ONE: all rows of the tile belong to one part
+            own = (n >= b0).to(tl.int32) + (n >= b1).to(tl.int32)
             lora = tl.zeros((BN, BM), tl.float32)
             for p in tl.static_range(1 if ONE else P):
-                # ONE: all rows of the tile belong to one part
+                h = adapter_out(sums, pid % MT, own if ONE else p, R, RP, P * R, Z, BM, T)
                 part_b = bt if ONE else tl.where((own == p)[:, None], bt, 0.0)
-                h = tl.load(at + (tl.min(own, 0) if ONE else p) * R, mask=keep, other=0.0,
-                            cache_modifier=".cg")
                 # (BN, RP) @ (RP, BM)
-                lora = tl.dot(part_b.to(T), h.to(T), lora, input_precision="ieee")
+                lora = tl.dot(part_b.to(T), h, lora, input_precision="ieee")
             acc += lora * scaling
     if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of
         # split: the same bits on every run
@@ -460,21 +434,18 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, xa, sums, flags,
             both = tl.reshape(acc, (BN // 16, 2, 8, BM)).to(out.dtype.element_ty).to(tl.float32)
             gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))  # (BN / 16, 8, BM)
             y = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32) * up
-            n = tile * (BN // 2) + tl.arange(0, BN // 2)
-            tl.store(out + m.to(tl.int64)[None, :] * (N // 2) + n[:, None],
+            o = tile * (BN // 2) + tl.arange(0, BN // 2)
+            tl.store(out + m.to(tl.int64)[None, :] * (N // 2) + o[:, None],
                      tl.reshape(y, (BN // 2, BM)).to(out.dtype.element_ty),
-                     mask=inside & (n < N // 2)[:, None])
+                     mask=inside & (o < N // 2)[:, None])
         else:
             o = m.to(tl.int64)[None, :] * N + row[:, None]
             keep = inside & ok[:, None]
             if RES:
                 acc += tl.load(res + o, mask=keep, other=0.0).to(tl.float32)
-            y = acc.to(out.dtype.element_ty)
-            tl.store(out + o, y, mask=keep)
-            if NORM:
-                y = tl.where(keep, y.to(tl.float32), 0.0)
-                tl.store(normed + o, (y * weight[:, None]).to(out.dtype.element_ty), mask=keep)
-                tl.store(counted + tile * M + m, tl.sum(y * y, 0), mask=m < M)
+            tl.store(out + o, acc.to(out.dtype.element_ty), mask=keep)
+    if R > 0 and split == 0:
+        adapter_left(flags, pid % MT, AT * Z + tl.cdiv(N, BN))
 
 
 @triton.jit
@@ -621,26 +592,28 @@ def raw(q):
     return q.scale.view(torch.uint8) if q.fmt == "nvfp4" else q.scale
 
 
-def adapter_work(x, A, BM):
+NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1}  # the constants of a kernel without adapter
+
+
+def adapter_work(x, A, parts, BM):
     """What a kernel of tiles of BM rows that begins with adapter_in takes for x (M, K) and A
-    (P*R, K): its arguments xa, sums and flags; its constants; and how many programs it adds."""
+    (parts * R, K): its arguments sums and flags; its constants; and how many programs it adds."""
     (M, K), PR = x.shape, A.shape[0]
-    RA = 16 if PR <= 16 else 32
-    AT, MT = -(-PR // RA), -(-M // BM)
-    # slices of two chunks, so that xa is there before the weight is through; one program adds up
-    # all, in registers that the others would not have had
-    most = (4096 if BM <= 16 else 8192) // (RA * BM)
+    R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
+    RP, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
+    # slices of two chunks, so that they are there before the weight is through, but no more than
+    # a reader adds up in passing
+    most = max(1, min(16, 4096 // (RP * BM)))
     Z = min(most, triton.next_power_of_2(-(-K // (2 * CHUNK))))
-    if MT * (1 + AT) > FLAGS:
-        raise ValueError(f"marlin_triton: an adapter of {PR} rows on {M} rows of x needs more than "
-                         f"{FLAGS} flags")
-    sums = torch.empty(Z * (Z > 1), M, PR, device=x.device)
-    flags = space(x.device)[1][COUNTERS:]
-    return (x.new_empty(M, PR), sums, flags), {"RA": RA, "AT": AT, "Z": Z}, MT * AT * Z
+    if MT > FLAGS:
+        raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
+                         "flags")
+    sums, flags = torch.empty(MT * BM * PR * Z, device=x.device), space(x.device)[1][COUNTERS:]
+    return (sums, flags), {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z}, MT * AT * Z
 
 
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-             glu=False, half=None, norm=None, asm=None, **override):
+             glu=False, asm=None, **override):
     """The decoding kernel itself, whatever M; arguments as linear_decode's. On CPU tensors it needs
     TRITON_INTERPRET=1. `asm` False takes the decoder in plain Triton, and keywords of TILES (and
     `split`, `pdl`) replace those of `tiling`."""
@@ -659,27 +632,19 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if pdl:
         extra["launch_pdl"] = True
     part, count, _ = space(x.device)
-    R, sb, work, adapter, makers = 0, 0, (x, x, count), {"RA": 16, "AT": 1, "Z": 1}, 0  # not used
+    P, sb, work, adapter, makers = len(bounds) + 1, 0, (x, count), NONE, 0
     if A is not None:
-        R, sb = B.shape[1], B.stride(0)
-        work, adapter, makers = adapter_work(x, A, t["BM"])
-    squares, eps = half or (part, 0.0)
-    normed, counted = part, part
-    if norm is not None:
-        normed = torch.empty_like(out)
-        counted = x.new_empty(-(-N // t["BN"]), M, dtype=torch.float32)
+        sb, (work, adapter, makers) = B.stride(0), adapter_work(x, A, P, t["BM"])
     fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
-        x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, squares,
-        eps, *(norm or (part, part)), normed, counted, M, N, K, x.stride(0), q.codes.stride(0),
-        q.scale.stride(0), sb, float(scaling), *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"],
-        BN=t["BN"], C=t["C"], SPLIT=t["split"], STAGES=t["stages"], KW=kw, W=t["warps"], R=R,
-        RP=max(16, triton.next_power_of_2(R)), P=len(bounds) + 1, **adapter,
-        ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu,
-        NT=len(squares) if half else 0, NORM=norm is not None, BIAS=bias is not None,
+        x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M, N, K,
+        x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
+        *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"], SPLIT=t["split"],
+        STAGES=t["stages"], KW=kw, W=t["warps"], P=P, **adapter,
+        ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
         num_warps=t["warps"], **extra)
-    return out if norm is None else (out, normed, counted)
+    return out
 
 
 def to_bfloat16(q, fold=False, out=None, tail=None, asm=None):
@@ -770,7 +735,7 @@ def matmul(x, q):
 
 
 def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-                  glu=False, half=None, norm=None):
+                  glu=False):
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
@@ -778,10 +743,6 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for q, k, v;
     a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous; `out` is
     written if given, and may be `residual`. glu: q is gate on up, and the result (M, N / 2).
-
-    An RMSNorm between two such layers is shared by them. norm (weight, noise), both (N,): the
-    result is (y, y * (weight + noise), squares), squares (T, M) the sums of y^2 over T tiles. half
-    (squares, eps): x is such a product, and its rows are divided by their root mean square here.
 
     Deterministic, and safe in a CUDA graph after one call outside: kernels compile, buffers are
     made and weights checked on the first. On the CPU plain torch. ValueError if shapes or dtypes do
@@ -795,10 +756,7 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16")
     if x.is_cuda and few(M, N, K, sms(x.device)):
-        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu, half, norm)
-    if half is not None:
-        squares, eps = half
-        x = (x.float() * torch.rsqrt(squares.sum(0) / K + eps)[:, None]).to(x.dtype)
+        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu)
     y = product(x, q).float()  # (M, N)
     if bias is not None:
         y += bias
@@ -812,8 +770,4 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     if glu:
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up
-    y = y if out is None else out.copy_(y)
-    if norm is None:
-        return y
-    weight, noise = norm
-    return y, (y.float() * (weight.float() + noise)).to(y.dtype), y.float().square().sum(1)[None]
+    return y if out is None else out.copy_(y)

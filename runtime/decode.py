@@ -1,21 +1,20 @@
 """
-The decode step on the GPU: one token for each of B rows, in five kernels a layer, none of which
+The decode step on the GPU: one token for each of B rows, in seven kernels a layer, none of which
 waits for the host.
 
 A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
 mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 GEMM
 (marlin_triton.linear_decode), which takes in all that it can: bias, residual, the whole of LoRA,
-silu(gate) * up, and the RMSNorms with AQN's noise, multiplied by the GEMM before them and divided
-by that behind them. Beside it:
+and silu(gate) * up. Beside it:
 
     attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
              live tokens, split over the sequence when rows are few
-    norm     RMSNorm with noise, first and last, and where rows are many
+    norm     RMSNorm with AQN's noise
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
              state
 
-Beside 16-bit weights cuBLAS adds bias and residual, norms are kernels of their own, and so are silu
-and, for each projection, lora.
+Beside 16-bit weights cuBLAS adds bias and residual; silu and, for each projection, lora are kernels
+of their own.
 
 What earlier kernels of the step wrote is read after gdc_wait(): on Hopper a kernel may be launched
 while its predecessor still runs (programmatic dependent launch), and fetches meanwhile what the
@@ -208,17 +207,16 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
 
 
 @triton.jit(do_not_specialize=["B"])
-def lora_kernel(y, x, a, b, xa, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
+def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
                 RP: tl.constexpr, PR: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
                 Z: tl.constexpr, RB: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr,
                 PDL: tl.constexpr, ASM: tl.constexpr):
     """y (B, N) += scaling * (x a^T) b^T for x (B, K), a (PR, K), b (N, R); rows of b from split1
-    (split2) on belong to part 1 (2). xa, sums, flags, Z: marlin_triton.adapter_in's."""
+    (split2) on belong to part 1 (2). sums, flags, Z: marlin_triton.adapter_in's."""
     T: tl.constexpr = tl.float32 if IEEE else tl.bfloat16
     MT, pid = tl.cdiv(B, RB), tl.program_id(0)
     if pid < MT * AT * Z:
-        marlin_triton.adapter_in(x, a, xa, sums, flags, sums, 0.0, B, K, K, pid, MT, AT, PR, Z, RB,
-                                 RA, 0, T, PDL)
+        marlin_triton.adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, RB, RA, T, PDL)
         return
     pid -= MT * AT * Z
     rows = pid % MT * RB + tl.arange(0, RB)
@@ -230,14 +228,14 @@ def lora_kernel(y, x, a, b, xa, sums, flags, B, N, K, split1, split2, scaling, R
     ok = (rows[None, :] < B) & (n[:, None] < N)
     at = y + rows[None, :].to(tl.int64) * N + n[:, None]
     acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
-    marlin_triton.adapter_ready(flags, pid % MT, AT, tl.cdiv(N, BN), ASM)
+    marlin_triton.adapter_ready(flags, pid % MT, AT * Z, ASM)
     # a block that straddles two parts takes both
     for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
-        h = tl.load(xa + rows[None, :] * PR + i * R + k[:, None], cache_modifier=".cg",
-                    mask=(rows[None, :] < B) & (k[:, None] < R), other=0)
-        term = tl.dot(bt.to(T), h.to(T), input_precision="ieee")  # (BN, RB)
+        h = marlin_triton.adapter_out(sums, pid % MT, i, R, RP, PR, Z, RB, T)
+        term = tl.dot(bt.to(T), h, input_precision="ieee")  # (BN, RB)
         acc += tl.where((part == i)[:, None], term * scaling, 0)
     tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
+    marlin_triton.adapter_left(flags, pid % MT, AT * Z + tl.cdiv(N, BN))
 
 
 @triton.jit
@@ -371,11 +369,6 @@ class Step:
         self.layers = [linears[i : i + 4] for i in range(0, len(linears), 4)]
         norms = ((b.input_layernorm, b.post_attention_layernorm) for b in model.layers)
         self.norms = [*chain(*norms), model.norm]
-        self.folds = self.dtype == torch.bfloat16 and all(p.quantized for p in linears)
-        # half of a norm that is whole already: the first layer's, so that its GEMM is the others'
-        self.tiles = -(-c.hidden_size // marlin_triton.tiling(1, c.hidden_size, 128, 1)["BN"])
-        self.unit = torch.full((self.tiles * S,), (1 - c.rms_norm_eps) * c.hidden_size / self.tiles,
-                               device=dev)
         self.head_norms = [(b.attn.q_norm, b.attn.k_norm) for b in model.layers]
         self.adapters = [p for p in linears if p.lora is not None]
         hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
@@ -397,34 +390,23 @@ class Step:
                           num_warps=8, **self.launch)
         return out
 
-    def add(self, p, y, x, norm, fold):
-        """x + p(y), in x's memory, and `norm` of it: (x, h, None), or, with `fold`, h and `half` of
-        linear_decode."""
-        if fold:
-            x, h, squares = self.linear(p, y, residual=x, norm=(norm.weight, norm.noise))
-            return x, h, (squares, norm.eps)
-        x = self.linear(p, y, residual=x)
-        return x, self.normed(x, norm), None
-
-    def linear(self, p, x, residual=None, glu=False, half=None, norm=None):
+    def linear(self, p, x, residual=None, glu=False):
         """base(x) + LoRA (+ residual, which is overwritten) for x (B, K); glu: silu(gate) * up of
-        it; half, norm: as linear_decode's."""
+        it."""
         if p.quantized and x.dtype == torch.bfloat16:
             return marlin_triton.linear_decode(
-                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu,
-                half, norm)
+                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu)
         if residual is None or p.quantized or p.base.bias is not None:
             y = p.base(x) if residual is None else residual.add_(p.base(x))
         else:
             y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
         if p.A is not None:
-            (B, K), R, RB, BN = x.shape, p.B.shape[1], 8 if x.shape[0] <= 8 else 16, 128
-            work, adapter, makers = marlin_triton.adapter_work(x, p.A, RB)
+            (B, K), RB, BN = x.shape, 8 if x.shape[0] <= 8 else 16, 128
+            work, adapter, makers = marlin_triton.adapter_work(x, p.A, len(p.bounds) + 1, RB)
             lora_kernel[(makers + triton.cdiv(p.N, BN) * triton.cdiv(B, RB),)](
-                y, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling, R=R,
-                RP=max(16, power(R)), PR=len(p.A), RB=RB, BN=BN, **adapter,
-                IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, num_warps=4,
-                num_stages=1, **self.launch)
+                y, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling,
+                PR=len(p.A), RB=RB, BN=BN, **adapter, num_warps=4, num_stages=1,
+                IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, **self.launch)
         return self.silu(y) if glu else y
 
     def attention(self, layer, qkv):
@@ -460,18 +442,13 @@ class Step:
     def hidden(self, rows):
         """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are
         in the cache after it."""
-        x = F.embedding(self.token[:rows], self.embed)  # (B, C)
-        fold, norms, half = self.folds and rows <= marlin_triton.FEW, iter(self.norms), None
-        h = self.normed(x, next(norms))
-        if fold:
-            half = self.unit[: self.tiles * rows].view(self.tiles, rows), self.norms[0].eps
+        x, norms = F.embedding(self.token[:rows], self.embed), iter(self.norms)  # (B, C)
         for i, (qkv_proj, o_proj, gate_up_proj, down_proj) in enumerate(self.layers):
-            y = self.attention(i, self.linear(qkv_proj, h, half=half))
-            x, h, half = self.add(o_proj, y, x, next(norms), fold)  # (B, H*D) -> (B, C)
-            y = self.linear(gate_up_proj, h, glu=True, half=half)  # (B, C) -> (B, 2F) -> (B, F)
-            x, h, half = self.add(down_proj, y, x, next(norms), fold)  # (B, F) -> (B, C)
-        # the head takes a whole norm: the last half is for the sake of one kernel for all layers
-        return self.normed(x, self.norms[-1]) if fold else h
+            y = self.attention(i, self.linear(qkv_proj, self.normed(x, next(norms))))
+            x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
+            y = self.linear(gate_up_proj, self.normed(x, next(norms)), glu=True)  # (B, C) -> (B, F)
+            x = self.linear(down_proj, y, x)  # (B, F) -> (B, C)
+        return self.normed(x, next(norms))
 
     def step(self, rows, greedy=False, draw=None):
         """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs

@@ -100,27 +100,6 @@ def test_linear_equals_the_modules_in_bfloat16(quant, rank):
     check_linears(build(quant=quant, rank=rank, dtype=torch.bfloat16), 5, rank)
 
 
-def check_shared_norms(m, rows):
-    """A step that multiplies before and divides behind a norm, against one whose norms are kernels; another layer's norm, or one
-    that is divided twice or never, is an error of 30% or more."""
-    for block in m.layers:
-        for norm in (block.input_layernorm, block.post_attention_layernorm):
-            torch.nn.init.normal_(norm.weight, 1, 0.5)
-    step = decode.Step(m, M.KVCache(m, rows, 8))
-    step.token[:] = torch.randint(0, 300, (rows,))
-    assert step.folds
-    shared = step.hidden(rows).float()
-    step.folds = False
-    own = step.hidden(rows).float()
-    assert 0 < (shared - own).norm() / own.norm() < 3e-2
-
-
-@torch.no_grad()
-def test_norms_shared_by_the_projections_are_the_norms(monkeypatch):
-    monkeypatch.setattr(decode.Step, "attention", lambda self, i, qkv: qkv[:, : 4 * 32].contiguous())  # no bfloat16 in the interpreter
-    check_shared_norms(build(quant="nvfp4", rank=3, dtype=torch.bfloat16), 5)
-
-
 @torch.no_grad()
 def test_attention_of_eight_query_heads_without_bias():
     """Llama's shape: no QKV bias, one kv head for all."""
@@ -416,16 +395,6 @@ def test_gpu_linear_equals_the_modules(quant, rank):
     m = build(GPU, quant, rank, "cuda", torch.bfloat16)
     for B in (1, 3, 8, 16, 33, 64, 200, 300):
         check_linears(m, B, rank)
-
-
-@gpu
-@pytest.mark.parametrize("rank", [0, 16, 48])
-@torch.no_grad()
-def test_gpu_norms_shared_by_the_projections_are_the_norms(rank):
-    """In each tile of the GEMM, where the sums of squares are fetched early and where late."""
-    m = build(GPU, "nvfp4", rank, "cuda", torch.bfloat16)
-    for rows in (1, 8, 13, 30, 64, 200):
-        check_shared_norms(m, rows)
 
 
 @gpu

@@ -113,34 +113,6 @@ def test_epilogue_multiplies_silu_of_gate_with_up(M, half, K, R):
     assert mt.space(x.device)[1].count_nonzero() == 0
 
 
-@pytest.mark.parametrize(("M", "C", "N"), [(3, 80, 40), (20, 192, 72)])
-@pytest.mark.parametrize("glu", [False, True])
-def test_a_norm_is_shared_by_the_layers_around_it(M, C, N, glu):
-    """One multiplies by weight + noise and counts squares, the next divides: its product, its bias, its adapter."""
-    q1, q2, x, residual = weight("nvfp4", C, 256), weight("nvfp4", N, C, 1), activations(M, 256), activations(M, C, 5)
-    few = 0.01 if glu else 1  # where silu bends
-    gain, noise = activations(1, C, 6)[0] * few, activations(1, C, 7)[0].float() * 0.3 * few
-    A, B, bounds = activations(24, C, 8), activations(N, 12, 9), (N // 2,)
-    bias = None if glu else activations(1, N, 10)[0] * 100
-    for split in (1, 2):
-        y, h, squares = mt.gemm_few(x, q1, residual=residual.clone(), norm=(gain, noise), split=split, C=1)
-        mean = squares.double().sum(0) / C
-        assert torch.allclose(mean, y.double().square().mean(1), rtol=1e-5)
-        assert error(h, y.double() * (gain.double() + noise.double())) < BOUND
-        normed = y.double() * (gain.double() + noise.double()) * torch.rsqrt(mean + 1e-6)[:, None]
-        scaling, term = adapter(normed, A, B, bounds, exact(q2))
-        want = normed @ exact(q2).T + term + (0 if glu else bias.double())
-        if glu:
-            gate, up = want.chunk(2, 1)
-            want = torch.nn.functional.silu(gate) * up
-        arguments = dict(bias=bias, A=A, B=B, bounds=bounds, scaling=scaling, half=(squares, 1e-6), glu=glu)
-        assert error(mt.gemm_few(h, q2, split=min(split, -(-C // 128)), **arguments), want) < 5 * BOUND
-        assert error(mt.linear_decode(h, q2, **arguments), want) < 5 * BOUND
-    again = mt.linear_decode(x, q1, residual=residual, norm=(gain, noise))
-    assert error(again[0], y.double()) < BOUND and error(again[1], h.double()) < 2 * BOUND
-    assert torch.allclose(again[2].sum(0), squares.sum(0), rtol=3e-2)
-
-
 @pytest.mark.parametrize("split", [1, 2])
 def test_the_result_may_overwrite_the_residual(split):
     """A decode step adds into the residual stream: a split that is not the last must not read or write it."""
