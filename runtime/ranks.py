@@ -56,6 +56,10 @@ def start(args):
                              f"are {torch.cuda.device_count()}")
         torch.cuda.set_device(here)
         backend = "cpu:gloo,cuda:nccl"
+    # torch imports this module late (with the first optimizer), and its default arguments are the
+    # group of that moment. They would keep it, and gloo's threads, past `end`; a thread that still
+    # has a tensor to free when the interpreter ends aborts the process. Now there is none to keep.
+    from torch.distributed.nn import functional  # noqa: F401
     with together():
         dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
         if "nccl" in backend:  # NCCL takes its buffers now, before free memory is counted

@@ -575,6 +575,8 @@ MUTANTS = {
          "ranks::a_rank_that_fails_alone_is_heard"),
         ("a rank is stopped and the others are not told", "    if world > 1 and not stopped:",
          "    if False:", "ranks::a_signal_stops_all_ranks_at_one_point"),
+        ("a default argument keeps the group", "    from torch.distributed.nn import functional",
+         "    pass", "ranks::nothing_keeps_the_group"),
     ],
     "runtime/flags.py": [
         ("the tokenizer's last id is not set", "model.valid_vocab = len(tok)", "len(tok)",

@@ -1,11 +1,13 @@
 """Several ranks: that they compute what one does, and that they begin, stop and fail together. Embedded model, gloo, forked
 processes in the place of torchrun's (.ci/run has a run under torchrun itself)."""
+import importlib
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -207,6 +209,23 @@ def test_an_evaluation_is_dealt_out_and_the_same(tmp_path):
     codes, said = launch(2, [*argv, "--out", str(tmp_path / "2.jsonl")], tmp_path, main=evaluation.main)
     assert codes == [0, 0] and said[1] == "" and said[0].count("pass@1") == 1, said
     assert (tmp_path / "1.jsonl").read_text() == (tmp_path / "2.jsonl").read_text()
+
+
+def test_nothing_keeps_the_group(tmp_path):
+    """A group that outlives `end` keeps gloo's threads, of which one may abort the process as the interpreter ends."""
+
+    def main(argv):
+        for name in [m for m in sys.modules if m.startswith("torch.distributed.nn")]:
+            del sys.modules[name]
+        ranks.start(SimpleNamespace(device="cpu", timeout=60))
+        importlib.import_module("torch.distributed.nn.functional")  # as the first optimizer does
+        group = weakref.ref(dist.group.WORLD)
+        ranks.gather(0)
+        ranks.end()
+        assert group() is None
+
+    codes, said = launch(2, [], tmp_path, main=main)
+    assert codes == [0, 0], said
 
 
 def test_shares_are_balanced_by_tokens(monkeypatch):
