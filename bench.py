@@ -177,8 +177,7 @@ def kernels(args):
                "speedup": ".2f", "marlin": ".2f", "pct_read": ".0f", "rel_err": ".1e"}
     show(columns)
     for name in args.shapes:
-        size, layer = name.split(".")
-        N, K, _ = memory.linears(config(size))[f"{layer}_proj"]
+        N, K = linear(name)
         theirs = dict(zip(marlin["rows"], marlin["speedup"][name], strict=True))
         dense = dense_weights(N, K)
         for fmt in args.formats if name in ("7b.gate_up", "7b.down") else args.formats[:1]:
@@ -188,6 +187,12 @@ def kernels(args):
                 results.append(row)
                 show(columns, row | {"marlin": None if back else theirs.get(M)})
     merge_rows(args.out, results, ("fmt", "shape", "pass", "M"))
+
+
+def linear(name):
+    """(N, K) of a layer as "0.5b.down"."""
+    size, layer = name.rsplit(".", 1)
+    return memory.linears(config(size))[f"{layer}_proj"][:2]
 
 
 def dense_weights(N, K):
@@ -266,8 +271,7 @@ def tiles(args):
     # processes, since Triton compiles one kernel at a time
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for name in args.shapes:
-            size, layer = name.split(".")
-            N, K, _ = memory.linears(config(size))[f"{layer}_proj"]
+            N, K = linear(name)
             dense, weights = dense_weights(N, K), packed_weights(N, K, args.format)
             for M in args.rows:
                 x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")

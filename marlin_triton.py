@@ -304,9 +304,13 @@ def adapter_out(sums, mt, part, R: tl.constexpr, RP: tl.constexpr, PR: tl.conste
                 Z: tl.constexpr, BM: tl.constexpr, T: tl.constexpr):
     """x A^T (RP, BM) of the rows `mt` and a part of A, rounded: its slices, added up in one order
     by whoever reads it."""
-    i, r, z = tl.arange(0, BM)[None, :, None], tl.arange(0, RP)[:, None, None], tl.arange(0, Z)
+    SOME: tl.constexpr = min(Z, max(1, 4096 // (RP * BM)))  # slices at a time, in 32 registers
+    i, r, z = tl.arange(0, BM)[None, :, None], tl.arange(0, RP)[:, None, None], tl.arange(0, SOME)
     at = sums + ((mt * BM + i) * PR + part * R + r) * Z + z[None, None, :]
-    return tl.sum(tl.load(at, mask=r < R, other=0.0, cache_modifier=".cg"), 2).to(T)
+    h = tl.zeros((RP, BM), tl.float32)
+    for n in tl.static_range(0, Z, SOME):
+        h += tl.sum(tl.load(at + n, mask=r < R, other=0.0, cache_modifier=".cg"), 2)
+    return h.to(T)
 
 
 @triton.jit
@@ -595,16 +599,16 @@ def raw(q):
 NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1}  # the constants of a kernel without adapter
 
 
-def adapter_work(x, A, parts, BM):
-    """What a kernel of tiles of BM rows that begins with adapter_in takes for x (M, K) and A
+def adapter_work(x, A, parts, BM, tiles):
+    """What a kernel of `tiles` tiles a BM rows that begins with adapter_in takes for x (M, K) and A
     (parts * R, K): its arguments sums and flags; its constants; and how many programs it adds."""
     (M, K), PR = x.shape, A.shape[0]
     R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
     RP, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
     # slices of two chunks, so that they are there before the weight is through, but no more than
-    # a reader adds up in passing
-    most = max(1, min(16, 4096 // (RP * BM)))
-    Z = min(most, triton.next_power_of_2(-(-K // (2 * CHUNK))))
+    # 16 MB for all readers together
+    most = max(1, min(16, (1 << 22) // (tiles * MT * RP * BM)))
+    Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
     if MT > FLAGS:
         raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
                          "flags")
@@ -634,7 +638,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     part, count, _ = space(x.device)
     P, sb, work, adapter, makers = len(bounds) + 1, 0, (x, count), NONE, 0
     if A is not None:
-        sb, (work, adapter, makers) = B.stride(0), adapter_work(x, A, P, t["BM"])
+        sb, tiles = B.stride(0), -(-N // t["BN"])
+        work, adapter, makers = adapter_work(x, A, P, t["BM"], tiles)
     fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
         x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M, N, K,

@@ -402,8 +402,9 @@ class Step:
             y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
         if p.A is not None:
             (B, K), RB, BN = x.shape, 8 if x.shape[0] <= 8 else 16, 128
-            work, adapter, makers = marlin_triton.adapter_work(x, p.A, len(p.bounds) + 1, RB)
-            lora_kernel[(makers + triton.cdiv(p.N, BN) * triton.cdiv(B, RB),)](
+            tiles, parts = triton.cdiv(p.N, BN), len(p.bounds) + 1
+            work, adapter, makers = marlin_triton.adapter_work(x, p.A, parts, RB, tiles)
+            lora_kernel[(makers + tiles * triton.cdiv(B, RB),)](
                 y, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling,
                 PR=len(p.A), RB=RB, BN=BN, **adapter, num_warps=4, num_stages=1,
                 IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, **self.launch)

@@ -39,6 +39,10 @@ def test_tiles_that_are_tried_are_right(M, N, K):
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
 
 
+def test_shapes_are_found_by_name():
+    assert (bench.linear("0.5b.down"), bench.linear("7b.qkv")) == ((896, 4864), (4608, 3584))
+
+
 def test_adapters_replace_each_other():
     """Rank 16, then 64, then none, around the same weights: an adapter around an adapter would be
     measured twice."""
