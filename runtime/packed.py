@@ -36,6 +36,7 @@ V vocabulary; a linear has N outputs, K inputs, P parts; R rank, E = P*R rounded
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -314,6 +315,11 @@ class Projection:
             self.A = a.A.new_zeros(self.E, self.K, dtype=dtype)
             self.tail = a.A.new_zeros(self.N, self.E, dtype=dtype)
 
+    def of(self, m):
+        """Whether it was made of what m is now."""
+        same = self.base is m.base and self.adapter is m.adapter
+        return same and (self.q is None or self.q.codes is m.base.codes)
+
     def blocks(self, t):
         """What of t (N, E) belongs to an output and its own part: P views (N_p, R)."""
         return [rows[:, i * self.R : (i + 1) * self.R]
@@ -437,10 +443,17 @@ def tables(config, longest, device):
     return rope_tables(torch.arange(longest, device=device), config.head_dim, config.rope_theta)
 
 
+LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its Projections}
+
+
 def linears_of(model):
-    """The four Projections of each block, their adapters not yet copied (`refresh`)."""
-    linears = [Projection(m, model.embed.weight.dtype) for _, m in projections(model)]
-    return [linears[i : i + 4] for i in range(0, len(linears), 4)]
+    """The four Projections of each block. They are made once, and anew when a weight or an adapter
+    is another."""
+    modules = [m for _, m in projections(model)]
+    kept, on = LINEARS.setdefault(model, {}), any(m.adapter is not None for m in modules)
+    if on not in kept or not all(p.of(m) for p, m in zip(kept[on], modules, strict=True)):
+        kept[on] = [Projection(m, model.embed.weight.dtype) for m in modules]
+    return [kept[on][i : i + 4] for i in range(0, len(modules), 4)]
 
 
 @torch.no_grad()

@@ -343,6 +343,12 @@ MUTANTS = {
          "attention::blocks_cover_each_token_once_and_are_as_many_as_shapes_say"),
     ],
     "runtime/packed.py": [
+        ("a replaced adapter lives on", "self.adapter is m.adapter", "True",
+         "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
+        ("a replaced weight lives on", "self.q.codes is m.base.codes", "True",
+         "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
+        ("a trained adapter is copied once", "    refresh(linears)\n    ids, places",
+         "    ids, places", "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
         ("the noise is left out of training", "m.weight, m.noise", "m.weight, 0 * m.noise",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
         ("a norm's gradient without its mean", " - v * (tl.sum(g * v) / C)", "",

@@ -46,6 +46,32 @@ def test_packed_equals_the_modules_in_value_and_gradient(config, checkpointing):
         assert torch.allclose(g, w, rtol=0, atol=1e-5 * w.abs().max().item())
 
 
+def test_another_adapter_or_weight_is_what_the_next_pass_takes():
+    """What is kept between passes: 16-bit copies of an adapter, off and on, trained and replaced; the four-bit weight."""
+    m = build(ONE, "nvfp4", dtype=torch.float32)
+
+    def check():
+        assert torch.allclose(packed.hidden(m, ROWS, everything(ROWS)), padded(m, ROWS), rtol=0, atol=2e-5)
+
+    check()
+    kept = packed.linears_of(m)[0][0]
+    with lora.disabled(m):
+        check()
+    with torch.no_grad():
+        for _, layer in lora.lora_layers(m):
+            layer.B.mul_(-1)
+    check()
+    assert packed.linears_of(m)[0][0] is kept
+    for path, layer in lora.lora_layers(m):
+        m.set_submodule(path, layer.base)
+    for p in lora.add_lora(m, 5, 10, seed=1):
+        torch.nn.init.normal_(p, std=0.3)
+    check()
+    down = m.layers[0].mlp.down_proj.base
+    down.codes = down.codes.flip(0)
+    check()
+
+
 def completions(n=4):
     g = torch.Generator().manual_seed(2)
     drawn = [torch.randint(0, 290, (k,), generator=g).tolist() for k in (3, 1, 9, 5, 2, 7, 4, 6, 8, 1)]
