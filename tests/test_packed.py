@@ -70,6 +70,7 @@ def test_another_adapter_or_weight_is_what_the_next_pass_takes():
     down = m.layers[0].mlp.down_proj.base
     down.codes = down.codes.flip(0)
     check()
+    assert packed.linears_of(m)[0][3].q.codes is down.codes  # what the GPU multiplies with
 
 
 def completions(n=4):
