@@ -477,10 +477,9 @@ def phases(row, c, ceiling, args):
     row |= made
     optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6, (0.9, 0.99), 0.1)
     length, rows = args.prompt + args.new, args.completions
-    free = min(engine.free_bytes(), (args.card_gib or 1e9) * memory.GIB
-               - torch.cuda.memory_allocated())
     row["micro_batch"], model.checkpointing = memory.fit_update(
-        c, row["quant"], free * args.share, length, args.micro_batch_tokens, args.checkpointing)
+        c, row["quant"], engine.free_bytes() * args.share, length, args.micro_batch_tokens,
+        args.checkpointing)
     row["checkpointing"], row["tokens"] = model.checkpointing, rows * length
     prompts = random_prompts(rows, length)
     if args.rollout:

@@ -169,6 +169,7 @@ def trainings(name, seeds, jobs, args, argv):
 
     all_cards = ",".join(map(str, range(torch.cuda.device_count())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
+    share = 1 / -(-jobs // len(visible))  # of a card's memory: each would take what is free
     cards = SimpleQueue()  # a free one for each job
     for i in range(jobs):
         cards.put(visible[i % len(visible)])
@@ -181,6 +182,7 @@ def trainings(name, seeds, jobs, args, argv):
         again = (out / "config.json").is_file()
         flags = [*(["--resume"] if again else [*argv, *ARMS[name][arm]]), "--seed", str(seed),
                  "--out", str(out)]
+        flags = flags if share == 1 else ["--card-share", str(share), *flags]
         two = name == "copies" and arm != "one"
         if jobs == 1:
             return apart(flags) if two else train.main(flags)
@@ -188,8 +190,11 @@ def trainings(name, seeds, jobs, args, argv):
         command, card = [__file__, "two-copies"] if two else [train.__file__], cards.get()
         try:
             with open(f"{out}.log", "a") as log:
-                return subprocess.run([sys.executable, *command, *flags], stdout=log, stderr=log,
+                code = subprocess.run([sys.executable, *command, *flags], stdout=log, stderr=log,
                                       env=os.environ | {"CUDA_VISIBLE_DEVICES": card}).returncode
+            if code:
+                print(f"{out}: ended with exit code {code}, see {out}.log", file=sys.stderr)
+            return code
         finally:
             cards.put(card)
 

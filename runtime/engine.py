@@ -275,9 +275,11 @@ def release(model):
 
 
 def free_bytes():
-    """Bytes of GPU memory that tensors could still take."""
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return torch.cuda.mem_get_info()[0] + cached
+    """Bytes of GPU memory that tensors could still take, of what this process may."""
+    reserved, total = torch.cuda.memory_reserved(), torch.cuda.get_device_properties().total_memory
+    share = int(torch.cuda.get_per_process_memory_fraction() * total)
+    left = min(torch.cuda.mem_get_info()[0], share - reserved)
+    return left + reserved - torch.cuda.memory_allocated()
 
 
 def make_room(model, need):

@@ -147,6 +147,8 @@ TABLE = (
     Flag("gap-bound", number(0, 1e6, float), 0.05, "nats between sampler and trainer to warn at"),
     "engine: train eval sample",
     Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
+    Flag("card-share", number(0.01, 1.000001, float), 1.0,
+         "part of the card's memory to take, where several runs share it"),
     Flag("seed", number(0, 2**63), 0, "of samples, noise, data order and adapter"),
     "ranks: train eval",
     Flag("timeout", number(1, 1e6), 1800, "seconds that a rank of torchrun waits for the others"),
@@ -296,8 +298,9 @@ def run_command(command, body, argv=None):
             return code
         except torch.OutOfMemoryError as e:
             lower = "--micro-batch-tokens, " if command == "train" else ""
-            raise ValueError(f"out of GPU memory ({str(e).split('. ')[0]}); lower {lower}"
-                             "--max-rows or --max-new-tokens") from None
+            told = ". ".join(str(e).split(". ")[:3])  # how much was asked for, and was free
+            raise ValueError(f"out of GPU memory ({told}); lower {lower}--max-rows or "
+                             "--max-new-tokens") from None
 
     return commands.run(f"{command}.py", parsed)
 
@@ -325,6 +328,8 @@ def load_policy(args):
     """(model, tokenizer) as the flags say: base, format, AWQ, adapter, and ids past the tokenizer
     shut off."""
     device, dtype = place(args.device, args.dtype)
+    if device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.card_share))
     folder = model_folder(args.model)
     tok = data.Tokenizer(folder)
     if args.awq:

@@ -36,7 +36,7 @@ from weights import checkpoint
 from weights.files import append, check_out, lines, lock, parse_json, read_json, whole
 
 # what --resume may change
-FREE = ("resume", "out", "steps", "save_every", "show_every", "log_to", "timeout")
+FREE = ("resume", "out", "steps", "save_every", "show_every", "log_to", "timeout", "card_share")
 NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
          "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
          "summary.json"}
@@ -384,6 +384,11 @@ def peak_gib():
     return kib / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def reserved_gib():
+    """What the allocator held at most, its unused pieces included: what other runs could not."""
+    return torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
+
+
 def mean(values):
     values = list(values)
     return sum(values) / len(values) if values else 0.0
@@ -431,7 +436,7 @@ def metrics_row(run, step, groups, kept, sampled, updates, sigma, lr, held):
                   "seconds_rollout": s["rollout"], "seconds_reward": s["reward"],
                   "seconds_update": s["update"], "seconds_step": sum(s.values()),
                   "rollout_tok_s": tokens / s["rollout"], "update_tok_s": trained / s["update"],
-                  "peak_gib": peak_gib()}
+                  "peak_gib": peak_gib(), "reserved_gib": reserved_gib()}
 
 
 def has_signal(group):

@@ -69,12 +69,14 @@ def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys)
     assert "--eval-n 0" in capsys.readouterr().err
 
 
-def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path):
-    """Two trainings in one process would share its seeds and signals."""
+@pytest.mark.parametrize(("jobs", "share"), [("3", None), ("5", "0.5")])
+def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path, jobs, share):
+    """Two trainings in one process would share its seeds and signals; on one card, each has its part of the memory."""
     ran, cards = [], []
 
     def run(command, stdout, stderr, env):
         cards.append(env["CUDA_VISIBLE_DEVICES"])
+        assert share == (command[command.index("--card-share") + 1] if "--card-share" in command else None)
         out = Path(command[-1])
         ran.append((out.name, command[command.index("--loss") + 1], command[command.index("--seed") + 1]))
         out.mkdir()
@@ -84,7 +86,7 @@ def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path):
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert experiments.main(["objective", "--out", str(tmp_path), "--jobs", "3", "--seeds", "0,7"]) == 0
+    assert experiments.main(["objective", "--out", str(tmp_path), "--jobs", jobs, "--seeds", "0,7"]) == 0
     assert sorted(ran) == sorted((f"{loss}-s{seed}", loss, seed) for loss in grpo.OBJECTIVES for seed in "07")
     assert set(cards) == {"0", "1", "2"}
 

@@ -128,3 +128,14 @@ def test_gpu_an_update_takes_what_is_planned(checkpointing):
         model.zero_grad()
     planned = sum(memory.update_bytes(model.config, "nvfp4", 16384, checkpointing))
     assert 0.7 * planned < took < 1.05 * planned, f"{took / memory.GIB:.2f} of {planned / memory.GIB:.2f} GiB"
+
+
+@pytest.mark.gpu
+def test_gpu_what_is_free_is_of_the_share_that_a_run_may_take():
+    total = torch.cuda.get_device_properties().total_memory
+    whole = engine.free_bytes()
+    torch.cuda.set_per_process_memory_fraction(0.1)
+    try:
+        assert 0 < engine.free_bytes() <= 0.1 * total < whole
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
