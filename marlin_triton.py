@@ -32,7 +32,8 @@ value * scale * 2^-119: 2 + 4 significant bits, which bfloat16 holds exactly. Th
 in float32; 2^119, the row's global scale (float32), the bias and the LoRA term enter there, in the
 epilogue. So only the sum and the output are rounded: relative error 1.65e-3 against a float64
 product. MXFP4's exponent is a bfloat16 exponent already, carried at 2^100. NF4's values come from
-byte permutes (PRMT is an 8-entry table), and their products do round: 2.8e-3.
+byte permutes (PRMT is an 8-entry table, whose selector four codes side by side are), 21
+instructions for 8 codes, and their products do round: 2.8e-3.
 
 Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles
 are few, K is cut (SPLIT): each split leaves a float32 partial sum and the program that comes last
@@ -73,29 +74,34 @@ SCALE = """fma.rn.bf16x2 $0, a, $5, z;   fma.rn.bf16x2 $1, b, $5, z;
 fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
 
 
-def lookup(x, y):
-    """PTX that turns the index pairs in x and y into bfloat16 codebook values: byte permutes as an
-    8-entry table.
+def lookup():
+    """PTX that turns a word of NF4 into its codebook's values, as pairs a to d: byte permutes as
+    8-entry tables.
 
-    i gets the four 3-bit indices, m each one's sign as a byte; l and h the low and high bytes, the
-    sign choosing the half."""
+    s gets the 3-bit indices, four of which are a permute's selector, m each one's sign as a byte; l
+    and h the low and high bytes of the values, the sign choosing the half of the table."""
     table = torch.tensor(NF4).bfloat16().view(16, 1).view(torch.uint8)
     low, high = table.T.contiguous().view(torch.int32).tolist()  # 4 bytes a word
-    return f"""{{ .reg .b32 i, j, m, l, h, t;
-shr.b32 i, {x}, 6;   and.b32 i, i, 0x00070007;
-shr.b32 j, {y}, 2;   and.b32 j, j, 0x00700070;   or.b32 i, i, j;
-shr.b32 j, i, 8;     or.b32 i, i, j;
-prmt.b32 m, {x}, {y}, 0xfbd9;
-prmt.b32 l, {low[0]}, {low[1]}, i;     prmt.b32 t, {low[2]}, {low[3]}, i;
+
+    def four(signs, x, y):
+        return f"""prmt.b32 m, x, $4, {signs};
+prmt.b32 l, {low[0]}, {low[1]}, s;     prmt.b32 t, {low[2]}, {low[3]}, s;
 lop3.b32 l, m, t, l, 0xca;
-prmt.b32 h, {high[0]}, {high[1]}, i;   prmt.b32 t, {high[2]}, {high[3]}, i;
+prmt.b32 h, {high[0]}, {high[1]}, s;   prmt.b32 t, {high[2]}, {high[3]}, s;
 lop3.b32 h, m, t, h, 0xca;
-prmt.b32 {x}, l, h, 0x6240;   prmt.b32 {y}, l, h, 0x7351; }}
+prmt.b32 {x}, l, h, 0x5140;   prmt.b32 {y}, l, h, 0x7362;
 """
+
+    # x: where the signs of even codes are in the top bits of bytes, as odd ones' are in the word
+    return f"""{{ .reg .b32 a, b, c, d, s, x, m, l, h, t, z;
+mov.b32 z, 0x80008000;
+and.b32 s, $4, 0x77777777;   shl.b32 x, $4, 4;
+{four("0xd9c8", "a", "b")}shr.b32 s, s, 16;
+{four("0xfbea", "c", "d")}"""
 
 
 E2M1_ASM = tl.constexpr(EXTRACT + SCALE)
-NF4_ASM = tl.constexpr(EXTRACT + lookup("a", "b") + lookup("c", "d") + SCALE)
+NF4_ASM = tl.constexpr(lookup() + SCALE)
 # four E4M3 scales in $4 -> 2^7 of each, twice in a word: << 4 and times 2^127 (0x7f00)
 E4M3_ASM = tl.constexpr("""{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
 mov.b32 p, 0x7f007f00;   mov.b32 z, 0x80008000;
@@ -182,12 +188,14 @@ def extract(w, s, FMT: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
             NF4_ASM if FMT == "nf4" else E2M1_ASM, "=r,=r,=r,=r,r,r,r", [w, lo, hi],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
         a, b, c, d = halves(a), halves(b), halves(c), halves(d)
+    elif FMT == "nf4":
+        a, b, c, d = found(w, lo), found(w >> 8, lo), found(w >> 16, hi), found(w >> 24, hi)
     else:
-        a = value(w & MASK, lo, FMT)
-        b = value((w << 4) & MASK, lo, FMT)
-        c = value(((w >> 6) & 0x3FFFFFF | w << 26) & MASK, hi, FMT)
-        d = value(((w >> 2) & 0x3FFFFFFF | w << 30) & MASK & ~0x00400040 | (w << 6) & 0x00400040,
-                  hi, FMT)
+        a = value(w & MASK, lo)
+        b = value((w << 4) & MASK, lo)
+        c = value(((w >> 6) & 0x3FFFFFF | w << 26) & MASK, hi)
+        d = ((w >> 2) & 0x3FFFFFFF | w << 30) & MASK & ~0x00400040
+        d = value(d | (w << 6) & 0x00400040, hi)
     return a, b, c, d
 
 
@@ -209,16 +217,18 @@ def halves(a):
 
 
 @triton.jit
-def value(v, s, FMT: tl.constexpr):
+def value(v, s):
     """What the PTX does to one pair, in float32: masked words (BN, 16), scales -> (BN, 16, p)."""
-    t = tl.join(v << 16, v & -65536)
-    if FMT == "nf4":
-        i = ((t >> 28) & 8) | ((t >> 22) & 7)
-        x = (t * 0).to(tl.float32)
-        for j in tl.static_range(16):
-            x = tl.where(i == j, TABLE[j], x)
-    else:
-        x = t.to(tl.float32, bitcast=True)
+    return tl.join(v << 16, v & -65536).to(tl.float32, bitcast=True) * s[:, :, None]
+
+
+@triton.jit
+def found(v, s):
+    """The same for NF4: the pair in the low byte of words (BN, 16), looked up."""
+    i = tl.join(v, v >> 4) & 15
+    x = (i * 0).to(tl.float32)
+    for j in tl.static_range(16):
+        x = tl.where(i == j, TABLE[j], x)
     return x * s[:, :, None]
 
 

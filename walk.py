@@ -47,7 +47,7 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
 
     head("2. A weight in four bits (nvfp4.py): value x block scale x global scale")
     w, q = base.layers[0].attn.qkv_proj.weight.detach(), model.layers[0].attn.qkv_proj.q
-    codes = unpack(q.codes, q.shape[1])
+    codes = unpack(q.codes, q.shape[1], q.fmt)
     show("qkv_proj (N, K), q, k and v stacked", w)
     show("packed codes, two a byte", q.codes)
     show("block scales, one for each 16 columns", q.scale)

@@ -38,7 +38,7 @@ def test_packing_by_hand():
     """Codes 1, 2, 15, 0, ... in one row: the even column sits in the low nibble."""
     codes = torch.tensor([[1, 2, 15, 0] + [0] * 11 + [8]], dtype=torch.uint8)
     scale = torch.tensor([[1.5]]).to(torch.float8_e4m3fn)
-    q = Quantized("nvfp4", (1, 16), pack(codes), scale, torch.tensor([0.25]))
+    q = Quantized("nvfp4", (1, 16), pack(codes, "nvfp4"), scale, torch.tensor([0.25]))
     out = dict(checkpoint.packed_tensors(q, {"o_proj": 1}, "model.layers.0.self_attn"))
     name = "model.layers.0.self_attn.o_proj.weight"
     assert out[f"{name}_packed"].tolist() == [[0x21, 0x0F, 0, 0, 0, 0, 0, 0x80]]

@@ -30,11 +30,11 @@ def nearest_even(x):
 def make(fmt, codes, scale, global_scale=None):
     N, K = codes.shape
     g = torch.ones(N) if global_scale is None else global_scale
-    return Quantized(fmt, (N, K), formats.pack(codes), scale, g)
+    return Quantized(fmt, (N, K), formats.pack(codes, fmt), scale, g)
 
 
 def unpacked(q):
-    return formats.unpack(q.codes, q.shape[1])
+    return formats.unpack(q.codes, q.shape[1], q.fmt)
 
 
 def weights(N=8, K=128, seed=0, spread=3.0):
@@ -240,19 +240,21 @@ def test_the_global_scale_survives_its_stored_reciprocal():
 # ---- the layout in memory
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("N, K", [(1, 16), (7, 32), (8, 128), (19, 80), (9, 896), (24, 256)])
-def test_packing_round_trip(N, K):
+def test_packing_round_trip(N, K, fmt):
     """A row group or a chunk that is not full was once written over its neighbour."""
     codes = torch.randint(0, 16, (N, K), dtype=torch.uint8)
-    packed = formats.pack(codes)
+    packed = formats.pack(codes, fmt)
     assert packed.shape == (N, -(-K // 128) * 64) and packed.dtype == torch.uint8
-    assert torch.equal(formats.unpack(packed, K), codes)
+    assert torch.equal(formats.unpack(packed, K, fmt), codes)
 
 
 def test_packing_is_local_to_groups_of_eight_rows():
     """Quantization packs a large weight in slices: slices from multiples of 8 must join to the whole."""
     codes = torch.randint(0, 16, (21, 272), dtype=torch.uint8)
-    assert torch.equal(torch.cat([formats.pack(codes[:16]), formats.pack(codes[16:])]), formats.pack(codes))
+    parts = [formats.pack(some, "nvfp4") for some in (codes[:16], codes[16:])]
+    assert torch.equal(torch.cat(parts), formats.pack(codes, "nvfp4"))
 
 
 def drawing():
@@ -267,9 +269,12 @@ def drawing():
     return {k: sorted(v, key=lambda b: ("sem".index(b[1]), -b[0])) for k, v in where.items()}
 
 
-def test_codes_lie_where_the_docstring_draws_them():
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_codes_lie_where_the_docstring_draws_them(fmt):
     """The drawing is what another implementation of the layout would be written from: every bit of every column, and its rows."""
     where = drawing()
+    if fmt == "nf4":
+        where = {(pair, p): [(8 * i + 4 * p + 3 - b, f) for b, f in enumerate("seem")] for i, pair in enumerate("abcd") for p in (0, 1)}
     assert len(where) == 8 and all([f for _, f in v] == ["s", "e", "e", "m"] for v in where.values())
     for row, column in [(r, c) for c in range(256) for r in (c % 16,)]:
         plane, w, h, t, p = (column % 128 // i % n for i, n in ((64, 2), (16, 4), (8, 2), (2, 4), (1, 2)))
@@ -277,7 +282,7 @@ def test_codes_lie_where_the_docstring_draws_them():
             codes = torch.zeros(16, 256, dtype=torch.uint8)
             codes[row, column] = code
             bit = where["abcd"[2 * plane + h], p][(8, 4, 2, 1).index(code)][0]
-            words = formats.pack(codes).view(torch.int32).view(2, 2, 8, 4, 4)  # group of rows, chunk, row, lane, word
+            words = formats.pack(codes, fmt).view(torch.int32).view(2, 2, 8, 4, 4)  # group of rows, chunk, row, lane, word
             assert words.nonzero().tolist() == [[row // 8, column // 128, row % 8, t, w]]
             assert words.sum().item() & 0xFFFFFFFF == 1 << bit
 
@@ -285,10 +290,10 @@ def test_codes_lie_where_the_docstring_draws_them():
 def test_packing_a_slice_at_a_time_changes_nothing(monkeypatch):
     """Matrices of more than SLICE codes go through in slices of whole row groups, the last of which may be short."""
     codes = torch.randint(0, 16, (45, 272), dtype=torch.uint8)
-    packed = formats.pack(codes)
+    packed = formats.pack(codes, "nvfp4")
     monkeypatch.setattr(formats, "SLICE", 16 * 272)
     assert [j - i for i, j, _ in formats.slices(*codes.shape)] == [16, 16, 8, 5]
-    assert torch.equal(formats.pack(codes), packed) and torch.equal(formats.unpack(packed, 272), codes)
+    assert torch.equal(formats.pack(codes, "nvfp4"), packed) and torch.equal(formats.unpack(packed, 272, "nvfp4"), codes)
 
 
 @pytest.mark.gpu

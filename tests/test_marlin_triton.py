@@ -1,4 +1,7 @@
 """The FP4 GEMM: the kernels (in the interpreter here, compiled with -m gpu), gradients, errors."""
+import itertools
+import re
+
 import pytest
 import torch
 
@@ -26,8 +29,42 @@ def weight(fmt, N, K, seed=0, uniform=True):
     else:
         scale = torch.rand(N, K // block, generator=g)
     rows = torch.full((N,), 0.037) if uniform else torch.rand(N, generator=g) + 0.1
-    parts = (pack(codes), scale, rows)
+    parts = (pack(codes, fmt), scale, rows)
     return Quantized(fmt, (N, K), *(t.to(DEVICE) for t in parts))
+
+
+def ptx(text, word, ops):
+    """The registers that PTX without memory leaves, for $4 = word."""
+    r = {"$4": word & 0xFFFFFFFF}
+    for op, to, args in re.findall(r"(?<![.\w])([a-z][a-z0-9.]+) +([a-z]), ([^;]+);", text):
+        r[to] = ops[op.removesuffix(".b32")](*(r[a] if a in r else int(a, 0) & 0xFFFFFFFF for a in args.split(", "))) & 0xFFFFFFFF
+    return r
+
+
+def permute(a, b, selector):
+    """PRMT: a byte of b:a for each nibble; from 8 on, its sign eight times."""
+    taken = [((b << 32 | a) >> 8 * (n & 7) & 255, n & 8) for n in (selector >> 4 * i & 15 for i in range(4))]
+    return sum((byte >> 7) * 255 << 8 * i if sign else byte << 8 * i for i, (byte, sign) in enumerate(taken))
+
+
+def choose(a, b, c, table):
+    """LOP3: each bit looked up in an 8-entry truth table."""
+    return sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1) & 1) << i for i in range(32))
+
+
+@pytest.mark.parametrize(("fmt", "text"), [("nvfp4", mt.EXTRACT), ("nf4", mt.lookup())])
+def test_what_the_ptx_makes_of_a_word(fmt, text):
+    """The decoder that the interpreter cannot run: E2M1 at 2^-126, NF4 looked up, each pair where the tensor core wants it."""
+    ops = {"mov": lambda a: a, "and": lambda a, b: a & b, "shl": lambda a, b: a << b, "shr": lambda a, b: a >> b,
+           "shf.r.wrap": lambda a, b, n: (b << 32 | a) >> n, "prmt": permute, "lop3": choose}
+    codes = torch.randint(0, 16, (8, 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    want = torch.tensor(FORMATS[fmt].values)[codes.int()].view(8, 2, 4, 2, 4, 2)  # (row, plane, w, h, t, p)
+    words = pack(codes, fmt).view(torch.int32).view(8, 4, 4)  # (row, t, w)
+    for row, t, w in itertools.product(range(2), range(4), range(4)):
+        r = ptx(text, words[row, t, w].item(), ops)
+        got = torch.tensor([r[pair] >> 16 * p & 0xFFFF for pair in "abcd" for p in (0, 1)]).to(torch.int16).view(torch.bfloat16)
+        exact = got.double() * (2.0**126 if fmt == "nvfp4" else 1)
+        assert torch.equal(exact, want[row, :, w, :, t].flatten().bfloat16().double())
 
 
 def exact(q):

@@ -50,11 +50,11 @@ def test_rounding_is_to_the_grid_and_once_is_enough(fmt, seed, N, blocks, spread
 
 
 @MANY
-@given(SEEDS, st.integers(1, 40), st.integers(1, 300))
-def test_any_codes_come_back_from_packing(seed, N, K):
+@given(SEEDS, st.integers(1, 40), st.integers(1, 300), st.sampled_from(["nvfp4", "nf4"]))
+def test_any_codes_come_back_from_packing(seed, N, K, fmt):
     codes = torch.randint(0, 16, (N, K), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    packed = pack(codes)
-    assert packed.shape == (N, -(-K // 128) * 64) and torch.equal(unpack(packed, K), codes)
+    packed = pack(codes, fmt)
+    assert packed.shape == (N, -(-K // 128) * 64) and torch.equal(unpack(packed, K, fmt), codes)
 
 
 @MANY

@@ -399,7 +399,7 @@ def read_packed(source, path, m, fmt, device):
         codes = torch.stack([codes & 15, codes >> 4], -1).view(n, K)  # (n, K/2, 2) -> (n, K)
         parts.append((codes, raw, top.expand(n)))
     codes, raw, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return pack(codes), raw.view(f.scale_dtype), top
+    return pack(codes, fmt), raw.view(f.scale_dtype), top
 
 
 def stored(source, name, shape, dtype, device):
@@ -446,7 +446,7 @@ def tensors(piece, path=""):
 def packed_tensors(q, parts, where):
     """Yields (name, tensor) for each projection stacked in the quantized weight q: its rows as
     they lie in a checkpoint."""
-    codes, at = unpack(q.codes, q.shape[1]), 0  # (N, K)
+    codes, at = unpack(q.codes, q.shape[1], q.fmt), 0  # (N, K)
     codes = codes[:, 0::2] | codes[:, 1::2] << 4  # (N, K/2)
     for part, n in parts.items():
         rows, name = slice(at, at + n), f"{where}.{part}.weight"

@@ -24,13 +24,14 @@ first 64 columns (the low plane) and step w of its last 64 (the high plane).
     code    a0 c0 c0 c0 b0 d0 d0 a0 a0 a0 c1 b0 b0 b0 d1 d0
     field    s  e  e  m  s  e  e  e  e  m  s  e  e  m  s  m
 
-(s, e, e, m: a code's bits from the highest to the lowest, as E2M1 names them.) A lane reads its
-w0..w3, 16 bytes, and has its share of 8 steps: no shuffles, and activations stay in their natural
-order. Groups of 8 rows lie chunk by chunk, 8 x 64 bytes at a time, since DRAM dislikes strides.
-Nothing is lost: `unpack` gives the codes back in order.
+(s, e, e, m: a code's bits from the highest to the lowest, as E2M1 names them.) NF4, which is looked
+up, has the eight of a word in turn, a0 in bits 3..0, a1, b0, b1, c0, c1, d0, and d1 in 31..28. A
+lane reads its w0..w3, 16 bytes, and has its share of 8 steps: no shuffles, and activations stay in
+their natural order. Groups of 8 rows lie chunk by chunk, 8 x 64 bytes at a time, since DRAM
+dislikes strides. Nothing is lost: `unpack` gives the codes back in order.
 
     q = quantize(w, "nvfp4")
-    dequantize(q), unpack(q.codes, K)
+    dequantize(q), unpack(q.codes, K, "nvfp4")
 
 Shapes: N rows (outputs), K columns (inputs), K/block scales a row.
 """
@@ -131,7 +132,8 @@ def block_scales(w, fmt, name="weight"):
 
 def encode(w, fmt, scale, global_scale):
     """w (N, K) rounded to the grid of given scales (as from block_scales) -> Quantized."""
-    codes = [pack(nearest(w[rows], fmt, scale[rows], global_scale[rows])) for rows in portions(w)]
+    codes = [pack(nearest(w[rows], fmt, scale[rows], global_scale[rows]), fmt)
+             for rows in portions(w)]
     return Quantized(fmt, tuple(w.shape), torch.cat(codes), scale, global_scale)
 
 
@@ -147,7 +149,7 @@ def snap(w, fmt, scale, global_scale):
 
 def dequantize(q):
     """w_hat (N, K) float32 of a Quantized."""
-    return to_values(unpack(q.codes, q.shape[1]), q.fmt, q.scale, q.global_scale)
+    return to_values(unpack(q.codes, q.shape[1], q.fmt), q.fmt, q.scale, q.global_scale)
 
 
 def portions(w):
@@ -201,7 +203,7 @@ def round_nf4(x):
 # ---- the layout in memory
 
 
-def pack(codes):
+def pack(codes, fmt):
     """Codes (N, K), one uint8 each in 0..15, in the kernel's order: (N, ceil(K/128)*64) uint8;
     columns past K are code 0.
 
@@ -215,30 +217,39 @@ def pack(codes):
     out = codes.new_empty(N, chunks * CHUNK // 2)
     for i, j, rows in slices(N, K):
         v = F.pad(codes[i:j], (0, -K % CHUNK)).int()
-        v = ((v & 8) << 12) | ((v & 7) << 6)  # s in bit 15, e, e, m in 8..6
         v = v.view(-1, rows, chunks, 2, 4, 2, 4, 2)  # (group, row, chunk, plane, w, h, t, p)
         v = v.permute(0, 2, 1, 6, 4, 3, 5, 7)  # (group, chunk, row, t, w, plane, h, p)
-        # four pairs (group, chunk, row, t, w), two codes each
-        a, b, c, d = (v[..., 0] | v[..., 1] << 16).flatten(5).unbind(-1)
-        low = rotr(d & ~0x00400040, 30) | shift(d & 0x00400040, 6)
-        word = a | shift(b, 4) | rotr(c, 26) | low
+        if fmt == "nf4":
+            places = torch.arange(0, 32, 4, device=v.device, dtype=torch.int32)
+            word = (v.flatten(5) << places).sum(-1, dtype=torch.int32)
+        else:
+            v = ((v & 8) << 12) | ((v & 7) << 6)  # s in bit 15, e, e, m in 8..6
+            # four pairs (group, chunk, row, t, w), two codes each
+            a, b, c, d = (v[..., 0] | v[..., 1] << 16).flatten(5).unbind(-1)
+            low = rotr(d & ~0x00400040, 30) | shift(d & 0x00400040, 6)
+            word = a | shift(b, 4) | rotr(c, 26) | low
         out[i:j] = word.reshape(j - i, -1).view(torch.uint8)
     return out
 
 
-def unpack(packed, K):
+def unpack(packed, K, fmt):
     """The inverse of pack: (N, ceil(K/128)*64) uint8 -> codes (N, K) uint8."""
     N, width = packed.shape
     out = packed.new_empty(N, K)
     for i, j, rows in slices(N, K):
         w = packed[i:j].contiguous().view(torch.int32)
         w = w.view(-1, width * 2 // CHUNK, rows, 4, 4)  # (group, chunk, row, t, w)
-        d = (rotr(w, 2) & (0x81808180 - (1 << 32))) | ((w << 6) & 0x00400040)
-        v = torch.stack([w, w << 4, rotr(w, 6), d], -1).unflatten(-1, (2, 2))  # (.., plane, h)
-        v = torch.stack([v, v >> 16], -1)  # (.., p)
-        v = (((v >> 12) & 8) | ((v >> 6) & 7)).to(torch.uint8)
+        if fmt == "nf4":
+            v = w[..., None] >> torch.arange(0, 32, 4, device=w.device, dtype=torch.int32) & 15
+            v = v.unflatten(-1, (2, 2, 2))  # (.., plane, h, p)
+        else:
+            d = (rotr(w, 2) & (0x81808180 - (1 << 32))) | ((w << 6) & 0x00400040)
+            v = torch.stack([w, w << 4, rotr(w, 6), d], -1).unflatten(-1, (2, 2))  # (.., plane, h)
+            v = torch.stack([v, v >> 16], -1)  # (.., p)
+            v = ((v >> 12) & 8) | ((v >> 6) & 7)
         # (group, chunk, row, t, w, plane, h, p) -> (group, row, chunk, plane, w, h, t, p)
-        out[i:j] = v.permute(0, 2, 1, 5, 4, 6, 3, 7).reshape(j - i, -1)[:, :K]
+        v = v.to(torch.uint8).permute(0, 2, 1, 5, 4, 6, 3, 7)
+        out[i:j] = v.reshape(j - i, -1)[:, :K]
     return out
 
 
