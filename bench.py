@@ -280,10 +280,11 @@ def tiles(args):
                 able = [{}, *(w[-1] for w, runs in zip(work, able, strict=True) if runs)]
                 us = [graph_time(partial(marlin_triton.gemm_few, x, **tile), weights, 24)
                       for tile in able]
-                best = min(range(len(us)), key=us.__getitem__)
-                tile = " ".join(f"{k}={v}" for k, v in able[best].items()) or "its own"
+                told = (" ".join(f"{k}={v}" for k, v in t.items()) or "its own" for t in able)
+                tried = {tile: round(t, 2) for tile, t in zip(told, us, strict=True)}
+                best = min(tried, key=tried.get)
                 rows.append({"shape": name, "fmt": args.format, "M": M, "us": us[0],
-                             "best_us": us[best], "tile": tile,
+                             "best_us": tried[best], "tile": best, "tried": tried,
                              "cublas_us": graph_time(lambda w, x=x: x @ w.T, dense, 24)})
                 show(columns, rows[-1])
     merge_rows(args.out, rows, ("shape", "fmt", "M"))

@@ -15,12 +15,13 @@ been; a folder without checkpoint/ holds nothing that is worth keeping, and a st
 import hashlib
 import json
 import math
+import os
 import resource
 import shlex
 import shutil
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -138,7 +139,8 @@ class Run:
             return  # what is begun with the others is ended with them; torchrun has the patience
         if again or self.current not in ("update", "log"):
             command.stop()
-        print("finishing the update, then saving (again to stop at once)", flush=True)
+        with suppress(OSError):  # no print: it may have come in the middle of one
+            os.write(2, b"finishing the update, then saving (again to stop at once)\n")
 
     def phase(self, name):
         if self.asked and name in ("rollout", "evaluate"):

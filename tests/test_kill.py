@@ -1,5 +1,6 @@
 """Kills, signals and a closed stdout at any moment: a run that goes on afterwards ends with the same bits, a command that does not
 leaves one line and nothing else. Runs are forked, since torch takes seconds to import."""
+import io
 import json
 import os
 import random
@@ -150,6 +151,30 @@ def test_signals_at_random_moments_change_no_bit_and_leave_no_traceback(flags, s
         assert end(start(train.main, go_on(flags, out), log)) == 0
     assert learned(out) == straight[0]
     assert not [p for p in out.rglob("*") if p.name.startswith(".")]
+
+
+def test_a_ctrl_c_while_a_line_is_written_is_heard(flags, straight, tmp_path):
+    """The handler printed as well: RuntimeError, a reentrant call inside the stream."""
+
+    class Raw(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            if b" | reward" in bytes(data):
+                os.kill(os.getpid(), signal.SIGINT)
+            return os.write(1, data)
+
+    def slow(argv):
+        first, sys.stdout = sys.stdout, io.TextIOWrapper(io.BufferedWriter(Raw()), line_buffering=True)
+        code = train.main(argv)
+        del first  # it closes what Raw writes to
+        return code
+
+    out, log = tmp_path / "run", tmp_path / "log"
+    assert end(start(slow, [*flags, "--out", str(out)], log)) == 130, log.read_text()
+    assert "finishing the update" in log.read_text() and "stopped after 1 steps" in log.read_text()
+    assert end(start(train.main, go_on(flags, out), log)) == 0 and learned(out) == straight[0]
 
 
 def test_a_second_ctrl_c_in_an_update_saves_no_half_step(flags, straight, tmp_path, monkeypatch):
