@@ -228,20 +228,26 @@ def gemm(weights, dense, M, back, ceiling):
 def candidates(M, N, K, cores):
     """Keywords of gemm_few that might be fast for x (M, K) and a weight (N, K), and fit a card's
     shared memory."""
-    blocks, top = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M)))
-    for BM in sorted({max(8, top // 4), max(8, top // 2), top}):
-        for BN, warps in ((64, 4), (128, 8)):
+    blocks, top, many = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M))), M > 16
+    # from 32 rows on x costs what the weight does, so that a wider tile pays, if two fit an SM
+    wide = [(128, 8, 128), (128, 4, 168)] if many else []
+    pipelines = [(1, 2), (1, 3), (1, 4)] + ([] if many else [(2, 2), (2, 3)])
+    for BM in (top, max(8, top // 2))[: 1 + (top > 8)]:
+        for BN, warps, registers in [(64, 4, None), (128, 8, None), (128, 4, None), *wide]:
             tiles = -(-N // BN) * -(-M // BM)
-            for C, stages in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3)):
-                if C > 1 and K % (CHUNK * C) or C * stages * CHUNK * (2 * BM + BN // 2) > 100_000:
+            for C, stages in pipelines:
+                if C > 1 and K % (CHUNK * C) or C * stages * CHUNK * (2 * BM + BN // 2) > 110_000:
                     continue
-                fills = {max(1, round(blocks / C * tiles / cores / fill)) for fill in (1, 2, 4, 6)}
-                for per in sorted(per for per in fills | {2, 4, blocks // C} if per <= blocks // C):
+                fills = (1, 2, 3) if many else (1, 2, 4, 6)
+                some = {max(1, round(blocks / C * tiles / cores / fill)) for fill in fills}
+                some |= {blocks // C} if many else {2, 4, blocks // C}
+                for per in sorted(per for per in some if per <= blocks // C):
                     split = -(-blocks // C // per)
                     sums = tiles * split * BM * BN if split > 1 else 0
                     if split <= 16 and sums <= marlin_triton.PARTIALS:
-                        yield {"BM": BM, "BN": BN, "warps": warps, "C": C, "stages": stages,
-                               "split": split, "kw": 4 if BM == 8 else 2}
+                        tile = {"BM": BM, "BN": BN, "warps": warps, "C": C, "stages": stages,
+                                "split": split, "kw": 4 if BM == 8 else 2}
+                        yield tile | ({"maxnreg": registers} if registers else {})
 
 
 @functools.lru_cache(1)

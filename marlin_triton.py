@@ -417,19 +417,19 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
     acc *= gs[:, None]
     done = split == 0
     if done:
-        if BIAS:
-            acc += bs.to(tl.float32)[:, None]
         if R > 0:
             adapter_ready(flags, pid % MT, AT * Z, ASM)
             n = tile * BN if ONE else row  # ONE: all rows of the tile belong to one part
             own = (n >= b0).to(tl.int32) + (n >= b1).to(tl.int32)
-            lora = tl.zeros((BN, BM), tl.float32)
+            acc *= 1 / scaling  # a second sum would not fit the registers
             for p in tl.static_range(1 if ONE else P):
                 h = adapter_out(sums, pid % MT, own if ONE else p, R, RP, P * R, Z, BM, T)
                 part_b = bt if ONE else tl.where((own == p)[:, None], bt, 0.0)
                 # (BN, RP) @ (RP, BM)
-                lora = tl.dot(part_b.to(T), h, lora, input_precision="ieee")
-            acc += lora * scaling
+                acc = tl.dot(part_b.to(T), h, acc, input_precision="ieee")
+            acc *= scaling
+        if BIAS:
+            acc += bs.to(tl.float32)[:, None]
     if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of
         # split: the same bits on every run
         slot = tile * MT + pid % MT
