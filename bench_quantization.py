@@ -1,10 +1,11 @@
 """
 What four bits cost and what AWQ gives back: {16 bits, NVFP4, MXFP4, NF4} x {plain rounding, AWQ}.
 
-Perplexity of the test split's questions with answers, its gap to 16 bits paired by document; greedy
-accuracy (boxed prompt); token entropy at temperature 1 on the model's own samples. --methods: `rtn`
-is plain rounding, `channels` and `blocks` are AWQ's halves alone. A finished row is in --out (its
-likelihoods by document beside it, in *.nll.json) and is not measured again: run it in parts.
+Perplexity of the test split's questions with answers, its gap to 16 bits paired by document, and
+the KL divergence of the 16-bit model's distributions to it there; greedy accuracy (boxed prompt);
+token entropy at temperature 1 on the model's own samples. --methods: `rtn` is plain rounding,
+`channels` and `blocks` are AWQ's halves alone. A finished row is in --out (its likelihoods by
+document beside it, in *.nll.json) and is not measured again: run it in parts.
 
     python bench_quantization.py --model Qwen/Qwen2.5-0.5B-Instruct --data gsm8k/ --out q.json
 """
@@ -22,6 +23,7 @@ import data
 import grpo
 import sample
 from eval import evaluate, mean, stderr
+from model import logits
 from runtime.flags import place
 from weights import awq, checkpoint
 from weights.files import check, check_out, read_json, whole
@@ -43,6 +45,27 @@ def own_entropy(model, tok, prompts, max_new_tokens):
     return mean(out), stderr(out)
 
 
+@torch.no_grad()
+def divergence(reference, model, docs):
+    """[[KL(reference || model) in nats, tokens] of each document], summed over what follows each
+    token."""
+    out = []
+    for doc in docs:
+        ids = torch.tensor([doc[:-1]], device=model.embed.weight.device)
+        p, q = (logits(m.hidden(ids)[0], m.lm_head.weight)[:, : model.valid_vocab].log_softmax(1)
+                for m in (reference, model))  # (T, V)
+        out.append([(p.exp() * (p - q)).sum().item(), len(doc) - 1])
+    return out
+
+
+def per_token(sums):
+    """(mean, standard error) of [[a sum over its tokens, tokens] of each document], a token."""
+    tokens = sum(n for _, n in sums)
+    ratio = sum(x for x, _ in sums) / tokens
+    # of a ratio of sums: the documents are the draws, and their lengths differ
+    return ratio, math.sqrt(sum((x - ratio * n) ** 2 for x, n in sums)) / tokens
+
+
 def row(args, fmt, method, docs, questions, tok):
     """One line of the table, and [[nats, tokens] of each document]."""
     begin, where = time.time(), (args.model, args.device, args.dtype, fmt)
@@ -58,6 +81,11 @@ def row(args, fmt, method, docs, questions, tok):
     nats, entropy, out["tokens"] = map(sum, zip(*scored, strict=True))
     out["perplexity"] = math.exp(nats / out["tokens"])
     out["entropy_on_text"] = entropy / out["tokens"]
+    if args.divergence:
+        reference = checkpoint.load(args.model, args.device, args.dtype)
+        some = divergence(reference, model, docs[: args.divergence])
+        out["kl"], out["kl_se"] = per_token(some)
+        del reference
     if args.questions:
         r = evaluate(model, tok, questions[: args.questions], "boxed", n=1, temperature=0.0,
                      top_p=1.0, max_new_tokens=args.max_new_tokens)
@@ -76,11 +104,8 @@ def compare(rows, likelihoods):
     gap that the method removes. likelihoods: {"format method": [[nats, tokens] of a document]}."""
     for r in rows:
         own = likelihoods[f"{r['format']} {r['method']}"]
-        d = [a - b for (a, _), (b, _) in zip(own, likelihoods["none -"], strict=True)]
-        r["gap"] = sum(d) / r["tokens"]
-        # of a ratio of sums: the documents are the draws, and their lengths differ
-        off = sum((x - r["gap"] * n) ** 2 for x, (_, n) in zip(d, own, strict=True))
-        r["gap_se"] = math.sqrt(off) / r["tokens"]
+        r["gap"], r["gap_se"] = per_token([(a - b, n) for (a, n), (b, _) in zip(
+            own, likelihoods["none -"], strict=True)])
     plain = {r["format"]: r["gap"] for r in rows if r["method"] == "rtn"}
     for r in rows:
         if r["method"] in METHODS and r["format"] in plain:
@@ -88,15 +113,18 @@ def compare(rows, likelihoods):
 
 
 def show(rows):
-    line = "{:<8}{:<10}{:>11}{:>20}{:>9}{:>16}{:>17}".format
-    print(line("format", "method", "perplexity", "gap, nats", "removed", "accuracy, %", "entropy"))
+    line = "{:<8}{:<10}{:>11}{:>20}{:>9}{:>20}{:>16}{:>17}".format
+    print(line("format", "method", "perplexity", "gap, nats", "removed", "KL, nats", "accuracy, %",
+               "entropy"))
     for r in rows:
-        gap, accuracy, entropy = (
+        gap, kl, accuracy, entropy = (
             f"{s * r[k]:.{digits}f} +- {s * (r[k + '_se'] or 0):.{digits}f}" if k in r else "-"
-            for k, s, digits in (("gap", 1, 4), ("accuracy", 100, 1), ("entropy", 1, 3)))
+            for k, s, digits in (("gap", 1, 4), ("kl", 1, 4), ("accuracy", 100, 1),
+                                 ("entropy", 1, 3)))
         removed = f"{100 * r['gap_removed']:.0f}%" if "gap_removed" in r else "-"
         name = "16 bits" if r["format"] == "none" else r["format"]
-        print(line(name, r["method"], f"{r['perplexity']:.4f}", gap, removed, accuracy, entropy))
+        print(line(name, r["method"], f"{r['perplexity']:.4f}", gap, removed, kl, accuracy,
+                   entropy))
 
 
 def run(args):
@@ -140,6 +168,7 @@ def main(argv=None):
     add("--formats", nargs="+", choices=formats, default=formats, help="beside 16 bits")
     add("--methods", nargs="+", choices=["rtn", *METHODS], default=["rtn", "awq"], help="to try")
     add("--documents", type=number(1, 1e6), default=1319, help="test documents for the perplexity")
+    add("--divergence", type=number(0, 1e6), default=256, help="of them for the KL, 0 for none")
     add("--questions", type=number(0, 1e6), default=1319, help="greedy questions, 0 for none")
     add("--samples", type=number(0, 1e6), default=256, help="samples for the entropy, 0 for none")
     add("--max-new-tokens", type=number(1, 10**7), default=400, help="of answers and samples")

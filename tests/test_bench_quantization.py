@@ -3,8 +3,10 @@ import json
 import math
 
 import pytest
+import torch
 
 import bench_quantization as bench
+from weights import checkpoint
 
 
 @pytest.fixture
@@ -31,8 +33,9 @@ def test_the_table_is_measured_row_by_row_and_resumes(folder, shallow, monkeypat
     assert rows[0]["gap"] == 0 and rows[1]["gap"] == pytest.approx(log_ratio, abs=1e-3)
     assert rows[2]["gap_removed"] == 1 - rows[2]["gap"] / rows[1]["gap"]
     assert rows[2]["error_kept"] < 0.8
-    keys = {"perplexity", "gap_se", "accuracy", "accuracy_se", "entropy", "entropy_se"}
+    keys = {"perplexity", "gap_se", "kl_se", "accuracy", "accuracy_se", "entropy", "entropy_se"}
     assert all(keys <= set(r) for r in rows)
+    assert abs(rows[0]["kl"]) < 1e-6 < 1e-4 < rows[2]["kl"] < rows[1]["kl"]
     nll = json.loads((folder / "r" / "q.nll.json").read_text())
     assert [len(v) for v in nll.values()] == [3, 3, 3]
     assert sorted(p.name for p in out.parent.iterdir()) == ["q.json", "q.nll.json"]
@@ -53,6 +56,23 @@ def test_the_gap_and_its_error_are_of_paired_documents():
                          "nf4 awq": [[5.5, 10], [8.5, 10]]})
     assert rows[1]["gap"] == 0.2 and rows[1]["gap_se"] == pytest.approx(math.sqrt(2) / 20)
     assert rows[2]["gap_removed"] == 0.5
+
+
+def test_the_divergence_is_of_the_first_model_to_the_second(shallow):
+    """By definition, over each token's distribution of what follows; the other way round it is another number."""
+    a, b = (checkpoint.load(shallow, dtype=torch.float32, quant=fmt) for fmt in ("none", "mxfp4"))
+    a.valid_vocab = b.valid_vocab = 90
+    b.norm.weight.mul_(2)  # far from each other, where it is not symmetric
+    docs = [[1, 5, 9], [3, 4]]
+    got = bench.divergence(a, b, docs)
+    want = [[0.0, 2], [0.0, 1]]
+    for row, doc in zip(want, docs, strict=True):
+        for i in range(1, len(doc)):
+            p, q = (m.lm_head(m.hidden(torch.tensor([doc[:i]]))[0, -1])[:90].double().softmax(0) for m in (a, b))
+            row[0] += (p * (p / q).log()).sum().item()
+    for (x, n), (y, m) in zip(got, want, strict=True):
+        assert n == m and x == pytest.approx(y, rel=1e-3) and x > 0
+    assert bench.divergence(b, a, docs)[0][0] != pytest.approx(got[0][0], rel=1e-1)
 
 
 @pytest.mark.parametrize("argv,message", [
