@@ -615,9 +615,9 @@ def adapter_work(x, A, parts, BM, tiles):
     (M, K), PR = x.shape, A.shape[0]
     R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
     RP, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
-    # slices of two chunks, so that they are there before the weight is through, but no more than
-    # 16 MB for all readers together
-    most = max(1, min(16, (1 << 22) // (tiles * MT * RP * BM)))
+    # slices of two chunks, so that they are there before the weight is through; but no more than
+    # 16 MB for all readers together, and, of large tiles, few programs beside those of the weight
+    most = max(1, min(16, (1 << 22) // (tiles * MT * RP * BM), 2048 // (MT * AT * BM)))
     Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
     if MT > FLAGS:
         raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
