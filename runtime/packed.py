@@ -314,10 +314,17 @@ class Projection:
             self.E = -(-self.PR // 8) * 8
             self.A = a.A.new_zeros(self.E, self.K, dtype=dtype)
             self.tail = a.A.new_zeros(self.N, self.E, dtype=dtype)
+            # what refresh copies, as views: (from, to) of A, and of B's parts
+            self.A_copy = a.A.detach(), self.A[: self.PR]
+            self.B_copies = [*zip(a.B.detach().split(self.parts), self.blocks(self.tail),
+                                  strict=True)]
 
     def of(self, m):
         """Whether it was made of what m is now."""
         same = self.base is m.base and self.adapter is m.adapter
+        if self.E:
+            now = m.adapter.A.data_ptr(), m.adapter.B.data_ptr()
+            same = same and now == (self.A_copy[0].data_ptr(), self.B_copies[0][0].data_ptr())
         return same and (self.q is None or self.q.codes is m.base.codes)
 
     def blocks(self, t):
@@ -461,12 +468,10 @@ def refresh(linears):
     """Copy the adapters' parameters as they are now."""
     adapted = [p for block in linears for p in block if p.E]
     if adapted:
-        torch._foreach_copy_([p.A[: p.PR] for p in adapted], [p.adapter.A for p in adapted])
-        B = torch._foreach_mul([p.adapter.B for p in adapted],
-                               [p.adapter.scaling / p.alpha for p in adapted])
-        torch._foreach_copy_(
-            [t for p in adapted for t in p.blocks(p.tail)],
-            [t for p, b in zip(adapted, B, strict=True) for t in b.split(p.parts)])
+        A, to_A = zip(*(p.A_copy for p in adapted), strict=True)
+        B, to_B = zip(*(pair for p in adapted for pair in p.B_copies), strict=True)
+        scales = [p.adapter.scaling / p.alpha for p in adapted for _ in p.B_copies]
+        torch._foreach_copy_([*to_A, *to_B], [*A, *torch._foreach_mul(B, scales)])
 
 
 def project(prologue, p, x, residual=None):

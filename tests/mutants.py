@@ -347,7 +347,7 @@ MUTANTS = {
          "attention::blocks_cover_each_token_once_and_are_as_many_as_shapes_say"),
     ],
     "runtime/packed.py": [
-        ("a replaced adapter lives on", "self.adapter is m.adapter", "True",
+        ("replaced parameters live on", "same = same and now == ", "same = same and 0 < len",
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
         ("a replaced weight lives on", "self.q.codes is m.base.codes", "True",
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),

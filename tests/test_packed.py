@@ -62,6 +62,9 @@ def test_another_adapter_or_weight_is_what_the_next_pass_takes():
             layer.B.mul_(-1)
     check()
     assert packed.linears_of(m)[0][0] is kept
+    for _, layer in lora.lora_layers(m):
+        layer.B = torch.nn.Parameter(layer.B.detach() * 2)
+    check()
     for path, layer in lora.lora_layers(m):
         m.set_submodule(path, layer.base)
     for p in lora.add_lora(m, 5, 10, seed=1):
