@@ -19,6 +19,7 @@ size, S cached positions, V vocabulary, N and K outputs and inputs of a linear.
 """
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -124,7 +125,8 @@ def prefix(path):
 
 def to_device(values, device, dtype=torch.long):
     """A list as a tensor on the device; the host does not wait for the device."""
-    t = torch.tensor(values, dtype=dtype)
+    # by numpy, which reads a list three times as fast as torch.tensor
+    t = torch.from_numpy(np.array(values, np.int64 if dtype == torch.long else np.float32))
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
