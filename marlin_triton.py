@@ -772,16 +772,19 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
         raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16")
     if x.is_cuda and few(M, N, K, sms(x.device)):
         return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu)
-    y = product(x, q).float()  # (M, N)
-    if bias is not None:
+    start = bias if residual is None else residual
+    if x.is_cuda:
+        y = many(x, q, transposed=False, start=start)
+    else:
+        y = x.float() @ dequantize(q).T  # (M, N)
+        y = (y if start is None else y + start).to(x.dtype)
+    if bias is not None and residual is not None:
         y += bias
     if A is not None:
-        edges, R = (0, *bounds, N), B.shape[1]
-        xa = x @ A.T  # (M, K) @ (K, P*R)
+        edges, xa = (0, *bounds, N), (x @ A.T).chunk(P, 1)  # (M, K) @ (K, P*R)
         for p in range(P):
-            rows, h = slice(edges[p], edges[p + 1]), xa[:, p * R : (p + 1) * R]
-            y[:, rows] += scaling * (h.float() @ B[rows].float().T)  # (M, R) @ (R, N_p)
-    y = (y if residual is None else y + residual).to(x.dtype)
+            rows = slice(edges[p], edges[p + 1])
+            y[:, rows].addmm_(xa[p], B[rows].T, alpha=scaling)  # (M, R) @ (R, N_p)
     if glu:
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up
