@@ -232,7 +232,7 @@ def candidates(M, N, K, cores):
     # from 32 rows on x costs what the weight does, so that a wider tile pays, if two fit an SM
     wide = [(128, 8, 128), (128, 4, 168)] if many else []
     pipelines = [(1, 2), (1, 3), (1, 4)] + ([] if many else [(2, 2), (2, 3)])
-    for BM in (top, max(8, top // 2))[: 1 + (top > 8)]:
+    for BM in sorted({top, max(8, top // 2)}):
         for BN, warps, registers in [(64, 4, None), (128, 8, None), (128, 4, None), *wide]:
             tiles = -(-N // BN) * -(-M // BM)
             for C, stages in pipelines:
@@ -583,7 +583,8 @@ def report(args):
             pairs = ((points.get(m), theirs.get(label, {}).get(m)) for m in ticks)
             cells = (f"{cell(own, spec)} ({cell(other, spec)})" for own, other in pairs)
             print(f"| {label} | {' | '.join(cells)} |")
-        picture(path.with_suffix(".png"), ticks, ylabel, panels)
+        if any(panels.values()):  # of rollouts, the 7B alone is drawn
+            picture(path.with_suffix(".png"), ticks, ylabel, panels)
 
 
 def picture(path, ticks, ylabel, panels):

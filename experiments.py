@@ -169,7 +169,8 @@ def trainings(name, seeds, jobs, args, argv):
 
     all_cards = ",".join(map(str, range(torch.cuda.device_count())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
-    share = 1 / -(-jobs // len(visible))  # of a card's memory: each would take what is free
+    each = -(-jobs // len(visible))  # on a card, of whose memory each would take all that is free
+    shared = ["--card-share", str(1 / each)] if each > 1 else []
     cards = SimpleQueue()  # a free one for each job
     for i in range(jobs):
         cards.put(visible[i % len(visible)])
@@ -180,9 +181,8 @@ def trainings(name, seeds, jobs, args, argv):
         if (out / "summary.json").is_file():
             return 0
         again = (out / "config.json").is_file()
-        flags = [*(["--resume"] if again else [*argv, *ARMS[name][arm]]), "--seed", str(seed),
-                 "--out", str(out)]
-        flags = flags if share == 1 else ["--card-share", str(share), *flags]
+        flags = [*(["--resume"] if again else [*argv, *ARMS[name][arm]]), *shared,
+                 "--seed", str(seed), "--out", str(out)]
         two = name == "copies" and arm != "one"
         if jobs == 1:
             return apart(flags) if two else train.main(flags)

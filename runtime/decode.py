@@ -192,7 +192,7 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
         m, l = tl.full((GP,), -float("inf"), tl.float32), tl.zeros((GP,), tl.float32)
         acc = tl.zeros((GP, D), tl.float32)
         for i in range(0, W, SOME):
-            for j in tl.static_range(SOME):  # a number at a time, in registers as they lie
+            for j in tl.static_range(SOME):  # loads in flight; a tensor of them would cross warps
                 at = (i + j) * H + head
                 own = tl.load(ms + at, mask=live, other=0.0, cache_modifier=".cg")
                 some = tl.load(parts + at[:, None] * D + e[None, :], mask=live[:, None], other=0.0,

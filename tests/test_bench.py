@@ -98,8 +98,10 @@ def test_report_makes_tables_and_pictures(tmp_path, monkeypatch, capsys):
     rows = [{"size": "7b", "quant": q, "lora_rank": 16, "rows": n, "kind": "rows",
              "decode_tok_s": 380.0 * n} for q in ("none", "nvfp4") for n in (1, 8, 16)]
     (tmp_path / "rollout_h100.json").write_text(json.dumps(rows))
+    (tmp_path / "rollout_h200.json").write_text(json.dumps([rows[0] | {"size": "3b"}]))
     bench.report(None)
     out = capsys.readouterr().out
+    assert "| 3b:none:16 | 380 (-) |" in out and not (tmp_path / "rollout_h200.png").exists()
     assert "| 7b.o | 2.00 (1.19) | 2.00 (1.20)" in out and "| geometric mean | 2.00 (1.82)" in out
     assert "| rows | 1 | 8 | 16 |" in out
     assert "| 7b:nvfp4:16 | 380 (190) | 3040 (1552) | 6080 (-) |" in out
