@@ -3,8 +3,8 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
 
     kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5 7B
               and 32B. Weights rotate through more than 200 MB, so that L2 holds none of them
-    tiles     the GEMM's tiles searched: the fastest of each shape beside marlin_triton.TILES' own,
-              for another card, or another model
+    tiles     the GEMM's tiles searched, as a decode step calls it: the fastest of each shape beside
+              marlin_triton.TILES' own, for another card, or another model
     rollout   sample.generate on random weights of true shapes, every row alive to the end
     step      a step of train.py by phases, and its memory
     files     seconds to read a checkpoint, to load it quantized, and to write it quantized
@@ -229,38 +229,51 @@ def candidates(M, N, K, cores):
     """Keywords of gemm_few that might be fast for x (M, K) and a weight (N, K), and fit a card's
     shared memory."""
     blocks, top, many = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M))), M > 16
-    # from 32 rows on x costs what the weight does, so that a wider tile pays, if two fit an SM
-    wide = [(128, 8, 128), (128, 4, 168)] if many else []
     pipelines = [(1, 2), (1, 3), (1, 4)] + ([] if many else [(2, 2), (2, 3)])
     for BM in sorted({top, max(8, top // 2)}):
-        for BN, warps, registers in [(64, 4, None), (128, 8, None), (128, 4, None), *wide]:
+        for BN, warps in (64, 4), (128, 8):
             tiles = -(-N // BN) * -(-M // BM)
             for C, stages in pipelines:
                 if C > 1 and K % (CHUNK * C) or C * stages * CHUNK * (2 * BM + BN // 2) > 110_000:
                     continue
-                fills = (1, 2, 3) if many else (1, 2, 4, 6)
-                some = {max(1, round(blocks / C * tiles / cores / fill)) for fill in fills}
-                some |= {blocks // C} if many else {2, 4, blocks // C}
-                for per in sorted(per for per in some if per <= blocks // C):
-                    split = -(-blocks // C // per)
-                    sums = tiles * split * BM * BN if split > 1 else 0
-                    if split <= 16 and sums <= marlin_triton.PARTIALS:
-                        tile = {"BM": BM, "BN": BN, "warps": warps, "C": C, "stages": stages,
-                                "split": split, "kw": 4 if BM == 8 else 2}
-                        yield tile | ({"maxnreg": registers} if registers else {})
+                able = blocks // C
+                # so many programs an SM, all at once; 16 more may make x A^T
+                fills = (0.5, 1, 2, 3, 4) if many else (0.5, 1, 2, 4, 6, 8, 12)
+                splits = {max(1, int(fill * cores - 16) // tiles) for fill in fills}
+                for per in sorted({-(-able // min(split, able, 16)) for split in splits}):
+                    split = -(-able // per)
+                    if split == 1 or tiles * split * BM * BN <= marlin_triton.PARTIALS:
+                        yield {"BM": BM, "BN": BN, "warps": warps, "C": C, "stages": stages,
+                               "split": split, "kw": 4 if BM == 8 else 2} | (
+                                   {"maxnreg": 128} if warps == 8 else {})
 
 
 @functools.lru_cache(1)
-def some_weight(N, K, fmt):
-    return nvfp4.quantize(torch.ones(N, K, device="cuda"), fmt)
+def layer_call(M, name, fmt, rank):
+    """gemm_few as a decode step of M rows calls it for the layer "7b.down", and a weight of it."""
+    size, layer = name.rsplit(".", 1)
+    c = config(size)
+    N, K, parts = memory.linears(c)[f"{layer}_proj"]
+    x = torch.ones(M, K, dtype=torch.bfloat16, device="cuda").normal_()
+    known = {"glu": True} if layer == "gate_up" else {}
+    if layer == "qkv":
+        known["bias"] = x.new_ones(N)
+    elif layer != "gate_up":
+        known["residual"] = x.new_ones(M, N)
+    if rank:
+        kv = c.num_key_value_heads * c.head_dim
+        bounds = {"qkv": (N - 2 * kv, N - kv), "gate_up": (N // 2,)}.get(layer, ())
+        known |= {"A": x.new_ones(parts * rank, K), "B": x.new_ones(N, rank), "bounds": bounds}
+    return partial(marlin_triton.gemm_few, x, **known), nvfp4.quantize(
+        torch.ones(N, K, device="cuda"), fmt)
 
 
 def compile_tile(work):
     """Whether a tile runs; in a process of its own, from where it gets into Triton's cache."""
-    M, shape, fmt, tile = work
+    *layer, tile = work
     try:
-        x = torch.ones(M, shape[1], dtype=torch.bfloat16, device="cuda")
-        marlin_triton.gemm_few(x, some_weight(*shape, fmt), **tile)
+        call, weight = layer_call(*layer)
+        call(weight, **tile)
         torch.cuda.synchronize()
     except (RuntimeError, triton.TritonError):  # too much shared memory, say
         return False
@@ -268,7 +281,7 @@ def compile_tile(work):
 
 
 def tiles(args):
-    """The fastest tiles of the FP4 GEMM."""
+    """The fastest tiles of the FP4 GEMM, in a decode step's form."""
     read_ceiling()
     columns = {"shape": "11", "M": "d", "us": ".1f", "best_us": ".1f", "cublas_us": ".1f",
                "tile": "60"}
@@ -280,20 +293,21 @@ def tiles(args):
             N, K = linear(name)
             dense, weights = dense_weights(N, K), packed_weights(N, K, args.format)
             for M in args.rows:
-                x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
-                work = [(M, (N, K), args.format, tile) for tile in candidates(M, N, K, cores)]
+                layer = M, name, args.format, args.rank
+                work = [(*layer, tile) for tile in candidates(M, N, K, cores)]
                 able = pool.map(compile_tile, work)
                 able = [{}, *(w[-1] for w, runs in zip(work, able, strict=True) if runs)]
-                us = [graph_time(partial(marlin_triton.gemm_few, x, **tile), weights, 24)
-                      for tile in able]
+                call, _ = layer_call(*layer)
+                us = [graph_time(partial(call, **tile), weights, 24) for tile in able]
                 told = (" ".join(f"{k}={v}" for k, v in t.items()) or "its own" for t in able)
                 tried = {tile: round(t, 2) for tile, t in zip(told, us, strict=True)}
                 best = min(tried, key=tried.get)
-                rows.append({"shape": name, "fmt": args.format, "M": M, "us": us[0],
-                             "best_us": tried[best], "tile": best, "tried": tried,
+                x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
+                rows.append({"shape": name, "fmt": args.format, "lora_rank": args.rank, "M": M,
+                             "us": us[0], "best_us": tried[best], "tile": best, "tried": tried,
                              "cublas_us": graph_time(lambda w, x=x: x @ w.T, dense, 24)})
                 show(columns, rows[-1])
-    merge_rows(args.out, rows, ("shape", "fmt", "M"))
+    merge_rows(args.out, rows, ("shape", "fmt", "lora_rank", "M"))
 
 
 def rollout(args):
@@ -673,6 +687,7 @@ def parse_args(argv=None):
     add[tiles]("--shapes", **some, choices=every, default=SHAPES, help="linear layers")
     add[tiles]("--rows", **some, type=int, default=[8, 64, 256], help="values of M")
     add[tiles]("--format", choices=formats, default=formats[0], help="of the weight")
+    add[tiles]("--rank", type=int, default=16, help="of the adapter (0: none)")
     add[tiles]("--jobs", type=int, default=8, help="processes that compile")
     add[rollout]("configs", nargs="*", type=rollout_config, default=ROLLOUTS,
                  help="size:format:LoRA rank (0: none):rows, rows as 1,8 or 8x16 or queue")

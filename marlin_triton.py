@@ -269,11 +269,24 @@ def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
 
 
 @triton.jit
+def added(p, keep, Z: tl.constexpr, SOME: tl.constexpr):
+    """The sum of the Z floats at each of pointers p (.., ..), in their order, SOME in flight."""
+    total, z = tl.zeros(p.shape, tl.float32), tl.arange(0, SOME)[None, None, :]
+    for n in tl.static_range(0, Z, SOME):
+        total += tl.sum(tl.load(p[:, :, None] + (n + z), mask=keep[:, :, None], other=0.0,
+                                cache_modifier=".cg"), 2)
+    return total
+
+
+@triton.jit
 def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl.constexpr,
-               BM: tl.constexpr, RA: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):
-    """x a^T for x (M, K) and an adapter's a (PR, K), in Z slices of K: sums (MT, BM, PR, Z), by the
-    first MT * AT * Z programs of a kernel whose others add them up (adapter_out). Program `pid`
-    does RA rows of a, BM of x and one slice, and counts itself in flags (MT,)."""
+               ZR: tl.constexpr, BM: tl.constexpr, RA: tl.constexpr, T: tl.constexpr,
+               PDL: tl.constexpr):
+    """x a^T for x (M, K) and an adapter's a (PR, K), in Z slices of K, by the first MT * AT * Z
+    programs of a kernel whose others take it (adapter_out). Program `pid` does RA rows of a, BM of
+    x and one slice. Slices lie in sums as (MT, BM, PR, Z); ZR = 1: the last of them to be there
+    adds them up, in order, to (MT, BM, PR) behind. flags: of MT blocks of rows, how many of AT * ZR
+    programs have left what is taken; then, zero between kernels, counters (MT, AT) of slices."""
     mt, at, z = pid % MT, pid // MT % AT, pid // MT // AT
     i, r, j = tl.arange(0, BM), at * RA + tl.arange(0, RA), tl.arange(0, 128)
     ap = a + r.to(tl.int64)[:, None] * K + j[None, :]
@@ -292,9 +305,19 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
         left = tl.load(ap + k + 128, mask=here & (k + 128 + j < end)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(sums + ((mt * BM + i)[None, :] * PR + r[:, None]) * Z + z, acc, mask=here)
+    spot = (mt * BM + i)[None, :] * PR + r[:, None]
+    tl.store(sums + spot * Z + z, acc, mask=here)
     tl.debug_barrier()
-    tl.atomic_add(flags + mt, 1, sem="release")
+    done = True
+    if ZR < Z:
+        done = tl.atomic_add(flags + MT + mt * AT + at, 1, sem="acq_rel") == Z - 1
+        if done:
+            tl.store(flags + MT + mt * AT + at, 0)
+            total = added(sums + spot * Z, here & (i >= 0)[None, :], Z, min(Z, 4))
+            tl.store(sums + MT * BM * PR * Z + spot, total, mask=here)
+            tl.debug_barrier()
+    if done:
+        tl.atomic_add(flags + mt, 1, sem="release")
 
 
 @triton.jit
@@ -310,16 +333,14 @@ def adapter_ready(flags, mt, makers, ASM: tl.constexpr):
 
 
 @triton.jit
-def adapter_out(sums, mt, part, R: tl.constexpr, RP: tl.constexpr, PR: tl.constexpr,
-                Z: tl.constexpr, BM: tl.constexpr, T: tl.constexpr):
-    """x A^T (RP, BM) of the rows `mt` and a part of A, rounded: its slices, added up in one order
-    by whoever reads it."""
-    SOME: tl.constexpr = min(Z, max(1, 4096 // (RP * BM)))  # slices at a time, in 32 registers
-    i, r, z = tl.arange(0, BM)[None, :, None], tl.arange(0, RP)[:, None, None], tl.arange(0, SOME)
-    at = sums + ((mt * BM + i) * PR + part * R + r) * Z + z[None, None, :]
-    h = tl.zeros((RP, BM), tl.float32)
-    for n in tl.static_range(0, Z, SOME):
-        h += tl.sum(tl.load(at + n, mask=r < R, other=0.0, cache_modifier=".cg"), 2)
+def adapter_out(sums, mt, MT, part, R: tl.constexpr, RP: tl.constexpr, PR: tl.constexpr,
+                Z: tl.constexpr, ZR: tl.constexpr, BM: tl.constexpr, T: tl.constexpr):
+    """x A^T (RP, BM) of the rows `mt` and a part of A, rounded."""
+    i, r = tl.arange(0, BM)[None, :], tl.arange(0, RP)[:, None]
+    if ZR < Z:
+        sums += MT * BM * PR * Z
+    h = added(sums + ((mt * BM + i) * PR + part * R + r) * ZR, (r < R) & (i >= 0),
+              ZR, min(ZR, max(1, 4096 // (RP * BM))))
     return h.to(T)
 
 
@@ -337,15 +358,15 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
          sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
          C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
          W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr,
-         AT: tl.constexpr, Z: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
-         BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
-         ASM: tl.constexpr):
+         AT: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, ONE: tl.constexpr,
+         GLU: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr,
+         PDL: tl.constexpr, ASM: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
     the weight, BM of x, one split of K; with an adapter, the first ones make x A^T (adapter_in).
 
     GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
     gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
-    splits; sums, flags, Z: as adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0,
+    splits; sums, flags, Z, ZR: adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0,
     b1: the rows at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the MMA
     wants it, 16 or a larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along
     K, and groups of 8 rows are full."""
@@ -357,7 +378,7 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
     if R > 0:
         makers = MT * AT * Z
         if pid < makers:
-            adapter_in(x, A, sums, flags, M, K, sx, pid, MT, AT, P * R, Z, BM, RA, T, PDL)
+            adapter_in(x, A, sums, flags, M, K, sx, pid, MT, AT, P * R, Z, ZR, BM, RA, T, PDL)
             return
         pid -= makers
     tile = pid // (MT * SPLIT)
@@ -418,12 +439,12 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
     done = split == 0
     if done:
         if R > 0:
-            adapter_ready(flags, pid % MT, AT * Z, ASM)
+            adapter_ready(flags, pid % MT, AT * ZR, ASM)
             n = tile * BN if ONE else row  # ONE: all rows of the tile belong to one part
             own = (n >= b0).to(tl.int32) + (n >= b1).to(tl.int32)
             acc *= 1 / scaling  # a second sum would not fit the registers
             for p in tl.static_range(1 if ONE else P):
-                h = adapter_out(sums, pid % MT, own if ONE else p, R, RP, P * R, Z, BM, T)
+                h = adapter_out(sums, pid % MT, MT, own if ONE else p, R, RP, P * R, Z, ZR, BM, T)
                 part_b = bt if ONE else tl.where((own == p)[:, None], bt, 0.0)
                 # (BN, RP) @ (RP, BM)
                 acc = tl.dot(part_b.to(T), h, acc, input_precision="ieee")
@@ -459,7 +480,7 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
                 acc += tl.load(res + o, mask=keep, other=0.0).to(tl.float32)
             tl.store(out + o, acc.to(out.dtype.element_ty), mask=keep)
     if R > 0 and split == 0:
-        adapter_left(flags, pid % MT, AT * Z + tl.cdiv(N, BN))
+        adapter_left(flags, pid % MT, AT * ZR + tl.cdiv(N, BN))
 
 
 @triton.jit
@@ -606,24 +627,27 @@ def raw(q):
     return q.scale.view(torch.uint8) if q.fmt == "nvfp4" else q.scale
 
 
-NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1}  # the constants of a kernel without adapter
+NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1}  # a kernel's without adapter
 
 
-def adapter_work(x, A, parts, BM, tiles):
-    """What a kernel of `tiles` tiles a BM rows that begins with adapter_in takes for x (M, K) and A
-    (parts * R, K): its arguments sums and flags; its constants; and how many programs it adds."""
+def adapter_work(x, A, parts, BM):
+    """What a kernel that begins with adapter_in takes for x (M, K) and A (parts * R, K), BM rows a
+    program: its arguments sums and flags; its constants; and how many programs it adds."""
     (M, K), PR = x.shape, A.shape[0]
     R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
     RP, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
-    # slices of two chunks, so that they are there before the weight is through; but no more than
-    # 16 MB for all readers together, and, of large tiles, few programs beside those of the weight
-    most = max(1, min(16, (1 << 22) // (tiles * MT * RP * BM), 2048 // (MT * AT * BM)))
+    # slices of two chunks, so that they are there before the weight is through; of large tiles few,
+    # that their programs do not crowd out the weight's
+    most = max(1, min(16, 2048 // (MT * AT * BM)))
     Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
-    if MT > FLAGS:
+    # each reader adds up what is little; it saves a step, which counts where kernels are short
+    ZR = Z if RP * BM * Z <= 4096 else 1
+    if MT * (1 + AT) > FLAGS:
         raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
                          "flags")
-    sums, flags = torch.empty(MT * BM * PR * Z, device=x.device), space(x.device)[1][COUNTERS:]
-    return (sums, flags), {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z}, MT * AT * Z
+    sums, flags = x.new_empty(MT * BM * PR * (Z + 1), dtype=torch.float32), space(x.device)[1]
+    constants = {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z, "ZR": ZR}
+    return (sums, flags[COUNTERS:]), constants, MT * AT * Z
 
 
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
@@ -648,8 +672,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     part, count, _ = space(x.device)
     P, sb, work, adapter, makers = len(bounds) + 1, 0, (x, count), NONE, 0
     if A is not None:
-        sb, tiles = B.stride(0), -(-N // t["BN"])
-        work, adapter, makers = adapter_work(x, A, P, t["BM"], tiles)
+        sb = B.stride(0)
+        work, adapter, makers = adapter_work(x, A, P, t["BM"])
     fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
         x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M, N, K,

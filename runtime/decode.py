@@ -209,14 +209,15 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
 @triton.jit(do_not_specialize=["B"])
 def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
                 RP: tl.constexpr, PR: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
-                Z: tl.constexpr, RB: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr,
-                PDL: tl.constexpr, ASM: tl.constexpr):
+                Z: tl.constexpr, ZR: tl.constexpr, RB: tl.constexpr, BN: tl.constexpr,
+                IEEE: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
     """y (B, N) += scaling * (x a^T) b^T for x (B, K), a (PR, K), b (N, R); rows of b from split1
-    (split2) on belong to part 1 (2). sums, flags, Z: marlin_triton.adapter_in's."""
+    (split2) on belong to part 1 (2). sums, flags, Z, ZR: marlin_triton.adapter_in's."""
     T: tl.constexpr = tl.float32 if IEEE else tl.bfloat16
     MT, pid = tl.cdiv(B, RB), tl.program_id(0)
     if pid < MT * AT * Z:
-        marlin_triton.adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, RB, RA, T, PDL)
+        marlin_triton.adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, ZR, RB, RA, T,
+                                 PDL)
         return
     pid -= MT * AT * Z
     rows = pid % MT * RB + tl.arange(0, RB)
@@ -228,14 +229,14 @@ def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl
     ok = (rows[None, :] < B) & (n[:, None] < N)
     at = y + rows[None, :].to(tl.int64) * N + n[:, None]
     acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
-    marlin_triton.adapter_ready(flags, pid % MT, AT * Z, ASM)
+    marlin_triton.adapter_ready(flags, pid % MT, AT * ZR, ASM)
     # a block that straddles two parts takes both
     for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
-        h = marlin_triton.adapter_out(sums, pid % MT, i, R, RP, PR, Z, RB, T)
+        h = marlin_triton.adapter_out(sums, pid % MT, MT, i, R, RP, PR, Z, ZR, RB, T)
         term = tl.dot(bt.to(T), h, input_precision="ieee")  # (BN, RB)
         acc += tl.where((part == i)[:, None], term * scaling, 0)
     tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
-    marlin_triton.adapter_left(flags, pid % MT, AT * Z + tl.cdiv(N, BN))
+    marlin_triton.adapter_left(flags, pid % MT, AT * ZR + tl.cdiv(N, BN))
 
 
 @triton.jit
@@ -403,7 +404,7 @@ class Step:
         if p.A is not None:
             (B, K), RB, BN = x.shape, 8 if x.shape[0] <= 8 else 16, 128
             tiles, parts = triton.cdiv(p.N, BN), len(p.bounds) + 1
-            work, adapter, makers = marlin_triton.adapter_work(x, p.A, parts, RB, tiles)
+            work, adapter, makers = marlin_triton.adapter_work(x, p.A, parts, RB)
             lora_kernel[(makers + tiles * triton.cdiv(B, RB),)](
                 y, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling,
                 PR=len(p.A), RB=RB, BN=BN, **adapter, num_warps=4, num_stages=1,
