@@ -94,6 +94,10 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
     # live[s]: the (prompt, sample) in slot s, None for a hole; held[s]: the prompt whose cache lies
     # there; idle: the slots that have stood empty, times steps
     live, held, free, idle = [], [None] * slots, list(range(slots)), 0
+    # what was launched and is not fetched yet: its steps, {row: place in it}, and how to fetch it.
+    # While an engine works ahead the host reads what came before: a row that has ended, and is
+    # decoded a few more times, changes nothing.
+    flying = (0, {}, None)
     bar = tqdm(total=len(waiting), unit="row", desc="sample", leave=False, disable=not progress)
     begin, tokens = time.perf_counter(), 0
     while True:
@@ -110,8 +114,9 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
             for s in reversed(free):
                 row = live.pop()
                 if s < len(live):
-                    engine.move(len(live), s, len(prompts[row[0]]) + len(out[row[0]][row[1]].ids))
-                    live[s], held[s] = row, row[0]
+                    p, j = row
+                    engine.move(len(live), s, len(prompts[p]) + len(out[p][j].ids) + flying[0])
+                    live[s], held[s] = row, p
             free = []
         if not live:
             break
@@ -122,18 +127,27 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
             engine.start(starts, [prompts[p][-1] for p, _ in rows],
                          [len(prompts[p]) - 1 for p, _ in rows], [limits[p] for p, _ in rows],
                          row_key)
-        left = max(limits[p] - len(out[p][j].ids) for p, j in filter(None, live))
-        new_ids, new_logprobs = engine.run(len(live), left)
+        left = max(limits[p] - len(out[p][j].ids) - flying[0] * ((p, j) in flying[1])
+                   for p, j in filter(None, live))
+        launched = (0, {}, None)
+        if left > 0:
+            steps, fetch = engine.run(len(live), left)
+            launched = steps, {row: s for s, row in enumerate(live)}, fetch
+        arrived, flying = (flying, launched) if engine.ahead else (launched, flying)
+        steps, places, fetch = arrived
+        if fetch is None:
+            continue
+        new_ids, new_logprobs = fetch()
         for s, row in enumerate(live):
-            if row is None:
+            if row not in places:
                 continue
-            p, j = row
-            sample, ids = out[p][j], new_ids[s][: limits[p] - len(out[p][j].ids)]
+            (p, j), i = row, places[row]
+            sample, ids = out[p][j], new_ids[i][: limits[p] - len(out[p][j].ids)]
             if not eos.isdisjoint(ids):
                 ids = ids[: 1 + next(i for i, t in enumerate(ids) if t in eos)]
                 sample.finished = True
             sample.ids += ids
-            sample.logprobs += new_logprobs[s][: len(ids)]
+            sample.logprobs += new_logprobs[i][: len(ids)]
             tokens += len(ids)
             if sample.finished or len(sample.ids) == limits[p]:
                 live[s] = None
@@ -142,7 +156,7 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
                 for t in ids:
                     on_token(p, j, t)
         free = [s for s, row in enumerate(live) if row is None]
-        idle += len(free) * len(new_ids[0])
+        idle += len(free) * steps
         if progress:
             speed = tokens / (time.perf_counter() - begin)
             bar.set_postfix_str(f"{len(live) - len(free)} live, {speed:.0f} tokens/s")

@@ -84,7 +84,7 @@ class Eager:
     """The reference engine, and the CPU's: model.hidden on a KVCache of `slots` rows, one step at
     a time."""
 
-    prompts, stall = None, 0  # see Graphs
+    prompts, stall, ahead = None, 0, False  # see Graphs
 
     def __init__(self, model, slots, max_len):
         self.model, self.slots, self.max_len = model, slots, max_len
@@ -120,8 +120,8 @@ class Eager:
         self.longest[target] = self.longest[source]
 
     def run(self, rows, steps):
-        """Decode the first `rows` slots, at most `steps` times; returns ids and log-probs as lists
-        [row][step]."""
+        """Decode the first `rows` slots, at most `steps` times: (how often, a function that returns
+        ids and log-probs as lists [row][step])."""
         view = copy.copy(self.cache)
         view.k, view.v = self.cache.k[:, :rows], self.cache.v[:, :rows]
         view.length = self.cache.length[:rows]
@@ -137,15 +137,16 @@ class Eager:
         self.token[:rows] = ids
         for s in range(rows):
             self.longest[s] += 1
-        return ids[:, None].tolist(), logprobs[:, None].tolist()
+        return 1, lambda: (ids[:, None].tolist(), logprobs[:, None].tolist())
 
 
 class Graphs:
     """The GPU engine: decode.Step on persistent buffers, one CUDA graph for each batch size of
     BUCKETS that comes up. `prompts` (packed.Prefill, or None) fills the cache; `stall` is what a
-    prefill costs, however small, in decode steps of the rows that wait for it, measured."""
+    prefill costs, however small, in decode steps of the rows that wait for it, measured. `ahead`:
+    the next steps may be launched before the results of the last are fetched."""
 
-    stall = 2
+    stall, ahead = 2, True
 
     def __init__(self, model, slots, max_len, top_p=1.0):
         from runtime import decode  # needs Triton, which the CPU path does without
@@ -160,6 +161,9 @@ class Graphs:
         self.step = decode.Step(model, self.cache)
         self.most_steps, self.most_eos = decode.STEPS, decode.EOS_SLOTS
         self.graphs, self.pool, self.scratch = {}, None, []
+        # on the host, where the results of two runs in a row go
+        self.results = [[torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+                         for t in (self.step.out_ids, self.step.out_logp)] for _ in range(2)]
         packed = lora.packed(model)
         self.prompts = packed and packed.Prefill(model, self.cache)
 
@@ -206,7 +210,20 @@ class Graphs:
         st.count.zero_()
         for _ in range(steps):
             launch()
-        return st.out_ids[:steps, :rows].T.tolist(), st.out_logp[:steps, :rows].T.tolist()
+        self.results.reverse()
+        ids, logprobs = self.results[0]
+        ids.copy_(st.out_ids, non_blocking=True)
+        logprobs.copy_(st.out_logp, non_blocking=True)
+        done = torch.cuda.Event() if st.out_ids.is_cuda else None
+        if done:
+            done.record()
+
+        def fetch():
+            if done:
+                done.synchronize()
+            return ids[:steps, :rows].T.tolist(), logprobs[:steps, :rows].T.tolist()
+
+        return steps, fetch
 
     def launcher(self, rows):
         """A function that decodes `rows` slots once: the replay of a graph, captured now if it is
