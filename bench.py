@@ -228,22 +228,19 @@ def gemm(weights, dense, M, back, ceiling):
 def candidates(M, N, K, cores):
     """Keywords of gemm_few that might be fast for x (M, K) and a weight (N, K), and fit a card's
     shared memory."""
-    blocks, top, many = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M))), M > 16
-    pipelines = [(1, 2), (1, 3), (1, 4)] + ([] if many else [(2, 2), (2, 3)])
+    blocks, top = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M)))
+    fills = (0.5, 1, 2, 3, 4) if M > 16 else (0.5, 1, 2, 4, 6, 8, 12)  # programs an SM
     for BM in sorted({top, max(8, top // 2)}):
         for BN, warps in (64, 4), (128, 8):
             tiles = -(-N // BN) * -(-M // BM)
-            for C, stages in pipelines:
-                if C > 1 and K % (CHUNK * C) or C * stages * CHUNK * (2 * BM + BN // 2) > 110_000:
+            splits = {min(16, blocks, max(1, int(fill * cores - 16) // tiles)) for fill in fills}
+            splits = {-(-blocks // -(-blocks // split)) for split in splits}  # none without work
+            for stages in (2, 3, 4):
+                if stages * CHUNK * (2 * BM + BN // 2) > 113_000:
                     continue
-                able = blocks // C
-                # so many programs an SM, all at once; 16 more may make x A^T
-                fills = (0.5, 1, 2, 3, 4) if many else (0.5, 1, 2, 4, 6, 8, 12)
-                splits = {max(1, int(fill * cores - 16) // tiles) for fill in fills}
-                for per in sorted({-(-able // min(split, able, 16)) for split in splits}):
-                    split = -(-able // per)
+                for split in sorted(splits):
                     if split == 1 or tiles * split * BM * BN <= marlin_triton.PARTIALS:
-                        yield {"BM": BM, "BN": BN, "warps": warps, "C": C, "stages": stages,
+                        yield {"BM": BM, "BN": BN, "warps": warps, "stages": stages,
                                "split": split, "kw": 4 if BM == 8 else 2} | (
                                    {"maxnreg": 128} if warps == 8 else {})
 

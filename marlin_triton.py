@@ -50,6 +50,9 @@ launch before Hopper (python bench.py tiles). What was tried and lost stands in 
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
 """
+import functools
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -356,20 +359,20 @@ def adapter_left(flags, mt, everyone):
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
 def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, N, K, sx, sc, ss,
          sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         C: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
-         W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr,
-         AT: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, ONE: tl.constexpr,
-         GLU: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr,
-         PDL: tl.constexpr, ASM: tl.constexpr):
+         SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, W: tl.constexpr,
+         R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
+         Z: tl.constexpr, ZR: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
+         BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+         ASM: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
     the weight, BM of x, one split of K; with an adapter, the first ones make x A^T (adapter_in).
 
     GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
     gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
     splits; sums, flags, Z, ZR: adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0,
-    b1: the rows at which LoRA parts 1 and 2 begin; C chunks an iteration, W warps, RP: R as the MMA
-    wants it, 16 or a larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along
-    K, and groups of 8 rows are full."""
+    b1: the rows at which LoRA parts 1 and 2 begin; W warps, RP: R as the MMA wants it, 16 or a
+    larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along K, and groups of
+    8 rows are full."""
     T: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # the interpreter multiplies no bfloat16
     if FAST:
         sc = tl.multiple_of(sc, 64)
@@ -391,9 +394,9 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
     # warp, lane / 4) -> (block, warp, half, lane / 4)
     rl = r // (16 * W) * (16 * W) + (r // 8) % W * 16 + (r // (8 * W)) % 2 * 8 + r % 8
     rl = tl.minimum(weight_row(tile, rl, N, BN, GLU)[0], N - 1)
-    KB = tl.cdiv(K, 128 * C)
+    KB = tl.cdiv(K, 128)
     per = tl.cdiv(KB, SPLIT)
-    k = split * per * (C * 128)
+    k = split * per * 128
     j = tl.arange(0, 64)
     wp = words(codes, rl, k, N, sc, FAST)
     # int32 from a row's chunk to its next
@@ -413,24 +416,23 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
     if PDL:  # the kernel before may still run: wait before reading what it wrote or writing
         tl.extra.cuda.gdc_wait()
     for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
-        for c in tl.static_range(C):
-            kc = k + (i * C + c) * 128
-            if FAST:
-                w = tl.load(wp + c * step)
-                xl = tl.load(xp + c * 128, mask=inside, other=0.0)
-                xh = tl.load(xp + c * 128 + 64, mask=inside, other=0.0)
-            else:
-                w = tl.load(wp + c * step, mask=(rl * 0 + kc < K)[:, None], other=0)
-                xl = tl.load(xp + c * 128, mask=inside & (kc + j < K)[:, None], other=0.0)
-                xh = tl.load(xp + c * 128 + 64, mask=inside & (kc + 64 + j < K)[:, None], other=0.0)
-            s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
-            a, b, cc, d = extract(w, s, FMT, ASM, BN)
-            low, high = arrange(a, b, BN, W, KW).to(T), arrange(cc, d, BN, W, KW).to(T)
-            # (BN, 64) @ (64, BM)
-            acc = tl.dot(low, natural(xl, BM, KW).to(T), acc, input_precision="ieee")
-            acc = tl.dot(high, natural(xh, BM, KW).to(T), acc, input_precision="ieee")
-        wp += C * step
-        xp += C * 128
+        kc = k + i * 128
+        if FAST:
+            w = tl.load(wp)
+            xl = tl.load(xp, mask=inside, other=0.0)
+            xh = tl.load(xp + 64, mask=inside, other=0.0)
+        else:
+            w = tl.load(wp, mask=(rl * 0 + kc < K)[:, None], other=0)
+            xl = tl.load(xp, mask=inside & (kc + j < K)[:, None], other=0.0)
+            xh = tl.load(xp + 64, mask=inside & (kc + 64 + j < K)[:, None], other=0.0)
+        s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
+        a, b, cc, d = extract(w, s, FMT, ASM, BN)
+        low, high = arrange(a, b, BN, W, KW).to(T), arrange(cc, d, BN, W, KW).to(T)
+        # (BN, 64) @ (64, BM)
+        acc = tl.dot(low, natural(xl, BM, KW).to(T), acc, input_precision="ieee")
+        acc = tl.dot(high, natural(xh, BM, KW).to(T), acc, input_precision="ieee")
+        wp += step
+        xp += 128
     if PDL:  # from here the next kernel fills SMs as programs leave; signalled at the start, its
         # programs pile up on some
         tl.extra.cuda.gdc_launch_dependents()
@@ -515,15 +517,16 @@ def to_bfloat16_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.con
         tl.store(out + at + K + e[None, :], t, mask=inside)
 
 
-# largest M -> rows of x and of w a program takes, chunks an iteration, stages, kWidth of the dot,
-# warps, programs an SM; measured on an H100. `wide` replaces the stages where there are 3 tiles or
-# more an SM. At most 125 KB of shared memory, 92 on Ampere
-TILES = {8: dict(BM=8, BN=64, C=2, stages=2, kw=4, warps=4, fill=5.2),
-         16: dict(BM=16, BN=64, C=1, stages=3, kw=2, warps=4, fill=4),
-         32: dict(BM=32, BN=64, C=1, stages=4, kw=2, warps=4, fill=4),
-         64: dict(BM=64, BN=64, C=1, stages=4, kw=2, warps=4, fill=1.7, wide=3),
-         256: dict(BM=128, BN=64, C=1, stages=3, kw=2, warps=4, fill=1.7),
-         1 << 31: dict(BM=128, BN=128, C=1, stages=3, kw=2, warps=8, fill=1, wide=2, maxnreg=128)}
+# What a program takes: BM rows of x and BN of w; stages of the loop, kWidth of its dot, warps. Of
+# such programs `fit` are on an SM at once; a chunk of K takes one `alone` ns, or `each` for every
+# program there, whichever is more, with an adapter of rank 16 on an H200. At most 111 KB of shared
+# memory.
+TILES = [dict(BM=8, BN=64, stages=3, kw=4, warps=4, fit=7, alone=400, each=180),
+         dict(BM=16, BN=64, stages=4, kw=2, warps=4, fit=6, alone=300, each=200),
+         dict(BM=32, BN=64, stages=4, kw=2, warps=4, fit=4, alone=340, each=240),
+         dict(BM=64, BN=64, stages=3, kw=2, warps=4, fit=3, alone=480, each=345),
+         dict(BM=128, BN=64, stages=3, kw=2, warps=4, fit=2, alone=930, each=480),
+         dict(BM=128, BN=128, stages=2, kw=2, warps=8, fit=2, alone=1450, each=1070, maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
 FEW = 256  # up to here the kernel always wins
@@ -548,38 +551,40 @@ def space(device):
     return SPACE[device]
 
 
-def tiling(M, N, K, cores):
-    """The tile of TILES for this shape on so many SMs, its chunks, stages and split of K
-    settled."""
-    t = dict(next(t for top, t in TILES.items() if M <= top))
-    t["C"] = t["C"] if K % (CHUNK * t["C"]) == 0 else 1
-    tiles, blocks = -(-N // t["BN"]) * -(-M // t["BM"]), -(-K // (CHUNK * t["C"]))
-    wide, fill = t.pop("wide", t["stages"]), t.pop("fill")
-    t["pdl"] = M <= 32 or M > 64 or tiles >= 3 * cores
-    if tiles >= (3 if M <= FEW else 1.5) * cores:
-        t["stages"] = wide
-    # a split of s gives each program `per` blocks: at least two, to have one in flight, and only
-    # the s that leave no program idle
-    able = {-(-blocks // per) for per in range(min(2, blocks), blocks + 1)}
-    able = [s for s in sorted(able) if s <= 16 and tiles * s * t["BM"] * t["BN"] <= PARTIALS] or [1]
-    if M > FEW:  # bound by the tensor cores: fill whole waves
-        t["split"] = min(able[:4], key=lambda s: -(-tiles * s // cores) / s + 0.05 * s)
-    else:  # bound by memory: about `fill` programs an SM
-        want = max(1.0, fill * cores / tiles)
-        t["split"] = min(able, key=lambda s: max(s / want, want / s))
-    return t
+@functools.cache
+def plan(M, N, K, cores):
+    """(ns, tile): the tile of TILES, with the split of K, that should be fastest for this shape on
+    so many SMs, and its time.
+
+    Programs come in waves of what fits. Splits make one wave fuller, and cost the partial sums that
+    they write and read."""
+    best, blocks, most = (math.inf, None), -(-K // CHUNK), max(8, triton.next_power_of_2(M))
+    for t in TILES:
+        if t["BM"] > most:
+            break
+        tiles, partial = -(-N // t["BN"]) * -(-M // t["BM"]), t["BM"] * t["BN"]
+        slots = t["fit"] * cores
+
+        def chunk(programs, t=t):
+            return max(t["alone"], programs * t["each"])
+
+        # only the splits that leave no program idle
+        for per in sorted({-(-blocks // split) for split in range(1, 17)}, reverse=True):
+            split = -(-blocks // per)
+            if split > 1 and (tiles * split > slots or tiles * split * partial > PARTIALS):
+                break
+            waves, rest = divmod(tiles * split, slots)
+            ns = per * (waves * chunk(t["fit"]) + (rest > 0) * chunk(-(-rest // cores)))
+            ns += 2100 + 1100 * (waves + (rest > 0)) + (split > 1) * (1000 + 0.12 * split * partial)
+            best = min(best, (ns, t | {"split": split}), key=lambda b: b[0])
+    return best
 
 
 def few(M, N, K, cores):
-    """Whether M rows go through the decoding kernel. Times in ns: 7.3 for a column of K of a
-    128 x 128 tile on one SM; dequantizing at 2.4 TB/s and cuBLAS at 700 TFLOP/s. All three were
-    measured on an H100; other cards shift them together."""
-    if M <= FEW:
-        return True
-    t = tiling(M, N, K, cores)
-    tiles = -(-N // t["BN"]) * -(-M // t["BM"])
-    kernel = 7.3 * K * -(-tiles * t["split"] // cores) / t["split"]
-    return kernel * cores / 132 < N * K * (2.56 / 2400 + 2 * M / 700e3)
+    """Whether M rows go through the decoding kernel, rather than, after a kernel that dequantizes
+    at 2.4 TB/s, cuBLAS at 700 TFLOP/s: measured on an H100; other cards shift all three."""
+    many = 5000 + N * K * (2.56 / 2400 + 2 * M / 700e3)
+    return M <= FEW or plan(M, N, K, cores)[0] * cores / 132 < many
 
 
 def check(x, q):
@@ -654,19 +659,19 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
              glu=False, asm=None, **override):
     """The decoding kernel itself, whatever M; arguments as linear_decode's. On CPU tensors it needs
     TRITON_INTERPRET=1. `asm` False takes the decoder in plain Triton, and keywords of TILES (and
-    `split`, `pdl`) replace those of `tiling`."""
+    `split`) replace those of `plan`."""
     (M, K), N, cuda = x.shape, q.shape[0], x.is_cuda
     out = x.new_empty(M, N // 2 if glu else N) if out is None else out
     if M == 0:
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    t = tiling(M, N, K, sms(x.device)) | override
+    t = plan(M, N, K, sms(x.device))[1] | override
     major = torch.cuda.get_device_capability(x.device)[0] if cuda else 9
     # where one instruction spans four warps; others take operands in the wider order
     kw = t["kw"] if major in (9, 10) else 4
     extra = {"maxnreg": t["maxnreg"]} if cuda and "maxnreg" in t else {}
-    pdl = cuda and major >= 9 and t["pdl"]
+    pdl = cuda and major >= 9
     if pdl:
         extra["launch_pdl"] = True
     part, count, _ = space(x.device)
@@ -674,11 +679,11 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"])
-    fast = K % (CHUNK * t["C"]) == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
+    fast = K % CHUNK == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
         x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M, N, K,
         x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
-        *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], C=t["C"], SPLIT=t["split"],
+        *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], SPLIT=t["split"],
         STAGES=t["stages"], KW=kw, W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,

@@ -35,7 +35,7 @@ def test_tiles_that_are_tried_are_right(M, N, K):
     found = list(bench.candidates(M, N, K, 132))
     assert len({tuple(t.items()) for t in found}) >= 8
     for t in found:
-        blocks = -(-K // (128 * t["C"]))
+        blocks = -(-K // 128)
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
 
 

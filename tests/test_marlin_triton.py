@@ -129,7 +129,7 @@ def test_epilogue_adds_bias_lora_and_residual(bounds):
     want = x.double() @ exact(q).T + bias.double() + term + residual.double()
     arguments = dict(bias=bias, A=A, B=B, bounds=bounds, scaling=scaling)
     for split in (1, 2):
-        assert error(mt.gemm_few(x, q, split=split, C=1, residual=residual, **arguments), want) < 2 * BOUND
+        assert error(mt.gemm_few(x, q, split=split, residual=residual, **arguments), want) < 2 * BOUND
     assert error(mt.linear_decode(x, q, bias, A, B, bounds, scaling, residual), want) < 2 * BOUND
 
 
@@ -144,7 +144,7 @@ def test_epilogue_multiplies_silu_of_gate_with_up(M, half, K, R):
     gate, up = y.to(torch.bfloat16).double().chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up
     for split in (1, 2):
-        got = mt.gemm_few(x, q, None, A, B, (half,) if R else (), scaling, out=poisoned(M, half), glu=True, split=split, C=1)
+        got = mt.gemm_few(x, q, None, A, B, (half,) if R else (), scaling, out=poisoned(M, half), glu=True, split=split)
         assert error(got, want) < 2e-2
     assert error(mt.linear_decode(x, q, None, A, B, (half,) if R else (), scaling, glu=True), want) < 2e-2
     assert mt.space(x.device)[1].count_nonzero() == 0
@@ -155,7 +155,7 @@ def test_the_result_may_overwrite_the_residual(split):
     """A decode step adds into the residual stream: a split that is not the last must not read or write it."""
     q, x, residual = weight("nvfp4", 72, 256), activations(3, 256), activations(3, 72, 5)
     want = x.double() @ exact(q).T + residual.double()
-    assert mt.gemm_few(x, q, split=split, C=1, residual=residual, out=residual) is residual
+    assert mt.gemm_few(x, q, split=split, residual=residual, out=residual) is residual
     assert error(residual, want) < BOUND
 
 
@@ -252,10 +252,9 @@ def test_a_scale_changed_in_place_is_checked_again():
 def test_plans_stay_within_their_buffers(N, K):
     """Partial sums beyond the workspace, or a split with an idle program, would read what nobody wrote."""
     for M in (1, 8, 9, 32, 64, 65, 256, 300, 4096, 65536):
-        t = mt.tiling(M, N, K, 132)
-        tiles, blocks = -(-N // t["BN"]) * -(-M // t["BM"]), -(-K // (128 * t["C"]))
-        per = -(-blocks // t["split"])
-        assert (t["split"] - 1) * per < blocks and per >= min(2, blocks)
+        t = mt.plan(M, N, K, 132)[1]
+        tiles, blocks = -(-N // t["BN"]) * -(-M // t["BM"]), -(-K // 128)
+        assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
         assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= mt.PARTIALS and tiles <= 1 << 17
 
 
@@ -288,7 +287,7 @@ def test_gpu_matches_at_real_shapes(fmt, M, N, K):
 def test_gpu_both_decoders_agree(fmt, M):
     """The PTX mixes four bytes at once; a compiler that regroups them would only show here."""
     q, x = weight(fmt, 256, 512), activations(M, 512)
-    fast, slow = mt.gemm_few(x, q), mt.gemm_few(x, q, asm=False, BM=16, BN=64, warps=4, C=1, stages=1, split=1)
+    fast, slow = mt.gemm_few(x, q), mt.gemm_few(x, q, asm=False, BM=16, BN=64, warps=4, stages=1, split=1)
     assert error(fast, slow.double()) < (4e-3 if fmt != "nf4" else 5e-3)
 
 
