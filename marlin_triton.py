@@ -571,11 +571,13 @@ def plan(M, N, K, cores):
         # only the splits that leave no program idle
         for per in sorted({-(-blocks // split) for split in range(1, 17)}, reverse=True):
             split = -(-blocks // per)
-            if split > 1 and (tiles * split > slots or tiles * split * partial > PARTIALS):
+            programs = tiles * split
+            if split > 1 and (programs > slots or programs * partial > PARTIALS):
                 break
-            waves, rest = divmod(tiles * split, slots)
+            waves, rest = divmod(programs, slots)
             ns = per * (waves * chunk(t["fit"]) + (rest > 0) * chunk(-(-rest // cores)))
             ns += 2100 + 1100 * (waves + (rest > 0)) + (split > 1) * (1000 + 0.12 * split * partial)
+            ns += 4000 * (slots - 16 < programs <= slots)  # some await those that make x A^T
             best = min(best, (ns, t | {"split": split}), key=lambda b: b[0])
     return best
 
