@@ -529,7 +529,7 @@ TILES = [dict(BM=8, BN=64, stages=3, kw=4, warps=4, fit=7, alone=400, each=180),
          dict(BM=128, BN=128, stages=2, kw=2, warps=8, fit=2, alone=1450, each=1070, maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
-FEW = 256  # up to here the kernel always wins
+FEW = 512  # up to here the kernel wins nearly always, and with an adapter always
 SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
 
 

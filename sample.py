@@ -132,7 +132,7 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
         launched = (0, {}, None)
         if left > 0:
             steps, fetch = engine.run(len(live), left)
-            launched = steps, {row: s for s, row in enumerate(live)}, fetch
+            launched = steps, {row: s for s, row in enumerate(live) if row}, fetch
         arrived, flying = (flying, launched) if engine.ahead else (launched, flying)
         steps, places, fetch = arrived
         if fetch is None:

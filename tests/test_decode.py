@@ -232,11 +232,11 @@ def test_engine_equals_eager(monkeypatch, kw):
     compare(sample.generate(m, PROMPTS[:3], **kw), want)
 
 
-@pytest.mark.parametrize(("stall", "starts"), [(0, 3), (1000, 2)])
+@pytest.mark.parametrize(("stall", "starts"), [(0, 4), (1000, 2)])
 def test_rows_that_wait_for_company_leave_holes_and_draw_the_same(monkeypatch, stall, starts):
     """A prefill stops all rows: three ends should cost one, and a slot that stands empty until then must not be read."""
     m = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64), rank=0)
-    kw = dict(n=2, max_new_tokens=[4, 1, 2], seed=3, max_rows=3)
+    kw = dict(n=2, max_new_tokens=[8, 1, 2], seed=3, max_rows=3)
     want, calls, start = sample.generate(m, PROMPTS[:3], **kw), [], engine.Graphs.start
     monkeypatch.setattr(decode, "STEPS", 2)
     monkeypatch.setattr(sample, "Eager", engine.Graphs)
