@@ -112,6 +112,7 @@ shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.
 shr.b32 b, $4, 4;   and.b32 b, b, 0x07f007f0;   fma.rn.bf16x2 b, b, p, z;   mov.b32 {x, y}, b;
 mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }""")
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
+TOUCH = tl.constexpr("// $0")  # no instruction
 TABLE = tl.constexpr(NF4)
 # codes are read at 2^-126 of their value, E4M3 at 2^7, E8M0 at 2^100, so that the products of tiny
 # scales are not subnormal
@@ -417,6 +418,10 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
         tl.extra.cuda.gdc_wait()
     for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
         kc = k + i * 128
+        if ASM:  # touches the sum, so that the tensor core is done with the last iteration's codes:
+            # Triton 3.6 decodes the next ones into registers that it may still be reading
+            acc = tl.inline_asm_elementwise(TOUCH, "=f,0", [acc], dtype=tl.float32, is_pure=False,
+                                            pack=1)
         if FAST:
             w = tl.load(wp)
             xl = tl.load(xp, mask=inside, other=0.0)

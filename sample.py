@@ -18,6 +18,7 @@ Left out: beam search, repetition penalties, stop strings, speculative decoding.
 """
 import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import json
+import math
 import sys
 import time
 from collections import deque
@@ -61,7 +62,8 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     together (default: MAX_ROWS, or what fits the GPU's memory; the others wait). progress: a live
     line (rows done, tokens/s). on_token(prompt, sample, id) is called as tokens arrive, for
     streaming. eager: the reference engine on the GPU too. ValueError names the flag when an
-    argument is out of range, a prompt does not fit the model, or no row fits the memory."""
+    argument is out of range, a prompt does not fit the model, no row fits the memory, or what the
+    model says is not finite."""
     limits = max_new_tokens
     if not isinstance(limits, (list, tuple)):
         limits = [max_new_tokens] * len(prompts)
@@ -84,6 +86,9 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
         with onednn_linears(model):
             decode_all(model, engine, prompts, out, limits, keys, eos, min(slots, engine.slots),
                        progress, on_token)
+    if lost := sum(not math.isfinite(sum(s.logprobs)) for group in out for s in group):
+        raise ValueError(f"{lost} of {len(index)} samples have log-probs that are not finite: the "
+                         "model overflows; check --model and --adapter, or train with a lower --lr")
     return out
 
 

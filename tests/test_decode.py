@@ -4,6 +4,8 @@ On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them
 import copy
 import dataclasses
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -463,6 +465,25 @@ def test_gpu_lora_and_noise_reach_captured_graphs_in_bfloat16(quant):
     assert engine.ENGINES[m][1] is built and built.graphs == graphs and tokens(second) != tokens(first)
     check_gaps(m, second, 0.8)
     sample.release(m)
+
+
+@gpu
+def test_gpu_the_same_bits_beside_other_work():
+    """What a kernel does not wait for it mostly has in time, as long as it is alone on the card: with others there its programs,
+    warps and tensor cores fall behind each other, and a sample must not show it."""
+    m = build(dataclasses.replace(GPU, num_hidden_layers=12, hidden_size=896, intermediate_size=4864), "nvfp4", 32, "cuda",
+              torch.bfloat16)
+    kw = dict(n=40, max_new_tokens=[40, 150, 100, 60, 80], seed=3, max_rows=200)
+    want = sample.generate(m, PROMPTS, **kw)
+    code = "import torch; x = torch.ones(2048, 2048, device='cuda').bfloat16()\nwhile True: y = x @ x; y.relu_(); y[:64] @ x"
+    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    try:
+        for _ in range(20):
+            got = sample.generate(m, PROMPTS, **kw)
+            assert [[(s.ids, s.logprobs) for s in g] for g in got] == [[(s.ids, s.logprobs) for s in g] for g in want]
+    finally:
+        for other in others:
+            other.kill()
 
 
 @gpu

@@ -150,6 +150,26 @@ def test_epilogue_multiplies_silu_of_gate_with_up(M, half, K, R):
     assert mt.space(x.device)[1].count_nonzero() == 0
 
 
+@pytest.mark.parametrize(("BM", "glu", "split"), [(64, True, 1), (32, False, 2)])
+def test_many_slices_are_added_up_once(BM, glu, split):
+    """Of large tiles the last program that makes a slice of x A^T adds them up; what nobody wrote is NaN."""
+    M, N, K, R = BM + 3, 64, 1280, 32
+    q, x = weight("nvfp4", N, K), activations(M, K)
+    A, B, half = activations(R * (1 + glu), K, 4) * 0.02, activations(N, R, 3) * 0.1, (N // 2,) if glu else ()
+    assert mt.adapter_work(x, A, 1 + glu, BM)[1]["ZR"] == 1 < mt.adapter_work(x, A, 1 + glu, BM)[1]["Z"]
+    tile = next(t for t in mt.TILES if t["BM"] == BM)
+    got = mt.gemm_few(x, q, None, A, B, half, out=poisoned(M, N // (1 + glu)), glu=glu, split=split,
+                      **{k: tile[k] for k in ("BM", "BN", "stages", "kw", "warps")})
+    want = x.double() @ exact(q).T
+    for p, rows in enumerate(torch.arange(N).chunk(1 + glu)):
+        want[:, rows] += (x.double() @ A[p * R : (p + 1) * R].double().T) @ B[rows].double().T
+    if glu:
+        gate, up = want.to(torch.bfloat16).double().chunk(2, 1)
+        want = torch.nn.functional.silu(gate) * up
+    assert error(got, want) < 2e-2
+    assert mt.space(x.device)[1].count_nonzero() == 0
+
+
 @pytest.mark.parametrize("split", [1, 2])
 def test_the_result_may_overwrite_the_residual(split):
     """A decode step adds into the residual stream: a split that is not the last must not read or write it."""
@@ -289,6 +309,58 @@ def test_gpu_both_decoders_agree(fmt, M):
     q, x = weight(fmt, 256, 512), activations(M, 512)
     fast, slow = mt.gemm_few(x, q), mt.gemm_few(x, q, asm=False, BM=16, BN=64, warps=4, stages=1, split=1)
     assert error(fast, slow.double()) < (4e-3 if fmt != "nf4" else 5e-3)
+
+
+def unwaited(sass):
+    """Pairs of a wgmma and an instruction after it that writes one of the registers it takes its left side from, with no wait
+    between them on some path: the hardware reads them when it comes to it."""
+    lines, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?) ?;", line):
+            lines.append(re.sub(r"^@!?U?P\w+ +", "@ ", instruction[1]))
+    found = []
+    for i, line in enumerate(lines):
+        if not (left := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", line)):
+            continue
+        read, todo, seen = set(range(int(left[1]), int(left[1]) + 4)), [i + 1], set()
+        while todo:
+            j = todo.pop()
+            if j in seen or j >= len(lines) or "WARPGROUP.DEPBAR" in lines[j]:
+                continue
+            seen.add(j)
+            op, _, operands = lines[j].removeprefix("@ ").partition(" ")
+            to = next((r for r in operands.split(", ") if not re.match(r"!?U?P(\d|T)", r)), "")
+            wide = 4 if re.search(r"128|M88\.4", op) else 2 if re.search(r"64|WIDE|M88\.2", op) else 1
+            if (to := re.match(r"R(\d+)\b", to)) and op != "HGMMA" and read & set(range(int(to[1]), int(to[1]) + wide)):
+                found.append((line, lines[j]))
+            if jump := re.search(r"BRA `\((.*?)\)", lines[j]):
+                todo.append(labels[jump[1]])
+            if not op.startswith(("BRA", "EXIT")) or lines[j].startswith("@ "):
+                todo.append(j + 1)
+    return found
+
+
+@gpu
+@pytest.mark.parametrize("glu", [False, True])
+@pytest.mark.parametrize("M", [1, 16, 32, 64, 128, 512])
+def test_gpu_no_register_changes_that_a_tensor_core_may_still_read(monkeypatch, M, glu):
+    """A wgmma runs on while the next codes are decoded; beside other work on the SM it may not even have begun. Once, rows became NaN
+    so, a few in a million steps, and only with other processes on the card."""
+    kernels, gemm = [], mt.gemm
+
+    class Kept:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: kernels.append(gemm[grid](*args, **kwargs))
+
+    monkeypatch.setattr(mt, "gemm", Kept())
+    N, K = (9728, 896) if glu else (896, 4864)
+    half = (N // 2,) if glu else ()
+    A, B = activations(16 * (1 + glu), K) * 0.02, activations(N, 16)
+    mt.gemm_few(activations(M, K), weight("nvfp4", N, K), None, A, B, half, glu=glu)
+    assert "HMMA" in kernels[0].asm["sass"] or "HGMMA" in kernels[0].asm["sass"]
+    assert not unwaited(kernels[0].asm["sass"])
 
 
 @gpu

@@ -224,6 +224,14 @@ def test_prompts_that_do_not_fit(model):
         sample.generate(model, [[101]], max_new_tokens=2)
 
 
+def test_a_model_that_overflows_is_refused(model):
+    """A NaN in one row: training would skip updates for hours, and leave metrics that no one can read."""
+    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
+    m.embed.weight.data[7] = float("nan")
+    with pytest.raises(ValueError, match="1 of 3 samples .* not finite"):
+        sample.generate(m, [[1, 2], [7], [3]], max_new_tokens=1, temperature=0)
+
+
 def test_on_token_streams_what_is_returned(model):
     """The stream and the result are the same ids, in order."""
     seen = {}
