@@ -42,8 +42,9 @@ lets a kernel start while the one before finishes. A kernel of a decode step tha
 costs 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA, whose
 x A^T the first programs of the grid make while the others stream the weight, which wait for it in
 their epilogue.
-Tiles were measured on an H100; other cards from Ampere on run the same kernel, without dependent
-launch before Hopper (python bench.py tiles). What was tried and lost stands in results/LOG.md.
+`plan` picks tile and splits by times measured on an H200 (python bench.py tiles); other cards from
+Ampere on run the same kernel, without dependent launch before Hopper. What was tried and lost
+stands in results/LOG.md.
 
     y = matmul(x, quantize(w))                                  # any M, differentiable in x
     python bench.py kernels

@@ -22,8 +22,10 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -49,6 +51,15 @@ class Sample:
     ids: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     finished: bool = False
+
+
+class Flight(NamedTuple):
+    """Steps that an engine was told to decode: how many, {row: its place}, and what waits for their
+    tokens and returns them."""
+
+    steps: int
+    places: dict
+    fetch: Callable
 
 
 @torch.no_grad()
@@ -87,7 +98,7 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
             decode_all(model, engine, prompts, out, limits, keys, eos, min(slots, engine.slots),
                        progress, on_token)
     if lost := sum(not math.isfinite(sum(s.logprobs)) for group in out for s in group):
-        raise ValueError(f"{lost} of {len(index)} samples have log-probs that are not finite: the "
+        raise ValueError(f"{lost} of {len(index)} samples have log-probs that are NaN or inf: the "
                          "model overflows; check --model and --adapter, or train with a lower --lr")
     return out
 
@@ -99,10 +110,9 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
     # live[s]: the (prompt, sample) in slot s, None for a hole; held[s]: the prompt whose cache lies
     # there; idle: the slots that have stood empty, times steps
     live, held, free, idle = [], [None] * slots, list(range(slots)), 0
-    # what was launched and is not fetched yet: its steps, {row: place in it}, and how to fetch it.
-    # While an engine works ahead the host reads what came before: a row that has ended, and is
-    # decoded a few more times, changes nothing.
-    flying = (0, {}, None)
+    # what is launched and not fetched yet. While an engine works ahead, the host reads what came
+    # before; a row that has ended meanwhile is decoded a few more times, which changes nothing
+    flight = Flight(0, {}, None)
     bar = tqdm(total=len(waiting), unit="row", desc="sample", leave=False, disable=not progress)
     begin, tokens = time.perf_counter(), 0
     while True:
@@ -120,7 +130,7 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
                 row = live.pop()
                 if s < len(live):
                     p, j = row
-                    engine.move(len(live), s, len(prompts[p]) + len(out[p][j].ids) + flying[0])
+                    engine.move(len(live), s, len(prompts[p]) + len(out[p][j].ids) + flight.steps)
                     live[s], held[s] = row, p
             free = []
         if not live:
@@ -132,21 +142,20 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
             engine.start(starts, [prompts[p][-1] for p, _ in rows],
                          [len(prompts[p]) - 1 for p, _ in rows], [limits[p] for p, _ in rows],
                          row_key)
-        left = max(limits[p] - len(out[p][j].ids) - flying[0] * ((p, j) in flying[1])
+        left = max(limits[p] - len(out[p][j].ids) - flight.steps * ((p, j) in flight.places)
                    for p, j in filter(None, live))
-        launched = (0, {}, None)
+        next_flight = Flight(0, {}, None)
         if left > 0:
             steps, fetch = engine.run(len(live), left)
-            launched = steps, {row: s for s, row in enumerate(live) if row}, fetch
-        arrived, flying = (flying, launched) if engine.ahead else (launched, flying)
-        steps, places, fetch = arrived
-        if fetch is None:
+            next_flight = Flight(steps, {row: s for s, row in enumerate(live) if row}, fetch)
+        landed, flight = (flight, next_flight) if engine.ahead else (next_flight, flight)
+        if not landed.steps:
             continue
-        new_ids, new_logprobs = fetch()
+        new_ids, new_logprobs = landed.fetch()
         for s, row in enumerate(live):
-            if row not in places:
+            if row not in landed.places:
                 continue
-            (p, j), i = row, places[row]
+            (p, j), i = row, landed.places[row]
             sample, ids = out[p][j], new_ids[i][: limits[p] - len(out[p][j].ids)]
             if not eos.isdisjoint(ids):
                 ids = ids[: 1 + next(i for i, t in enumerate(ids) if t in eos)]
@@ -161,7 +170,7 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
                 for t in ids:
                     on_token(p, j, t)
         free = [s for s, row in enumerate(live) if row is None]
-        idle += len(free) * steps
+        idle += len(free) * landed.steps
         if progress:
             speed = tokens / (time.perf_counter() - begin)
             bar.set_postfix_str(f"{len(live) - len(free)} live, {speed:.0f} tokens/s")

@@ -8,10 +8,10 @@ first `rows` of them (`run`). There are two:
 `Eager` runs the model's modules, on any device: the CPU's engine, and the reference.
 `onednn_linears` makes it faster on the CPU.
 `Graphs` is the GPU's: decode.Step captured as one CUDA graph per batch size, sampling included,
-replayed a few steps at a time before the host looks at the tokens. It stays on the model between
-calls (`release` frees it, `make_room` if need be). LoRA, noise and temperature may change
-meanwhile, since the graph reads them from where they lie; weights that moved make a new engine
-(`fingerprint`).
+replayed a few steps at a time, the next few before the host looks at the tokens. It stays on the
+model between calls (`release` frees it, `make_room` if need be). LoRA, noise and temperature may
+change meanwhile, since the graph reads them from where they lie; weights that moved make a new
+engine (`fingerprint`).
 
 How a token is drawn is runtime/draw.py: it depends on the row, never on who else is in the batch.
 

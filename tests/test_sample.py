@@ -228,7 +228,7 @@ def test_a_model_that_overflows_is_refused(model):
     """A NaN in one row: training would skip updates for hours, and leave metrics that no one can read."""
     m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     m.embed.weight.data[7] = float("nan")
-    with pytest.raises(ValueError, match="1 of 3 samples .* not finite"):
+    with pytest.raises(ValueError, match="1 of 3 samples .* NaN or inf"):
         sample.generate(m, [[1, 2], [7], [3]], max_new_tokens=1, temperature=0)
 
 
