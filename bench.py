@@ -229,7 +229,7 @@ def candidates(M, N, K, cores):
     """Keywords of gemm_few that might be fast for x (M, K) and a weight (N, K), and fit a card's
     shared memory."""
     blocks, top = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M)))
-    fills = (0.5, 1, 2, 3, 4) if M > 16 else (0.5, 1, 2, 4, 6, 8, 12)  # programs an SM
+    fills = (0.5, 1, 2, 3, 4, 6, 8, 12)  # programs an SM, whether at once or in turns
     for BM in sorted({top, max(8, top // 2)}):
         for BN, warps in (64, 4), (128, 8):
             tiles = -(-N // BN) * -(-M // BM)
