@@ -315,6 +315,8 @@ MUTANTS = {
         ("a slice ends a chunk early", "tl.minimum(K, z * per + per)",
          "tl.minimum(K, z * per + per - 128)",
          "marlin_triton::epilogue_multiplies_silu_of_gate_with_up"),
+        ("a wave is never full", "programs * t[\"each\"])", "0)",
+         "marlin_triton::plans_are_near_the_fastest_that_was_measured"),
         ("the last maker adds one slice", "added(sums + spot * Z, here & (i >= 0)[None, :], Z,",
          "added(sums + spot * Z, here & (i >= 0)[None, :], 1,",
          "marlin_triton::many_slices_are_added_up_once"),

@@ -1,10 +1,14 @@
 """The FP4 GEMM: the kernels (in the interpreter here, compiled with -m gpu), gradients, errors."""
 import itertools
+import json
+import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import bench
 import marlin_triton as mt
 from model import Config
 from weights import memory
@@ -275,6 +279,18 @@ def test_plans_stay_within_their_buffers(N, K):
         tiles, blocks = -(-N // t["BN"]) * -(-M // t["BM"]), -(-K // 128)
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
         assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= mt.PARTIALS and tiles <= 1 << 17
+
+
+def test_plans_are_near_the_fastest_that_was_measured():
+    """The times that plan adds up are worth what they choose: of those tiles that bench.py tiles has timed too, hardly slower."""
+    loss = []
+    for r in json.loads((Path(__file__).parents[1] / "results" / "tiles_h200.json").read_text()):
+        t = mt.plan(r["M"], *bench.linear(r["shape"]), 132)[1]
+        own = " ".join(f"{k}={t[k]}" for k in ("BM", "BN", "warps"))
+        for name, us in r["tried"].items():
+            if name.startswith(own) and f"stages={t['stages']} split={t['split']} " in name:
+                loss.append(math.log(us / r["best_us"]))
+    assert len(loss) > 30 and math.exp(sum(loss) / len(loss)) < 1.06
 
 
 def test_workspace_covers_the_buffers_and_the_largest_weight():
