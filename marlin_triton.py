@@ -404,7 +404,8 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
     # int32 from a row's chunk to its next
     step = 128 if FAST else (16 * tl.minimum(8, N - rl // 8 * 8))[:, None]
     sp = scale + rl.to(tl.int64) * ss
-    xp = x + m.to(tl.int64)[None, :] * sx + (k + j)[:, None]
+    # past the last row the last one again, never stored: a mask would be worked out for each load
+    xp = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * sx + (k + j)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     # what the epilogue needs is in flight while the weight streams: loaded at the end, it would be
     # waited for; only split 0 adds it
@@ -425,12 +426,11 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
                                             pack=1)
         if FAST:
             w = tl.load(wp)
-            xl = tl.load(xp, mask=inside, other=0.0)
-            xh = tl.load(xp + 64, mask=inside, other=0.0)
+            xl, xh = tl.load(xp), tl.load(xp + 64)
         else:
             w = tl.load(wp, mask=(rl * 0 + kc < K)[:, None], other=0)
-            xl = tl.load(xp, mask=inside & (kc + j < K)[:, None], other=0.0)
-            xh = tl.load(xp + 64, mask=inside & (kc + 64 + j < K)[:, None], other=0.0)
+            xl = tl.load(xp, mask=(kc + j < K)[:, None], other=0.0)
+            xh = tl.load(xp + 64, mask=(kc + 64 + j < K)[:, None], other=0.0)
         s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
         a, b, cc, d = extract(w, s, FMT, ASM, BN)
         low, high = arrange(a, b, BN, W, KW).to(T), arrange(cc, d, BN, W, KW).to(T)
