@@ -475,7 +475,8 @@ def test_gpu_the_same_bits_beside_other_work():
               torch.bfloat16)
     kw = dict(n=40, max_new_tokens=[40, 150, 100, 60, 80], seed=3, max_rows=200)
     want = sample.generate(m, PROMPTS, **kw)
-    code = "import torch; x = torch.ones(2048, 2048, device='cuda').bfloat16()\nwhile True: y = x @ x; y.relu_(); y[:64] @ x"
+    code = ("import time, torch; x, end = torch.ones(2048, 2048, device='cuda').bfloat16(), time.time() + 120\n"
+            "while time.time() < end: y = x @ x; y.relu_(); y[:64] @ x")
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     try:
         for _ in range(20):
