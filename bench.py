@@ -246,12 +246,16 @@ def candidates(M, N, K, cores):
 
 
 @functools.lru_cache(1)
-def layer_call(M, name, fmt, rank):
-    """gemm_few as a decode step of M rows calls it for the layer "7b.down", and a weight of it."""
+def some_weight(N, K, fmt):
+    return nvfp4.quantize(torch.ones(N, K, device="cuda"), fmt)
+
+
+def layer_call(M, name, rank):
+    """gemm_few as a decode step of M rows calls it for the layer "7b.down", but for the weight."""
     size, layer = name.rsplit(".", 1)
     c = config(size)
     N, K, parts = memory.linears(c)[f"{layer}_proj"]
-    x = torch.ones(M, K, dtype=torch.bfloat16, device="cuda").normal_()
+    x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
     known = {"glu": True} if layer == "gate_up" else {}
     if layer == "qkv":
         known["bias"] = x.new_ones(N)
@@ -261,16 +265,14 @@ def layer_call(M, name, fmt, rank):
         kv = c.num_key_value_heads * c.head_dim
         bounds = {"qkv": (N - 2 * kv, N - kv), "gate_up": (N // 2,)}.get(layer, ())
         known |= {"A": x.new_ones(parts * rank, K), "B": x.new_ones(N, rank), "bounds": bounds}
-    return partial(marlin_triton.gemm_few, x, **known), nvfp4.quantize(
-        torch.ones(N, K, device="cuda"), fmt)
+    return partial(marlin_triton.gemm_few, x, **known)
 
 
 def compile_tile(work):
     """Whether a tile runs; in a process of its own, from where it gets into Triton's cache."""
-    *layer, tile = work
+    M, name, rank, fmt, tile = work
     try:
-        call, weight = layer_call(*layer)
-        call(weight, **tile)
+        layer_call(M, name, rank)(some_weight(*linear(name), fmt), **tile)
         torch.cuda.synchronize()
     except (RuntimeError, triton.TritonError):  # too much shared memory, say
         return False
@@ -290,11 +292,11 @@ def tiles(args):
             N, K = linear(name)
             dense, weights = dense_weights(N, K), packed_weights(N, K, args.format)
             for M in args.rows:
-                layer = M, name, args.format, args.rank
-                work = [(*layer, tile) for tile in candidates(M, N, K, cores)]
+                work = [(M, name, args.rank, args.format, tile)
+                        for tile in candidates(M, N, K, cores)]
                 able = pool.map(compile_tile, work)
                 able = [{}, *(w[-1] for w, runs in zip(work, able, strict=True) if runs)]
-                call, _ = layer_call(*layer)
+                call = layer_call(M, name, args.rank)
                 us = [graph_time(partial(call, **tile), weights, 24) for tile in able]
                 told = (" ".join(f"{k}={v}" for k, v in t.items()) or "its own" for t in able)
                 tried = {tile: round(t, 2) for tile, t in zip(told, us, strict=True)}

@@ -275,7 +275,8 @@ def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
 
 @triton.jit
 def added(p, keep, Z: tl.constexpr, SOME: tl.constexpr):
-    """The sum of the Z floats at each of pointers p (.., ..), in their order, SOME in flight."""
+    """The sum of the Z floats at each of pointers p (.., ..), in their order, SOME in flight; 0
+    unless `keep`."""
     total, z = tl.zeros(p.shape, tl.float32), tl.arange(0, SOME)[None, None, :]
     for n in tl.static_range(0, Z, SOME):
         total += tl.sum(tl.load(p[:, :, None] + (n + z), mask=keep[:, :, None], other=0.0,
@@ -318,7 +319,7 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
         done = tl.atomic_add(flags + MT + mt * AT + at, 1, sem="acq_rel") == Z - 1
         if done:
             tl.store(flags + MT + mt * AT + at, 0)
-            total = added(sums + spot * Z, here & (i >= 0)[None, :], Z, min(Z, 4))
+            total = added(sums + spot * Z, here, Z, min(Z, 4))
             tl.store(sums + MT * BM * PR * Z + spot, total, mask=here)
             tl.debug_barrier()
     if done:
@@ -344,8 +345,8 @@ def adapter_out(sums, mt, MT, part, R: tl.constexpr, RP: tl.constexpr, PR: tl.co
     i, r = tl.arange(0, BM)[None, :], tl.arange(0, RP)[:, None]
     if ZR < Z:
         sums += MT * BM * PR * Z
-    h = added(sums + ((mt * BM + i) * PR + part * R + r) * ZR, (r < R) & (i >= 0),
-              ZR, min(ZR, max(1, 4096 // (RP * BM))))
+    h = added(sums + ((mt * BM + i) * PR + part * R + r) * ZR, r < R, ZR,
+              min(ZR, max(1, 4096 // (RP * BM))))
     return h.to(T)
 
 
@@ -556,43 +557,38 @@ def space(device):
     return SPACE[device]
 
 
-@functools.cache
+@functools.lru_cache(1 << 12)
 def plan(M, N, K, cores):
     """(ns, tile): the tile of TILES, with the split of K, that should be fastest for this shape on
     so many SMs, and its time.
 
     Programs come in waves of what fits. Splits make one wave fuller, and cost the partial sums that
-    they write and read. The times were fitted to those of results/tiles_h200.json, with an adapter
-    of rank 16."""
-    best, blocks, most = (math.inf, None), -(-K // CHUNK), max(8, triton.next_power_of_2(M))
-    for t in TILES:
-        if t["BM"] > most:
-            break
+    they write and read. The times were fitted to measured ones, with an adapter of rank 16 for the
+    most part (results/tiles_h200.json)."""
+    found, blocks, most = [], -(-K // CHUNK), max(8, triton.next_power_of_2(M))
+    for t in (t for t in TILES if t["BM"] <= most):
         tiles, partial = -(-N // t["BN"]) * -(-M // t["BM"]), t["BM"] * t["BN"]
         slots = t["fit"] * cores
-
-        def chunk(programs, t=t):
-            return math.hypot(t["alone"], programs * t["each"])
-
         # only the splits that leave no program idle
-        for per in sorted({-(-blocks // split) for split in range(1, 17)}, reverse=True):
-            split = -(-blocks // per)
+        for split in sorted({-(-blocks // -(-blocks // split)) for split in range(1, 17)}):
             programs = tiles * split
             if split > 1 and (programs > slots or programs * partial > PARTIALS):
                 break
             waves, rest = divmod(programs, slots)
-            ns = per * (waves * chunk(t["fit"]) + (rest > 0) * chunk(-(-rest // cores)))
-            ns += 1900 + 1350 * (waves + (rest > 0)) + (split > 1) * (950 + 0.17 * split * partial)
+            full, last = (1350 + -(-blocks // split) * math.hypot(t["alone"], here * t["each"])
+                          for here in (t["fit"], -(-rest // cores)))  # programs on an SM
+            ns = 1900 + waves * full + (rest > 0) * last
+            ns += (split > 1) * (950 + 0.17 * split * partial)
             ns += 4000 * (slots - 16 < programs <= slots)  # some await those that make x A^T
-            best = min(best, (ns, t | {"split": split}), key=lambda b: b[0])
-    return best
+            found.append((ns, t | {"split": split}))
+    return min(found, key=lambda plan: plan[0])
 
 
 def few(M, N, K, cores):
     """Whether M rows go through the decoding kernel, rather than, after a kernel that dequantizes
     at 2.4 TB/s, cuBLAS at 700 TFLOP/s: measured on an H100; other cards shift all three."""
-    many = 5000 + N * K * (2.56 / 2400 + 2 * M / 700e3)
-    return M <= FEW or plan(M, N, K, cores)[0] * cores / 132 < many
+    dense = 5000 + N * K * (2.56 / 2400 + 2 * M / 700e3)
+    return M <= FEW or plan(M, N, K, cores)[0] * cores / 132 < dense
 
 
 def check(x, q):

@@ -112,7 +112,7 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
     live, held, free, idle = [], [None] * slots, list(range(slots)), 0
     # what is launched and not fetched yet. While an engine works ahead, the host reads what came
     # before; a row that has ended meanwhile is decoded a few more times, which changes nothing
-    flight = Flight(0, {}, None)
+    flight = grounded = Flight(0, {}, None)
     bar = tqdm(total=len(waiting), unit="row", desc="sample", leave=False, disable=not progress)
     begin, tokens = time.perf_counter(), 0
     while True:
@@ -144,11 +144,12 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
                          row_key)
         left = max(limits[p] - len(out[p][j].ids) - flight.steps * ((p, j) in flight.places)
                    for p, j in filter(None, live))
-        next_flight = Flight(0, {}, None)
+        landed, flight = flight, grounded
         if left > 0:
             steps, fetch = engine.run(len(live), left)
-            next_flight = Flight(steps, {row: s for s, row in enumerate(live) if row}, fetch)
-        landed, flight = (flight, next_flight) if engine.ahead else (next_flight, flight)
+            flight = Flight(steps, {row: s for s, row in enumerate(live) if row}, fetch)
+        if not engine.ahead:
+            landed, flight = flight, grounded
         if not landed.steps:
             continue
         new_ids, new_logprobs = landed.fetch()

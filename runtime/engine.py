@@ -161,9 +161,6 @@ class Graphs:
         self.step = decode.Step(model, self.cache)
         self.most_steps, self.most_eos = decode.STEPS, decode.EOS_SLOTS
         self.graphs, self.pool, self.scratch = {}, None, []
-        # on the host, where the results of two runs in a row go
-        self.results = [[torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
-                         for t in (self.step.out_ids, self.step.out_logp)] for _ in range(2)]
         packed = lora.packed(model)
         self.prompts = packed and packed.Prefill(model, self.cache)
 
@@ -210,10 +207,9 @@ class Graphs:
         st.count.zero_()
         for _ in range(steps):
             launch()
-        self.results.reverse()
-        ids, logprobs = self.results[0]
-        ids.copy_(st.out_ids, non_blocking=True)
-        logprobs.copy_(st.out_logp, non_blocking=True)
+        # the next run overwrites them: to the host, in their turn
+        ids, logprobs = (torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+                         .copy_(t, non_blocking=True) for t in (st.out_ids, st.out_logp))
         done = torch.cuda.Event() if st.out_ids.is_cuda else None
         if done:
             done.record()

@@ -248,6 +248,24 @@ def test_rows_that_wait_for_company_leave_holes_and_draw_the_same(monkeypatch, s
     assert len(calls) == starts
 
 
+def test_the_next_steps_are_launched_before_the_last_ones_are_fetched(monkeypatch):
+    """Else the device waits for the host each time; and no step is launched that a limit says is in vain. Rows of 8, 2 and 3 tokens in
+    two slots: the third begins as the second's end is seen, while the first's last steps are on their way."""
+    m, events, run = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64), rank=0), [], engine.Graphs.run
+
+    def recorded(self, rows, steps):
+        steps, fetch = run(self, rows, steps)
+        events.append(steps)
+        return steps, lambda: events.append("fetch") or fetch()
+
+    monkeypatch.setattr(decode, "STEPS", 4)
+    monkeypatch.setattr(sample, "Eager", engine.Graphs)
+    monkeypatch.setattr(engine.Graphs, "run", recorded)
+    monkeypatch.setattr(engine.Graphs, "stall", 0)
+    sample.generate(m, PROMPTS[:3], max_new_tokens=[8, 2, 3], seed=3, max_rows=2)
+    assert events == [4, 4, "fetch", 3, "fetch", "fetch"]
+
+
 @pytest.mark.parametrize("kind", [engine.Eager, engine.Graphs])
 def test_a_row_that_moves_takes_everything_along(kind):
     """Its random numbers, its limit or its newest keys left behind: from there on it is another completion."""
