@@ -57,6 +57,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weights.formats import CHUNK, FORMATS, NF4, dequantize
 
@@ -360,13 +361,13 @@ def adapter_left(flags, mt, everyone):
 
 
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
-def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, N, K, sx, sc, ss,
-         sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, N, K, sx, sc,
+         ss, sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
          SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, W: tl.constexpr,
          R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
          Z: tl.constexpr, ZR: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
          BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
-         ASM: tl.constexpr):
+         ASM: tl.constexpr, TMA: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
     the weight, BM of x, one split of K; with an adapter, the first ones make x A^T (adapter_in).
 
@@ -375,7 +376,7 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
     splits; sums, flags, Z, ZR: adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0,
     b1: the rows at which LoRA parts 1 and 2 begin; W warps, RP: R as the MMA wants it, 16 or a
     larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along K, and groups of
-    8 rows are full."""
+    8 rows are full; TMA: x is copied by its unit, from the descriptor xd of tiles (BM, 64)."""
     T: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # the interpreter multiplies no bfloat16
     if FAST:
         sc = tl.multiple_of(sc, 64)
@@ -427,9 +428,13 @@ def gemm(x, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, 
                                             pack=1)
         if FAST:
             w = tl.load(wp)
-            xl, xh = tl.load(xp), tl.load(xp + 64)
         else:
             w = tl.load(wp, mask=(rl * 0 + kc < K)[:, None], other=0)
+        if TMA:
+            xl, xh = xd.load([pid % MT * BM, kc]).T, xd.load([pid % MT * BM, kc + 64]).T
+        elif FAST:
+            xl, xh = tl.load(xp), tl.load(xp + 64)
+        else:
             xl = tl.load(xp, mask=(kc + j < K)[:, None], other=0.0)
             xh = tl.load(xp + 64, mask=(kc + 64 + j < K)[:, None], other=0.0)
         s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
@@ -525,14 +530,15 @@ def to_bfloat16_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.con
 
 
 # What a program takes: BM rows of x and BN of w; stages of the loop, kWidth of its dot, warps. Of
-# such programs `fit` are on an SM at once; a chunk of K takes about `alone` ns where one is, `each`
-# for every program where many are. At most 111 KB of shared memory.
-TILES = [dict(BM=8, BN=64, stages=3, kw=4, warps=4, fit=7, alone=320, each=170),
-         dict(BM=16, BN=64, stages=4, kw=2, warps=4, fit=6, alone=220, each=190),
-         dict(BM=32, BN=64, stages=4, kw=2, warps=4, fit=4, alone=240, each=220),
-         dict(BM=64, BN=64, stages=3, kw=2, warps=4, fit=3, alone=390, each=290),
-         dict(BM=128, BN=64, stages=3, kw=2, warps=4, fit=2, alone=880, each=200),
-         dict(BM=128, BN=128, stages=2, kw=2, warps=8, fit=2, alone=1060, each=940, maxnreg=128)]
+# such programs `fit` are on an SM at once, which takes about `wave` ns and, a chunk of K, `alone`
+# ns where one is, `each` for every program where many are. At most 111 KB of shared memory.
+TILES = [dict(BM=8, BN=64, stages=3, kw=4, warps=4, fit=7, wave=1350, alone=320, each=170),
+         dict(BM=16, BN=64, stages=4, kw=2, warps=4, fit=6, wave=1350, alone=220, each=190),
+         dict(BM=32, BN=64, stages=4, kw=2, warps=4, fit=4, wave=1350, alone=240, each=220),
+         dict(BM=64, BN=64, stages=3, kw=2, warps=4, fit=3, wave=1350, alone=390, each=290),
+         dict(BM=128, BN=64, stages=3, kw=2, warps=4, fit=2, wave=2400, alone=480, each=375),
+         dict(BM=128, BN=128, stages=2, kw=2, warps=8, fit=2, wave=3000, alone=1160, each=675,
+              maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
 FEW = 512  # up to here the kernel wins nearly always, and with an adapter always
@@ -575,7 +581,7 @@ def plan(M, N, K, cores):
             if split > 1 and (programs > slots or programs * partial > PARTIALS):
                 break
             waves, rest = divmod(programs, slots)
-            full, last = (1350 + -(-blocks // split) * math.hypot(t["alone"], here * t["each"])
+            full, last = (t["wave"] + -(-blocks // split) * math.hypot(t["alone"], here * t["each"])
                           for here in (t["fit"], -(-rest // cores)))  # programs on an SM
             ns = 1900 + waves * full + (rest > 0) * last
             ns += (split > 1) * (950 + 0.17 * split * partial)
@@ -683,15 +689,17 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"])
+    tma = t["BM"] >= 128 and major >= 9  # smaller tiles gain nothing, or lose
+    xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
     fast = K % CHUNK == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
-        x, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M, N, K,
-        x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
+        x, xd, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M,
+        N, K, x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
         *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], SPLIT=t["split"],
         STAGES=t["stages"], KW=kw, W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
-        num_warps=t["warps"], **extra)
+        TMA=tma, num_warps=t["warps"], **extra)
     return out
 
 

@@ -41,6 +41,8 @@ COLUMNS = {c: (float, -1e15, 1e15) for p in PANELS for c in (*p[1], "seconds", "
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000"]
 STYLES = ["-", (0, (4, 1.2)), (0, (1, 1)), (0, (5, 1.2, 1, 1.2))]
 MARKERS = "os^D"
+# flags of train.py that change no number of a run
+IDLE = ("resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share")
 
 
 def look(i):
@@ -154,7 +156,7 @@ def lines(runs):
     for run, name in zip(runs, names(runs), strict=True):
         flags = beside(run, "config.json")
         seed = flags.pop("seed", None)
-        flags = {k: v for k, v in flags.items() if k not in ("out", "resume")}
+        flags = {k: v for k, v in flags.items() if k not in IDLE}
         alike = [seeds for other, seeds in found if flags and other == flags and seed not in seeds]
         if alike:
             alike[0][seed] = run, name

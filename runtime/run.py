@@ -37,7 +37,7 @@ from weights import checkpoint
 from weights.files import append, check_out, lines, lock, parse_json, read_json, whole
 
 # what --resume may change
-FREE = ("resume", "out", "steps", "save_every", "show_every", "log_to", "timeout", "card_share")
+FREE = ("steps", *plot.IDLE)
 NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
          "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
          "summary.json"}

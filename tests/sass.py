@@ -22,11 +22,13 @@ def compiled(tile, glu):
     from triton.compiler import ASTSource
 
     names = mt.gemm.arg_names
+    tma = tile["BM"] >= 128
+    types = POINTERS | NUMBERS | ({"xd": f"tensordesc<bf16[{tile['BM']}, 64]>"} if tma else {})
     constants = dict(FMT="nvfp4", BM=tile["BM"], BN=tile["BN"], SPLIT=1, STAGES=tile["stages"], KW=tile["kw"], W=tile["warps"],
                      R=16, RP=16, P=1 + glu, RA=16 + 16 * glu, AT=1, Z=4, ZR=1, ONE=not glu, GLU=glu, BIAS=False, RES=not glu,
-                     FAST=True, PDL=True, ASM=True)
+                     FAST=True, PDL=True, ASM=True, TMA=tma, **({} if tma else {"xd": None}))
     whole = [*POINTERS, "N", "K", "sx", "sc", "ss", "sb"]  # multiples of 16
-    source = ASTSource(mt.gemm, {n: (POINTERS | NUMBERS).get(n, "constexpr") for n in names},
+    source = ASTSource(mt.gemm, {n: types.get(n, "constexpr") for n in names},
                        {(names.index(n),): value for n, value in constants.items()},
                        {(names.index(n),): [["tt.divisibility", 16]] for n in whole})
     options = {"num_warps": tile["warps"]} | ({"maxnreg": tile["maxnreg"]} if "maxnreg" in tile else {})
