@@ -274,10 +274,10 @@ def log_softmax_chunk(hidden, weight, temperature, valid_vocab):
 
 def score(hidden, weight, targets, temperature, valid_vocab):
     """(log p(target) (c,), entropy (c,), softmax - onehot(target) (c, V)) of a chunk."""
-    if hidden.is_cuda and weight.dtype == torch.bfloat16:
+    if hidden.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
         from runtime import packed  # the same in one kernel
 
-        return packed.score(logits(hidden, weight), targets, temperature, valid_vocab)
+        return packed.score(logits(hidden, weight), targets, temperature, valid_vocab, weight.dtype)
     lp = log_softmax_chunk(hidden, weight, temperature, valid_vocab)
     t = targets[:, None]
     logp = lp.gather(1, t)[:, 0]
@@ -473,8 +473,8 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
 
 
 def backward(model, completions, settings):
-    """Add the gradient of the loss of whole groups to the parameters, micro-batch by micro-batch ->
-    summed metrics, or None if none is trained. Of several ranks, each adds that of its share.
+    """Leave the gradient of the loss of whole groups in the parameters, micro-batch by micro-batch
+    -> summed metrics, or None if none is trained. Of several ranks, each leaves that of its share.
 
     The loss is normalised by the counts of all completions, so that micro-batches, and ranks, add
     up to the full-batch loss."""
@@ -487,10 +487,17 @@ def backward(model, completions, settings):
     counted = completions if OBJECTIVES[settings.loss].normaliser is constant else trained
     total_tokens = sum(len(c.ids) for c in trained)
     share = ranks.share(trained, size)[ranks.rank]
+    # a token's gradient, about 1 / total_tokens, would vanish in float16 before it is in the
+    # float32 ones of the adapter
+    half = model.embed.weight.dtype == torch.float16
+    scale = 2.0 ** round(math.log2(total_tokens)) if half else 1.0
     for batch in micro_batches(model, share, settings.micro_batch_tokens):
         loss, metrics = batch_loss(model, batch, settings, total_tokens, len(counted))
-        loss.backward()
+        (scale * loss).backward()
         parts.append(metrics)
+    for p in model.parameters() if half else ():
+        if p.grad is not None:
+            p.grad /= scale
     if ranks.world > 1:  # a GPU's tensors do not travel
         parts = [{k: v.cpu() for k, v in sum_metrics(parts).items()}] if parts else []
     return sum_metrics(list(chain(*ranks.gather(parts))))

@@ -138,13 +138,14 @@ def disabled(model):
 
 
 def packed(model):
-    """runtime.packed where it can run the model: on a GPU, in bfloat16, with heads of a size that
+    """runtime.packed where it can run the model: on a GPU, in 16 bits, with heads of a size that
     attention.py takes and nothing but adapters to train; else None, and model.py's own forward is
     the way."""
     w = model.embed.weight
+    halves = torch.bfloat16, torch.float16
     trains = torch.is_grad_enabled() and w.requires_grad
     sizes = (16, 32, 64, 128)
-    if not w.is_cuda or w.dtype != torch.bfloat16 or trains or model.config.head_dim not in sizes:
+    if not w.is_cuda or w.dtype not in halves or trains or model.config.head_dim not in sizes:
         return None
     from runtime import packed  # needs Triton, which the CPU does without
 

@@ -1,11 +1,11 @@
 """
-The FP4 GEMM: y = x w_hat^T for activations x (M, K) in bfloat16 and a packed four-bit weight
-(N, K), in Triton.
+The FP4 GEMM: y = x w_hat^T for activations x (M, K) in 16 bits and a packed four-bit weight (N, K),
+in Triton.
 
 A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight
-costs: `gemm` streams the codes at up to 77% of the read bandwidth and turns them into bfloat16 in
+costs: `gemm` streams the codes at up to 77% of the read bandwidth and turns them into 16 bits in
 registers. With many rows (prefill, log-probs, update) decoding is what costs, so
-`to_bfloat16_kernel` writes the weight once to a scratch that all layers share, and cuBLAS
+`to_16bit_kernel` writes the weight once to a scratch that all layers share, and cuBLAS
 multiplies. `matmul` picks; its gradient in x takes the scratch too. No 16-bit copy of a weight is
 kept, and a weight has no gradient.
 
@@ -34,6 +34,10 @@ epilogue. So only the sum and the output are rounded: relative error 1.65e-3 aga
 product. MXFP4's exponent is a bfloat16 exponent already, carried at 2^100. NF4's values come from
 byte permutes (PRMT is an 8-entry table, whose selector four codes side by side are), 21
 instructions for 8 codes, and their products do round: 2.8e-3.
+
+float16 has five bits of exponent where bfloat16 has eight. Its s is in bit 15 as well, e, e, m in
+11, 10, 9: 8 instructions more for 8 codes. Codes read as 2^-14 of their value, the scale is taken
+at 2^6: 28,672 at most, and the product, a multiple of 2^-18, is exact. MXFP4's scales do not fit.
 
 Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles
 are few, K is cut (SPLIT): each split leaves a float32 partial sum and the program that comes last
@@ -77,15 +81,28 @@ shl.b32 e, $4, 6;              lop3.b32 d, e, 0x00400040, d, 0xea;
 """
 SCALE = """fma.rn.bf16x2 $0, a, $5, z;   fma.rn.bf16x2 $1, b, $5, z;
 fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
+# float16 wants e, e, m three bits higher than bfloat16; 0xe2 takes them from t, the rest from a..d
+EXTRACT_HALF = """{ .reg .b32 a, b, c, d, e, t, z;
+mov.b32 z, 0x80008000;
+shl.b32 t, $4, 3;
+lop3.b32 a, t, 0x0e000e00, $4, 0xe2;   and.b32 a, a, 0x8e008e00;
+shl.b32 b, $4, 4;                      shl.b32 t, $4, 7;
+lop3.b32 b, t, 0x0e000e00, b, 0xe2;    and.b32 b, b, 0x8e008e00;
+shf.r.wrap.b32 c, $4, $4, 6;           shl.b32 t, c, 3;
+lop3.b32 c, t, 0x0e000e00, c, 0xe2;    and.b32 c, c, 0x8e008e00;
+shf.r.wrap.b32 d, $4, $4, 2;           shl.b32 t, d, 3;
+lop3.b32 d, t, 0x0c000c00, d, 0xe2;    and.b32 d, d, 0x8c008c00;
+shl.b32 e, $4, 9;                      lop3.b32 d, e, 0x02000200, d, 0xea;
+"""
 
 
-def lookup():
+def lookup(dtype=torch.bfloat16):
     """PTX that turns a word of NF4 into its codebook's values, as pairs a to d: byte permutes as
     8-entry tables.
 
     s gets the 3-bit indices, four of which are a permute's selector, m each one's sign as a byte; l
     and h the low and high bytes of the values, the sign choosing the half of the table."""
-    table = torch.tensor(NF4).bfloat16().view(16, 1).view(torch.uint8)
+    table = torch.tensor(NF4).to(dtype).view(16, 1).view(torch.uint8)
     low, high = table.T.contiguous().view(torch.int32).tolist()  # 4 bytes a word
 
     def four(signs, x, y):
@@ -105,20 +122,30 @@ and.b32 s, $4, 0x77777777;   shl.b32 x, $4, 4;
 {four("0xfbea", "c", "d")}"""
 
 
-E2M1_ASM = tl.constexpr(EXTRACT + SCALE)
-NF4_ASM = tl.constexpr(lookup() + SCALE)
+def half(text):
+    return text.replace("bf16x2", "f16x2")
+
+
+E2M1_ASM, NF4_ASM = tl.constexpr(EXTRACT + SCALE), tl.constexpr(lookup() + SCALE)
+E2M1_HALF = tl.constexpr(EXTRACT_HALF + half(SCALE))
+NF4_HALF = tl.constexpr(lookup(torch.float16) + half(SCALE))
 # four E4M3 scales in $4 -> 2^7 of each, twice in a word: << 4 and times 2^127 (0x7f00)
-E4M3_ASM = tl.constexpr("""{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
+E4M3 = """{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
 mov.b32 p, 0x7f007f00;   mov.b32 z, 0x80008000;
 shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.b32 {u, v}, a;
 shr.b32 b, $4, 4;   and.b32 b, b, 0x07f007f0;   fma.rn.bf16x2 b, b, p, z;   mov.b32 {x, y}, b;
-mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }""")
+mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }"""
+# in float16 2^6 of each: << 7 and times 2^14 (0x7400)
+E4M3_HALF = (half(E4M3).replace("0x7f007f00", "0x74007400").replace("0x07f007f0", "0x3f803f80")
+             .replace("shl.b32 a, $4, 4", "shl.b32 a, $4, 7")
+             .replace("shr.b32 b, $4, 4", "shr.b32 b, $4, 1"))
+E4M3_ASM, E4M3_HALF = tl.constexpr(E4M3), tl.constexpr(E4M3_HALF)
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
 TOUCH = tl.constexpr("// $0")  # no instruction
 TABLE = tl.constexpr(NF4)
 # codes are read at 2^-126 of their value, E4M3 at 2^7, E8M0 at 2^100, so that the products of tiny
-# scales are not subnormal
-UNSCALE4, UNSCALE8 = tl.constexpr(2.0**119), tl.constexpr(2.0**26)
+# scales are not subnormal; in float16 codes at 2^-14, E4M3 at 2^6
+UNSCALE4, UNSCALE8, UNSCALE_HALF = (tl.constexpr(2.0**n) for n in (119, 26, 8))
 
 
 @triton.jit
@@ -165,14 +192,15 @@ def quarters(a, b, c, d, BN: tl.constexpr):
 
 
 @triton.jit
-def extract(w, s, FMT: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
-    """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale;
-    without ASM in float32."""
+def extract(w, s, FMT: tl.constexpr, ASM: tl.constexpr, T: tl.constexpr, BN: tl.constexpr):
+    """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale, in
+    T, or without ASM in float32."""
+    HALF: tl.constexpr = T == tl.float16
     if FMT == "nvfp4":
         if ASM:
             s0, s1, s2, s3 = tl.inline_asm_elementwise(
-                E4M3_ASM, "=r,=r,=r,=r,r", [s], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=True, pack=1)
+                E4M3_HALF if HALF else E4M3_ASM, "=r,=r,=r,=r,r", [s],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
         else:  # e4m3 bits << 20 are a float32 of 2^-120 times the value, subnormals included;
             # 2^127 makes it 2^7
             s0 = ((s << 20) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
@@ -186,14 +214,18 @@ def extract(w, s, FMT: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
         lo, hi = quarters(even, even, odd, odd, BN)
     else:
         if ASM:
-            s = s.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+            s = s.to(T).to(tl.int16, bitcast=True).to(tl.int32)
             s = (s << 16) | (s & 0xFFFF)
         lo, hi = quarters(s, s, s, s, BN)
     if ASM:
+        if FMT == "nf4":
+            text: tl.constexpr = NF4_HALF if HALF else NF4_ASM
+        else:
+            text: tl.constexpr = E2M1_HALF if HALF else E2M1_ASM
         a, b, c, d = tl.inline_asm_elementwise(
-            NF4_ASM if FMT == "nf4" else E2M1_ASM, "=r,=r,=r,=r,r,r,r", [w, lo, hi],
+            text, "=r,=r,=r,=r,r,r,r", [w, lo, hi],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
-        a, b, c, d = halves(a), halves(b), halves(c), halves(d)
+        a, b, c, d = halves(a, T), halves(b, T), halves(c, T), halves(d, T)
     elif FMT == "nf4":
         a, b, c, d = found(w, lo), found(w >> 8, lo), found(w >> 16, hi), found(w >> 24, hi)
     else:
@@ -217,9 +249,19 @@ def exponent(s, ASM: tl.constexpr):
 
 
 @triton.jit
-def halves(a):
-    """Words (..) to the two bfloat16 in each, (.., 2)."""
-    return tl.join(a.to(tl.int16), (a >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+def unscaled(x, FMT: tl.constexpr, ASM: tl.constexpr, T: tl.constexpr):
+    """x, which is in units of `extract`'s value * scale, in those of w_hat / global scale."""
+    if FMT == "nvfp4":
+        x *= UNSCALE_HALF if ASM and T == tl.float16 else UNSCALE4
+    elif FMT == "mxfp4":
+        x *= UNSCALE8
+    return x
+
+
+@triton.jit
+def halves(a, T: tl.constexpr):
+    """Words (..) to the two 16-bit numbers in each, (.., 2)."""
+    return tl.join(a.to(tl.int16), (a >> 16).to(tl.int16)).to(T, bitcast=True)
 
 
 @triton.jit
@@ -377,7 +419,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     b1: the rows at which LoRA parts 1 and 2 begin; W warps, RP: R as the MMA wants it, 16 or a
     larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along K, and groups of
     8 rows are full; TMA: x is copied by its unit, from the descriptor xd of tiles (BM, 64)."""
-    T: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # the interpreter multiplies no bfloat16
+    # the interpreter multiplies no bfloat16
+    T: tl.constexpr = x.dtype.element_ty if ASM else tl.float32
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
@@ -438,7 +481,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             xl = tl.load(xp, mask=(kc + j < K)[:, None], other=0.0)
             xh = tl.load(xp + 64, mask=(kc + 64 + j < K)[:, None], other=0.0)
         s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
-        a, b, cc, d = extract(w, s, FMT, ASM, BN)
+        a, b, cc, d = extract(w, s, FMT, ASM, T, BN)
         low, high = arrange(a, b, BN, W, KW).to(T), arrange(cc, d, BN, W, KW).to(T)
         # (BN, 64) @ (64, BM)
         acc = tl.dot(low, natural(xl, BM, KW).to(T), acc, input_precision="ieee")
@@ -448,8 +491,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     if PDL:  # from here the next kernel fills SMs as programs leave; signalled at the start, its
         # programs pile up on some
         tl.extra.cuda.gdc_launch_dependents()
-    acc *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
-    acc *= gs[:, None]
+    acc = unscaled(acc, FMT, ASM, T) * gs[:, None]
     done = split == 0
     if done:
         if R > 0:
@@ -498,11 +540,12 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
 
 
 @triton.jit
-def to_bfloat16_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.constexpr,
+def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.constexpr,
                        BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, FAST: tl.constexpr,
                        FOLD: tl.constexpr, ASM: tl.constexpr):
     """out (N, K + E), rows `so` apart: value * block scale, times global scale if FOLD, and behind
     it tail (N, E). A program does BN rows of one chunk, or of the tail."""
+    T: tl.constexpr = out.dtype.element_ty if ASM else tl.float32
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
@@ -513,10 +556,10 @@ def to_bfloat16_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.con
     if k < K:
         w = tl.load(words(codes, row, k, N, sc, FAST))
         s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, FAST, BN)
-        a, b, cc, d = extract(w, s, FMT, ASM, BN)
+        a, b, cc, d = extract(w, s, FMT, ASM, T, BN)
         v = tl.join(arrange(a, b, BN, 0, 2), arrange(cc, d, BN, 0, 2))  # (BN, 64, plane)
         v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
-        v *= UNSCALE4 if FMT == "nvfp4" else (UNSCALE8 if FMT == "mxfp4" else 1.0)
+        v = unscaled(v, FMT, ASM, T)
         if FOLD:
             v *= tl.load(g + row)[:, None]
         j = k + tl.arange(0, 128)
@@ -601,6 +644,8 @@ def check(x, q):
     """ValueError if x does not fit q, or check_weight's."""
     if not x.is_floating_point():
         raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")
+    if x.dtype == torch.float16 and q.fmt == "mxfp4":
+        raise ValueError("marlin_triton: MXFP4's scales go beyond float16; pass bfloat16")
     if x.shape[-1] != q.shape[1]:
         raise ValueError(f"marlin_triton: x has {x.shape[-1]} columns, the weight {q.shape[1]}; "
                          "they must agree")
@@ -703,15 +748,15 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     return out
 
 
-def to_bfloat16(q, fold=False, out=None, tail=None, asm=None):
-    """w_hat / global_scale (N, K) in bfloat16, which holds it exactly except for nf4; with `fold`,
-    w_hat, rounded once; behind it tail (N, E). On CPU tensors it needs TRITON_INTERPRET=1. out: a
-    flat bfloat16 buffer to use."""
+def to_16bit(q, fold=False, out=None, tail=None, asm=None, dtype=torch.bfloat16):
+    """w_hat / global_scale (N, K) in bfloat16 or float16, which holds it exactly except for nf4;
+    with `fold`, w_hat, rounded once; behind it tail (N, E). On CPU tensors it needs
+    TRITON_INTERPRET=1. out: a flat buffer to use."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     if out is None:
-        out = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
+        out = torch.empty(N * (K + E), dtype=dtype, device=q.codes.device)
     w = out[: N * (K + E)].view(N, K + E)
-    to_bfloat16_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
+    to_16bit_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
         q.codes, raw(q), q.global_scale, w if tail is None else tail, w, N, K, q.codes.stride(0),
         q.scale.stride(0), K + E, FMT=q.fmt, BN=64, E=E, EP=max(16, triton.next_power_of_2(E)),
         FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
@@ -729,8 +774,8 @@ def common_scale(q):
     return g.common[1]
 
 
-def decoded(q, tail=None):
-    """(w (N, K + E) in bfloat16, alpha): alpha w[:, :K] is w_hat, and tail (N, E) stands behind it.
+def decoded(q, tail=None, dtype=torch.bfloat16):
+    """(w (N, K + E) in `dtype`, alpha): alpha w[:, :K] is w_hat, and tail (N, E) stands behind it.
 
     In the scratch, so that it lasts until the next weight is decoded."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
@@ -739,7 +784,7 @@ def decoded(q, tail=None):
         buffers[2] = None  # let go of the smaller one first
         buffers[2] = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
     alpha = common_scale(q)
-    w = to_bfloat16(q, alpha is None, buffers[2], tail)
+    w = to_16bit(q, alpha is None, buffers[2].view(dtype), tail)
     return w, 1.0 if alpha is None else alpha
 
 
@@ -747,7 +792,7 @@ def many(x, q, transposed, tail=None, start=None):
     """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, by the scratch and cuBLAS. tail
     (N, E), in units of `decoded`'s alpha, stands behind w_hat as E more columns. start, (N,) or of
     the result's shape, is added before rounding."""
-    w, alpha = decoded(q, tail)
+    w, alpha = decoded(q, tail, x.dtype)
     w = w if transposed else w.T
     # cuBLAS multiplies its float32 sums by alpha: the global scale costs no rounding
     if start is not None:
@@ -756,11 +801,15 @@ def many(x, q, transposed, tail=None, start=None):
     return torch.addmm(y, x, w, beta=0, alpha=alpha, out=y)
 
 
+def in_16bit(x):
+    return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
+
+
 def product(x, q):
     """x (M, K) @ w_hat^T -> (M, N) in x.dtype."""
     if not x.is_cuda:
         return (x.float() @ dequantize(q).T).to(x.dtype)
-    b = x.to(torch.bfloat16)
+    b = in_16bit(x)
     y = gemm_few(b, q) if few(b.shape[0], *q.shape, sms(x.device)) else many(b, q, transposed=False)
     return y.to(x.dtype)
 
@@ -777,15 +826,16 @@ class Matmul(torch.autograd.Function):
             return (dy.float() @ dequantize(ctx.q)).to(dy.dtype), None  # (M, N) @ (N, K)
         if not dy.shape[0]:
             return dy.new_empty(0, ctx.q.shape[1]), None
-        return many(dy.to(torch.bfloat16).contiguous(), ctx.q, transposed=True).to(dy.dtype), None
+        return many(in_16bit(dy).contiguous(), ctx.q, transposed=True).to(dy.dtype), None
 
 
 def matmul(x, q):
     """x (..., K) times a quantized weight q (N, K), nvfp4.Quantized: (..., N) in x.dtype,
     differentiable in x.
 
-    bfloat16 in, float32 sums; other float dtypes are cast on the GPU. On the CPU plain torch in
-    float32. ValueError if dtype, shape or device do not fit, or a scale of q is NaN."""
+    bfloat16 or float16 in, float32 sums; other float dtypes are cast to bfloat16 on the GPU. On the
+    CPU plain torch in float32. ValueError if dtype, shape or device do not fit, or a scale of q is
+    NaN."""
     check(x, q)
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])
 
@@ -795,10 +845,11 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
-    x (M, K) bfloat16; q a Quantized (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the rows at
-    which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for q, k, v;
-    a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous; `out` is
-    written if given, and may be `residual`. glu: q is gate on up, and the result (M, N / 2).
+    x (M, K) bfloat16 or float16; q a Quantized (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the
+    rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
+    q, k, v; a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous;
+    `out` is written if given, and may be `residual`. glu: q is gate on up, and the result (M,
+    N / 2).
 
     Deterministic, and safe in a CUDA graph after one call outside: kernels compile, buffers are
     made and weights checked on the first. On the CPU plain torch. ValueError if shapes or dtypes do
@@ -809,8 +860,8 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     if A is not None and (P > 3 or B.shape[0] != N or A.shape != (P * B.shape[1], K)):
         shapes = f"A {tuple(A.shape)} and B {tuple(B.shape)}"
         raise ValueError(f"linear_decode: {shapes} do not fit {N} x {K} in {P} parts (3 at most)")
-    if x.is_cuda and x.dtype != torch.bfloat16:
-        raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16")
+    if x.is_cuda and x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16 or float16")
     if x.is_cuda and few(M, N, K, sms(x.device)):
         return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu)
     start = bias if residual is None else residual

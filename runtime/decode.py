@@ -213,7 +213,7 @@ def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl
                 IEEE: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
     """y (B, N) += scaling * (x a^T) b^T for x (B, K), a (PR, K), b (N, R); rows of b from split1
     (split2) on belong to part 1 (2). sums, flags, Z, ZR: marlin_triton.adapter_in's."""
-    T: tl.constexpr = tl.float32 if IEEE else tl.bfloat16
+    T: tl.constexpr = tl.float32 if IEEE else x.dtype.element_ty
     MT, pid = tl.cdiv(B, RB), tl.program_id(0)
     if pid < MT * AT * Z:
         marlin_triton.adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, ZR, RB, RA, T,
@@ -394,7 +394,7 @@ class Step:
     def linear(self, p, x, residual=None, glu=False):
         """base(x) + LoRA (+ residual, which is overwritten) for x (B, K); glu: silu(gate) * up of
         it."""
-        if p.quantized and x.dtype == torch.bfloat16:
+        if p.quantized and x.dtype != torch.float32:
             return marlin_triton.linear_decode(
                 x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu)
         if residual is None or p.quantized or p.base.bias is not None:

@@ -60,7 +60,8 @@ TABLE = (
     Flag("awq", bool, False, "scales chosen by activations, not by rounding", kept=True),
     Flag("calib", str, None, "text for --awq (default: arithmetic problems)", kept=True),
     Flag("device", ("auto", "cpu", "cuda"), "auto", "auto is cuda where there is one"),
-    Flag("dtype", ("auto", "bfloat16", "float32"), "auto", "bfloat16 on cuda, else float32"),
+    Flag("dtype", ("auto", "bfloat16", "float16", "float32"), "auto",
+         "auto is bfloat16 on cuda, else float32"),
     "trained policy: eval sample",
     Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
     Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
@@ -233,6 +234,9 @@ def parse(command, argv):
         raise ValueError("--awq: chooses the scales of a four-bit format; --quant is none")
     if args.calib and not args.awq:
         raise ValueError("--calib: plain rounding uses no text; add --awq")
+    if args.dtype == "float16" and args.quant == "mxfp4":
+        raise ValueError("--dtype float16: MXFP4's scales do not fit it; use bfloat16, or "
+                         "--quant nvfp4")
     {"train": check_train, "eval": check_eval, "sample": check_sample}[command](args)
     return args
 
@@ -247,6 +251,9 @@ def check_train(args):
     if args.lora_rank == 0 and args.quant != "none":
         raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
                          f"{args.quant} cannot be trained")
+    if args.lora_rank == 0 and args.dtype == "float16":
+        raise ValueError("--dtype float16: gradients of the weights themselves would vanish in it; "
+                         "use bfloat16, or --lora-rank 1 or more")
     if args.lora_rank == 0 and args.beta:
         raise ValueError("--beta: its reference is the model without adapter; use --lora-rank 1 or "
                          "more")
@@ -310,12 +317,14 @@ def run_command(command, body, argv=None):
 
 def place(device="auto", dtype="auto"):
     """(device, torch.dtype) that --device and --dtype stand for: auto is cuda where there is one,
-    with bfloat16, else the CPU, with float32. ValueError for cuda on a machine without it."""
+    with bfloat16, else the CPU, with float32. ValueError for what the machine cannot."""
     device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: this machine has no CUDA device; use --device cpu")
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
+    if dtype == "float16" and device == "cpu":
+        raise ValueError("--dtype float16: for GPUs; the CPU takes float32 or bfloat16")
     return device, getattr(torch, dtype)
 
 

@@ -1,6 +1,6 @@
 """The FP4 GEMM as Triton compiles it for Hopper, no card needed, and what is wrong with its machine code.
 
-    python tests/sass.py        # of four tiles: products by the tensor core, and registers that change while one may read them"""
+    python tests/sass.py        # of five tiles: products by the tensor core, and registers that change while one may read them"""
 import json
 import re
 import sys
@@ -15,8 +15,8 @@ POINTERS = {**dict.fromkeys(("x", "bias", "A", "B", "res", "out"), "*bf16"), "co
 NUMBERS = {**dict.fromkeys(("M", "N", "K", "sx", "sc", "ss", "sb", "b0", "b1"), "i32"), "scaling": "fp32"}
 
 
-def compiled(tile, glu):
-    """SASS of the GEMM of a tile of TILES, with LoRA."""
+def compiled(tile, glu, dtype):
+    """SASS of the GEMM of a tile of TILES, with LoRA; x and the result in `dtype`, bf16 or fp16."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -24,6 +24,7 @@ def compiled(tile, glu):
     names = mt.gemm.arg_names
     tma = tile["BM"] >= 128
     types = POINTERS | NUMBERS | ({"xd": f"tensordesc<bf16[{tile['BM']}, 64]>"} if tma else {})
+    types = {name: t.replace("bf16", dtype) for name, t in types.items()}
     constants = dict(FMT="nvfp4", BM=tile["BM"], BN=tile["BN"], SPLIT=1, STAGES=tile["stages"], KW=tile["kw"], W=tile["warps"],
                      R=16, RP=16, P=1 + glu, RA=16 + 16 * glu, AT=1, Z=4, ZR=1, ONE=not glu, GLU=glu, BIAS=False, RES=not glu,
                      FAST=True, PDL=True, ASM=True, TMA=tma, **({} if tma else {"xd": None}))
@@ -67,9 +68,9 @@ def unwaited(sass):
 
 
 def main():
-    for i, glu in ((1, False), (3, True), (4, True), (5, False)):
-        sass = compiled(mt.TILES[i], glu)
-        print(json.dumps({"BM": mt.TILES[i]["BM"], "products": sass.count("HGMMA"), "unwaited": unwaited(sass)[:3]}))
+    for i, glu, dtype in ((1, False, "bf16"), (3, True, "bf16"), (3, True, "fp16"), (4, True, "bf16"), (5, False, "bf16")):
+        sass = compiled(mt.TILES[i], glu, dtype)
+        print(json.dumps({"BM": mt.TILES[i]["BM"], "x": dtype, "products": sass.count("HGMMA"), "unwaited": unwaited(sass)[:3]}))
 
 
 if __name__ == "__main__":

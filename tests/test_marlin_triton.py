@@ -59,9 +59,12 @@ def choose(a, b, c, table):
     return sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1) & 1) << i for i in range(32))
 
 
-@pytest.mark.parametrize(("fmt", "text"), [("nvfp4", mt.EXTRACT), ("nf4", mt.lookup())])
-def test_what_the_ptx_makes_of_a_word(fmt, text):
-    """The decoder that the interpreter cannot run: E2M1 at 2^-126, NF4 looked up, each pair where the tensor core wants it."""
+@pytest.mark.parametrize(("fmt", "text", "dtype"), [
+    ("nvfp4", mt.EXTRACT, torch.bfloat16), ("nf4", mt.lookup(), torch.bfloat16),
+    ("nvfp4", mt.EXTRACT_HALF, torch.float16), ("nf4", mt.lookup(torch.float16), torch.float16)])
+def test_what_the_ptx_makes_of_a_word(fmt, text, dtype):
+    """The decoder that the interpreter cannot run: E2M1 at 2^-126 (float16: 2^-14), NF4 looked up, each pair where the tensor core
+    wants it."""
     ops = {"mov": lambda a: a, "and": lambda a, b: a & b, "shl": lambda a, b: a << b, "shr": lambda a, b: a >> b,
            "shf.r.wrap": lambda a, b, n: (b << 32 | a) >> n, "prmt": permute, "lop3": choose}
     codes = torch.randint(0, 16, (8, 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -69,9 +72,19 @@ def test_what_the_ptx_makes_of_a_word(fmt, text):
     words = pack(codes, fmt).view(torch.int32).view(8, 4, 4)  # (row, t, w)
     for row, t, w in itertools.product(range(2), range(4), range(4)):
         r = ptx(text, words[row, t, w].item(), ops)
-        got = torch.tensor([r[pair] >> 16 * p & 0xFFFF for pair in "abcd" for p in (0, 1)]).to(torch.int16).view(torch.bfloat16)
-        exact = got.double() * (2.0**126 if fmt == "nvfp4" else 1)
-        assert torch.equal(exact, want[row, :, w, :, t].flatten().bfloat16().double())
+        got = torch.tensor([r[pair] >> 16 * p & 0xFFFF for pair in "abcd" for p in (0, 1)]).to(torch.int16).view(dtype)
+        exact = got.double() * (1 if fmt == "nf4" else 2.0**14 if dtype == torch.float16 else 2.0**126)
+        assert torch.equal(exact, want[row, :, w, :, t].flatten().to(dtype).double())
+
+
+def test_e4m3_in_float16():
+    """What the PTX does to a scale: its bits << 7 and times 2^14 are 2^6 of it, and times the smallest or largest code it is exact."""
+    bits = torch.arange(127, dtype=torch.int16)
+    scale = (bits << 7).view(torch.float16) * 2.0**14
+    assert torch.equal(scale.double(), bits.to(torch.uint8).view(torch.float8_e4m3fn).double() * 2**6)
+    for value in (0.5, 6.0):
+        assert torch.equal((scale * (value * 2**-14)).double(), scale.double() * value * 2**-14)
+    assert all(t in mt.E4M3_HALF.value for t in ("shl.b32 a, $4, 7", "shr.b32 b, $4, 1", "a, 0x3f803f80", "p, 0x74007400", "fma.rn.f16x2"))
 
 
 def exact(q):
@@ -191,8 +204,32 @@ def test_the_result_may_overwrite_the_residual(split):
 def test_dequantization_is_exact(fmt, N, K):
     """Value times block scale has 6 significant bits: the scratch holds NVFP4 and MXFP4 without rounding."""
     q = weight(fmt, N, K)
-    got, want = mt.to_bfloat16(q).double(), exact(q) / q.global_scale[:, None].double()
+    got, want = mt.to_16bit(q).double(), exact(q) / q.global_scale[:, None].double()
     assert torch.allclose(got, want, rtol=1e-6 if fmt != "nf4" else 1.2e-2, atol=0)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", pytest.param("nf4", marks=gpu)])
+@pytest.mark.parametrize("M", [3, 40, 129, pytest.param(600, marks=gpu)])
+def test_in_float16(fmt, M):
+    """Three bits more of mantissa than bfloat16, which the sum's rounding alone shows; from a scratch of float16, behind one of
+    bfloat16, and through LoRA."""
+    N, K, R = 72, 384, 12
+    q, x = weight(fmt, N, K), activations(M, K).half()
+    want = x.double() @ exact(q).T
+    bound = 3e-4 if fmt == "nvfp4" else 1e-3
+    assert error(mt.gemm_few(x, q), want) < bound
+    mt.decoded(q)
+    assert error(mt.many(x, q, transposed=False) if CUDA else mt.matmul(x, q), want) < bound
+    w = mt.to_16bit(q, dtype=torch.float16).double()
+    assert w.isfinite().all() and error(w * q.global_scale[:, None].double(), exact(q)) < (1e-7 if fmt == "nvfp4" else 1e-3)
+    A, B = (activations(*shape, 4).half() * 0.02 for shape in ((R, K), (N, R)))
+    scaling, term = adapter(x, A, B, (), exact(q))
+    assert error(mt.linear_decode(x, q, A=A, B=B, scaling=scaling), want + term) < 4e-3  # `adapter` rounds to bfloat16
+
+
+def test_mxfp4_is_refused_in_float16():
+    with pytest.raises(ValueError, match="MXFP4's scales go beyond float16"):
+        mt.matmul(activations(3, 64).half(), weight("mxfp4", 8, 64))
 
 
 @pytest.mark.parametrize("N, K", [(9, 192), (72, 256)])
@@ -200,7 +237,7 @@ def test_an_adapter_stands_behind_the_decoded_weight(N, K):
     q, tail = weight("nvfp4", N, K), torch.randn(N, 24).to(torch.bfloat16)
     w, alpha = mt.decoded(q, tail)
     assert alpha == q.global_scale[0]
-    assert torch.equal(w[:, :K], mt.to_bfloat16(q)) and torch.equal(w[:, K:], tail)
+    assert torch.equal(w[:, :K], mt.to_16bit(q)) and torch.equal(w[:, K:], tail)
     whole = torch.cat([exact(q), alpha * tail.double()], 1)
     x, dy = activations(5, K + 24), activations(5, N, 1)
     for start in (None, activations(1, N, 2)[0], activations(5, N, 3)):
@@ -214,7 +251,7 @@ def test_mxfp4_keeps_tiny_scales():
     q, x = weight("mxfp4", 16, 128), activations(2, 128)
     q.scale.copy_(torch.arange(27, 155, 2).view(16, 4))
     want = dequantize(q)
-    assert torch.equal(mt.to_bfloat16(q).float() * q.global_scale[:, None], want)
+    assert torch.equal(mt.to_16bit(q).float() * q.global_scale[:, None], want)
     got = mt.gemm_few(x, q)
     for row in range(16):  # one at a time: large rows would hide small ones
         assert error(got[:, row], x.double() @ want[row].double()) < 1e-2
@@ -338,7 +375,7 @@ def test_no_register_changes_that_a_tensor_core_may_still_read(triton):
     script = Path(__file__).parent / "sass.py"
     out = subprocess.run([sys.executable, "-W", "ignore", script], env=env, check=True, capture_output=True, text=True).stdout
     tiles = [json.loads(line) for line in out.splitlines()]
-    assert [t["BM"] for t in tiles] == [16, 64, 128, 128]
+    assert [(t["BM"], t["x"]) for t in tiles] == [(16, "bf16"), (64, "bf16"), (64, "fp16"), (128, "bf16"), (128, "bf16")]
     for t in tiles:
         assert t["products"] >= 8 and not t["unwaited"]
 

@@ -268,6 +268,8 @@ def test_an_existing_run_folder_is_not_overwritten(straight, capsys):
     (["--no-such-flag", "1"], "--no-such-flag"), (["--quant", "int3"], "--quant"), (["--temperature", "0"], "--temperature"),
     (["--max-prompt", "2"], "--max-prompt"), (["--data", "nothing.jsonl"], "--data"), (["--model", "no/such/folder"], "--model"),
     (["--updates-per-rollout", "9"], "--updates-per-rollout"), (["--steps", "many"], "--steps"), (["--beta2", "1"], "--beta2"),
+    (["--dtype", "float16"], "--dtype"), (["--dtype", "float16", "--quant", "mxfp4"], "--quant"),
+    (["--dtype", "float16", "--quant", "none", "--lora-rank", "0"], "--lora-rank"),
 ])
 def test_bad_input_is_one_line_naming_the_flag_and_writes_nothing(tmp_path, capsys, flags, named):
     try:
