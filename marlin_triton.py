@@ -79,8 +79,6 @@ shf.r.wrap.b32 c, $4, $4, 6;   and.b32 c, c, 0x81c081c0;
 shf.r.wrap.b32 d, $4, $4, 2;   and.b32 d, d, 0x81808180;
 shl.b32 e, $4, 6;              lop3.b32 d, e, 0x00400040, d, 0xea;
 """
-SCALE = """fma.rn.bf16x2 $0, a, $5, z;   fma.rn.bf16x2 $1, b, $5, z;
-fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
 # float16 wants e, e, m three bits higher than bfloat16; 0xe2 takes them from t, the rest from a..d
 EXTRACT_HALF = """{ .reg .b32 a, b, c, d, e, t, z;
 mov.b32 z, 0x80008000;
@@ -96,7 +94,7 @@ shl.b32 e, $4, 9;                      lop3.b32 d, e, 0x02000200, d, 0xea;
 """
 
 
-def lookup(dtype=torch.bfloat16):
+def lookup(dtype):
     """PTX that turns a word of NF4 into its codebook's values, as pairs a to d: byte permutes as
     8-entry tables.
 
@@ -122,24 +120,29 @@ and.b32 s, $4, 0x77777777;   shl.b32 x, $4, 4;
 {four("0xfbea", "c", "d")}"""
 
 
-def half(text):
-    return text.replace("bf16x2", "f16x2")
+def scaled(pair):
+    """PTX that ends a decoder: a to d, times their scales."""
+    return f"""fma.rn.{pair} $0, a, $5, z;   fma.rn.{pair} $1, b, $5, z;
+fma.rn.{pair} $2, c, $6, z;   fma.rn.{pair} $3, d, $6, z; }}"""
 
 
-E2M1_ASM, NF4_ASM = tl.constexpr(EXTRACT + SCALE), tl.constexpr(lookup() + SCALE)
-E2M1_HALF = tl.constexpr(EXTRACT_HALF + half(SCALE))
-NF4_HALF = tl.constexpr(lookup(torch.float16) + half(SCALE))
-# four E4M3 scales in $4 -> 2^7 of each, twice in a word: << 4 and times 2^127 (0x7f00)
-E4M3 = """{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
-mov.b32 p, 0x7f007f00;   mov.b32 z, 0x80008000;
-shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.b32 {u, v}, a;
-shr.b32 b, $4, 4;   and.b32 b, b, 0x07f007f0;   fma.rn.bf16x2 b, b, p, z;   mov.b32 {x, y}, b;
-mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }"""
-# in float16 2^6 of each: << 7 and times 2^14 (0x7400)
-E4M3_HALF = (half(E4M3).replace("0x7f007f00", "0x74007400").replace("0x07f007f0", "0x3f803f80")
-             .replace("shl.b32 a, $4, 4", "shl.b32 a, $4, 7")
-             .replace("shr.b32 b, $4, 4", "shr.b32 b, $4, 1"))
-E4M3_ASM, E4M3_HALF = tl.constexpr(E4M3), tl.constexpr(E4M3_HALF)
+def e4m3(pair, left, right, mask, power):
+    """PTX that turns the four E4M3 scales in $4 into `power` times what their bits read as, each
+    twice in a word."""
+    return f"""{{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
+mov.b32 p, {power};   mov.b32 z, 0x80008000;
+shl.b32 a, $4, {left};   and.b32 a, a, {mask};   fma.rn.{pair} a, a, p, z;   mov.b32 {{u, v}}, a;
+shr.b32 b, $4, {right};  and.b32 b, b, {mask};   fma.rn.{pair} b, b, p, z;   mov.b32 {{x, y}}, b;
+mov.b32 $0, {{u, u}};   mov.b32 $1, {{x, x}};   mov.b32 $2, {{v, v}};   mov.b32 $3, {{y, y}}; }}"""
+
+
+E2M1_ASM = tl.constexpr(EXTRACT + scaled("bf16x2"))
+E2M1_HALF = tl.constexpr(EXTRACT_HALF + scaled("f16x2"))
+NF4_ASM = tl.constexpr(lookup(torch.bfloat16) + scaled("bf16x2"))
+NF4_HALF = tl.constexpr(lookup(torch.float16) + scaled("f16x2"))
+# 2^7 of a scale: bits << 4, times 2^127; in float16 2^6: bits << 7, times 2^14
+E4M3_ASM = tl.constexpr(e4m3("bf16x2", 4, 4, "0x07f007f0", "0x7f007f00"))
+E4M3_HALF = tl.constexpr(e4m3("f16x2", 7, 1, "0x3f803f80", "0x74007400"))
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
 TOUCH = tl.constexpr("// $0")  # no instruction
 TABLE = tl.constexpr(NF4)

@@ -60,7 +60,7 @@ def choose(a, b, c, table):
 
 
 @pytest.mark.parametrize(("fmt", "text", "dtype"), [
-    ("nvfp4", mt.EXTRACT, torch.bfloat16), ("nf4", mt.lookup(), torch.bfloat16),
+    ("nvfp4", mt.EXTRACT, torch.bfloat16), ("nf4", mt.lookup(torch.bfloat16), torch.bfloat16),
     ("nvfp4", mt.EXTRACT_HALF, torch.float16), ("nf4", mt.lookup(torch.float16), torch.float16)])
 def test_what_the_ptx_makes_of_a_word(fmt, text, dtype):
     """The decoder that the interpreter cannot run: E2M1 at 2^-126 (float16: 2^-14), NF4 looked up, each pair where the tensor core
