@@ -236,3 +236,20 @@ def test_the_documented_idea_is_one_noise_for_all_steps(monkeypatch):
         aqn.set_noise(m, sigma, seed)
         draws.append(torch.cat([b for b in aqn.buffers(m).values()]))
     assert draws[0].any() and draws[0].equal(draws[1]) and torch.allclose(2 * draws[0], draws[2]) and not draws[3].any()
+
+
+def test_the_documented_idea_is_a_share_of_each_weight(monkeypatch):
+    """docs/relative_noise.py: the same draw, times the weight it is added to, clean after clean."""
+    m = tiny()
+    pairs = [norm for pair in aqn.norms(m) for norm in pair]
+    with torch.no_grad():
+        for i, norm in enumerate(pairs):
+            norm.weight.copy_(torch.linspace(-2, 1 + i, len(norm.weight)))
+    aqn.set_noise(m, 0.1, 5)
+    absolute = [norm.noise.clone() for norm in pairs]
+    monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
+    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "relative_noise.py"))
+    aqn.set_noise(m, 0.1, 5)
+    assert all(torch.allclose(norm.noise, a * norm.weight.abs()) for norm, a in zip(pairs, absolute, strict=True))
+    aqn.set_noise(m, 0.0)
+    assert not any(b.any() for b in aqn.buffers(m).values())
