@@ -1,4 +1,4 @@
-"""Another idea: noise in proportion to the norm's weight, so that each channel's is the same share of it.
+"""Another idea: noise in proportion to the norm's weight: the same share of each channel.
 
 AQN's sigma is absolute, and norms are not alike: see noise.md. All else is train.py:
 
