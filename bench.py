@@ -75,13 +75,13 @@ def config(size):
     return qwen.Config(V, C, F, L, H, kv, C // H, rope_theta=1e6, tie_word_embeddings=tied)
 
 
-def build(c, quant):
+def build(c, quant, dtype="bfloat16"):
     """A model of random weights on the GPU, and what making it took, beside the plan's bytes."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    random = checkpoint.RandomCheckpoint()
-    seconds, model = timed(lambda: checkpoint.build(c, random, "cuda", torch.bfloat16, quant))
+    random, dtype = checkpoint.RandomCheckpoint(), getattr(torch, dtype)
+    seconds, model = timed(lambda: checkpoint.build(c, random, "cuda", dtype, quant))
     return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
                    "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
                    "load_peak_gib": peak_gib(), "load_seconds": seconds}
@@ -321,14 +321,14 @@ def rollout(args):
         rank, c = int(rank), config(size)
         if built != (size, quant):
             model = None
-            (model, _), built = build(c, quant), (size, quant)
+            (model, _), built = build(c, quant, args.dtype), (size, quant)
         adapt(model, rank)
         torch.cuda.reset_peak_memory_stats()
         floors = partial(floor_bytes, c, quant, rank)
         weights_gib = torch.cuda.memory_allocated() / memory.GIB
         for what in todo.split(","):
-            row = {"size": size, "quant": quant, "lora_rank": rank, "prompt": args.prompt,
-                   "new": args.new, "weights_gib": weights_gib}
+            row = {"size": size, "quant": quant, "dtype": args.dtype, "lora_rank": rank,
+                   "prompt": args.prompt, "new": args.new, "weights_gib": weights_gib}
             row |= (queue(model, args) if what == "queue" else
                     rows_alive(model, floors, what, args, ceiling))
             results.append(row | {"peak_gib": peak_gib()})
@@ -337,7 +337,7 @@ def rollout(args):
             if args.profile and what.isdigit():
                 profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
         engine.release(model)
-    merge_rows(args.out, results, ("size", "quant", "lora_rank", "rows", "kind"))
+    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "rows", "kind"))
 
 
 def floor_bytes(c, quant, rank, rows, length):
@@ -479,21 +479,22 @@ def step(args):
                "update_gib": ".1f", "peak_gib": ".1f"}
     show(columns)
     for size, quant in ((s, q) for s in args.sizes for q in args.quants):
-        row = {"size": size, "quant": quant, "lora_rank": args.rank, "prompt": args.prompt,
-               "completions": args.completions, "new": args.new, "card_gib": args.card_gib}
+        row = {"size": size, "quant": quant, "dtype": args.dtype, "lora_rank": args.rank,
+               "prompt": args.prompt, "completions": args.completions, "new": args.new,
+               "card_gib": args.card_gib}
         try:
             phases(row, config(size), ceiling, args)
         except torch.OutOfMemoryError:
             row["out_of_memory"] = True
         results.append(row)
         show(columns, row)
-    merge_rows(args.out, results, ("size", "quant", "lora_rank", "completions", "prompt", "new",
-                                   "micro_batch", "checkpointing", "card_gib"))
+    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "completions", "prompt",
+                                   "new", "micro_batch", "checkpointing", "card_gib"))
 
 
 def phases(row, c, ceiling, args):
     """Measure one size and format and add the figures to its row."""
-    model, made = build(c, row["quant"])
+    model, made = build(c, row["quant"], args.dtype)
     row |= made
     optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6, (0.9, 0.99), 0.1)
     length, rows = args.prompt + args.new, args.completions
@@ -640,7 +641,7 @@ def rollout_curves(rows, where):
     """What `report` shows: {size:format:LoRA rank: {rows: tokens/s}}, ours and vLLM's."""
     ours, shown = {}, {}
     for r in rows:
-        if r["kind"] == "rows":
+        if r["kind"] == "rows" and r["dtype"] == "bfloat16":
             config = f"{r['size']}:{r['quant']}:{r['lora_rank']}"
             ours.setdefault(config, {})[r["rows"]] = r["decode_tok_s"]
     vllm = {k: {int(n): v for n, v in of.items()} for k, of in PEERS["vllm"]["tok_s"].items()}
@@ -692,6 +693,8 @@ def parse_args(argv=None):
                  help="size:format:LoRA rank (0: none):rows, rows as 1,8 or 8x16 or queue")
     add[rollout]("--prompt", type=int, default=256, help="tokens of a prompt")
     add[rollout]("--new", type=int, default=512, help="tokens drawn")
+    for f in (rollout, step):
+        add[f]("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of x")
     add[rollout]("--profile", action="store_true", help="print where a step's time goes")
     add[step]("--sizes", **some, choices=SIZES, default=["3b", "7b", "14b", "32b"], help="models")
     add[step]("--quants", **some, choices=memory.BITS, default=["none", "nvfp4"], help="formats")

@@ -95,10 +95,11 @@ def test_report_makes_tables_and_pictures(tmp_path, monkeypatch, capsys):
     rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 2.0}
             for s in bench.SHAPES for m in bench.ROWS]
     (tmp_path / "kernels_h100.json").write_text(json.dumps(rows))
-    rows = [{"size": "7b", "quant": q, "lora_rank": 16, "rows": n, "kind": "rows",
+    rows = [{"size": "7b", "quant": q, "dtype": "bfloat16", "lora_rank": 16, "rows": n, "kind": "rows",
              "decode_tok_s": 380.0 * n} for q in ("none", "nvfp4") for n in (1, 8, 16)]
     (tmp_path / "rollout_h100.json").write_text(json.dumps(rows))
-    (tmp_path / "rollout_h200.json").write_text(json.dumps([rows[0] | {"size": "3b"}]))
+    (tmp_path / "rollout_h200.json").write_text(json.dumps([rows[0] | {"size": "3b"},
+                                                                 rows[0] | {"size": "3b", "dtype": "float16", "decode_tok_s": 1.0}]))
     bench.report(None)
     out = capsys.readouterr().out
     assert "| 3b:none:16 | 380 (-) |" in out and not (tmp_path / "rollout_h200.png").exists()
