@@ -211,7 +211,7 @@ MUTANTS = {
          "settings, None, None", "loop::the_loss_is_normalised_by_the_whole_update"),
         ("the loss of the last micro-batch", "parts.append(metrics)", "parts = [metrics]",
          "train::any_micro_batching_gives_the_same_gradient_and_loss"),
-        ("the gradient of the last micro-batch", "        loss.backward()",
+        ("the gradient of the last micro-batch", "        (scale * loss).backward()",
          "        model.zero_grad() or loss.backward()",
          "train::any_micro_batching_gives_the_same_gradient_and_loss"),
         ("gradients are not clipped", "optimizer.params, settings.grad_clip",
