@@ -208,12 +208,9 @@ def test_dequantization_is_exact(fmt, N, K):
     assert torch.allclose(got, want, rtol=1e-6 if fmt != "nf4" else 1.2e-2, atol=0)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", pytest.param("nf4", marks=gpu)])
-@pytest.mark.parametrize("M", [3, 40, 129, pytest.param(600, marks=gpu)])
-def test_in_float16(fmt, M):
+def check_float16(fmt, M, N, K, R=12):
     """Three bits more of mantissa than bfloat16, which the sum's rounding alone shows; from a scratch of float16, behind one of
     bfloat16, and through LoRA."""
-    N, K, R = 72, 384, 12
     q, x = weight(fmt, N, K), activations(M, K).half()
     want = x.double() @ exact(q).T
     bound = 3e-4 if fmt == "nvfp4" else 1e-3
@@ -225,6 +222,18 @@ def test_in_float16(fmt, M):
     A, B = (activations(*shape, 4).half() * 0.02 for shape in ((R, K), (N, R)))
     scaling, term = adapter(x, A, B, (), exact(q))
     assert error(mt.linear_decode(x, q, A=A, B=B, scaling=scaling), want + term) < 4e-3  # `adapter` rounds to bfloat16
+
+
+@pytest.mark.parametrize("M", [3, 40, 129])
+def test_in_float16(M):
+    check_float16("nvfp4", M, 72, 384)
+
+
+@gpu
+@pytest.mark.parametrize("fmt", ["nvfp4", "nf4"])
+@pytest.mark.parametrize("M", [3, 12, 24, 40, 129, 600])
+def test_gpu_in_float16(fmt, M):
+    check_float16(fmt, M, 1152, 896)
 
 
 def test_mxfp4_is_refused_in_float16():

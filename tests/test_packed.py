@@ -169,15 +169,16 @@ def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, temperatur
 
 
 @gpu
-@pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize(("quant", "dtype"), [*((q, torch.bfloat16) for q in ("none", "nvfp4", "mxfp4", "nf4")),
+                                              ("none", torch.float16), ("nvfp4", torch.float16)])
 @pytest.mark.parametrize("rows", [5, 60], ids=["few", "many"])
-def test_gpu_packed_equals_the_float32_modules(quant, rows):
-    """bfloat16 on both routes of the GEMM (below and above 256 tokens): errors no larger than those of the modules in
-    bfloat16, in value and gradient."""
+def test_gpu_packed_equals_the_float32_modules(quant, dtype, rows):
+    """16 bits on both routes of the GEMM (below and above 256 tokens): errors no larger than those of the modules in 16 bits, in value
+    and gradient."""
     lengths = [1 + 7 * i % 23 for i in range(rows)]
     g = torch.Generator().manual_seed(1)
     batch = [torch.randint(0, 5000, (n,), generator=g).tolist() for n in lengths]
-    m = build(GPU, quant, 8, "cuda", torch.bfloat16)
+    m = build(GPU, quant, 8, "cuda", dtype)
     exact = build(GPU, quant, 8, "cuda", torch.float32)
     seed = torch.randn(sum(lengths), GPU.hidden_size, generator=g).cuda() * (torch.rand(sum(lengths), 1, generator=g) < 0.5).cuda()
     results = []
