@@ -112,7 +112,7 @@ MUTANTS = {
          "args.lora_rank, args.lora_rank, args.seed", "loop::flags_reach_the_adapter"),
     ],
     "grpo.py": [
-        ("gradients in float16 are not scaled up", "2.0 ** round(math.log2(total_tokens)) if half",
+        ("gradients in float16 are not scaled up", "2.0 ** round(math.log2(64 * total_tokens)) if half",
          "1.0 if half", "packed::gradients_do_not_vanish_in_float16"),
         ("gradients in float16 stay scaled up", "            p.grad /= scale\n",
          "            pass\n", "packed::gradients_do_not_vanish_in_float16"),
