@@ -487,8 +487,8 @@ def backward(model, completions, settings):
     counted = completions if OBJECTIVES[settings.loss].normaliser is constant else trained
     total_tokens = sum(len(c.ids) for c in trained)
     share = ranks.share(trained, size)[ranks.rank]
-    # float16 holds 6e-5 to 65,504. Where a token's own gradient is 1, not 1 / total_tokens, those of
-    # a 0.5B's activations are 22 at most, and 1e-6 the median in its last layer
+    # float16 holds 6e-5 to 65,504. Where a token's own gradient is 1, not 1 / total_tokens, those
+    # of a 0.5B's activations are 22 at most, and 1e-6 the median in its last layer
     half = model.embed.weight.dtype == torch.float16
     scale = 2.0 ** round(math.log2(64 * total_tokens)) if half else 1.0
     for batch in micro_batches(model, share, settings.micro_batch_tokens):
