@@ -236,6 +236,18 @@ def test_gpu_in_float16(fmt, M):
     check_float16(fmt, M, 1152, 896)
 
 
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_fewer_rows_than_the_copy_unit_takes(dtype):
+    """A box of 128 rows of an x of 100, and of one that lies in a wider matrix: beyond its last row there is another tensor's NaN."""
+    q, tile = weight("nvfp4", 1152, 896), next(t for t in mt.TILES if t["BM"] == 128)
+    wide = torch.full((200, 960), float("nan"), dtype=dtype, device=DEVICE)
+    x = wide[:100, :896]
+    x.copy_(activations(100, 896))
+    got = mt.gemm_few(x, q, split=1, **{k: tile[k] for k in ("BM", "BN", "stages", "kw", "warps")})
+    assert error(got, x.double() @ exact(q).T) < BOUND
+
+
 def test_mxfp4_is_refused_in_float16():
     with pytest.raises(ValueError, match="MXFP4's scales go beyond float16"):
         mt.matmul(activations(3, 64).half(), weight("mxfp4", 8, 64))
