@@ -28,7 +28,7 @@ from itertools import chain
 import torch
 
 import lora
-from model import logits, to_device
+from model import HALVES, logits, to_device
 from runtime import ranks
 
 
@@ -274,7 +274,7 @@ def log_softmax_chunk(hidden, weight, temperature, valid_vocab):
 
 def score(hidden, weight, targets, temperature, valid_vocab):
     """(log p(target) (c,), entropy (c,), softmax - onehot(target) (c, V)) of a chunk."""
-    if hidden.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
+    if hidden.is_cuda and weight.dtype in HALVES:
         from runtime import packed  # the same in one kernel
 
         return packed.score(logits(hidden, weight), targets, temperature, valid_vocab, weight.dtype)

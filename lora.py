@@ -29,7 +29,7 @@ import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import prefix, projections
+from model import HALVES, prefix, projections
 from weights.files import read_json, whole
 
 # Fields of adapter_config.json with the values that leave plain LoRA plain. Which layers are
@@ -142,10 +142,9 @@ def packed(model):
     attention.py takes and nothing but adapters to train; else None, and model.py's own forward is
     the way."""
     w = model.embed.weight
-    halves = torch.bfloat16, torch.float16
     trains = torch.is_grad_enabled() and w.requires_grad
     sizes = (16, 32, 64, 128)
-    if not w.is_cuda or w.dtype not in halves or trains or model.config.head_dim not in sizes:
+    if not w.is_cuda or w.dtype not in HALVES or trains or model.config.head_dim not in sizes:
         return None
     from runtime import packed  # needs Triton, which the CPU does without
 

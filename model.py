@@ -25,6 +25,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+HALVES = torch.bfloat16, torch.float16  # what the GPU's kernels multiply
+
 
 @dataclass
 class Config:
@@ -149,7 +151,7 @@ def logits(hidden, weight):
 
     Sampler and trainer both call this: rounded to bfloat16 on the way out of the GEMM, a logit of
     20 would move by up to 0.06."""
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+    if hidden.is_cuda and hidden.dtype in HALVES:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # (B, C) @ (C, V)
     x = hidden @ weight.t()  # (B, C) @ (C, V)
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -203,8 +203,8 @@ def score_kernel(logits, targets, logp, entropy, grad, valid, rows, inverse_temp
         tl.store(grad + r * rows + ids, p.to(grad.dtype.element_ty), mask=ids < rows)
 
 
-def score(logits, targets, temperature, valid_vocab, dtype=torch.bfloat16):
-    """grpo.score of logits (c, V) float32."""
+def score(logits, targets, temperature, valid_vocab, dtype):
+    """grpo.score of logits (c, V) float32; `dtype`: of p - onehot."""
     c, V = logits.shape
     logp, entropy = logits.new_empty(c), logits.new_empty(c)
     grad = torch.empty(c, V, dtype=dtype, device=logits.device)

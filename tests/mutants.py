@@ -334,14 +334,16 @@ MUTANTS = {
          "marlin_triton::many_slices_are_added_up_once"),
         ("the adapter's flag stays up", "== everyone - 1", "== everyone",
          "marlin_triton::epilogue_multiplies_silu_of_gate_with_up"),
+        ("the residual is not added", "tl.load(res + o, mask=keep, other=0.0)", "0 * tl.load(res + o)",
+         "marlin_triton::the_result_may_overwrite_the_residual"),
+    ],
+    "runtime/bits.py": [
         ("NF4's signs change places", "0xd9c8", "0xc8d9",
          "marlin_triton::what_the_ptx_makes_of_a_word"),
         ("E2M1's last pair without its mantissa", "0x00400040, d, 0xea", "0x00000040, d, 0xea",
          "marlin_triton::what_the_ptx_makes_of_a_word"),
         ("E2M1 in float16 with the neighbours' bits", "0xe2;    and.b32 b, b, 0x8e008e00;", "0xe2;",
          "marlin_triton::what_the_ptx_makes_of_a_word"),
-        ("the residual is not added", "tl.load(res + o, mask=keep, other=0.0)", "0 * tl.load(res + o)",
-         "marlin_triton::the_result_may_overwrite_the_residual"),
     ],
     "runtime/decode.py": [
         ("a row's norm without its noise", "return w + tl.load(noise + c, mask=c < C, other=0)",

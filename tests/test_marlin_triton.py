@@ -14,6 +14,7 @@ import torch
 import bench
 import marlin_triton as mt
 from model import Config
+from runtime import bits
 from weights import memory
 from weights.formats import FORMATS, Quantized, dequantize, pack
 
@@ -60,8 +61,8 @@ def choose(a, b, c, table):
 
 
 @pytest.mark.parametrize(("fmt", "text", "dtype"), [
-    ("nvfp4", mt.EXTRACT, torch.bfloat16), ("nf4", mt.lookup(torch.bfloat16), torch.bfloat16),
-    ("nvfp4", mt.EXTRACT_HALF, torch.float16), ("nf4", mt.lookup(torch.float16), torch.float16)])
+    ("nvfp4", bits.EXTRACT, torch.bfloat16), ("nf4", bits.lookup(torch.bfloat16), torch.bfloat16),
+    ("nvfp4", bits.EXTRACT_HALF, torch.float16), ("nf4", bits.lookup(torch.float16), torch.float16)])
 def test_what_the_ptx_makes_of_a_word(fmt, text, dtype):
     """The decoder that the interpreter cannot run: E2M1 at 2^-126 (float16: 2^-14), NF4 looked up, each pair where the tensor core
     wants it."""
@@ -79,12 +80,12 @@ def test_what_the_ptx_makes_of_a_word(fmt, text, dtype):
 
 def test_e4m3_in_float16():
     """What the PTX does to a scale: its bits << 7 and times 2^14 are 2^6 of it, and times the smallest or largest code it is exact."""
-    bits = torch.arange(127, dtype=torch.int16)
-    scale = (bits << 7).view(torch.float16) * 2.0**14
-    assert torch.equal(scale.double(), bits.to(torch.uint8).view(torch.float8_e4m3fn).double() * 2**6)
+    stored = torch.arange(127, dtype=torch.int16)
+    scale = (stored << 7).view(torch.float16) * 2.0**14
+    assert torch.equal(scale.double(), stored.to(torch.uint8).view(torch.float8_e4m3fn).double() * 2**6)
     for value in (0.5, 6.0):
         assert torch.equal((scale * (value * 2**-14)).double(), scale.double() * value * 2**-14)
-    assert all(t in mt.E4M3_HALF.value for t in ("shl.b32 a, $4, 7", "shr.b32 b, $4, 1", "a, 0x3f803f80", "p, 0x74007400", "fma.rn.f16x2"))
+    assert all(t in bits.E4M3_HALF.value for t in ("shl.b32 a, $4, 7", "shr.b32 b, $4, 1", "a, 0x3f803f80", "p, 0x74007400", "fma.rn.f16x2"))
 
 
 def exact(q):
