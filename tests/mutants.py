@@ -315,6 +315,10 @@ MUTANTS = {
          "decode::rows_that_wait_for_company_leave_holes_and_draw_the_same"),
     ],
     "marlin_triton.py": [
+        ("the descriptor's second half is its first", "xd.load([pid % MT * BM, kc + 64])",
+         "xd.load([pid % MT * BM, kc])", "marlin_triton::each_tile_matches"),
+        ("float16 is decoded into bfloat16's scratch", "buffers[2].view(dtype)", "buffers[2]",
+         "marlin_triton::in_float16"),
         ("gate and up change places", "gate, up = tl.split(", "up, gate = tl.split(",
          "marlin_triton::epilogue_multiplies_silu_of_gate_with_up"),
         ("a row takes another part's x A^T", "(own == p)", "(own == P - 1 - p)",

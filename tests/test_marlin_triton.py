@@ -114,6 +114,16 @@ def test_kernel_matches_the_float64_product(fmt, M, N, K):
     assert error(out, x.double() @ exact(q).T) < BOUND
 
 
+@pytest.mark.parametrize("tile", mt.TILES, ids=lambda t: f"{t['BM']}x{t['BN']}")
+@pytest.mark.parametrize("K", [192, 256])
+def test_each_tile_matches(tile, K):
+    """Whatever plan would take; of 128 rows and more x comes through a descriptor."""
+    M, N = tile["BM"] + 1, tile["BN"] + 8
+    q, x = weight("nvfp4", N, K), activations(M, K)
+    got = mt.gemm_few(x, q, out=poisoned(M, N), split=1, **tile)
+    assert error(got, x.double() @ exact(q).T) < BOUND
+
+
 def test_kernel_takes_k_that_is_an_odd_number_of_blocks():
     """K = 80 has 5 scales a row: reading them four to a word crosses rows."""
     q, x = weight("nvfp4", 24, 80), activations(5, 80)
@@ -181,8 +191,7 @@ def test_many_slices_are_added_up_once(BM, glu, split):
     assert mt.adapter_work(x, A, 1 + glu, BM)[1]["ZR"] == 1 < mt.adapter_work(x, A, 1 + glu, BM)[1]["Z"]
     scaling, term = adapter(x, A, B, half, exact(q))
     tile = next(t for t in mt.TILES if t["BM"] == BM)
-    got = mt.gemm_few(x, q, None, A, B, half, scaling, out=poisoned(M, N // (1 + glu)), glu=glu, split=split,
-                      **{k: tile[k] for k in ("BM", "BN", "stages", "kw", "warps")})
+    got = mt.gemm_few(x, q, None, A, B, half, scaling, out=poisoned(M, N // (1 + glu)), glu=glu, split=split, **tile)
     want = x.double() @ exact(q).T + term
     if glu:
         gate, up = want.to(torch.bfloat16).double().chunk(2, 1)
@@ -217,7 +226,7 @@ def check_float16(fmt, M, N, K, R=12):
     bound = 3e-4 if fmt == "nvfp4" else 1e-3
     assert error(mt.gemm_few(x, q), want) < bound
     mt.decoded(q)
-    assert error(mt.many(x, q, transposed=False) if CUDA else mt.matmul(x, q), want) < bound
+    assert error(mt.many(x, q, transposed=False), want) < bound and error(mt.matmul(x, q), want) < bound
     w = mt.to_16bit(q, dtype=torch.float16).double()
     assert w.isfinite().all() and error(w * q.global_scale[:, None].double(), exact(q)) < (1e-7 if fmt == "nvfp4" else 1e-3)
     A, B = (activations(*shape, 4).half() * 0.02 for shape in ((R, K), (N, R)))
@@ -245,7 +254,7 @@ def test_gpu_fewer_rows_than_the_copy_unit_takes(dtype):
     wide = torch.full((200, 960), float("nan"), dtype=dtype, device=DEVICE)
     x = wide[:100, :896]
     x.copy_(activations(100, 896))
-    got = mt.gemm_few(x, q, split=1, **{k: tile[k] for k in ("BM", "BN", "stages", "kw", "warps")})
+    got = mt.gemm_few(x, q, split=1, **tile)
     assert error(got, x.double() @ exact(q).T) < BOUND
 
 
