@@ -281,10 +281,10 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
 
 @triton.jit
 def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.constexpr,
-                       BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, FAST: tl.constexpr,
-                       FOLD: tl.constexpr, ASM: tl.constexpr):
-    """out (N, K + E), rows `so` apart: value * block scale, times global scale if FOLD, and behind
-    it tail (N, E). A program does BN rows of one chunk, or of the tail."""
+                       UNIT: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+                       FAST: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr):
+    """out (N, K + E), rows `so` apart: value * block scale in units of UNIT, or times global scale
+    if FOLD, and behind it tail (N, E). A program does BN rows of one chunk, or of the tail."""
     T: tl.constexpr = out.dtype.element_ty if ASM else tl.float32
     if FAST:
         sc = tl.multiple_of(sc, 64)
@@ -302,6 +302,8 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
         v = unscaled(v, FMT, ASM, T)
         if FOLD:
             v *= tl.load(g + row)[:, None]
+        else:
+            v *= 1 / UNIT
         j = k + tl.arange(0, 128)
         keep = (n < N)[:, None] & (j < K)[None, :]
         tl.store(out + at + j[None, :], v.to(out.dtype.element_ty), mask=keep)
@@ -489,8 +491,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
 
 
 def to_16bit(q, fold=False, out=None, tail=None, asm=None, dtype=torch.bfloat16):
-    """w_hat / global_scale (N, K) in bfloat16 or float16, which holds it exactly except for nf4;
-    with `fold`, w_hat, rounded once; behind it tail (N, E). On CPU tensors it needs
+    """w_hat / (global_scale * unit) (N, K) in bfloat16 or float16, which holds it exactly except
+    for nf4; with `fold`, w_hat, rounded once; behind it tail (N, E). On CPU tensors it needs
     TRITON_INTERPRET=1. out: a flat buffer to use."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     if out is None:
@@ -498,20 +500,26 @@ def to_16bit(q, fold=False, out=None, tail=None, asm=None, dtype=torch.bfloat16)
     w = out[: N * (K + E)].view(N, K + E)
     to_16bit_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
         q.codes, raw(q), q.global_scale, w if tail is None else tail, w, N, K, q.codes.stride(0),
-        q.scale.stride(0), K + E, FMT=q.fmt, BN=64, E=E, EP=max(16, triton.next_power_of_2(E)),
-        FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
+        q.scale.stride(0), K + E, FMT=q.fmt, UNIT=unit(q, dtype), BN=64, E=E,
+        EP=max(16, triton.next_power_of_2(E)), FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
         ASM=q.codes.is_cuda if asm is None else asm, num_warps=4)
     return w
 
 
-def common_scale(q):
-    """q's global scale as a float if all its rows share one, else None; read from the device once
-    for each weight."""
+def unit(q, dtype):
+    """What `to_16bit` divides by beside the global scale. E2M1 times E4M3 goes to 2,688 in steps of
+    2^-10: 2^8 puts that amid what float16 holds, so that a tail in the same units fits as well."""
+    return 256.0 if q.fmt == "nvfp4" and dtype == torch.float16 else 1.0
+
+
+def common_scale(q, dtype):
+    """alpha of `decoded`: global scale times unit, a float, if all rows of q share one, else None;
+    read from the device once for each weight."""
     g = q.global_scale
     if getattr(g, "common", (None,))[0] != g._version:
         low, high = (v.item() for v in torch.aminmax(g))
         g.common = g._version, low if low == high else None
-    return g.common[1]
+    return g.common[1] and g.common[1] * unit(q, dtype)
 
 
 def decoded(q, tail=None, dtype=torch.bfloat16):
@@ -523,8 +531,8 @@ def decoded(q, tail=None, dtype=torch.bfloat16):
     if buffers[2].numel() < N * (K + E):
         buffers[2] = None  # let go of the smaller one first
         buffers[2] = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
-    alpha = common_scale(q)
-    w = to_16bit(q, alpha is None, buffers[2].view(dtype), tail)
+    alpha = common_scale(q, dtype)
+    w = to_16bit(q, alpha is None, buffers[2].view(dtype), tail, dtype=dtype)
     return w, 1.0 if alpha is None else alpha
 
 

@@ -163,6 +163,11 @@ class Graphs:
         self.graphs, self.pool, self.scratch = {}, None, []
         packed = lora.packed(model)
         self.prompts = packed and packed.Prefill(model, self.cache)
+        if self.cache.k.is_cuda:
+            # steps launched ahead may outlive generate. Their memory goes with the graphs, and the
+            # allocator waits for the stream of the capture, not for that of the replay
+            end = weakref.finalize(self, torch.cuda.synchronize, self.cache.k.device)
+            end.atexit = False
 
     def begin(self, temperature, top_p, eos_ids):
         if len(eos_ids) > self.most_eos:

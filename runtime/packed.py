@@ -299,7 +299,7 @@ class Attend:
 
 class Projection:
     """A linear, and 16-bit copies of its adapter: A (E, K) and tail = s B / alpha (N, E), the parts
-    on a block diagonal. alpha: the weight's global scale, where one number is."""
+    on a block diagonal. alpha: marlin_triton.decoded's."""
 
     def __init__(self, m, dtype):
         (self.N, self.K), self.base, self.adapter, self.q = m.shape, m.base, m.adapter, m.q
@@ -307,7 +307,7 @@ class Projection:
         self.cuda = m.q is not None and m.q.codes.is_cuda
         if self.cuda:
             marlin_triton.check_weight(m.q)
-            scale = marlin_triton.common_scale(m.q)
+            scale = marlin_triton.common_scale(m.q, dtype)
             self.alpha = 1.0 if scale is None else scale
         if (a := self.adapter) is not None:
             self.R, self.PR = a.rank, a.A.shape[0]

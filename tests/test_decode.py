@@ -338,6 +338,18 @@ def test_graph_equals_eager_equals_one_row(exact, kw):
 
 
 @gpu
+def test_an_engine_goes_after_the_steps_in_flight():
+    """Launched ahead and never fetched: memory that goes with the graphs must not go before they are through."""
+    m = build(GPU, "none", 16, "cuda", torch.bfloat16)
+    sample.generate(m, PROMPTS, n=4, max_new_tokens=4)
+    for _ in range(50):
+        engine.ENGINES[m][1].run(20, decode.STEPS)
+    assert not torch.cuda.current_stream().query()
+    del engine.ENGINES[m]
+    assert torch.cuda.current_stream().query()
+
+
+@gpu
 def test_lora_noise_and_temperature_change_without_recapture(exact):
     """The graphs of the first call serve the next, and see what changed."""
     kw = dict(n=2, max_new_tokens=30)

@@ -227,8 +227,8 @@ def check_float16(fmt, M, N, K, R=12):
     assert error(mt.gemm_few(x, q), want) < bound
     mt.decoded(q)
     assert error(mt.many(x, q, transposed=False), want) < bound and error(mt.matmul(x, q), want) < bound
-    w = mt.to_16bit(q, dtype=torch.float16).double()
-    assert w.isfinite().all() and error(w * q.global_scale[:, None].double(), exact(q)) < (1e-7 if fmt == "nvfp4" else 1e-3)
+    w, alpha = mt.decoded(q, dtype=torch.float16)
+    assert error(w.double() * alpha, exact(q)) < (1e-7 if fmt == "nvfp4" else 1e-3)
     A, B = (activations(*shape, 4).half() * 0.02 for shape in ((R, K), (N, R)))
     scaling, term = adapter(x, A, B, (), exact(q))
     assert error(mt.linear_decode(x, q, A=A, B=B, scaling=scaling), want + term) < 4e-3  # `adapter` rounds to bfloat16
@@ -256,6 +256,16 @@ def test_gpu_fewer_rows_than_the_copy_unit_takes(dtype):
     x.copy_(activations(100, 896))
     got = mt.gemm_few(x, q, split=1, **tile)
     assert error(got, x.double() @ exact(q).T) < BOUND
+
+
+def test_an_adapter_fits_float16_in_the_weights_units():
+    """Behind a weight of 0.02, an entry of 1.2 is 70,000 of its global scales."""
+    q = weight("nvfp4", 16, 256)
+    q.global_scale.fill_(1.2 / 70000)
+    tail = (torch.full((16, 8), 1.2) / mt.common_scale(q, torch.float16)).half()
+    w, alpha = mt.decoded(q, tail, torch.float16)
+    assert error(w[:, :256].double() * alpha, exact(q)) < 1e-6
+    assert error(w[:, 256:].double() * alpha, torch.full((16, 8), 1.2)) < 1e-3
 
 
 def test_mxfp4_is_refused_in_float16():
