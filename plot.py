@@ -43,6 +43,8 @@ STYLES = ["-", (0, (4, 1.2)), (0, (1, 1)), (0, (5, 1.2, 1, 1.2))]
 MARKERS = "os^D"
 # flags of train.py that change no number of a run
 IDLE = ("resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share")
+# ... and those that change its last digits, or when it is looked at
+MINOR = ("micro_batch_tokens", "checkpointing", "max_rows", "eval_every")
 
 
 def look(i):
@@ -150,13 +152,17 @@ def shown(value):
 def lines(runs):
     """[(label, runs)] of the lines to draw: runs whose flags differ in their seed alone are one.
 
-    Labels are the flags that differ between lines ("quant=none aqn=off"); folder names where none
-    does, more than four do, they do not tell all lines apart, or a run has no config.json."""
+    Labels are the flags that differ between lines ("quant=none aqn=off"), and the script if it is
+    another than train.py; folder names where none does, more than four do, they do not tell all
+    lines apart, or a run has no config.json."""
     found = []  # (flags, {seed: (run, its name)})
     for run, name in zip(runs, names(runs), strict=True):
         flags = beside(run, "config.json")
         seed = flags.pop("seed", None)
-        flags = {k: v for k, v in flags.items() if k not in IDLE}
+        flags = {k: v for k, v in flags.items() if k not in IDLE + MINOR}
+        if flags:
+            command = str(beside(run, "summary.json").get("command", "train.py"))
+            flags["script"] = command.split(" --")[0].split("python ")[-1]
         alike = [seeds for other, seeds in found if flags and other == flags and seed not in seeds]
         if alike:
             alike[0][seed] = run, name

@@ -85,6 +85,15 @@ def settle(args, argv):
     return old
 
 
+def script(argv):
+    """The words of the command line before argv: train.py, or what calls it."""
+    own, home = sys.argv[: len(sys.argv) - len(argv)], Path(__file__).resolve().parents[1]
+    if not own or sys.argv != [*own, *argv]:
+        return ["train.py"]  # called by other Python
+    path = Path(own[0]).resolve()
+    return [str(path.relative_to(home)) if path.is_relative_to(home) else own[0], *own[1:]]
+
+
 class Run:
     """One run's folder, clock and signals. `phase(name)` begins a phase of the step: its seconds
     are counted, and Ctrl-C, SIGTERM, a closed terminal or stdout drop any phase at once but an
@@ -92,6 +101,7 @@ class Run:
 
     def __init__(self, args, argv):
         self.args, self.argv, self.out, self.started = args, argv, Path(args.out), time.time()
+        self.begin = [*ranks.launcher(), *script(argv)]
         self.state, self.clock, self.current, self.asked = State(), {}, None, False
         self.warned, self.earlier, self.failed = set(), 0.0, 0
         self.held = ExitStack()  # the folder's lock, and the signals
@@ -291,7 +301,7 @@ class Run:
         """The end of a run that was interrupted: saved where it stands, but for one that was told
         twice, whose parameters may be on their way from one step to the next."""
         ranks.stop()
-        again = shlex.join([*ranks.launcher(), "train.py", "--resume", "--out", str(self.out)])
+        again = shlex.join([*self.begin, "--resume", "--out", str(self.out)])
         if self.current in ("update", "log"):
             print(f"\nstopped within step {self.state.step}; the last checkpoint stands, continue "
                   f"with: {again}")
@@ -318,7 +328,7 @@ class Run:
                    "stderr_after": after and after["stderr"], "gain": gain, "stderr_gain": error,
                    "best": s.best, "steps": s.step,
                    "seconds": round(s.seconds, 1), "peak_gib": round(peak_gib(), 2),
-                   "command": shlex.join([*ranks.launcher(), "train.py", *self.argv])}
+                   "command": shlex.join([*self.begin, *self.argv])}
         if after:
             write_rows(self.out / "eval_after.jsonl", after["rows"])
         with whole(self.out / "summary.json") as part:

@@ -128,6 +128,10 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     assert label({**same, "quant": "a"}, {**same, "quant": "b"}, {**same, "quant": "b"}) \
         == ["r0", "r1", "r2"]
     assert label(dict.fromkeys("abcde", 0), dict.fromkeys("abcde", 1)) == ["r0", "r1"]
+    assert label(same | {"micro_batch_tokens": 1, "seed": 0}, same | {"micro_batch_tokens": 2, "seed": 1}) == ["r* (2 seeds)"]
+    summary = {"command": "python docs/mine.py --lr 1"}
+    runs = [folder(tmp_path / "a", config=same | {"seed": 0}), folder(tmp_path / "b", config=same | {"seed": 1}, summary=summary)]
+    assert [name for name, _ in plot.lines(runs)] == ["script=train.py", "script=mine.py"]
 
 
 def test_eight_runs_look_different_in_grey_print(tmp_path, axes):

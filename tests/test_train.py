@@ -20,7 +20,7 @@ import plot
 import sample
 import train
 from runtime import flags
-from runtime.run import Run, digest_of, warnings_for
+from runtime.run import Run, digest_of, script, warnings_for
 from tests.conftest import adapted, drawn, first_blocks, parameters_of, rows_of
 from weights.files import lock
 
@@ -502,3 +502,15 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
     model, _ = flags.load_policy(args)
     for p, q in zip(model.parameters(), parameters_of(out), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(("line", "argv", "want"), [
+    (["train.py", "--lr", "1"], ["--lr", "1"], ["train.py"]),
+    ([str(Path(train.__file__)), "--lr", "1"], ["--lr", "1"], ["train.py"]),
+    (["docs/relative_noise.py"], [], ["docs/relative_noise.py"]),
+    (["experiments.py", "two-copies", "--lr", "1"], ["--lr", "1"], ["experiments.py", "two-copies"]),
+    (["pytest", "-q"], ["--lr", "1"], ["train.py"])])
+def test_the_command_names_the_script_that_was_started(monkeypatch, line, argv, want):
+    """A run of docs/relative_noise.py whose summary says train.py."""
+    monkeypatch.setattr(sys, "argv", line)
+    assert script(argv) == want
