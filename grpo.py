@@ -24,7 +24,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 
@@ -449,8 +449,9 @@ def record_trainer_logprobs(model, completions, settings):
     shares = ranks.share(completions, size)
     for batch in micro_batches(model, shares[ranks.rank], settings.micro_batch_tokens):
         logp, _, mask = completion_logprobs(model, batch, settings.temperature)
-        for c, values, m in zip(batch, logp, mask, strict=True):
-            c.trainer_logprobs = values[m].tolist()
+        values = iter(logp[mask].tolist())  # of all at once: each look waits for the device
+        for c in batch:
+            c.trainer_logprobs = list(islice(values, len(c.ids)))
     found = ranks.gather([c.trainer_logprobs for c in shares[ranks.rank]])
     for c, values in zip(chain(*shares), chain(*found), strict=True):
         c.trainer_logprobs = values
