@@ -13,6 +13,7 @@ are left out, so files of other programs work too.
 from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import math
+import re
 import sys
 from os.path import commonprefix
 from pathlib import Path
@@ -162,7 +163,7 @@ def lines(runs):
         flags = {k: v for k, v in flags.items() if k not in IDLE + MINOR}
         if flags:
             command = str(beside(run, "summary.json").get("command", "train.py"))
-            flags["script"] = command.split(" --")[0].split("python ")[-1]
+            flags["script"] = re.search(r"\S+\.py( [^-]\S*)?|$", command)[0]
         alike = [seeds for other, seeds in found if flags and other == flags and seed not in seeds]
         if alike:
             alike[0][seed] = run, name

@@ -132,6 +132,8 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     summary = {"command": "python docs/mine.py --lr 1"}
     runs = [folder(tmp_path / "a", config=same | {"seed": 0}), folder(tmp_path / "b", config=same | {"seed": 1}, summary=summary)]
     assert [name for name, _ in plot.lines(runs)] == ["script=train.py", "script=mine.py"]
+    two = folder(tmp_path / "c", config=same | {"seed": 1}, summary={"command": "torchrun --nproc-per-node=2 -- train.py --lr 1"})
+    assert [name for name, _ in plot.lines([runs[0], two])] == ["* (2 seeds)"]
 
 
 def test_eight_runs_look_different_in_grey_print(tmp_path, axes):
