@@ -184,24 +184,26 @@ def bring_prompts(model, engine, prompts, starts, live, held):
     always holds it, since freed slots go to them."""
     fresh = {}  # prompt -> the slot it is prefilled into
     where = {p: s for s, p in enumerate(held) if p is not None}
-    copies = []
+    copies = []  # [prompt, first slot, end]: neighbours go at once
     for s in starts:
         p = live[s][0]
         if held[s] == p:
             continue
         if p not in where:
             where[p] = fresh[p] = s
-        elif where[p] != s:
-            copies.append((p, s))
+        elif copies and copies[-1][::2] == [p, s]:
+            copies[-1][2] += 1
+        else:
+            copies.append([p, s, s + 1])
     # a slot that still holds another group's prompt may be its only copy: read those before they
     # are overwritten
-    for p, s in copies:
+    for p, first, end in copies:
         if p not in fresh:
-            engine.copy_row(where[p], s, len(prompts[p]) - 1)
+            engine.copy_row(where[p], first, end, len(prompts[p]) - 1)
     prefill(model, engine, [prompts[p] for p in fresh], list(fresh.values()))
-    for p, s in copies:
+    for p, first, end in copies:
         if p in fresh:
-            engine.copy_row(fresh[p], s, len(prompts[p]) - 1)
+            engine.copy_row(fresh[p], first, end, len(prompts[p]) - 1)
     for s in starts:
         held[s] = live[s][0]
 

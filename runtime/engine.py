@@ -107,14 +107,14 @@ class Eager:
         for s, t in zip(slots, lengths, strict=True):
             self.longest[s] = t
 
-    def copy_row(self, source, target, length):
-        """The first `length` cached tokens of slot `source` to slot `target`."""
+    def copy_row(self, source, first, end, length):
+        """The first `length` cached tokens of slot `source` to slots first..end - 1."""
         for t in (self.cache.k, self.cache.v):
-            t[:, target, :, :length] = t[:, source, :, :length]
+            t[:, first:end, :, :length] = t[:, source, None, :, :length]
 
     def move(self, source, target, length):
         """The row in slot `source`, whole, to slot `target`; `length` bounds its cached tokens."""
-        self.copy_row(source, target, length)
+        self.copy_row(source, target, target + 1, length)
         for t in (self.token, self.key, self.cache.length):
             t[target] = t[source]
         self.longest[target] = self.longest[source]
@@ -198,7 +198,7 @@ class Graphs:
     copy_row = Eager.copy_row
 
     def move(self, source, target, length):
-        self.copy_row(source, target, length)
+        self.copy_row(source, target, target + 1, length)
         st = self.step
         for t in (st.token, st.key, st.stop, st.alive, st.cache.length):
             t[target] = t[source]
