@@ -293,7 +293,7 @@ MUTANTS = {
          "engine.begin(temperature, 1.0, eos)",
          "sample::what_is_drawn_is_a_function_of_seed_prompt_sample_and_position"),
         ("a neighbour's slot stays empty", "copies[-1][2] += 1", "copies[-1][2] += 0",
-         "sample::logprobs_equal_the_full_forward"),
+         "sample::refill_and_shrink_keep_every_sample"),
         ("a copied prompt lacks its last token",
          "engine.copy_row(fresh[p], first, end, len(prompts[p]) - 1)",
          "engine.copy_row(fresh[p], first, end, len(prompts[p]) - 2)",
