@@ -255,11 +255,15 @@ def sum_metrics(parts):
             else sum(p[k] for p in parts) for k in parts[0]}
 
 
+def as_floats(total):
+    """Summed metrics as floats; one device synchronisation."""
+    return dict(zip(total, torch.stack([v.double() for v in total.values()]).tolist(), strict=True))
+
+
 def mean_metrics(total):
     """Summed metrics -> means a token (the loss and the maximum as they are), floats under the
-    column names of metrics.jsonl; one device synchronisation."""
-    names = list(total)
-    t = dict(zip(names, torch.stack([total[k].double() for k in names]).tolist(), strict=True))
+    column names of metrics.jsonl."""
+    t = as_floats(total)
     n = max(t["tokens"], 1.0)
     return {"loss": t["loss"], "clip_low_frac": t["clip_low"] / n,
             "clip_high_frac": t["clip_high"] / n, "kl": t["kl"] / n,
@@ -508,9 +512,10 @@ def backward(model, completions, settings):
     for p in model.parameters() if half else ():
         if p.grad is not None:
             p.grad /= scale
-    if ranks.world > 1:  # a GPU's tensors do not travel
-        parts = [{k: v.cpu() for k, v in sum_metrics(parts).items()}] if parts else []
-    return sum_metrics(list(chain(*ranks.gather(parts))))
+    if ranks.world > 1:  # as floats: a GPU's tensors do not travel, and others take milliseconds
+        all_parts = chain(*ranks.gather([as_floats(sum_metrics(parts))] if parts else []))
+        parts = [{k: torch.tensor(v, dtype=torch.double) for k, v in p.items()} for p in all_parts]
+    return sum_metrics(parts)
 
 
 def update(model, optimizer, completions, settings):
