@@ -123,7 +123,7 @@ MUTANTS = {
          "share = trained", "ranks::two_ranks_compute_the_update_of_one"),
         ("gradients are not summed over ranks", "    ranks.sum_gradients(optimizer.params)\n", "",
          "ranks::two_ranks_compute_the_update_of_one"),
-        ("metrics of one rank's share", "chain(*ranks.gather(parts))", "chain(parts)",
+        ("metrics of one rank's share", "in p.items()} for p in all_parts]", "in p.items()} for p in [*all_parts][:1]]",
          "ranks::two_ranks_compute_the_update_of_one"),
         ("the trainer's log-probs stay on their rank", "chain(*found), strict=True):",
          "chain(*found), strict=True) if ranks.world == 1 else ():",
