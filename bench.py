@@ -705,7 +705,7 @@ def parse_args(argv=None):
     add[step]("--micro-batch-tokens", type=int, default=0, help="as in train.py")
     add[step]("--checkpointing", choices=("auto", "on", "off"), default="auto",
               help="as in train.py")
-    add[step]("--share", type=float, default=1.0, help="of free memory that auto may double")
+    add[step]("--share", type=float, default=1.0, help="2: auto takes all that is free, not half")
     add[step]("--card-gib", type=float, default=0, help="limit the memory, as of a smaller card")
     add[step]("--no-rollout", dest="rollout", action="store_false", help="the update alone")
     add[files]("model", type=Path, help="folder of a 16-bit checkpoint")
