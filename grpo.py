@@ -51,7 +51,7 @@ class Completion:
 
     def __getstate__(self):
         """Between ranks numbers go as arrays: pickled one by one they take 0.1 s of a step."""
-        return vars(self) | {"ids": array("q", self.ids), "logprobs": array("d", self.logprobs)}
+        return vars(self) | {"ids": array("i", self.ids), "logprobs": array("d", self.logprobs)}
 
     def __setstate__(self, state):
         lists = {k: state[k].tolist() for k in ("ids", "logprobs")}
