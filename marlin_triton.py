@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from model import HALVES
 from runtime.bits import arrange, extract, load_scales, natural, unscaled, words
 from weights.formats import CHUNK, FORMATS, dequantize
 
@@ -281,8 +282,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
 
 @triton.jit
 def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.constexpr,
-                       UNIT: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-                       FAST: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr):
+                    UNIT: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+                    FAST: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr):
     """out (N, K + E), rows `so` apart: value * block scale in units of UNIT, or times global scale
     if FOLD, and behind it tail (N, E). A program does BN rows of one chunk, or of the tail."""
     T: tl.constexpr = out.dtype.element_ty if ASM else tl.float32
@@ -608,7 +609,7 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     if A is not None and (P > 3 or B.shape[0] != N or A.shape != (P * B.shape[1], K)):
         shapes = f"A {tuple(A.shape)} and B {tuple(B.shape)}"
         raise ValueError(f"linear_decode: {shapes} do not fit {N} x {K} in {P} parts (3 at most)")
-    if x.is_cuda and x.dtype not in (torch.bfloat16, torch.float16):
+    if x.is_cuda and x.dtype not in HALVES:
         raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16 or float16")
     if x.is_cuda and few(M, N, K, sms(x.device)):
         return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu)

@@ -153,9 +153,9 @@ def shown(value):
 def lines(runs):
     """[(label, runs)] of the lines to draw: runs whose flags differ in their seed alone are one.
 
-    Labels are the flags that differ between lines ("quant=none aqn=off"), and the script if it is
-    another than train.py; folder names where none does, more than four do, they do not tell all
-    lines apart, or a run has no config.json."""
+    Labels are the flags that differ between lines ("quant=none aqn=off"), and the script where it
+    does; folder names where none does, more than four do, they do not tell all lines apart, or a
+    run has no config.json."""
     found = []  # (flags, {seed: (run, its name)})
     for run, name in zip(runs, names(runs), strict=True):
         flags = beside(run, "config.json")

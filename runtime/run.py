@@ -85,15 +85,6 @@ def settle(args, argv):
     return old
 
 
-def script(argv):
-    """The words of the command line before argv: train.py, or what calls it."""
-    own, home = sys.argv[: len(sys.argv) - len(argv)], Path(__file__).resolve().parents[1]
-    if not own or sys.argv != [*own, *argv]:
-        return ["train.py"]  # called by other Python
-    path = Path(own[0]).resolve()
-    return [str(path.relative_to(home)) if path.is_relative_to(home) else own[0], *own[1:]]
-
-
 class Run:
     """One run's folder, clock and signals. `phase(name)` begins a phase of the step: its seconds
     are counted, and Ctrl-C, SIGTERM, a closed terminal or stdout drop any phase at once but an
@@ -101,7 +92,7 @@ class Run:
 
     def __init__(self, args, argv):
         self.args, self.argv, self.out, self.started = args, argv, Path(args.out), time.time()
-        self.begin = [*ranks.launcher(), *script(argv)]
+        self.begin = [*ranks.launcher(), *command.script(argv)]
         self.state, self.clock, self.current, self.asked = State(), {}, None, False
         self.warned, self.earlier, self.failed = set(), 0.0, 0
         self.held = ExitStack()  # the folder's lock, and the signals

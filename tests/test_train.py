@@ -19,8 +19,8 @@ import model as qwen
 import plot
 import sample
 import train
-from runtime import flags
-from runtime.run import Run, digest_of, script, warnings_for
+from runtime import command, flags
+from runtime.run import Run, digest_of, warnings_for
 from tests.conftest import adapted, drawn, first_blocks, parameters_of, rows_of
 from weights.files import lock
 
@@ -513,4 +513,4 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
 def test_the_command_names_the_script_that_was_started(monkeypatch, line, argv, want):
     """A run of docs/relative_noise.py whose summary says train.py."""
     monkeypatch.setattr(sys, "argv", line)
-    assert script(argv) == want
+    assert command.script(argv) == want
