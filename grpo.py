@@ -381,6 +381,10 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
 
 # ---- one optimizer step
 
+# completions that share their prompt's states: of more, few programs of attention's backward would
+# do most of the work
+TOGETHER = 8
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -402,17 +406,15 @@ class Settings:
 def completion_logprobs(model, completions, temperature):
     """(logp (B, T), entropy (B, T), mask (B, T)) of B completions, under the model as it is now:
     its noise, its adapter."""
-    device = model.embed.weight.device
-    rows = [c.prompt + c.ids[:-1] for c in completions]  # the last token predicts nothing
-    L, T = max(map(len, rows)), max(len(c.ids) for c in completions)
-    # the state at a token predicts the next one; rows lie end to end, or padded on the right
-    packed, take, begin = lora.packed(model), [], 0
-    for c, row in zip(completions, rows, strict=True):
-        take += range(begin + len(c.prompt) - 1, begin + len(row))
-        begin += len(row) if packed else L
-    if packed:
-        hidden = packed.hidden(model, rows, take)  # (S, C)
-    else:
+    device, T = model.embed.weight.device, max(len(c.ids) for c in completions)
+    # the state at a token predicts the next one; the last predicts nothing
+    if packed := lora.packed(model):
+        hidden = packed.hidden(model, *end_to_end(families(model, completions)))  # (S, C)
+    else:  # padded on the right
+        rows, take = [c.prompt + c.ids[:-1] for c in completions], []
+        L = max(map(len, rows))
+        for b, (c, row) in enumerate(zip(completions, rows, strict=True)):
+            take += range(b * L + len(c.prompt) - 1, b * L + len(row))
         ids = to_device([row + [0] * (L - len(row)) for row in rows], device)  # (B, L)
         hidden = model.hidden(ids).flatten(0, 1)[to_device(take, device)]  # (B*L, C) -> (S, C)
     targets = to_device([i for c in completions for i in c.ids], device)  # (S,)
@@ -426,38 +428,70 @@ def completion_logprobs(model, completions, temperature):
     return logp, entropy, mask
 
 
-def size(c):
-    """Tokens that are computed for a completion: its last one predicts nothing."""
-    return len(c.prompt) + len(c.ids) - 1
+def families(model, completions, token_budget=math.inf):
+    """Completions by what is computed at once: where rows lie end to end up to TOGETHER neighbours
+    of one prompt, whose states they share, within the budget; else each alone."""
+    most, found = TOGETHER if lora.packed(model) else 1, []
+    for c in completions:
+        f = found[-1] if found else []
+        if (f and f[0].prompt == c.prompt and len(f) < most
+                and size(f) + len(c.ids) - 1 <= token_budget):
+            f.append(c)
+        else:
+            found.append([c])
+    return found
 
 
-def micro_batches(model, completions, token_budget):
-    """Completions sorted by length and cut so that what is computed for them stays within the
-    budget: their tokens where rows lie end to end, rows x longest where they are padded. A row
-    that passes it is a batch alone."""
+def size(family):
+    """Tokens that are computed for completions of one prompt: their last ones predict nothing."""
+    return len(family[0].prompt) + sum(len(c.ids) - 1 for c in family)
+
+
+def end_to_end(families):
+    """packed.hidden's rows, take and of: a prompt and, continuing it, its completions; or both in
+    one row, where there is one completion."""
+    rows, take, of, begin = [], [], [], 0
+    for family in families:
+        prompt, p, last = family[0].prompt, len(rows), begin + len(family[0].prompt) - 1
+        alone = len(family) == 1
+        parts = [prompt + family[0].ids[:-1]] if alone else [prompt, *(c.ids[:-1] for c in family)]
+        rows += (parts := [part for part in parts if part])
+        of += [p] * len(parts)
+        begin = last + 1
+        for c in family:
+            take += [last, *range(begin, begin + len(c.ids) - 1)]
+            begin += len(c.ids) - 1
+    return rows, take, of
+
+
+def micro_batches(model, families, token_budget):
+    """Completions, those of a family together, the smallest first, cut so that what is computed for
+    them stays within the budget: their tokens where rows lie end to end, rows x longest where they
+    are padded. A family that passes it is a batch alone."""
     packed, batch, total = lora.packed(model), [], 0
-    for c in sorted(completions, key=size):
-        total += size(c)
-        if batch and (total if packed else (len(batch) + 1) * size(c)) > token_budget:
-            yield batch
-            batch, total = [], size(c)
-        batch.append(c)
+    for family in sorted(families, key=size):
+        total += size(family)
+        if batch and (total if packed else (len(batch) + 1) * size(family)) > token_budget:
+            yield [*chain(*batch)]
+            batch, total = [], size(family)
+        batch.append(family)
     if batch:
-        yield batch
+        yield [*chain(*batch)]
 
 
 @torch.no_grad()
 def record_trainer_logprobs(model, completions, settings):
     """Fill `trainer_logprobs` of each completion: a pass of its own, before any parameter moves
     (--old-logp trainer)."""
-    shares = ranks.share(completions, size)
-    for batch in micro_batches(model, shares[ranks.rank], settings.micro_batch_tokens):
+    budget = settings.micro_batch_tokens
+    shares = ranks.share(families(model, completions, budget), size)
+    for batch in micro_batches(model, shares[ranks.rank], budget):
         logp, _, mask = completion_logprobs(model, batch, settings.temperature)
         values = iter(logp[mask].tolist())  # of all at once: each look waits for the device
         for c in batch:
             c.trainer_logprobs = list(islice(values, len(c.ids)))
-    found = ranks.gather([c.trainer_logprobs for c in shares[ranks.rank]])
-    for c, values in zip(chain(*shares), chain(*found), strict=True):
+    found = ranks.gather([c.trainer_logprobs for c in chain(*shares[ranks.rank])])
+    for c, values in zip(chain(*chain(*shares)), chain(*found), strict=True):
         c.trainer_logprobs = values
 
 
@@ -500,12 +534,13 @@ def backward(model, completions, settings):
     # Dr.GRPO divides by a constant: it counts the masked completions as well
     counted = completions if OBJECTIVES[settings.loss].normaliser is constant else trained
     total_tokens = sum(len(c.ids) for c in trained)
-    share = ranks.share(trained, size)[ranks.rank]
+    budget = settings.micro_batch_tokens
+    share = ranks.share(families(model, trained, budget), size)[ranks.rank]
     # float16 holds 6e-5 to 65,504. Where a token's own gradient is 1, not 1 / total_tokens, those
     # of a 0.5B's activations are 22 at most, and 1e-6 the median in its last layer
     half = model.embed.weight.dtype == torch.float16
     scale = 2.0 ** round(math.log2(64 * total_tokens)) if half else 1.0
-    for batch in micro_batches(model, share, settings.micro_batch_tokens):
+    for batch in micro_batches(model, share, budget):
         loss, metrics = batch_loss(model, batch, settings, total_tokens, len(counted))
         (scale * loss).backward()
         parts.append(metrics)

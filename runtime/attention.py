@@ -2,7 +2,9 @@
 Causal attention over rows laid end to end, forward and backward: flash attention in Triton.
 
 A program takes one block of a row and one head and passes over what its row has before it (forward,
-dQ) or behind it (dK, dV); scores stay in registers. Exponentials are base 2: scale and log2(e) are
+dQ) or behind it (dK, dV); scores stay in registers. A row may continue another, which lies before
+it: completions of one prompt, say, whose states are then computed once. It sees all of that row and
+what it has itself. Exponentials are base 2: scale and log2(e) are
 one factor of the scores, and lse, kept for backward, is log2 of the softmax's sum.
 
     S = scale log2(e) Q K^T   P = 2^(S - lse)      Y = P V
@@ -41,101 +43,127 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 B = 64
 
 
-def blocks(borders, S):
-    """The blocks of all rows, (n, 4) int32: where the row begins, where it ends, where the block
-    begins, where its lse does; those far from their row's beginning first. borders (rows + 1,):
-    where rows begin, and S. n = S // B + rows: those too many begin behind their row's end."""
+def blocks(borders, S, of=None):
+    """The blocks of all rows, (n, 6) int32: where the row begins and ends, where the block begins,
+    where the row that it continues begins and ends (no token of it: it continues none), and where
+    the last row ends that sees it; those with most before them first. borders (rows + 1,): where
+    rows begin, and S; of (rows,): which row each continues, itself if none, those that continue one
+    right behind it. n = S // B + rows: those too many begin behind their row's end."""
     begin, end = borders[:-1], borders[1:]
+    rows = torch.arange(len(begin), device=begin.device)
+    of = rows if of is None else of
+    first, stop = begin[of], torch.where(of == rows, begin, end[of])
+    seen = end.scatter_reduce(0, of, end, "amax")
     count = (end - begin + B - 1) // B
     last = count.cumsum(0)
     n = torch.arange(S // B + len(begin), device=begin.device)
     row = torch.searchsorted(last, n, right=True).clamp_(max=len(begin) - 1)
-    offset = (n - (last - count)[row]) * B  # in the row
-    found = torch.stack([begin[row], end[row], begin[row] + offset, n * B], 1)
-    return found[offset.argsort(descending=True)].int()
+    at = begin[row] + (n - (last - count)[row]) * B
+    found = torch.stack([begin[row], end[row], at, first[row], stop[row], seen[row]], 1)
+    return found[(at - begin[row] + (stop - first)[row]).argsort(descending=True)].int()
 
 
 @triton.jit
-def entry(blocks, i, h, B: tl.constexpr):
-    """What blocks() says of block i, of n in the grid; its lse in those of head h."""
-    block = blocks + 4 * i
-    line = tl.load(block + 3) + h * B * tl.num_programs(1)
-    return tl.load(block), tl.load(block + 1), tl.load(block + 2), line
+def entry(blocks, i):
+    """What blocks() says of block i."""
+    b = blocks + 6 * i
+    return (tl.load(b), tl.load(b + 1), tl.load(b + 2), tl.load(b + 3), tl.load(b + 4),
+            tl.load(b + 5))
 
 
 @triton.jit
-def forward_kernel(q, k, v, y, lse, blocks, scale, G: tl.constexpr, D: tl.constexpr,
+def keys_of(step, begin, first, stop, B: tl.constexpr):
+    """(where the keys of a step of a block's pass begin, whether they are of the row that its own
+    continues): first those, then those of its own."""
+    before = tl.cdiv(stop - first, B)
+    return tl.where(step < before, first + step * B, begin + (step - before) * B), step < before
+
+
+@triton.jit
+def seen_keys(x, j, at, stop, earlier, other, B: tl.constexpr):
+    """Scores or weights x (B, B) of queries from `at` on and keys from j on, `other` where the key
+    is behind the query, or (`earlier`) behind the row that is continued."""
+    place = tl.arange(0, B)
+    if (j == at) | (earlier & (j + B > stop)):
+        x = tl.where(tl.where(earlier, (j + place)[None, :] < stop,
+                              place[:, None] >= place[None, :]), x, other)
+    return x
+
+
+@triton.jit
+def forward_kernel(q, k, v, y, lse, blocks, S, scale, G: tl.constexpr, D: tl.constexpr,
                    B: tl.constexpr):
     h, H = tl.program_id(0), tl.num_programs(0)
-    begin, end, at, line = entry(blocks, tl.program_id(1), h, B)
+    begin, end, at, first, stop, _ = entry(blocks, tl.program_id(1))
     if at >= end:
         return
-    place, col = tl.arange(0, B), h // G * D
+    col = h // G * D
     Q = q.load([at, h * D])  # (B, D)
     top = tl.full((B,), -float("inf"), tl.float32)
     total, acc = tl.zeros((B,), tl.float32), tl.zeros((B, D), tl.float32)
-    for j in range(begin, at + 1, B):
+    for step in range(tl.cdiv(stop - first, B) + (at - begin) // B + 1):
+        j, earlier = keys_of(step, begin, first, stop, B)
         s = tl.dot(Q, k.load([j, col]).T)  # (B, B)
-        if j == at:
-            s = tl.where(place[:, None] >= place[None, :], s, -float("inf"))
+        s = seen_keys(s, j, at, stop, earlier, -float("inf"), B)
         new = tl.maximum(top, tl.max(s, 1) * scale)
         p, fade = tl.exp2(s * scale - new[:, None]), tl.exp2(top - new)
         top, total = new, total * fade + tl.sum(p, 1)
         V = v.load([j, col])  # (B, D)
         acc = tl.dot(p.to(V.dtype), V, acc * fade[:, None])
-    queries = at + place
+    queries = at + tl.arange(0, B)
     out = y + (queries.to(tl.int64) * H + h)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(out, (acc / total[:, None]).to(y.dtype.element_ty), mask=queries[:, None] < end)
-    tl.store(lse + line + place, top + tl.log2(total))
+    tl.store(lse + h * S + queries, top + tl.log2(total), mask=queries < end)
 
 
 @triton.jit
-def dq_kernel(q, k, v, y, dy, lse, delta, dq, blocks, scale, unit, G: tl.constexpr,
+def dq_kernel(q, k, v, y, dy, lse, delta, dq, blocks, S, scale, unit, G: tl.constexpr,
               D: tl.constexpr, B: tl.constexpr):
     """Leaves rowsum(Y * dY) in delta."""
     h, H = tl.program_id(0), tl.num_programs(0)
-    begin, end, at, line = entry(blocks, tl.program_id(1), h, B)
+    begin, end, at, first, stop, _ = entry(blocks, tl.program_id(1))
     if at >= end:
         return
-    place, col = tl.arange(0, B), h // G * D
+    queries, col = at + tl.arange(0, B), h // G * D
     Q, dY = q.load([at, h * D]), dy.load([at, h * D])  # (B, D)
-    L = tl.load(lse + line + place)
+    L = tl.load(lse + h * S + queries, mask=queries < end, other=0.0)
     mean = tl.sum(y.load([at, h * D]).to(tl.float32) * dY.to(tl.float32), 1)
-    tl.store(delta + line + place, mean)
+    tl.store(delta + h * S + queries, mean, mask=queries < end)
     acc = tl.zeros((B, D), tl.float32)
-    for j in range(begin, at + 1, B):
+    for step in range(tl.cdiv(stop - first, B) + (at - begin) // B + 1):
+        j, earlier = keys_of(step, begin, first, stop, B)
         K, V = k.load([j, col]), v.load([j, col])  # (B, D)
         p = tl.exp2(tl.dot(Q, K.T) * scale - L[:, None])  # (B, B)
-        if j == at:
-            p = tl.where(place[:, None] >= place[None, :], p, 0.0)
+        p = seen_keys(p, j, at, stop, earlier, 0.0, B)
         ds = p * (tl.dot(dY, V.T) - mean[:, None])
         acc = tl.dot(ds.to(K.dtype), K, acc)
-    queries = at + place
     out = dq + (queries.to(tl.int64) * H + h)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(out, (acc * unit).to(dq.dtype.element_ty), mask=queries[:, None] < end)
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, dy, lse, delta, dk, dv, blocks, scale, unit, G: tl.constexpr,
+def dkdv_kernel(q, k, v, dy, lse, delta, dk, dv, blocks, S, scale, unit, G: tl.constexpr,
                 D: tl.constexpr, B: tl.constexpr):
     head, Hkv, n = tl.program_id(0), tl.num_programs(0), tl.num_programs(1)
-    _, end, at, line = entry(blocks, n - 1 - tl.program_id(1), 0, B)
+    _, end, at, _, _, seen = entry(blocks, n - 1 - tl.program_id(1))
     if at >= end:
         return
     keys = at + tl.arange(0, B)
     K, V = k.load([at, head * D]), v.load([at, head * D])  # (B, D)
     dK, dV = tl.zeros((B, D), tl.float32), tl.zeros((B, D), tl.float32)
-    steps = tl.cdiv(end - at, B)
+    steps = tl.cdiv(seen - at, B)  # what sees these keys lies behind them, up to there
     for step in range(G * steps):  # one loop, so that loads of the next head are not waited for
         h, j = head * G + step // steps, step % steps * B
-        queries, L = at + j + tl.arange(0, B), h * B * n + line + j
+        queries = at + j + tl.arange(0, B)
+        L = tl.load(lse + h * S + queries, mask=queries < seen, other=0.0)
+        mean = tl.load(delta + h * S + queries, mask=queries < seen, other=0.0)
         Q, dY = q.load([at + j, h * D]), dy.load([at + j, h * D])  # (B, D)
-        p = tl.exp2(tl.dot(K, Q.T) * scale - lse.load([L])[None, :])  # (B, B)
-        if (j == 0) | (at + j + B > end):
-            queries = tl.where(queries < end, queries, -1)
+        p = tl.exp2(tl.dot(K, Q.T) * scale - L[None, :])  # (B, B)
+        if (j == 0) | (at + j + B > seen):
+            queries = tl.where(queries < seen, queries, -1)
             p = tl.where(queries[None, :] >= keys[:, None], p, 0.0)
         dV = tl.dot(p.to(V.dtype), dY, dV)
-        ds = p * (tl.dot(V, dY.T) - delta.load([L])[None, :])
+        ds = p * (tl.dot(V, dY.T) - mean[None, :])
         dK = tl.dot(ds.to(K.dtype), Q, dK)
     out = (keys.to(tl.int64) * Hkv + head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(dk + out, (dK * unit).to(dk.dtype.element_ty), mask=keys[:, None] < end)
@@ -147,11 +175,6 @@ def tile(t):
     return TensorDescriptor(t, [len(t), t[0].numel()], [t.stride(0), 1], [B, t.shape[2]])
 
 
-def vector(t):
-    """t (H, n B) for loads of B numbers."""
-    return TensorDescriptor(t, [t.numel()], [1], [B])
-
-
 def options(q, stages):
     """Stages and warps of a kernel on q's card."""
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 9:
@@ -160,22 +183,22 @@ def options(q, stages):
 
 
 def forward(q, k, v, blocks):
-    """y (S, H, D), attention of q (S, H, D) to k and v (S, Hkv, D), and lse (H, n B) float32."""
-    (_, H, D), n = q.shape, len(blocks)
-    y, lse = q.new_empty(q.shape), q.new_empty(H, n * B, dtype=torch.float32)
-    forward_kernel[H, n](tile(q), tile(k), tile(v), y, lse, blocks, D**-0.5 * log2(e),
+    """y (S, H, D), attention of q (S, H, D) to k and v (S, Hkv, D), and lse (H, S) float32."""
+    (S, H, D), n = q.shape, len(blocks)
+    y, lse = q.new_empty(q.shape), q.new_empty(H, S, dtype=torch.float32)
+    forward_kernel[H, n](tile(q), tile(k), tile(v), y, lse, blocks, S, D**-0.5 * log2(e),
                          G=H // k.shape[1], D=D, B=B, **options(q, 3))
     return y, lse
 
 
 def backward(dy, q, k, v, y, lse, blocks):
     """Gradients of q, k and v for dy (S, H, D)."""
-    (_, H, D), Hkv, n = q.shape, k.shape[1], len(blocks)
+    (S, H, D), Hkv, n = q.shape, k.shape[1], len(blocks)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     delta, Q, K, V, dY = torch.empty_like(lse), *map(tile, (q, k, v, dy))
     stages = 3 if D <= 64 else 2  # so that an SM holds two programs or more
     shape = dict(G=H // Hkv, D=D, B=B, **options(q, stages))
-    scales = D**-0.5 * log2(e), D**-0.5
-    dq_kernel[H, n](Q, K, V, tile(y), dY, lse, delta, dq, blocks, *scales, **shape)
-    dkdv_kernel[Hkv, n](Q, K, V, dY, vector(lse), vector(delta), dk, dv, blocks, *scales, **shape)
+    rest = blocks, S, D**-0.5 * log2(e), D**-0.5
+    dq_kernel[H, n](Q, K, V, tile(y), dY, lse, delta, dq, *rest, **shape)
+    dkdv_kernel[Hkv, n](Q, K, V, dY, lse, delta, dk, dv, *rest, **shape)
     return dq, dk, dv

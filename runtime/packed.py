@@ -436,12 +436,14 @@ class Rows:
     slot: torch.Tensor | None = None
 
 
-def end_to_end(rows, slots=None):
-    """(ids, places, slots, borders) of rows (lists of ids), as lists."""
+def end_to_end(rows, slots=None, of=None):
+    """(ids, places, slots, borders) of rows (lists of ids), as lists; row i continues row of[i], or
+    is its own."""
     ids, places, where = [], [], []
-    for row, slot in zip(rows, slots or [0] * len(rows), strict=True):
+    for i, (row, slot) in enumerate(zip(rows, slots or [0] * len(rows), strict=True)):
         ids += row
-        places += range(len(row))
+        at = len(rows[of[i]]) if of and of[i] != i else 0
+        places += range(at, at + len(row))
         where += [slot] * len(row)
     return ids, places, where, [0, *accumulate(map(len, rows))]
 
@@ -501,17 +503,18 @@ def states(model, linears, ids, rows, cache=None):
     return x
 
 
-def hidden(model, rows, take):
+def hidden(model, rows, take, of=None):
     """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
-    ids) laid end to end; differentiable in the adapter."""
+    ids) laid end to end; differentiable in the adapter. of: which row each continues, itself if
+    none (attention.blocks)."""
     device, linears = model.embed.weight.device, linears_of(model)
     refresh(linears)
-    ids, places, _, borders = end_to_end(rows)
-    blocks = attention.blocks(to_device(borders, device), len(ids))
-    longest = max(map(len, rows))
-    where = Rows(to_device(places, device), blocks, *tables(model.config, longest, device))
+    ids, places, _, borders = end_to_end(rows, of=of)
+    blocks = attention.blocks(to_device(borders, device), len(ids), of and to_device(of, device))
+    where = Rows(to_device(places, device), blocks, *tables(model.config, max(places) + 1, device))
     x = states(model, linears, to_device(ids, device), where)
-    return FinalNorm.apply(Norm(model.norm), x.index_select(0, to_device(take, device)))
+    # a place may be taken more than once: index_select would add its gradients in any order
+    return FinalNorm.apply(Norm(model.norm), x[to_device(take, device)])
 
 
 class Prefill:

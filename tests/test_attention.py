@@ -12,6 +12,7 @@ from runtime import attention
 
 gpu = pytest.mark.gpu
 LENGTHS = [130, 1, 17, 63, 64, 65]  # the longest has a row behind it, which it must not see
+PROMPTS, OF = [70, 5, 130, 66, 9, 64, 3, 65], [0, 0, 0, 0, 4, 5, 5, 5]  # completions of two prompts, and a row of its own
 
 
 def drawn(lengths, G, D, dtype=torch.float32, device="cpu", kv=2):
@@ -31,14 +32,17 @@ def plain(q, k, v):
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def expected(lengths, q, k, v, dy):
+def expected(lengths, q, k, v, dy, of=None):
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    y = torch.cat([plain(*row) for row in zip(*(t.split(lengths) for t in inputs), strict=True)])
+    rows = [*zip(*(t.split(lengths) for t in inputs), strict=True)]
+    of = of or range(len(rows))
+    y = torch.cat([plain(*row) if p == i else plain(*map(torch.cat, zip(rows[p], row, strict=True)))[lengths[p] :]
+                   for i, (row, p) in enumerate(zip(rows, of, strict=True))])
     return y.detach(), *torch.autograd.grad(y, inputs, dy)
 
 
-def computed(lengths, borders, q, k, v, dy):
-    blocks = attention.blocks(borders, sum(lengths))
+def computed(lengths, borders, q, k, v, dy, of=None):
+    blocks = attention.blocks(borders, sum(lengths), None if of is None else torch.tensor(of, device=q.device))
     y, lse = attention.forward(q, k, v, blocks)
     return y, *attention.backward(dy, q, k, v, y, lse, blocks)
 
@@ -48,6 +52,14 @@ def test_attention_equals_the_softmax_in_value_and_gradient(G, D):
     """Rows that end within a block, at its border and one behind it; the numbers of the next row must have no weight."""
     borders, *tensors = drawn(LENGTHS, G, D)
     for got, want in zip(computed(LENGTHS, borders, *tensors), expected(LENGTHS, *tensors), strict=True):
+        assert torch.allclose(got, want, rtol=0, atol=2e-6 * want.abs().max().item())
+
+
+@pytest.mark.parametrize(("G", "D"), [(2, 32), (1, 64)])
+def test_rows_that_continue_another_see_it_and_give_it_their_gradients(G, D):
+    """A prompt computed once, its completions one behind the other: none sees the others, all see the prompt."""
+    borders, *tensors = drawn(PROMPTS, G, D)
+    for got, want in zip(computed(PROMPTS, borders, *tensors, OF), expected(PROMPTS, *tensors, OF), strict=True):
         assert torch.allclose(got, want, rtol=0, atol=2e-6 * want.abs().max().item())
 
 
@@ -65,11 +77,21 @@ def test_blocks_cover_each_token_once_and_are_as_many_as_shapes_say(lengths):
     S, ends = sum(lengths), [*accumulate(lengths)]
     blocks = attention.blocks(torch.tensor([0, *ends]), S).tolist()
     assert len(blocks) == S // 64 + len(lengths)
-    live = [(begin, end, at) for begin, end, at, _ in blocks if at < end]
+    live = [(begin, end, at) for begin, end, at, *_ in blocks if at < end]
     assert sorted(t for _, end, at in live for t in range(at, min(at + 64, end))) == [*range(S)]
     assert all((begin, end) in zip([0, *ends], ends, strict=False) for begin, end, _ in live)
     work = [at - begin for begin, _, at in live]
     assert work == sorted(work, reverse=True)
+
+
+def test_blocks_know_what_is_seen():
+    """Of each block the row that it continues, and how far it is seen itself."""
+    ends = [*accumulate(PROMPTS)]
+    found = attention.blocks(torch.tensor([0, *ends]), ends[-1], torch.tensor(OF)).tolist()
+    for begin, end, at, first, stop, seen in found:
+        i = [0, *ends].index(begin)
+        assert (first, stop) == ([0, *ends][OF[i]], ends[OF[i]] if OF[i] != i else begin) and end == ends[i]
+        assert at >= end or seen == max(ends[j] for j in range(len(OF)) if OF[j] == i or j == i)
 
 
 # ---- on the device
@@ -83,6 +105,11 @@ def test_gpu_attention_errs_no_more_than_torchs(G, D):
     borders, *tensors = drawn(lengths, G, D, torch.bfloat16, "cuda")
     first, again = computed(lengths, borders, *tensors), computed(lengths, borders, *tensors)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    of = [*range(7), 6, 8]  # also one that continues the row of 700
+    again = computed(lengths, borders, *tensors, of)
+    for got, want, theirs in zip(again, expected(lengths, *(t.double() for t in tensors), of), expected(lengths, *tensors, of),
+                                 strict=True):
+        assert (got - want).norm() < 1.3 * (theirs - want).norm()
     exact = expected(lengths, *(t.double() for t in tensors))
     for got, want, theirs in zip(first, exact, expected(lengths, *tensors), strict=True):
         assert (got - want).norm() < 1.3 * (theirs - want).norm()

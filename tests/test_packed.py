@@ -98,6 +98,28 @@ def test_an_update_is_the_same_packed_padded_and_in_any_micro_batches(monkeypatc
         assert torch.allclose(g, w, rtol=0, atol=2e-5 * w.abs().max().item())
 
 
+@pytest.mark.parametrize("budget", [13, 1000])
+def test_completions_of_a_prompt_share_its_states(monkeypatch, budget):
+    """Ten completions of one prompt, of one token and of several, and one of another: the padded loss and gradient, while a prompt is
+    computed once for eight."""
+    m, cs = build(ONE), completions(2)
+    ids = [cs[0].ids, [7], [8, 9], *([i, i + 1] for i in range(7))]
+    cs = [grpo.Completion({}, cs[0].prompt, i, [-5.0] * len(i), True, advantage=len(i) - 1.5) for i in ids] + cs[1:]
+    want = grpo.backward(m, cs, grpo.Settings(micro_batch_tokens=1000))
+    expected = [p.grad.clone() for p in m.parameters() if p.requires_grad]
+    m.zero_grad()
+    seen, states = [], packed.states
+    monkeypatch.setattr(lora, "packed", lambda model: packed)
+    monkeypatch.setattr(packed, "states", lambda model, linears, ids, *rest: seen.append(len(ids)) or states(model, linears, ids, *rest))
+    got = grpo.backward(m, cs, grpo.Settings(micro_batch_tokens=budget))
+    for name, value in want.items():
+        assert torch.allclose(got[name].double(), value.double(), rtol=1e-4, atol=1e-6), name
+    for g, w in zip((p.grad for p in m.parameters() if p.requires_grad), expected, strict=True):
+        assert torch.allclose(g, w, rtol=0, atol=2e-5 * w.abs().max().item())
+    alone = sum(len(c.prompt) + len(c.ids) - 1 for c in cs)
+    assert max(seen) <= budget and (budget == 13 or sum(seen) == alone - (7 + 1) * len(cs[0].prompt))
+
+
 @pytest.mark.parametrize("way", [None, packed])
 def test_gradients_do_not_vanish_in_float16(monkeypatch, way):
     """A token's gradient is its advantage by the number of tokens: here 2e-8, of which float16 keeps nothing. (This model is a harsh one:
@@ -117,11 +139,11 @@ def test_gradients_do_not_vanish_in_float16(monkeypatch, way):
 
 def test_micro_batches_count_padding_only_where_there_is_padding(monkeypatch):
     m, cs = build(rank=0), completions()
-    sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in grpo.micro_batches(m, cs, 12)]
+    sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in grpo.micro_batches(m, grpo.families(m, cs), 12)]
     assert sorted(sum(sizes, [])) == sorted(len(c.prompt) + len(c.ids) - 1 for c in cs)
     assert all(len(b) * max(b) <= 12 or len(b) == 1 for b in sizes)
     monkeypatch.setattr(lora, "packed", lambda model: packed)
-    dense = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in grpo.micro_batches(m, cs, 20)]
+    dense = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in grpo.micro_batches(m, grpo.families(m, cs), 20)]
     assert all(sum(b) <= 20 or len(b) == 1 for b in dense)
     assert any(len(b) * max(b) > 20 for b in dense)
 

@@ -321,8 +321,8 @@ def test_any_micro_batching_gives_the_same_gradient_and_loss(policy, monkeypatch
     for budget in (1, 300, 10**6):
         metrics, _ = grpo.update(model, optimizer, completions, grpo.Settings("dapo", micro_batch_tokens=budget))
         losses.append(metrics["loss"].item())
-    assert len(list(grpo.micro_batches(model, completions, 1))) == len(completions)
-    assert len(list(grpo.micro_batches(model, completions, 10**6))) == 1
+    assert len(list(grpo.micro_batches(model, grpo.families(model, completions), 1))) == len(completions)
+    assert len(list(grpo.micro_batches(model, grpo.families(model, completions), 10**6))) == 1
     for grads in seen[1:]:
         for a, b in zip(grads, seen[0], strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -333,7 +333,7 @@ def test_micro_batches_hold_no_more_than_their_budget(policy):
     """Padded tokens, not tokens, are what fills the memory."""
     model, _, completions, _ = policy
     for budget in (150, 400):
-        batches = list(grpo.micro_batches(model, completions, budget))
+        batches = list(grpo.micro_batches(model, grpo.families(model, completions), budget))
         assert sorted(len(c.ids) for b in batches for c in b) == sorted(len(c.ids) for c in completions)
         assert all(len(b) == 1 or len(b) * max(len(c.prompt) + len(c.ids) - 1 for c in b) <= budget for b in batches)
 
