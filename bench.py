@@ -480,16 +480,16 @@ def step(args):
     show(columns)
     for size, quant in ((s, q) for s in args.sizes for q in args.quants):
         row = {"size": size, "quant": quant, "dtype": args.dtype, "lora_rank": args.rank,
-               "prompt": args.prompt, "completions": args.completions, "new": args.new,
-               "card_gib": args.card_gib}
+               "prompt": args.prompt, "completions": args.completions, "group": args.group,
+               "new": args.new, "card_gib": args.card_gib}
         try:
             phases(row, config(size), ceiling, args)
         except torch.OutOfMemoryError:
             row["out_of_memory"] = True
         results.append(row)
         show(columns, row)
-    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "completions", "prompt",
-                                   "new", "micro_batch", "checkpointing", "card_gib"))
+    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "completions", "group",
+                                   "prompt", "new", "micro_batch", "checkpointing", "card_gib"))
 
 
 def phases(row, c, ceiling, args):
@@ -511,8 +511,9 @@ def phases(row, c, ceiling, args):
         engine.make_room(model, sum(memory.update_bytes(
             c, row["quant"], max(row["micro_batch"], length), model.checkpointing)))
     settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
-    completions = [grpo.Completion({}, ids[: args.prompt], ids[args.prompt :], [-12.0] * args.new,
-                                   True, advantage=i % 3 - 1.0) for i, ids in enumerate(prompts)]
+    completions = [grpo.Completion({}, prompts[i - i % args.group][: args.prompt],
+                                   ids[args.prompt :], [-12.0] * args.new, True,
+                                   advantage=i % 3 - 1.0) for i, ids in enumerate(prompts)]
     torch.cuda.reset_peak_memory_stats()
     grpo.update(model, optimizer, completions, settings)  # compiles
     row["logprob_s"], _ = timed(
@@ -700,6 +701,7 @@ def parse_args(argv=None):
     add[step]("--quants", **some, choices=memory.BITS, default=["none", "nvfp4"], help="formats")
     add[step]("--rank", type=int, default=16, help="of the adapter")
     add[step]("--completions", type=int, default=8, help="of an update")
+    add[step]("--group", type=int, default=1, help="completions of a prompt")
     add[step]("--prompt", type=int, default=256, help="tokens of a prompt")
     add[step]("--new", type=int, default=2048, help="tokens of a completion")
     add[step]("--micro-batch-tokens", type=int, default=0, help="as in train.py")
