@@ -501,7 +501,7 @@ def phases(row, c, ceiling, args):
     row["micro_batch"], model.checkpointing = memory.fit_update(
         c, row["quant"], engine.free_bytes() * args.share, length, args.micro_batch_tokens,
         args.checkpointing)
-    row["checkpointing"], row["tokens"] = model.checkpointing, rows * length
+    row["checkpointing"] = model.checkpointing
     prompts = random_prompts(rows, length)
     if args.rollout:
         torch.cuda.reset_peak_memory_stats()
@@ -514,6 +514,8 @@ def phases(row, c, ceiling, args):
     completions = [grpo.Completion({}, prompts[i - i % args.group][: args.prompt],
                                    ids[args.prompt :], [-12.0] * args.new, True,
                                    advantage=i % 3 - 1.0) for i, ids in enumerate(prompts)]
+    # a prompt's states are computed once for several of its completions
+    row["tokens"] = sum(map(grpo.size, grpo.families(model, completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
     grpo.update(model, optimizer, completions, settings)  # compiles
     row["logprob_s"], _ = timed(

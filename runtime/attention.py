@@ -4,8 +4,8 @@ Causal attention over rows laid end to end, forward and backward: flash attentio
 A program takes one block of a row and one head and passes over what its row has before it (forward,
 dQ) or behind it (dK, dV); scores stay in registers. A row may continue another, which lies before
 it: completions of one prompt, say, whose states are then computed once. It sees all of that row and
-what it has itself. Exponentials are base 2: scale and log2(e) are
-one factor of the scores, and lse, kept for backward, is log2 of the softmax's sum.
+what it has itself. Exponentials are base 2: scale and log2(e) are one factor of the scores, and
+lse, kept for backward, is log2 of the softmax's sum.
 
     S = scale log2(e) Q K^T   P = 2^(S - lse)      Y = P V
     dV = P^T dY               dP = dY V^T          dS = P * (dP - rowsum(Y * dY))
