@@ -231,7 +231,7 @@ def candidates(M, N, K, cores):
     blocks, top = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M)))
     fills = (0.5, 1, 2, 3, 4, 6, 8, 12)  # programs an SM, whether at once or in turns
     for BM in sorted({top, max(8, top // 2)}):
-        for BN, warps in (64, 4), (128, 8):
+        for BN, warps in (64, 4), (128, 4), (128, 8):
             tiles = -(-N // BN) * -(-M // BM)
             splits = {min(16, blocks, max(1, int(fill * cores - 16) // tiles)) for fill in fills}
             splits = {-(-blocks // -(-blocks // split)) for split in splits}  # none without work
@@ -241,8 +241,7 @@ def candidates(M, N, K, cores):
                 for split in sorted(splits):
                     if split == 1 or tiles * split * BM * BN <= marlin_triton.PARTIALS:
                         yield {"BM": BM, "BN": BN, "warps": warps, "stages": stages,
-                               "split": split, "kw": 4 if BM == 8 else 2} | (
-                                   {"maxnreg": 128} if warps == 8 else {})
+                               "split": split} | ({"maxnreg": 128} if warps == 8 else {})
 
 
 @functools.lru_cache(1)

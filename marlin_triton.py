@@ -39,11 +39,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from model import HALVES
-from runtime.bits import arrange, extract, load_scales, natural, unscaled, words
+from runtime.bits import TOUCH, arrange, extract, load_scales, unscaled, words
 from weights.formats import CHUNK, FORMATS, dequantize
 
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
-TOUCH = tl.constexpr("// $0")  # no instruction
 
 
 @triton.jit
@@ -55,6 +54,18 @@ def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
         return n + (r // 8) % 2 * (N // 2), n < N // 2
     else:
         return tile * BN + r, tile * BN + r < N
+
+
+@triton.jit
+def reached(p, n, ASM: tl.constexpr):
+    """Wait until programs that came before in the grid, so that they run or have run, have counted
+    *p up to n; what they left before is there then."""
+    if ASM:
+        seen = n * 0
+        while seen < n:  # relaxed loads and one fence behind them take 0.5 us longer
+            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [p.to(tl.int64)],
+                                             dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -70,56 +81,48 @@ def added(p, keep, Z: tl.constexpr, SOME: tl.constexpr):
 
 @triton.jit
 def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl.constexpr,
-               ZR: tl.constexpr, BM: tl.constexpr, RA: tl.constexpr, T: tl.constexpr,
-               PDL: tl.constexpr):
-    """x a^T for x (M, K) and an adapter's a (PR, K), in Z slices of K, by the first MT * AT * Z
-    programs of a kernel whose others take it (adapter_out). Program `pid` does RA rows of a, BM of
-    x and one slice. Slices lie in sums as (MT, BM, PR, Z); ZR = 1: the last of them to be there
-    adds them up, in order, to (MT, BM, PR) behind. flags: of MT blocks of rows, how many of AT * ZR
-    programs have left what is taken; then, zero between kernels, counters (MT, AT) of slices."""
-    mt, at, z = pid % MT, pid // MT % AT, pid // MT // AT
-    i, r, j = tl.arange(0, BM), at * RA + tl.arange(0, RA), tl.arange(0, 128)
+               ZR: tl.constexpr, BM: tl.constexpr, BA: tl.constexpr, RA: tl.constexpr,
+               T: tl.constexpr, PDL: tl.constexpr):
+    """x a^T for x (M, K) and an adapter's a (PR, K), in Z slices of K, by the first MT * BM / BA *
+    AT * Z programs of a kernel whose others take BM rows of it (adapter_out). Program `pid` does
+    RA rows of a, BA of x and one slice. Slices lie in sums as (MT, BM, PR, Z); ZR = 1: the last of
+    them to be there adds them up, in order, to (MT, BM, PR) behind. flags: of MT blocks of rows,
+    how many of BM / BA * AT * ZR programs have left what is taken; then, zero between kernels,
+    counters (MT * BM / BA, AT) of slices."""
+    pieces = MT * (BM // BA)
+    piece, at, z = pid % pieces, pid // pieces % AT, pid // pieces // AT
+    i, j = piece * BA + tl.arange(0, BA), tl.arange(0, 128)
+    r = at * RA + tl.arange(0, RA)
     ap = a + r.to(tl.int64)[:, None] * K + j[None, :]
-    xp = x + (mt * BM + i).to(tl.int64)[None, :] * sx + j[:, None]
-    here, rows = (r < PR)[:, None], (mt * BM + i < M)[None, :]
+    xp = x + i.to(tl.int64)[None, :] * sx + j[:, None]
+    here, rows = (r < PR)[:, None], (i < M)[None, :]
     per = tl.cdiv(tl.cdiv(K, 128), Z) * 128
     end = tl.minimum(K, z * per + per)
-    acc = tl.zeros((RA, BM), tl.float32)
+    acc = tl.zeros((RA, BA), tl.float32)
     left = tl.load(ap + z * per, mask=here & (z * per + j < end)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for k in tl.range(z * per, end, 128):
         right = tl.load(xp + k, mask=rows & (k + j < end)[:, None], other=0.0)
-        # (RA, 128) @ (128, BM)
+        # (RA, 128) @ (128, BA)
         acc = tl.dot(left.to(T), right.to(T), acc, input_precision="ieee")
         left = tl.load(ap + k + 128, mask=here & (k + 128 + j < end)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    spot = (mt * BM + i)[None, :] * PR + r[:, None]
+    spot = i[None, :] * PR + r[:, None]
     tl.store(sums + spot * Z + z, acc, mask=here)
     tl.debug_barrier()
     done = True
     if ZR < Z:
-        done = tl.atomic_add(flags + MT + mt * AT + at, 1, sem="acq_rel") == Z - 1
+        count = flags + MT + piece * AT + at
+        done = tl.atomic_add(count, 1, sem="acq_rel") == Z - 1
         if done:
-            tl.store(flags + MT + mt * AT + at, 0)
-            total = added(sums + spot * Z, here, Z, min(Z, 4))
+            tl.store(count, 0)
+            total = added(sums + spot * Z, here, Z, min(Z, max(4, 4096 // (RA * BA))))
             tl.store(sums + MT * BM * PR * Z + spot, total, mask=here)
             tl.debug_barrier()
     if done:
-        tl.atomic_add(flags + mt, 1, sem="release")
-
-
-@triton.jit
-def adapter_ready(flags, mt, makers, ASM: tl.constexpr):
-    """Wait until the slices of the BM rows `mt` are there. Their makers came first in the grid, so
-    they run or have run."""
-    if ASM:
-        seen = mt * 0
-        while seen < makers:
-            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [(flags + mt).to(tl.int64)],
-                                             dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
+        tl.atomic_add(flags + piece // (BM // BA), 1, sem="release")
 
 
 @triton.jit
@@ -129,9 +132,7 @@ def adapter_out(sums, mt, MT, part, R: tl.constexpr, RP: tl.constexpr, PR: tl.co
     i, r = tl.arange(0, BM)[None, :], tl.arange(0, RP)[:, None]
     if ZR < Z:
         sums += MT * BM * PR * Z
-    h = added(sums + ((mt * BM + i) * PR + part * R + r) * ZR, r < R, ZR,
-              min(ZR, max(1, 4096 // (RP * BM))))
-    return h.to(T)
+    return added(sums + ((mt * BM + i) * PR + part * R + r) * ZR, r < R, ZR, ZR).to(T)
 
 
 @triton.jit
@@ -143,16 +144,17 @@ def adapter_left(flags, mt, everyone):
         tl.store(flags + mt, 0)
 
 
-@triton.jit(do_not_specialize=["M", "b0", "b1"])
+@triton.jit(do_not_specialize=["M", "b0", "b1", "whole"])
 def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, N, K, sx, sc,
-         ss, sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         SPLIT: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, W: tl.constexpr,
-         R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
-         Z: tl.constexpr, ZR: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
+         ss, sb, scaling, b0, b1, whole, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         SPLIT: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+         RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr, Z: tl.constexpr,
+         ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
          BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
          ASM: tl.constexpr, TMA: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
-    the weight, BM of x, one split of K; with an adapter, the first ones make x A^T (adapter_in).
+    the weight, BM of x, and all of K or, of the rows of tiles from `whole` on, one of SPLIT splits;
+    with an adapter, the first ones make x A^T (adapter_in).
 
     GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
     gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
@@ -167,13 +169,15 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
     MT, pid = tl.cdiv(M, BM), tl.program_id(0)
     if R > 0:
-        makers = MT * AT * Z
+        makers = MT * (BM // BA) * AT * Z
         if pid < makers:
-            adapter_in(x, A, sums, flags, M, K, sx, pid, MT, AT, P * R, Z, ZR, BM, RA, T, PDL)
+            adapter_in(x, A, sums, flags, M, K, sx, pid, MT, AT, P * R, Z, ZR, BM, BA, RA, T, PDL)
             return
         pid -= makers
-    tile = pid // (MT * SPLIT)
-    split = pid // MT % SPLIT
+    at = pid - whole * MT
+    cut = at >= 0
+    tile = tl.where(cut, whole + at // (MT * SPLIT), pid // MT)
+    split = tl.where(cut, at // MT % SPLIT, 0)
     m = pid % MT * BM + tl.arange(0, BM)
     inside = (m < M)[None, :]
     r = tl.arange(0, BN)
@@ -183,8 +187,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     rl = r // (16 * W) * (16 * W) + (r // 8) % W * 16 + (r // (8 * W)) % 2 * 8 + r % 8
     rl = tl.minimum(weight_row(tile, rl, N, BN, GLU)[0], N - 1)
     KB = tl.cdiv(K, 128)
-    per = tl.cdiv(KB, SPLIT)
-    k = split * per * 128
+    per = tl.where(cut, tl.cdiv(KB, SPLIT), KB)
+    k = tl.where(cut, split * per * 128, 0)
     j = tl.arange(0, 64)
     wp = words(codes, rl, k, N, sc, FAST)
     # int32 from a row's chunk to its next
@@ -204,7 +208,10 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
                      mask=first[:, None] & (rr < R)[None, :], other=0.0)
     if PDL:  # the kernel before may still run: wait before reading what it wrote or writing
         tl.extra.cuda.gdc_wait()
-    for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
+    if RES and BM <= 16:  # more would not fit the registers
+        rs = tl.load(res + m.to(tl.int64)[None, :] * N + row[:, None], mask=inside & ok[:, None],
+                     other=0.0)
+    for i in tl.range(0, tl.minimum(per, KB - k // 128), num_stages=STAGES):
         kc = k + i * 128
         if ASM:  # touches the sum, so that the tensor core is done with the last iteration's codes:
             # Triton 3.6 decodes the next ones into registers that it may still be reading
@@ -223,10 +230,9 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             xh = tl.load(xp + 64, mask=(kc + 64 + j < K)[:, None], other=0.0)
         s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
         a, b, cc, d = extract(w, s, FMT, ASM, T, BN)
-        low, high = arrange(a, b, BN, W, KW).to(T), arrange(cc, d, BN, W, KW).to(T)
-        # (BN, 64) @ (64, BM)
-        acc = tl.dot(low, natural(xl, BM, KW).to(T), acc, input_precision="ieee")
-        acc = tl.dot(high, natural(xh, BM, KW).to(T), acc, input_precision="ieee")
+        low, high = arrange(a, b, BN, W, ASM), arrange(cc, d, BN, W, ASM)
+        acc = tl.dot(low, xl.to(T), acc, input_precision="ieee")  # (BN, 64) @ (64, BM)
+        acc = tl.dot(high, xh.to(T), acc, input_precision="ieee")
         wp += step
         xp += 128
     if PDL:  # from here the next kernel fills SMs as programs leave; signalled at the start, its
@@ -236,7 +242,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     done = split == 0
     if done:
         if R > 0:
-            adapter_ready(flags, pid % MT, AT * ZR, ASM)
+            reached(flags + pid % MT, BM // BA * AT * ZR, ASM)
             n = tile * BN if ONE else row  # ONE: all rows of the tile belong to one part
             own = (n >= b0).to(tl.int32) + (n >= b1).to(tl.int32)
             acc *= 1 / scaling  # a second sum would not fit the registers
@@ -250,18 +256,20 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             acc += bs.to(tl.float32)[:, None]
     if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of
         # split: the same bits on every run
-        slot = tile * MT + pid % MT
+        slot = (tile - whole) * MT + pid % MT
         spot = r[:, None] * BM + tl.arange(0, BM)[None, :]
         sums = part + slot.to(tl.int64) * (SPLIT * BN * BM)
-        tl.store(sums + split * (BN * BM) + spot, acc)
-        tl.debug_barrier()
-        done = tl.atomic_add(count + slot, 1, sem="acq_rel") == SPLIT - 1
+        if cut:
+            tl.store(sums + split * (BN * BM) + spot, acc)
+            tl.debug_barrier()
+            done = tl.atomic_add(count + slot, 1, sem="acq_rel") == SPLIT - 1
     if done:  # only here is res read: out may be the same memory
         if SPLIT > 1:
-            tl.store(count + slot, 0)
-            acc = tl.load(sums + spot, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT):
-                acc += tl.load(sums + other * (BN * BM) + spot, cache_modifier=".cg")
+            if cut:
+                tl.store(count + slot, 0)
+                acc = tl.load(sums + spot, cache_modifier=".cg")
+                for other in tl.static_range(1, SPLIT):
+                    acc += tl.load(sums + other * (BN * BM) + spot, cache_modifier=".cg")
         if GLU:
             both = tl.reshape(acc, (BN // 16, 2, 8, BM)).to(out.dtype.element_ty).to(tl.float32)
             gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))  # (BN / 16, 8, BM)
@@ -273,11 +281,13 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         else:
             o = m.to(tl.int64)[None, :] * N + row[:, None]
             keep = inside & ok[:, None]
-            if RES:
+            if RES and BM <= 16:
+                acc += rs.to(tl.float32)
+            elif RES:
                 acc += tl.load(res + o, mask=keep, other=0.0).to(tl.float32)
             tl.store(out + o, acc.to(out.dtype.element_ty), mask=keep)
     if R > 0 and split == 0:
-        adapter_left(flags, pid % MT, AT * ZR + tl.cdiv(N, BN))
+        adapter_left(flags, pid % MT, BM // BA * AT * ZR + tl.cdiv(N, BN))
 
 
 @triton.jit
@@ -298,7 +308,7 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
         w = tl.load(words(codes, row, k, N, sc, FAST))
         s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, FAST, BN)
         a, b, cc, d = extract(w, s, FMT, ASM, T, BN)
-        v = tl.join(arrange(a, b, BN, 0, 2), arrange(cc, d, BN, 0, 2))  # (BN, 64, plane)
+        v = tl.join(arrange(a, b, BN, 0, ASM), arrange(cc, d, BN, 0, ASM))  # (BN, 64, plane)
         v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
         v = unscaled(v, FMT, ASM, T)
         if FOLD:
@@ -315,15 +325,15 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
         tl.store(out + at + K + e[None, :], t, mask=inside)
 
 
-# What a program takes: BM rows of x and BN of w; stages of the loop, kWidth of its dot, warps. Of
-# such programs `fit` are on an SM at once, which takes about `wave` ns and, a chunk of K, `alone`
-# ns where one is, `each` for every program where many are. At most 111 KB of shared memory.
-TILES = [dict(BM=8, BN=64, stages=3, kw=4, warps=4, fit=7, wave=1350, alone=320, each=170),
-         dict(BM=16, BN=64, stages=4, kw=2, warps=4, fit=6, wave=1350, alone=220, each=190),
-         dict(BM=32, BN=64, stages=4, kw=2, warps=4, fit=4, wave=1350, alone=240, each=220),
-         dict(BM=64, BN=64, stages=3, kw=2, warps=4, fit=3, wave=1350, alone=390, each=290),
-         dict(BM=128, BN=64, stages=3, kw=2, warps=4, fit=2, wave=2400, alone=480, each=375),
-         dict(BM=128, BN=128, stages=2, kw=2, warps=8, fit=2, wave=3000, alone=1160, each=675,
+# What a program takes: BM rows of x and BN of w; stages of the loop, warps. Of such programs `fit`
+# are on an SM at once, which takes about `wave` ns and, a chunk of K, `alone` ns where one is,
+# `each` for every program where many are. At most 111 KB of shared memory.
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1350, alone=320, each=170),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=190),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1350, alone=240, each=220),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1350, alone=390, each=290),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=2400, alone=480, each=375),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=3000, alone=1160, each=675,
               maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
@@ -359,20 +369,26 @@ def plan(M, N, K, cores):
     most part (results/tiles_h200.json)."""
     found, blocks, most = [], -(-K // CHUNK), max(8, triton.next_power_of_2(M))
     for t in (t for t in TILES if t["BM"] <= most):
-        tiles, partial = -(-N // t["BN"]) * -(-M // t["BM"]), t["BM"] * t["BN"]
-        slots = t["fit"] * cores
+        MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
+        tiles = -(-N // t["BN"]) * MT
+        waves = tiles // slots
+        whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
+        rest = tiles - whole * MT
+
+        def wave(chunks, programs, t=t):  # on an SM
+            return t["wave"] + chunks * math.hypot(t["alone"], programs * t["each"])
+
         # only the splits that leave no program idle
         for split in sorted({-(-blocks // -(-blocks // split)) for split in range(1, 17)}):
-            programs = tiles * split
+            programs = rest * split
             if split > 1 and (programs > slots or programs * partial > PARTIALS):
                 break
-            waves, rest = divmod(programs, slots)
-            full, last = (t["wave"] + -(-blocks // split) * math.hypot(t["alone"], here * t["each"])
-                          for here in (t["fit"], -(-rest // cores)))  # programs on an SM
-            ns = 1900 + waves * full + (rest > 0) * last
+            ns = 1900 + waves * wave(blocks, t["fit"])
+            if rest:
+                ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
             ns += (split > 1) * (950 + 0.17 * split * partial)
             ns += 4000 * (slots - 16 < programs <= slots)  # some await those that make x A^T
-            found.append((ns, t | {"split": split}))
+            found.append((ns, t | {"split": split, "whole": whole if split > 1 else 0}))
     return min(found, key=lambda plan: plan[0])
 
 
@@ -430,7 +446,7 @@ def raw(q):
     return q.scale.view(torch.uint8) if q.fmt == "nvfp4" else q.scale
 
 
-NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1}  # a kernel's without adapter
+NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # a kernel's without adapter
 
 
 def adapter_work(x, A, parts, BM):
@@ -445,12 +461,14 @@ def adapter_work(x, A, parts, BM):
     Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
     # each reader adds up what is little; it saves a step, which counts where kernels are short
     ZR = Z if RP * BM * Z <= 4096 else 1
-    if MT * (1 + AT) > FLAGS:
+    # a piece of a slice; of many rows whole ones, that their programs do not crowd out the weight's
+    BA = min(BM, 16) if M <= 64 else BM
+    if MT * (1 + BM // BA * AT) > FLAGS:
         raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
                          "flags")
     sums, flags = x.new_empty(MT * BM * PR * (Z + 1), dtype=torch.float32), space(x.device)[1]
-    constants = {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z, "ZR": ZR}
-    return (sums, flags[COUNTERS:]), constants, MT * AT * Z
+    constants = {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z, "ZR": ZR, "BA": BA}
+    return (sums, flags[COUNTERS:]), constants, MT * (BM // BA) * AT * Z
 
 
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
@@ -464,10 +482,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    t = plan(M, N, K, sms(x.device))[1] | override
+    t = plan(M, N, K, sms(x.device))[1] | ({"whole": 0} | override if override else {})
     major = torch.cuda.get_device_capability(x.device)[0] if cuda else 9
-    # where one instruction spans four warps; others take operands in the wider order
-    kw = t["kw"] if major in (9, 10) else 4
     extra = {"maxnreg": t["maxnreg"]} if cuda and "maxnreg" in t else {}
     pdl = cuda and major >= 9
     if pdl:
@@ -480,11 +496,12 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     tma = t["BM"] >= 128 and major >= 9  # smaller tiles gain nothing, or lose
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
     fast = K % CHUNK == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
-    gemm[(makers + -(-N // t["BN"]) * -(-M // t["BM"]) * t["split"],)](
+    MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
+    gemm[(makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"]),)](
         x, xd, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M,
         N, K, x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
-        *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], SPLIT=t["split"],
-        STAGES=t["stages"], KW=kw, W=t["warps"], P=P, **adapter,
+        *(*bounds, N, N)[:2], t["whole"], FMT=q.fmt, BM=t["BM"], BN=t["BN"], SPLIT=t["split"],
+        STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
         TMA=tma, num_warps=t["warps"], **extra)

@@ -42,6 +42,7 @@ import triton.language as tl
 
 from weights.formats import NF4
 
+TOUCH = tl.constexpr("// $0")  # no instruction
 MASK = tl.constexpr(0x81C081C0 - (1 << 32))  # s and e, e, m of two codes, where bfloat16 wants them
 
 
@@ -259,25 +260,17 @@ def found(v, s):
 
 
 @triton.jit
-def arrange(a, b, BN: tl.constexpr, W: tl.constexpr, KW: tl.constexpr):
-    """Two (BN, 16, p) tensors, one plane, to (BN, 64): rows and k in the order in which an MMA's
-    registers already hold them."""
+def arrange(a, b, BN: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """Two (BN, 16, p) tensors, one plane, to (BN, 64): k in its order, rows in that in which an
+    MMA's registers already hold them. W: warps; 0: no MMA, rows stay."""
     v = tl.join(a, b)  # (BN, 16, p, h)
-    if W == 0:  # dequantization: rows stay
+    if W == 0:
         v = tl.permute(tl.reshape(v, (BN, 4, 4, 2, 2)), (0, 2, 4, 1, 3))
-    elif KW == 2:
+    else:
         v = tl.permute(tl.reshape(v, (BN // (16 * W), 2, W, 8, 4, 4, 2, 2)),
                        (0, 2, 1, 3, 5, 7, 4, 6))
-    else:
-        v = tl.permute(tl.reshape(v, (BN // (16 * W), 2, W, 8, 4, 2, 2, 2, 2)),
-                       (0, 2, 1, 3, 5, 8, 4, 6, 7))
-    return tl.reshape(v, (BN, 64))
-
-
-@triton.jit
-def natural(x, BM: tl.constexpr, KW: tl.constexpr):
-    """Activations (64 k, BM) to the order of k that `arrange` gives the weights; only registers
-    are renamed."""
-    if KW == 4:
-        x = tl.reshape(tl.permute(tl.reshape(x, (2, 2, 2, 4, 2, BM)), (0, 2, 3, 1, 4, 5)), (64, BM))
-    return x
+    v = tl.reshape(v, (BN, 64))
+    if ASM and W:  # Triton looks from the MMA back to the loads, and where there is a join on the
+        # way takes operands twice as wide, for which x has to be moved: a tenth of the loop
+        v = tl.inline_asm_elementwise(TOUCH, "=h,0", [v], dtype=v.dtype, is_pure=False, pack=1)
+    return v

@@ -209,15 +209,15 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
 @triton.jit(do_not_specialize=["B"])
 def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
                 RP: tl.constexpr, PR: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
-                Z: tl.constexpr, ZR: tl.constexpr, RB: tl.constexpr, BN: tl.constexpr,
-                IEEE: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
+                Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, RB: tl.constexpr,
+                BN: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
     """y (B, N) += scaling * (x a^T) b^T for x (B, K), a (PR, K), b (N, R); rows of b from split1
     (split2) on belong to part 1 (2). sums, flags, Z, ZR: marlin_triton.adapter_in's."""
     T: tl.constexpr = tl.float32 if IEEE else x.dtype.element_ty
     MT, pid = tl.cdiv(B, RB), tl.program_id(0)
     if pid < MT * AT * Z:
-        marlin_triton.adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, ZR, RB, RA, T,
-                                 PDL)
+        marlin_triton.adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, ZR, RB, BA, RA,
+                                 T, PDL)
         return
     pid -= MT * AT * Z
     rows = pid % MT * RB + tl.arange(0, RB)
@@ -229,7 +229,7 @@ def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl
     ok = (rows[None, :] < B) & (n[:, None] < N)
     at = y + rows[None, :].to(tl.int64) * N + n[:, None]
     acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
-    marlin_triton.adapter_ready(flags, pid % MT, AT * ZR, ASM)
+    marlin_triton.reached(flags + pid % MT, AT * ZR, ASM)
     # a block that straddles two parts takes both
     for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
         h = marlin_triton.adapter_out(sums, pid % MT, MT, i, R, RP, PR, Z, ZR, RB, T)

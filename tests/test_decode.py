@@ -76,6 +76,7 @@ def test_step_equals_the_modules(quant, rank, processors, blocks):
     torch.testing.assert_close(step.hidden(5), want, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(fused.k, plain.k, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(fused.v, plain.v, atol=1e-5, rtol=1e-4)
+    assert step.arrived.count_nonzero() == 0
 
 
 def check_linears(m, B, rank):
