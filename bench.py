@@ -47,7 +47,7 @@ import model as qwen
 import nvfp4
 import plot
 import sample
-from runtime import engine
+from runtime import batches, engine
 from weights import checkpoint, convert, memory
 from weights.files import whole
 from weights.formats import CHUNK, FORMATS
@@ -514,7 +514,7 @@ def phases(row, c, ceiling, args):
                                    ids[args.prompt :], [-12.0] * args.new, True,
                                    advantage=i % 3 - 1.0) for i, ids in enumerate(prompts)]
     # a prompt's states are computed once for several of its completions
-    row["tokens"] = sum(map(grpo.size, grpo.families(model, completions, row["micro_batch"])))
+    row["tokens"] = sum(map(batches.size, batches.families(model, completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
     grpo.update(model, optimizer, completions, settings)  # compiles
     row["logprob_s"], _ = timed(

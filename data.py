@@ -18,7 +18,6 @@ import hashlib
 import http.client
 import importlib.util
 import json
-import math
 import numbers
 import os
 import random
@@ -403,7 +402,7 @@ def own_reward(spec):
     returns a number r, which counts as correct where r >= 1 and always as well formed, or a dict
     with "reward" and, if it likes, "correct", "format" and "given". It runs in this process.
     FileNotFoundError / ValueError name the file and the function when they cannot be loaded;
-    ValueError when the function raises, or returns no finite number.
+    ValueError when the function raises, or returns no number within +-1e9.
     """
     function, flag = _function(spec), f"--reward {spec}"
 
@@ -416,9 +415,9 @@ def own_reward(spec):
                              ) from e
         score = value if isinstance(value, dict) else {"reward": value}
         r = score.get("reward")
-        if not isinstance(r, numbers.Real) or not math.isfinite(r):
-            raise ValueError(f'{flag}: returned {value!r:.80}; return a finite number, or a dict '
-                             'with one as "reward"')
+        if not isinstance(r, numbers.Real) or not abs(r) <= 1e9:  # its square must fit float32
+            raise ValueError(f'{flag}: returned {value!r:.80}; return a number within +-1e9, or a '
+                             'dict with one as "reward"')
         return {"reward": float(r), "correct": bool(score.get("correct", r >= 1)),
                 "format": bool(score.get("format", True)),
                 "given": None if score.get("given") is None else str(score["given"])}

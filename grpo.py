@@ -1,6 +1,6 @@
 """
 The RL mathematics of QeRL: advantages, objectives, log-probs through a chunked LM head, one
-optimizer step.
+optimizer step (update -> backward -> batch_loss -> completion_logprobs, policy_loss).
 
 An objective is a triple: at which level a ratio is taken, what of it is maximised, and what the sum
 over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one table
@@ -31,6 +31,7 @@ import torch
 import lora
 from model import HALVES, logits, to_device
 from runtime import ranks
+from runtime.batches import dealt, families, micro_batches, rows_end_to_end
 
 
 @dataclass
@@ -190,18 +191,18 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
                     tis_cap, max_len)
     objective = OBJECTIVES[loss]
-    low, high = (own if given is None else given
-                 for given, own in zip((eps_low, eps_high), objective.clip, strict=True))
+    low, high = (default if given is None else given
+                 for given, default in zip((eps_low, eps_high), objective.clip, strict=True))
 
     difference = partial(masked_difference, mask)
-    own = logp.detach() if trainer_old_logp is None else trainer_old_logp
-    drift = difference(own, old_logp).detach()  # trainer - sampler, token by token
+    trainer = logp.detach() if trainer_old_logp is None else trainer_old_logp
+    gap = difference(trainer, old_logp).detach()  # to the sampler, token by token
     anchor = old_logp if trainer_old_logp is None else trainer_old_logp
     ratio = objective.level(difference(logp, anchor), mask).exp()  # (B, T)
     adv = advantages[:, None].to(logp.dtype)  # (B, 1)
     gain = objective.surrogate(ratio, adv, logp.masked_fill(~mask, 0.0), low, high)
     if tis_cap is not None:  # what was sampled is not quite from the trainer's policy
-        gain = gain * objective.level(drift, mask).exp().clamp(max=tis_cap)
+        gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
     d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp)
     kl = d.exp() - d - 1  # k3: unbiased, never negative
     per_token = (beta * kl - gain if beta else -gain) * mask  # (B, T)
@@ -217,10 +218,10 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
             "clip_low": ((ratio < 1 - low) & (adv < 0) & mask).sum(),
             "clip_high": ((ratio > 1 + high) & (adv > 0) & mask).sum(),
             "kl": (kl * mask).sum(),
-            "logp_gap": drift.abs().sum(),
-            "logp_gap_max": drift.abs().max() if drift.numel() else drift.sum(),
-            "sampler_kl": (drift.exp() - drift - 1).sum(),
-            "ratio_outside": (((drift.exp() - 1).abs() > 0.1) & mask).sum(),
+            "logp_gap": gap.abs().sum(),
+            "logp_gap_max": gap.abs().max() if gap.numel() else gap.sum(),
+            "sampler_kl": (gap.exp() - gap - 1).sum(),
+            "ratio_outside": (((gap.exp() - 1).abs() > 0.1) & mask).sum(),
             "entropy": (mask * 0.0 if entropy is None else entropy.masked_fill(~mask, 0.0)).sum(),
         }
     return value, metrics
@@ -381,11 +382,6 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
 
 # ---- one optimizer step
 
-# completions that share their prompt's states: of more, few programs of attention's backward would
-# do most of the work
-TOGETHER = 8
-
-
 @dataclass(frozen=True)
 class Settings:
     """What one optimizer step needs to know. Names and meanings are those of train.py's flags."""
@@ -409,7 +405,7 @@ def completion_logprobs(model, completions, temperature):
     device, T = model.embed.weight.device, max(len(c.ids) for c in completions)
     # the state at a token predicts the next one; the last predicts nothing
     if packed := lora.packed(model):
-        hidden = packed.hidden(model, *end_to_end(families(model, completions)))  # (S, C)
+        hidden = packed.hidden(model, *rows_end_to_end(families(model, completions)))  # (S, C)
     else:  # padded on the right
         rows, take = [c.prompt + c.ids[:-1] for c in completions], []
         L = max(map(len, rows))
@@ -428,70 +424,25 @@ def completion_logprobs(model, completions, temperature):
     return logp, entropy, mask
 
 
-def families(model, completions, token_budget=math.inf):
-    """Completions by what is computed at once: where rows lie end to end up to TOGETHER neighbours
-    of one prompt, whose states they share, within the budget; else each alone."""
-    most, found = TOGETHER if lora.packed(model) else 1, []
-    for c in completions:
-        f = found[-1] if found else []
-        if (f and f[0].prompt == c.prompt and len(f) < most
-                and size(f) + len(c.ids) - 1 <= token_budget):
-            f.append(c)
-        else:
-            found.append([c])
-    return found
-
-
-def size(family):
-    """Tokens that are computed for completions of one prompt: their last ones predict nothing."""
-    return len(family[0].prompt) + sum(len(c.ids) - 1 for c in family)
-
-
-def end_to_end(families):
-    """packed.hidden's rows, take and of: a prompt and, continuing it, its completions; or both in
-    one row, where there is one completion."""
-    rows, take, of, begin = [], [], [], 0
-    for family in families:
-        prompt, p, last = family[0].prompt, len(rows), begin + len(family[0].prompt) - 1
-        alone = len(family) == 1
-        parts = [prompt + family[0].ids[:-1]] if alone else [prompt, *(c.ids[:-1] for c in family)]
-        rows += (parts := [part for part in parts if part])
-        of += [p] * len(parts)
-        begin = last + 1
-        for c in family:
-            take += [last, *range(begin, begin + len(c.ids) - 1)]
-            begin += len(c.ids) - 1
-    return rows, take, of
-
-
-def micro_batches(model, families, token_budget):
-    """Completions, those of a family together, the smallest first, cut so that what is computed for
-    them stays within the budget: their tokens where rows lie end to end, rows x longest where they
-    are padded. A family that passes it is a batch alone."""
-    packed, batch, total = lora.packed(model), [], 0
-    for family in sorted(families, key=size):
-        total += size(family)
-        if batch and (total if packed else (len(batch) + 1) * size(family)) > token_budget:
-            yield [*chain(*batch)]
-            batch, total = [], size(family)
-        batch.append(family)
-    if batch:
-        yield [*chain(*batch)]
+def trained(completions, overlong):
+    """Those that are trained on: DAPO's mask leaves out what was cut, neither right nor wrong."""
+    return [c for c in completions if c.finished or overlong != "mask"]
 
 
 @torch.no_grad()
 def record_trainer_logprobs(model, completions, settings):
-    """Fill `trainer_logprobs` of each completion: a pass of its own, before any parameter moves
-    (--old-logp trainer)."""
+    """Fill `trainer_logprobs` of each completion that is trained on: a pass of its own, before any
+    parameter moves (--old-logp trainer)."""
     budget = settings.micro_batch_tokens
-    shares = ranks.share(families(model, completions, budget), size)
+    shares = dealt(model, trained(completions, settings.overlong), budget)
     for batch in micro_batches(model, shares[ranks.rank], budget):
         logp, _, mask = completion_logprobs(model, batch, settings.temperature)
         values = iter(logp[mask].tolist())  # of all at once: each look waits for the device
         for c in batch:
             c.trainer_logprobs = list(islice(values, len(c.ids)))
-    found = ranks.gather([c.trainer_logprobs for c in chain(*shares[ranks.rank])])
-    for c, values in zip(chain(*chain(*shares)), chain(*found), strict=True):
+    mine, *every = ([*chain(*share)] for share in (shares[ranks.rank], *shares))
+    found = ranks.gather([c.trainer_logprobs for c in mine])
+    for c, values in zip(chain(*every), chain(*found), strict=True):
         c.trainer_logprobs = values
 
 
@@ -516,8 +467,9 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
     advantages = to_device([c.advantage for c in batch], device, torch.float32)
     return policy_loss(
         logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, s.eps_low, s.eps_high,
-        reference, s.beta, anchor, None if anchor is None else s.tis_cap, total_tokens, total_seqs,
-        s.max_new_tokens, entropy)
+        ref_logp=reference, beta=s.beta, trainer_old_logp=anchor,
+        tis_cap=None if anchor is None else s.tis_cap, total_tokens=total_tokens,
+        total_seqs=total_seqs, max_len=s.max_new_tokens, entropy=entropy)
 
 
 def backward(model, completions, settings):
@@ -526,22 +478,22 @@ def backward(model, completions, settings):
 
     The loss is normalised by the counts of all completions, so that micro-batches, and ranks, add
     up to the full-batch loss."""
-    trained, parts = completions, []
-    if settings.overlong == "mask":  # DAPO: what was cut is neither right nor wrong
-        trained = [c for c in completions if c.finished]
-    if not trained:
+    learned, parts = trained(completions, settings.overlong), []
+    if not learned:
         return None
     # Dr.GRPO divides by a constant: it counts the masked completions as well
-    counted = completions if OBJECTIVES[settings.loss].normaliser is constant else trained
-    total_tokens = sum(len(c.ids) for c in trained)
-    budget = settings.micro_batch_tokens
-    share = ranks.share(families(model, trained, budget), size)[ranks.rank]
-    # float16 holds 6e-5 to 65,504. Where a token's own gradient is 1, not 1 / total_tokens, those
-    # of a 0.5B's activations are 22 at most, and 1e-6 the median in its last layer
+    counted = completions if OBJECTIVES[settings.loss].normaliser is constant else learned
+    lengths = [len(c.ids) for c in learned]
+    # float16 holds 6e-5 to 65,504. Where a token's own gradient is 1, those of a 0.5B's activations
+    # are 22 at most, and 1e-6 the median in its last layer. So it becomes 64 in the mean, and 1024
+    # at most in a short completion, whose tokens GRPO's weigh more
     half = model.embed.weight.dtype == torch.float16
-    scale = 2.0 ** round(math.log2(64 * total_tokens)) if half else 1.0
+    most = min(64 * sum(lengths), 1024 * min(lengths) * len(lengths))
+    scale = 2.0 ** math.floor(math.log2(most)) if half else 1.0
+    budget = settings.micro_batch_tokens
+    share = dealt(model, learned, budget)[ranks.rank]
     for batch in micro_batches(model, share, budget):
-        loss, metrics = batch_loss(model, batch, settings, total_tokens, len(counted))
+        loss, metrics = batch_loss(model, batch, settings, sum(lengths), len(counted))
         (scale * loss).backward()
         parts.append(metrics)
     for p in model.parameters() if half else ():
@@ -563,7 +515,7 @@ def update(model, optimizer, completions, settings):
     norm = torch.nn.utils.clip_grad_norm_(optimizer.params, settings.grad_clip).item()
     if math.isfinite(norm):  # a NaN in one completion would be in every parameter after the step
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     return metrics, norm
 
 
@@ -584,7 +536,11 @@ class AdamW(torch.optim.AdamW):
         super().step()
         for p, m in pairs:
             p.copy_(m)
-            p.grad = m.grad = None
+
+    def zero_grad(self):
+        """After a skipped step too: a NaN that stays in a 16-bit gradient is in all later ones."""
+        for p in (*self.params, *self.masters):
+            p.grad = None
 
 
 def learning_rate(step, total, peak, warmup):

@@ -50,7 +50,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class LoRALinear(nn.Module):
-    """`base` plus a low-rank term; what a linear is, is told at model.Linear. A (P*R, K) and
+    """`base` plus a low-rank term; the interface is described at model.Linear. A (P*R, K) and
     B (N, R) are float32 parameters. Random A from `generator`; B is zero."""
 
     def __init__(self, base, rank, scaling, generator=None):

@@ -62,7 +62,10 @@ def questions(args):
         rows = data.load(args.data, seed=args.seed, levels=args.levels)
         random.Random(f"{args.seed}/held out").shuffle(rows)
         held = max(1, len(rows) // 10) if args.eval_n else 0
-        return rows[held:] or rows, rows[:held][: args.eval_limit]
+        if held == len(rows):
+            raise ValueError(f"--data {args.data}: one question is too few to hold one out; "
+                             "--eval-n 0 trains without")
+        return rows[held:], rows[:held][: args.eval_limit]
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     try:
         return rows, data.load(args.data, "test", n=args.eval_limit) if args.eval_n else []
@@ -71,14 +74,14 @@ def questions(args):
                          ) from None
 
 
-def rollout(run, model, tok, score, rows, draw):
+def rollout(run, model, tok, score, rows, name):
     """G graded completions of each row's prompt, by the policy as it is now: a list of groups.
-    `draw` names the samples: another draw, other samples."""
+    Another `name`, other samples."""
     args, mine = run.args, ranks.mine(range(len(rows)))
     run.phase("rollout")
     groups = sample.generate(
         model, [rows[i]["ids"] for i in mine], args.group_size, args.max_new_tokens,
-        args.temperature, eos_ids=tok.eos_ids, seed=aqn.noise_seed(args.seed, f"samples/{draw}"),
+        args.temperature, eos_ids=tok.eos_ids, seed=aqn.noise_seed(args.seed, f"samples/{name}"),
         max_rows=args.max_rows, progress=sys.stderr.isatty(), indices=mine)
     run.phase("reward")
     groups = [[grpo.Completion(rows[i], rows[i]["ids"], s.ids, s.logprobs, s.finished)
@@ -106,10 +109,11 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
     args, draw = run.args, partial(rollout, run, model, tok, score)
     settings = grpo.Settings(**{k: getattr(args, k) for k in grpo.Settings.__annotations__})
     tokens = max(args.micro_batch_tokens, args.max_prompt + args.max_new_tokens)
-    need = sum(memory.update_bytes(model.config, args.quant, tokens, model.checkpointing,
-                                   packed=args.lora_rank > 0))
+    # what the rollout's cache must leave free for the update, on a GPU
+    update_bytes = sum(memory.update_bytes(model.config, args.quant, tokens, model.checkpointing,
+                                           packed=args.lora_rank > 0))
     for step in range(run.state.step, args.steps):
-        held = evaluate(run, model, tok, score, held_out) if run.due(step) else None
+        result = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
         # 1. Noise (AQN, Eq. 8): drawn anew for each step, the same for all its rollouts. It sits in
         #    the RMSNorms of the one model there is: the sampler has no weights of its own.
@@ -119,13 +123,15 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 2. Sample and grade. The sampler records the log-prob of each token as it draws it.
         first = draw(prompts.take(args.prompts_per_step), step)
-        groups, sampled = first, len(first)
+        groups, n_prompts = first, len(first)
         if args.dynamic_sampling:  # DAPO: a group of equal rewards teaches nothing, draw another
             groups = [g for g in first if has_signal(g)]
             for again in range(args.max_resample):
-                rows = prompts.take(args.prompts_per_step - len(groups))
-                more = draw(rows, f"{step}/{again + 1}") if rows else []
-                groups, sampled = groups + [g for g in more if has_signal(g)], sampled + len(more)
+                missing = args.prompts_per_step - len(groups)
+                if not missing:
+                    break
+                more = draw(prompts.take(missing), f"{step}/{again + 1}")
+                groups, n_prompts = groups + [g for g in more if has_signal(g)], n_prompts + missing
 
         # 3. Advantages: good or bad beside the other completions of its group; no critic.
         run.phase("update")
@@ -135,18 +141,18 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         #    sampled was a noisy one, so pi_old is the log-probs it recorded.
         if args.aqn_scope == "rollout":
             aqn.set_noise(model, 0.0)
-        engine.make_room(model, need)
+        engine.make_room(model, update_bytes)
         if args.old_logp == "trainer":
             grpo.record_trainer_logprobs(model, chain(*groups), settings)
         updates, n = [], args.updates_per_rollout
-        for i in range(n):
+        for i in range(n):  # each on every n-th group
             lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr, args.warmup)
             optimizer.param_groups[0]["lr"] = lr
             updates.append(grpo.update(model, optimizer, list(chain(*groups[i::n])), settings))
         run.watch(updates, model)
 
         # 5. Log and save.
-        run.log(metrics_row(run, step, first, groups, sampled, updates, sigma, lr, held), first)
+        run.log(metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result), first)
         run.advance(step + 1, prompts.cursor, model, optimizer)
 
 
@@ -175,7 +181,7 @@ def train(args, argv):
     else:
         params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr, (args.beta1, args.beta2), args.weight_decay)
-    engine.fit_update(args, model, params)
+    engine.fit_update(args, model, params)  # settles --micro-batch-tokens and --checkpointing
 
     with Run(args, argv) as run:
         if not run.open(optimizer, rows):  # a finished run that is not to be extended
@@ -188,9 +194,11 @@ def train(args, argv):
               f"{args.micro_batch_tokens} tokens a micro-batch, checkpointing {args.checkpointing}")
         try:
             learn(run, model, tok, optimizer, prompts, score, held_out)
-            aqn.set_noise(model, 0.0)
             run.save(model, optimizer)
-            after = evaluate(run, model, tok, score, held_out) if args.eval_n else None
+            after = None
+            if args.eval_n:
+                after = evaluate(run, model, tok, score, held_out)
+                run.save(model, optimizer)  # it may have been the best, which --resume must know
             run.finish(after, model)
         except KeyboardInterrupt:
             return run.stop(model, optimizer)

@@ -62,7 +62,10 @@ def onednn_linears(model):
     tokens. It is a second copy of the weights, for the one call, so an adapter can be merged into
     it. Not in bfloat16, where rounding would take most of the adapter away."""
     swaps, w = [], model.embed.weight  # (path, what stands there, what will)
-    if w.device.type == "cpu" and torch.backends.mkldnn.is_available():
+    able = w.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if w.dtype == torch.bfloat16:  # some CPUs cannot: they take torch's own
+        able = able and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if able:
         for path, m in [*projections(model), ("lm_head", model.lm_head)]:
             weight = m.base.cpu_weight(w.dtype)
             if m.adapter is not None and w.dtype == torch.float32:

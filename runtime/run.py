@@ -114,7 +114,8 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
             busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
             self.held.enter_context(lock(self.out / "lock", busy))
-        digest = hashlib.sha256(json.dumps([[r["question"], r["answer"]] for r in rows]).encode())
+        told = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
+        digest = hashlib.sha256(json.dumps(told, default=str).encode())
         self.state.data = digest.hexdigest()
         if self.args.resume:
             self.restore(optimizer)
@@ -397,16 +398,16 @@ def mean(values):
     return sum(values) / len(values) if values else 0.0
 
 
-def metrics_row(run, step, groups, kept, sampled, updates, sigma, lr, held):
+def metrics_row(run, step, groups, kept, n_prompts, updates, sigma, lr, result):
     """A step's row of metrics.jsonl. groups: the first rollout, whole, for honest statistics; kept:
-    the groups trained on; sampled: prompts drawn; updates: (summed metrics, gradient norm) of each,
-    None where it had nothing to train on; held: the evaluation before this step, if there was
-    one."""
+    the groups trained on; n_prompts: how many were drawn; updates: (summed metrics, gradient norm)
+    of each, None where it had nothing to train on; result: the evaluation before this step, if
+    there was one."""
     run.phase("log")
     updates = [u for u in updates if u]
     skipped = sum(not math.isfinite(norm) for _, norm in updates)
     updates = [u for u in updates if math.isfinite(u[1])]
-    flat, used = ([c for g in some for c in g] for some in (groups, kept))
+    flat = [c for g in groups for c in g]
     lengths = [len(c.ids) for c in flat]
     spread = torch.tensor([[c.reward for c in g] for g in groups])  # (P, G)
     rewards = spread.mean(1)  # (P,): the groups are the independent draws
@@ -418,7 +419,7 @@ def metrics_row(run, step, groups, kept, sampled, updates, sigma, lr, held):
            "length_max": max(lengths), "truncated_frac": mean(not c.finished for c in flat),
            # -log p of what was drawn: the entropy of the policy that sampled, its noise included
            "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths),
-           "groups": len(kept), "prompts_sampled": sampled, "updates": len(updates), "lr": lr,
+           "groups": len(kept), "prompts_sampled": n_prompts, "updates": len(updates), "lr": lr,
            "sigma": sigma, "skipped": skipped, "grad_norm": mean(norm for _, norm in updates)}
     names = ("loss", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean", "logp_gap_max",
              "sampler_kl", "ratio_outside_frac", "entropy", "clip_first_frac")
@@ -432,10 +433,10 @@ def metrics_row(run, step, groups, kept, sampled, updates, sigma, lr, held):
         row |= {k: first[k] for k in first if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
         row["clip_first_frac"] = first["clip_low_frac"] + first["clip_high_frac"]
     s = {name: run.clock.pop(name, 0.0) for name in ("rollout", "reward", "update")}
-    tokens = sampled * len(groups[0]) * mean(lengths)
-    trained = sum(len(c.prompt) + len(c.ids) for c in used)
-    return row | {"eval_accuracy": held and held["accuracy"],
-                  "eval_stderr": held and held["stderr"], "seconds": run.seconds(),
+    tokens = n_prompts * len(groups[0]) * mean(lengths)
+    trained = sum(float(sums["tokens"]) for sums, _ in updates)
+    return row | {"eval_accuracy": result and result["accuracy"],
+                  "eval_stderr": result and result["stderr"], "seconds": run.seconds(),
                   "seconds_rollout": s["rollout"], "seconds_reward": s["reward"],
                   "seconds_update": s["update"], "seconds_step": sum(s.values()),
                   "rollout_tok_s": tokens / s["rollout"], "update_tok_s": trained / s["update"],

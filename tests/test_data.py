@@ -134,7 +134,7 @@ def test_an_own_reward_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, spe
 def test_an_own_reward_that_is_no_finite_number_is_an_error(tmp_path, value):
     """One NaN among a group's rewards would make NaN of every advantage in it."""
     grade = own(tmp_path, f"def score(text, row):\n    return {value}\n")
-    with pytest.raises(ValueError, match=r"--reward .*own\.py:score: returned .*finite number"):
+    with pytest.raises(ValueError, match=r"--reward .*own\.py:score: returned .*number within"):
         grade("text", {})
 
 

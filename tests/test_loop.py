@@ -3,6 +3,7 @@
 A run is recorded where sampling, update, loss and optimizer step are entered; the tests read the record. A mutation of the
 loop that changes what is learned must fail one of them (tests/mutants.py)."""
 import functools
+import inspect
 import json
 import math
 from collections import namedtuple
@@ -27,6 +28,13 @@ SMALL = ["--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24
          "--overlong", "none"]
 SHORT = ["--prompts-per-step", "2", "--max-new-tokens", "8"]
 Record = namedtuple("Record", "out code sampled updates losses steps")
+
+
+def named(args, kw):
+    """The arguments of a call of policy_loss by name, those left out with their defaults."""
+    call = inspect.signature(POLICY_LOSS).bind(*args, **kw)
+    call.apply_defaults()
+    return call.arguments
 
 
 def noise_of(model):
@@ -71,7 +79,7 @@ def record(tmp_path, *argv, seen=None):
         return result
 
     def spy_loss(*args, **kw):
-        r.losses.append((len(r.updates) - 1, args, kw))
+        r.losses.append((len(r.updates) - 1, named(args, kw)))
         return policy_loss(*args, **kw)
 
     def spy_step(self):
@@ -219,7 +227,8 @@ def test_each_group_is_in_exactly_one_update(noisy):
 
 def test_the_ratio_is_taken_against_what_the_sampler_recorded(noisy):
     """Defect 4: pi_old recomputed by the trainer makes every ratio 1, noise or not."""
-    for index, (_, old, advantages, mask, *_), _ in noisy.losses:
+    for index, call in noisy.losses:
+        old, advantages, mask = (call[name] for name in ("old_logp", "advantages", "mask"))
         completions = {tuple(c.ids): c for c in noisy.updates[index]["completions"]}
         for i, n in enumerate(mask.sum(1).tolist()):
             match = [c for c in completions.values() if len(c.ids) == n and torch.equal(torch.tensor(c.logprobs), old[i, :n])]
@@ -231,10 +240,9 @@ def test_the_ratio_is_taken_against_what_the_sampler_recorded(noisy):
 def test_the_loss_is_normalised_by_the_whole_update(noisy):
     """DAPO's token mean is over all micro-batches of the update, not over each."""
     assert len(noisy.losses) > len(noisy.updates)
-    for index, args, _ in noisy.losses:
-        total_tokens, total_seqs = args[11:13]
+    for index, call in noisy.losses:
         completions = noisy.updates[index]["completions"]
-        assert total_tokens == sum(len(c.ids) for c in completions) and total_seqs == len(completions)
+        assert call["total_tokens"] == sum(len(c.ids) for c in completions) and call["total_seqs"] == len(completions)
 
 
 def test_a_row_tells_of_all_completions_of_its_step(noisy):
@@ -312,6 +320,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch):
     assert all(p.grad is None for p in params)
 
 
+def test_a_skipped_update_leaves_nothing_in_16_bit_gradients():
+    """Full training: a NaN that stayed in a gradient would be in all later ones."""
+    model = qwen.load(flags.TINY, "cpu", torch.bfloat16, "none")
+    optimizer = grpo.AdamW(list(model.requires_grad_(True).parameters()), 1e-3, (0.9, 0.99), 0.0)
+
+    def update(advantage):
+        cs = [grpo.Completion({}, [1, 2, 3], [4, 5], [-5.0, -5.0], True, advantage=a) for a in (advantage, -1.0)]
+        return grpo.update(model, optimizer, cs, grpo.Settings())[1]
+
+    first, broken, after = update(1.0), update(math.nan), update(1.0)
+    assert math.isfinite(first) and math.isnan(broken) and math.isfinite(after)
+
+
 # ---- options
 
 
@@ -329,10 +350,9 @@ def arguments(policy, monkeypatch, **settings):
     """What one update passes to policy_loss, by name; micro-batches of one completion, keyed by its ids."""
     model, optimizer, completions = policy
     calls, real = [], POLICY_LOSS
-    code = real.__code__
 
     def spy(*args, **kw):
-        calls.append(dict(zip(code.co_varnames, args, strict=False)) | kw)
+        calls.append(named(args, kw))
         return real(*args, **kw)
 
     monkeypatch.setattr(grpo, "policy_loss", spy)
@@ -369,8 +389,8 @@ def test_trainer_logprobs_are_those_before_the_first_update(tmp_path):
                 logp = grpo.completion_logprobs(model, [c], 1.0)[0][0]
             torch.testing.assert_close(torch.tensor(c.trainer_logprobs), logp, atol=1e-4, rtol=0)
             assert not torch.allclose(torch.tensor(c.logprobs), logp, atol=1e-3)  # the sampler was noisy
-    second = [args for index, args, _ in r.losses if index == 1]
-    assert all((a[0] - a[9]).abs().max() > 1e-4 and a[10] == 1.5 for a in second)  # logp has moved from trainer_old_logp
+    second = [call for index, call in r.losses if index == 1]
+    assert all((c["logp"] - c["trainer_old_logp"]).abs().max() > 1e-4 and c["tis_cap"] == 1.5 for c in second)
 
 
 def test_current_logprobs_make_every_ratio_one_and_keep_the_weight(policy, monkeypatch):

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import grpo
 import lora
 import model as M
-from runtime import engine, packed
+from runtime import batches, engine, packed, ranks
 from tests.test_decode import CPU, GPU, build
 
 gpu = pytest.mark.gpu
@@ -137,13 +137,33 @@ def test_gradients_do_not_vanish_in_float16(monkeypatch, way):
     assert got.dtype == torch.float32 and (got - want).norm() < 0.1 * want.norm() and abs(half_loss - loss) < 0.02 * abs(loss)
 
 
+def test_a_short_completion_does_not_overflow_float16(monkeypatch):
+    """GRPO weighs completions alike: the one token of a short one as much as the 200 of another. 16 times its gradient still fits."""
+    m, loss = build(ONE, dtype=torch.float16), grpo.batch_loss
+    monkeypatch.setattr(grpo, "batch_loss", lambda *args: (16 * loss(*args)[0], loss(*args)[1]))
+    cs = [grpo.Completion({}, [1, 2, 3], [7] * n, [-5.0] * n, True, advantage=1.0) for n in (1, 200, 200)]
+    grpo.backward(m, cs, grpo.Settings(micro_batch_tokens=1000))
+    assert all(p.grad.isfinite().all() for p in m.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(("prompts", "group", "world"), [(4, 8, 8), (3, 16, 2), (1, 4, 3)])
+def test_families_leave_no_rank_idle(monkeypatch, prompts, group, world):
+    """Completions of few prompts go to many cards: none has nothing, and none more than twice its share."""
+    m = build(rank=0)
+    monkeypatch.setattr(lora, "packed", lambda model: packed)
+    monkeypatch.setattr(ranks, "world", world)
+    cs = [grpo.Completion({}, [p] * 4, [5] * (20 + i), [0.0] * (20 + i), True) for p in range(prompts) for i in range(group)]
+    shares = [sum(map(batches.size, share)) for share in batches.dealt(m, cs, 1000)]
+    assert len(shares) == world and min(shares) > 0 and max(shares) < 2 * sum(shares) / world
+
+
 def test_micro_batches_count_padding_only_where_there_is_padding(monkeypatch):
     m, cs = build(rank=0), completions()
-    sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in grpo.micro_batches(m, grpo.families(m, cs), 12)]
+    sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in batches.micro_batches(m, batches.families(m, cs), 12)]
     assert sorted(sum(sizes, [])) == sorted(len(c.prompt) + len(c.ids) - 1 for c in cs)
     assert all(len(b) * max(b) <= 12 or len(b) == 1 for b in sizes)
     monkeypatch.setattr(lora, "packed", lambda model: packed)
-    dense = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in grpo.micro_batches(m, grpo.families(m, cs), 20)]
+    dense = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in batches.micro_batches(m, batches.families(m, cs), 20)]
     assert all(sum(b) <= 20 or len(b) == 1 for b in dense)
     assert any(len(b) * max(b) > 20 for b in dense)
 

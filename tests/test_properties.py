@@ -14,7 +14,7 @@ import grpo
 import lora
 import model as M
 import sample
-from runtime import draw
+from runtime import batches, draw
 from weights import checkpoint
 from weights.files import parse_json
 from weights.formats import FORMATS, dequantize, pack, quantize, scale_value, unpack
@@ -71,10 +71,10 @@ def test_micro_batches_hold_each_completion_once_within_the_budget(sizes, budget
     completions = [grpo.Completion({}, [0] * p, [0] * n, [0.0] * n, True) for p, n in sizes]
     with pytest.MonkeyPatch.context() as m:
         m.setattr(lora, "packed", lambda model: packed)
-        batches = list(grpo.micro_batches(None, grpo.families(None, completions, budget), budget))
-        computed = [sum(map(grpo.size, grpo.families(None, b))) for b in batches]
-    assert sorted(id(c) for b in batches for c in b) == sorted(id(c) for c in completions)
-    for b, shared in zip(batches, computed, strict=True):
+        found = list(batches.micro_batches(None, batches.families(None, completions, budget), budget))
+        computed = [sum(map(batches.size, batches.families(None, b))) for b in found]
+    assert sorted(id(c) for b in found for c in b) == sorted(id(c) for c in completions)
+    for b, shared in zip(found, computed, strict=True):
         tokens = [len(c.prompt) + len(c.ids) - 1 for c in b]
         assert len(b) == 1 or (shared if packed else len(b) * max(tokens)) <= budget
 

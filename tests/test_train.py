@@ -19,7 +19,7 @@ import model as qwen
 import plot
 import sample
 import train
-from runtime import command, flags
+from runtime import batches, command, flags
 from runtime.run import Run, digest_of, warnings_for
 from tests.conftest import adapted, drawn, first_blocks, parameters_of, rows_of
 from weights.files import lock
@@ -166,6 +166,25 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
     assert summary["best"] == {"step": 1, "accuracy": 0.6, "stderr": 0.01}
     best, last = (load_file(out / name / "adapter_model.safetensors") for name in ("adapter_best", "adapter"))
     assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
+
+
+def test_an_extended_run_knows_its_best_adapter(tmp_path, monkeypatch):
+    """The evaluation at a run's end may have been the best of all: adapter_best/ is not written over by a worse one."""
+    answers = iter([0.1, 0.5, 0.8, 0.6, 0.55])
+
+    def scripted(*a, **kw):
+        mean = next(answers)
+        return {"accuracy": mean, "stderr": 0.01, "rows": [{"question": "?", "answer": "1", "accuracy": mean, "samples": []}]}
+
+    monkeypatch.setattr(evaluation, "evaluate", scripted)
+    monkeypatch.setattr("runtime.run.show_learned", lambda *a: None)
+    out, want = tmp_path / "run", {"step": 3, "accuracy": 0.8, "stderr": 0.01}
+    assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "2", "--eval-limit", "1") == 0
+    assert json.loads((out / "summary.json").read_text())["best"] == want
+    best = (out / "adapter_best" / "adapter_model.safetensors").read_bytes()
+    assert train.main(["--resume", "--steps", "5", "--out", str(out)]) == 0
+    assert json.loads((out / "summary.json").read_text())["best"] == want
+    assert (out / "adapter_best" / "adapter_model.safetensors").read_bytes() == best
 
 
 def test_held_out_questions_are_asked_as_the_flags_say(tmp_path, monkeypatch):
@@ -321,8 +340,8 @@ def test_any_micro_batching_gives_the_same_gradient_and_loss(policy, monkeypatch
     for budget in (1, 300, 10**6):
         metrics, _ = grpo.update(model, optimizer, completions, grpo.Settings("dapo", micro_batch_tokens=budget))
         losses.append(metrics["loss"].item())
-    assert len(list(grpo.micro_batches(model, grpo.families(model, completions), 1))) == len(completions)
-    assert len(list(grpo.micro_batches(model, grpo.families(model, completions), 10**6))) == 1
+    assert len(list(batches.micro_batches(model, batches.families(model, completions), 1))) == len(completions)
+    assert len(list(batches.micro_batches(model, batches.families(model, completions), 10**6))) == 1
     for grads in seen[1:]:
         for a, b in zip(grads, seen[0], strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -333,9 +352,9 @@ def test_micro_batches_hold_no_more_than_their_budget(policy):
     """Padded tokens, not tokens, are what fills the memory."""
     model, _, completions, _ = policy
     for budget in (150, 400):
-        batches = list(grpo.micro_batches(model, grpo.families(model, completions), budget))
-        assert sorted(len(c.ids) for b in batches for c in b) == sorted(len(c.ids) for c in completions)
-        assert all(len(b) == 1 or len(b) * max(len(c.prompt) + len(c.ids) - 1 for c in b) <= budget for b in batches)
+        found = list(batches.micro_batches(model, batches.families(model, completions), budget))
+        assert sorted(len(c.ids) for b in found for c in b) == sorted(len(c.ids) for c in completions)
+        assert all(len(b) == 1 or len(b) * max(len(c.prompt) + len(c.ids) - 1 for c in b) <= budget for b in found)
 
 
 def test_training_moves_the_adapter_and_leaves_one_untouched_base(small, straight):
@@ -404,6 +423,15 @@ def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(50)))
     rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl")]))
     assert (len(rows), len(held)) == (45, 5) and not {r["question"] for r in rows} & {r["question"] for r in held}
+
+
+def test_the_only_question_is_not_held_out(tmp_path):
+    """Trained on and asked, it would be called held-out."""
+    (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    with pytest.raises(ValueError, match="--data .*--eval-n 0"):
+        train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl")]))
+    rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
+    assert len(rows) == 1 and not held
 
 
 def test_a_set_without_a_test_split_is_an_error_before_anything_is_written(tmp_path, capsys):
