@@ -337,7 +337,7 @@ MUTANTS = {
         ("the last maker adds one slice", "added(sums + spot * Z, here, Z,",
          "added(sums + spot * Z, here, 1,",
          "marlin_triton::many_slices_are_added_up_once"),
-        ("split tiles are those that whole ones did", "whole + at // (MT", "at // (MT",
+        ("whole tiles are summed in part", "per = tl.where(cut, tl.cdiv(KB, SPLIT), KB)", "per = tl.cdiv(KB, SPLIT)",
          "marlin_triton::only_the_last_tiles_are_split"),
         ("the adapter's flag stays up", "== everyone - 1", "== everyone",
          "marlin_triton::epilogue_multiplies_silu_of_gate_with_up"),
