@@ -576,7 +576,7 @@ def scale(args):
             spans = np.diff(lengths, prepend=0.0) * ms[:0:-1]  # live rows: all, all but one, ...
             rollouts = spans.sum(1) / 1e3  # (cards,) seconds
             tokens = lengths.sum(1) + args.prompt * args.rows
-            exchange = lengths.sum() * (cards > 1) * (args.pickle_ns + 13.3 / args.gather_gb) / 1e9
+            exchange = lengths.sum() * (cards > 1) * (args.pickle_ns + 12 / args.gather_gb) / 1e9
             reduce = 2 * (cards - 1) / cards * adapter * args.updates / args.reduce_gb / 1e9
             update, by_rows = tokens.mean() / args.update_tok_s, tokens.max() / args.update_tok_s
             steps.append((rollouts.mean(), rollouts.max() - rollouts.mean(), exchange, update,
