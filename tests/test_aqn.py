@@ -66,7 +66,7 @@ def test_schedules_by_hand_at_one_inner_stage():
 
 
 def test_schedule_is_a_pure_function_of_the_step():
-    """Defect 6: a schedule with a counter of its own restarts each epoch and after a resume."""
+    """A schedule with a counter of its own restarts each epoch and after a resume."""
     forward = [aqn.sigma(s, 50, 1e-2, 5e-4) for s in range(50)]
     assert [aqn.sigma(s, 50, 1e-2, 5e-4) for s in reversed(range(50))] == forward[::-1]
     assert [aqn.sigma(s, 50, 1e-2, 5e-4) for s in range(20, 50)] == forward[20:]  # resumed at step 20
@@ -83,7 +83,7 @@ def test_bad_schedule_arguments_name_the_flag(kw, flag):
 
 
 def test_noise_reaches_every_layer_norm_and_only_those():
-    """Defect 1: a type test that matches no module, so that the noise never fires."""
+    """A type test that matches no module, so that the noise never fires."""
     m = tiny()
     before = {k: v.clone() for k, v in m.state_dict().items()}
     clean_logits = m(IDS)
@@ -99,7 +99,7 @@ def test_noise_reaches_every_layer_norm_and_only_those():
 
 
 def test_a_model_without_noisy_norms_is_an_error():
-    """Defect 1 again: nothing to write to must not pass in silence."""
+    """Nothing to write to must not pass in silence."""
     m = tiny()
     m.layers = m.layers[:0]
     with pytest.raises(ValueError, match="no layer norms"):
@@ -119,7 +119,7 @@ def test_bad_sigma_is_an_error(bad):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sigma_zero_restores_the_clean_output_bit_for_bit(dtype):
-    """Invariant 4, defect 2: noise added to the weight and taken off again leaves rounding behind."""
+    """Noise added to the weight and taken off again leaves rounding behind."""
     m = tiny(dtype=dtype)
     want = m(IDS)
     for seed in range(5):
@@ -130,7 +130,7 @@ def test_sigma_zero_restores_the_clean_output_bit_for_bit(dtype):
 
 
 def test_noise_does_not_accumulate():
-    """Defect 2: noise on a norm that is never restored random-walks; after 50 draws it would be 7 times too large."""
+    """Noise on a norm that is never restored random-walks; after 50 draws it would be 7 times too large."""
     m, fresh = tiny(), tiny()
     for step in range(50):
         aqn.set_noise(m, 0.1, aqn.noise_seed(0, step))

@@ -115,7 +115,7 @@ def test_sampler_kl_is_the_k3_estimate():
 
 
 def test_negative_advantage_takes_the_minimum():
-    """Trap 13: max() instead of PPO's min() stops the push away from a bad token just where it is most needed."""
+    """max() instead of PPO's min() stops the push away from a bad token just where it is most needed."""
     logp = torch.tensor([[np.log(2.0)]], requires_grad=True)
     args = torch.zeros(1, 1), torch.tensor([-1.0]), torch.ones(1, 1, dtype=torch.bool)
     value, m = grpo.policy_loss(logp, *args)
@@ -129,7 +129,7 @@ def test_negative_advantage_takes_the_minimum():
 
 
 def test_ratio_is_against_the_samplers_logprobs():
-    """Defect 4: old log-probs recomputed by the trainer make every ratio 1, so the clip never acts."""
+    """Old log-probs recomputed by the trainer make every ratio 1, so the clip never acts."""
     logp, old, adv, lengths = batch()
     mask = grpo.lengths_to_mask(lengths)
     off = grpo.policy_loss(logp, old, adv, mask)[1]
@@ -153,7 +153,7 @@ def test_clip_higher_uses_its_own_bound():
 
 @pytest.mark.parametrize("loss", grpo.OBJECTIVES)
 def test_micro_batches_add_up_to_the_full_batch(loss):
-    """Trap 14 and DAPO's token mean: per-micro-batch means, or the last micro-batch's loss reported as the loss."""
+    """DAPO's token mean: per-micro-batch means, or the last micro-batch's loss reported as the loss."""
     logp, old, adv, lengths = batch()
     mask = grpo.lengths_to_mask(lengths)
     entropy = torch.rand(logp.shape, dtype=torch.float64)
@@ -193,7 +193,7 @@ def test_padding_reaches_neither_loss_nor_gradient():
 
 
 def test_masks_come_from_lengths():
-    """Trap 11: with pad == eos, a mask made by comparing ids drops the stop token, and the model never learns to stop."""
+    """With pad == eos, a mask made by comparing ids drops the stop token, and the model never learns to stop."""
     eos = pad = 2
     ids = torch.tensor([[5, 6, eos, pad], [eos, pad, pad, pad], [7, 8, 9, 4]])
     mask = grpo.lengths_to_mask(torch.tensor([3, 1, 4]), 4)
@@ -286,7 +286,7 @@ def test_chunked_head_passes_gradcheck():
 
 
 def test_temperature_is_applied_before_the_logprob():
-    """Trap 16: dividing the log-prob, or forgetting the temperature, biases every ratio."""
+    """Dividing the log-prob, or forgetting the temperature, biases every ratio."""
     hidden, weight, targets, _ = head(valid=None)
     hot = grpo.token_logprobs(hidden, weight, targets, temperature=2.0)[0]
     torch.testing.assert_close(hot, grpo.token_logprobs(hidden / 2, weight, targets)[0])
@@ -297,7 +297,7 @@ def test_temperature_is_applied_before_the_logprob():
 
 
 def test_ids_past_the_tokenizer_have_probability_zero():
-    """Trap 12: the embedding's spare rows take probability in the trainer that the sampler never gives them."""
+    """The embedding's spare rows take probability in the trainer that the sampler never gives them."""
     hidden, weight, _, _ = head()
     everything = torch.arange(17)
     for row in range(3):
@@ -328,7 +328,7 @@ class Widest(TorchDispatchMode):
 
 @pytest.mark.parametrize("train_weight", [False, True])
 def test_no_full_logits_tensor_in_forward_or_backward(train_weight):
-    """Trap 15: (B, T, V) float32 logits, in either pass, are the memory peak at a vocabulary of 152k."""
+    """(B, T, V) float32 logits, in either pass, are the memory peak at a vocabulary of 152k."""
     S, C, V, chunk = 64, 4, 50, 8
     hidden, weight, targets, up = head(S, C, V, None)
     hidden.requires_grad_(), weight.requires_grad_(train_weight)

@@ -113,7 +113,7 @@ def noisy(tmp_path_factory):
 
 
 def test_noise_is_in_the_rollout_and_not_in_the_update(noisy):
-    """Noise left on in the update: Algorithm 1 trains the clean policy. Noise that never fires: defect 1."""
+    """Noise left on in the update: Algorithm 1 trains the clean policy. Noise that never fires."""
     assert noisy.code == [0]
     sigmas = [row["sigma"] for row in rows_of(noisy)]
     assert sigmas == [0.0, 0.0, 0.05, 0.05]
@@ -179,7 +179,7 @@ def test_flags_reach_the_adapter(noisy):
 
 
 def test_ids_past_the_tokenizer_are_impossible_in_sampler_and_update(tmp_path):
-    """Trap 12: the embedding's spare rows. Here they are made the likeliest of all ids, and must still have no probability."""
+    """The embedding's spare rows. Here they are made the likeliest of all ids, and must still have no probability."""
 
     def spare_rows_win(model):
         with torch.no_grad():
@@ -226,7 +226,7 @@ def test_each_group_is_in_exactly_one_update(noisy):
 
 
 def test_the_ratio_is_taken_against_what_the_sampler_recorded(noisy):
-    """Defect 4: pi_old recomputed by the trainer makes every ratio 1, noise or not."""
+    """pi_old recomputed by the trainer makes every ratio 1, noise or not."""
     for index, call in noisy.losses:
         old, advantages, mask = (call[name] for name in ("old_logp", "advantages", "mask"))
         completions = {tuple(c.ids): c for c in noisy.updates[index]["completions"]}
@@ -299,7 +299,7 @@ def test_every_update_begins_without_a_gradient(noisy):
 
 
 def test_the_logged_loss_is_the_mean_over_the_updates(noisy):
-    """A sum grows with --updates-per-rollout; trap 14."""
+    """A sum grows with --updates-per-rollout."""
     for step, row in enumerate(rows_of(noisy)):
         losses = [u["result"][0]["loss"].item() for u in noisy.updates[2 * step : 2 * step + 2]]
         assert row["loss"] == pytest.approx(sum(losses) / 2)

@@ -55,7 +55,7 @@ def change(folder, tmp_path, config=None, weights=None):
 
 @pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
 def test_a_fresh_adapter_is_the_base_model_bit_for_bit_and_learns(quant):
-    """Invariant 5. A random B, or an A of zeros, would break one half of this or the other."""
+    """A random B, or an A of zeros, would break one half of this or the other."""
     model = base(quant)
     before = model(IDS)
     params = add_lora(model, 4, 8)

@@ -112,7 +112,7 @@ def test_embeddings_head_norms_and_biases_stay_as_they_were(tmp_path):
 
 
 def test_there_is_one_copy_of_the_base_weights(tmp_path):
-    """Invariant 1: adding LoRA, switching it off and running the model must share the storages that loading made."""
+    """Adding LoRA, switching it off and running the model must share the storages that loading made."""
     model = M.load(tiny_folder(tmp_path), quant="nvfp4")
 
     def storages():

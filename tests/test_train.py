@@ -80,7 +80,7 @@ def test_a_run_leaves_every_file_it_promises(straight):
 
 
 def test_resume_is_exact(straight, tmp_path, monkeypatch):
-    """Invariant 7, defects 6, 17: k + (n - k) steps == n steps: weights, optimizer, samples, data order, noise stage."""
+    """k + (n - k) steps == n steps: weights, optimizer, samples, data order, noise stage."""
     out, generate, calls = tmp_path / "run", sample.generate, []
 
     def interrupted(*args, **kwargs):
@@ -308,7 +308,7 @@ def test_an_empty_model_folder_and_an_empty_data_set_are_errors(tmp_path, capsys
 
 
 def test_sampler_and_trainer_agree_on_every_token(policy):
-    """Invariant 2, defect 12: the log-probs recorded while sampling are the trainer's, temperature and masked ids included."""
+    """The log-probs recorded while sampling are the trainer's, temperature and masked ids included."""
     model, tok, completions, _ = policy
     for temperature in (1.0, 0.7):
         cs = completions if temperature == 1.0 else drawn(model, tok, 4, temperature=0.7, seed=3)
@@ -319,7 +319,7 @@ def test_sampler_and_trainer_agree_on_every_token(policy):
 
 
 def test_the_stop_token_is_trained(policy):
-    """Trap 11: with pad == eos, a mask made by comparing ids drops the stop token, and the model never learns to stop."""
+    """With pad == eos, a mask made by comparing ids drops the stop token, and the model never learns to stop."""
     model, tok, completions, _ = policy
     finished = [c for c in completions if c.finished]
     assert finished and all(c.ids[-1] in tok.eos_ids for c in finished)
@@ -328,7 +328,7 @@ def test_the_stop_token_is_trained(policy):
 
 
 def test_any_micro_batching_gives_the_same_gradient_and_loss(policy, monkeypatch):
-    """Trap 14: token mean over the global batch, and the logged loss is not the last micro-batch's."""
+    """Token mean over the global batch, and the logged loss is not the last micro-batch's."""
     model, _, completions, optimizer = policy
     seen, losses = [], []
 
@@ -358,7 +358,7 @@ def test_micro_batches_hold_no_more_than_their_budget(policy):
 
 
 def test_training_moves_the_adapter_and_leaves_one_untouched_base(small, straight):
-    """Invariants 1 and 5: the quantized base is shared by rollout and update and never changes; B has moved."""
+    """The quantized base is shared by rollout and update and never changes; B has moved."""
     model = lora.load_adapter(qwen.load(small, "cpu", torch.float32, "nvfp4"), straight / "adapter")
     assert all(m.B.abs().sum() > 0 for _, m in lora.lora_layers(model))
     assert not [n for n, p in model.named_parameters() if p.requires_grad and not n.endswith((".A", ".B"))]
@@ -393,7 +393,7 @@ def test_data_order_is_a_function_of_seed_and_cursor():
 
 
 def test_the_arms_of_the_ablation_differ_by_one_flag():
-    """Defect 10: BF16 and NVFP4, noise on and off, run at the same learning rate, data and everything else."""
+    """BF16 and NVFP4, noise on and off, run at the same learning rate, data and everything else."""
     base = vars(flags.parse("train", ["--model", "m", "--out", "o"]))
     for given, changed in ((["--quant", "none"], {"quant"}), (["--no-aqn"], {"aqn"})):
         arm = vars(flags.parse("train", ["--model", "m", "--out", "o", *given]))
@@ -410,7 +410,7 @@ def test_learning_rate_warms_up_and_ends_near_zero():
     ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp current"),
 ])
 def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
-    """Defect 7: a prompt without the instruction that the reward wants trains on zeros, silently."""
+    """A prompt without the instruction that the reward wants trains on zeros, silently."""
     args = flags.parse("train", [])
     fine = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
             "clip_first_frac": 0.0, "skipped": 0}
