@@ -242,6 +242,9 @@ def told(values):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else None
+    if name in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
     if name == "gradient":
         return flags.run_command("train", gradients, argv[1:])
     if name == "two-copies":

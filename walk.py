@@ -103,4 +103,6 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        sys.exit(print(__doc__.strip()))
     main(*sys.argv[1:3])
