@@ -59,7 +59,7 @@ def questions(args):
     """(training rows, held-out rows): the set's own splits, or of a single file a tenth held
     out."""
     if Path(args.data).is_file():
-        rows = data.load(args.data, seed=args.seed, levels=args.levels)
+        rows = data.load(args.data, levels=args.levels)
         random.Random(f"{args.seed}/held out").shuffle(rows)
         held = max(1, len(rows) // 10) if args.eval_n else 0
         if held == len(rows):

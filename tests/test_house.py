@@ -1,13 +1,17 @@
-"""The house: which file imports which, and that the kernels alone need Triton."""
+"""The house: which file imports which, that the kernels alone need Triton, and what README.md says of files and defaults."""
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import data
+import grpo
 import walk
+from runtime import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = sorted(".".join(f.relative_to(ROOT).with_suffix("").parts)
@@ -84,3 +88,50 @@ def test_the_walk_prints_what_it_promises(capsys):
     walk.main()
     out = capsys.readouterr().out
     assert all(f"{i}. " in out for i in range(1, 8)) and "B moved by at most 2.0e-03" in out  # Adam's first step is the learning rate
+
+
+def section(title):
+    """A section of README.md."""
+    return (ROOT / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_readme_counts_lines():
+    """Its list is read before any file is opened; a file that is not in it is not found."""
+    said, folder = {}, ""
+    for indent, name, count in re.findall(r"(?m)^( *)([\w./]+) +([0-9]*)", section("Files").split("```")[1]):
+        folder = folder if indent else name
+        if count:
+            said[folder + name if indent else name] = int(count)
+    wrong = []
+    for name in dict.fromkeys([*said, *(f"{module.replace('.', '/')}.py" for module in NAMES)]):
+        files = (ROOT / name).glob("*.py") if name.endswith("/") else [ROOT / name]
+        lines = sum(f.read_text().count("\n") for f in files if f.is_file())
+        if said.get(name) != lines:
+            wrong.append(f"{name}: README says {said.get(name, 'nothing')}, is {lines}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_defaults_are_what_the_readme_says():
+    """Its table of differences from the paper, row by row; what is not in the table is the paper's own."""
+    table = [line.strip("|").split("|") for line in section("Defaults, beside the paper's").splitlines() if line.startswith("| ")]
+    here, why = ({row[0].strip(): row[column].strip() for row in table[1:]} for column in (2, 3))
+    args, demo = flags.parse("train", ["--model", "m"]), flags.parse("train", [])
+    right, formed = (data.reward(text, "1")["reward"] for text in ("<answer>1</answer>", "<think></think><answer>2</answer>"))
+    numbers = {"updates a rollout": [args.updates_per_rollout], "reward, GSM8K": [right, formed],
+               "noise": [args.aqn_start, args.aqn_end], "completion length": [args.max_new_tokens],
+               "clip": [x for loss in ("grpo", "dapo", "gspo") for x in grpo.OBJECTIVES[loss].clip]}
+    words = {"updates a rollout": "quarter", "pi_old": f"the {args.old_logp}'s", "noise": ", applied", "rounding": "plain;",
+             "trained beside LoRA": "LoRA alone", "optimizer": "AdamW in float32", "prompt": f"(`--prompt-style {args.prompt_style}`)",
+             "overlong completions": "graded as they are; the demo masks"}
+    assert (args.aqn, args.awq, args.overlong, demo.overlong) == (True, False, "none", "mask")
+    assert {*numbers, *words} == {*here}  # a new row needs a line here
+    for name, values in numbers.items():
+        found = re.findall(r"[0-9][0-9,]*(?:\.[0-9]+)?(?:e-[0-9]+)?", here[name])
+        assert [float(x.replace(",", "")) for x in found] == values, name
+    assert not [name for name, word in words.items() if word not in here[name]]
+    assert f"rank {args.lora_rank}" in why["optimizer"]
+    paper = {"quant": "nvfp4", "lr": 1e-5, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "warmup": 0.1, "grad_clip": 0.2,
+             "prompts_per_step": 16, "group_size": 8, "max_prompt": 256, "temperature": 1.0, "loss": "grpo", "beta": 0.0,
+             "eps_low": None, "eps_high": None, "dynamic_sampling": False, "aqn_stages": 10, "aqn_schedule": "exponential",
+             "eval_temperature": 0.6, "eval_top_p": 0.95, "steps": None}
+    assert {name: getattr(args, name) for name in paper} == paper

@@ -102,9 +102,10 @@ def rows_of(r):
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory):
-    """Four steps of two updates; two stages, so that steps 2 and 3 are noisy at the same sigma."""
-    return record(tmp_path_factory.mktemp("noisy"), "--steps", "4", "--aqn-stages", "2", "--aqn-start", "0.05",
-                  "--aqn-end", "0.05", "--updates-per-rollout", "2",
+    """Four steps of two updates; two stages, so that steps 2 and 3 are noisy at the same sigma, the last."""
+    return record(tmp_path_factory.mktemp("noisy"), "--steps", "4", "--aqn-stages", "2", "--aqn-start", "0.5",
+                  "--aqn-end", "0.05", "--updates-per-rollout", "2", "--seed", "1", "--max-rows", "16",
+                  "--eps-low", "0.01", "--eps-high", "0.02",
                   "--grad-clip", "0.01", "--temperature", "0.9", "--weight-decay", "0.03",
                   "--beta1", "0.8", "--beta2", "0.95", "--warmup", "0.5", "--loss", "dapo", "--micro-batch-tokens", "400")
 
@@ -128,11 +129,39 @@ def test_noise_is_drawn_anew_each_step(noisy):
     assert a.any() and not torch.equal(a, b) and (a * b).mean().abs() < 0.05**2 / 5
 
 
-def test_noise_is_a_function_of_seed_and_step(noisy):
-    """Drawn from a global state, noise would differ after a resume."""
-    m = qwen.load(flags.TINY, "cpu", torch.float32)
-    aqn.set_noise(m, 0.05, aqn.noise_seed(0, 3))
-    assert torch.equal(noise_of(m), noisy.sampled[3]["noise"])
+def test_samples_noise_order_and_adapter_are_functions_of_the_seed(noisy):
+    """Drawn from a global state, they would differ after a resume; without the seed, runs of five seeds are one run five times."""
+
+    def drawn_by(seed):
+        m = qwen.load(flags.TINY, "cpu", torch.float32)
+        aqn.set_noise(m, 0.05, aqn.noise_seed(seed, 3))
+        argv = ["--data", str(noisy.out.parent / "problems.jsonl"), "--eval-n", "0", "--seed", "1"]
+        rows, _ = train.questions(flags.parse("train", argv))
+        order = [row["question"] for row in train.Prompts(rows, seed).take(4)]
+        return aqn.noise_seed(seed, "samples/0"), noise_of(m).tolist(), order, lora.add_lora(m, 4, 32.0, seed)[0].tolist()
+
+    first = noisy.updates[:2]
+    order = [c.row["question"] for pair in zip(*(u["completions"][::4] for u in first), strict=True) for c in pair]
+    got = noisy.sampled[0]["seed"], noisy.sampled[3]["noise"].tolist(), order, first[0]["before"][0].tolist()
+    assert got == drawn_by(1) and not any(a == b for a, b in zip(got, drawn_by(0), strict=True))
+
+
+def test_questions_follow_the_seed_and_the_limit():
+    """Seeds that share their problems vary less than they should; held-out questions are the same for all."""
+    (a, held), (b, again) = (train.questions(flags.parse("train", ["--seed", seed, "--eval-limit", "7"])) for seed in "01")
+    assert {row["chain"] for row in a} != {row["chain"] for row in b} and held == again and len(held) == 7
+
+
+def test_the_loop_gets_one_pass_and_the_style_that_was_asked_for(tmp_path, monkeypatch):
+    """The number of steps when none is given; prompts that ask for one format and a reward for another are zeros for good."""
+    given = []
+    monkeypatch.setattr(train, "learn", lambda *a: given.extend(a))
+    r = record(tmp_path, "--model", str(flags.TINY), "--prompts-per-step", "5", "--prompt-style", "boxed")
+    this, _, tok, _, prompts, score, _ = given
+    [row] = prompts.take(1)
+    assert r.code == [0] and this.args.steps == 48 // 5
+    assert row["ids"] == tok.prompt_ids(row["question"], "boxed") != tok.prompt_ids(row["question"], "tags")
+    assert score([(f"\\boxed{{{row['answer']}}}", row)])[0]["reward"] == 1.2
 
 
 def test_scope_both_keeps_the_rollouts_noise_in_the_update(tmp_path):
@@ -160,10 +189,10 @@ def test_each_step_draws_new_samples_of_new_prompts(noisy):
 
 
 def test_flags_reach_the_sampler(noisy):
-    """Temperature, limits, stop tokens and the tokenizer's last id."""
+    """Temperature, limits, rows side by side, stop tokens and the tokenizer's last id."""
     tok = data.Tokenizer(flags.TINY)
     for call in noisy.sampled:
-        assert (call["n"], call["limit"], call["temperature"]) == (4, 24, 0.9)
+        assert (call["n"], call["limit"], call["temperature"], call["max_rows"]) == (4, 24, 0.9, 16)
         assert call["eos_ids"] == tok.eos_ids and call["valid_vocab"] == len(tok) < 512
 
 
@@ -237,6 +266,12 @@ def test_the_ratio_is_taken_against_what_the_sampler_recorded(noisy):
     assert max(gap[:2]) < 1e-5 and min(gap[2:]) > 1e-4
 
 
+def test_flags_reach_the_loss(noisy):
+    """Clip-higher with its bounds swapped is clip-lower."""
+    for _, call in noisy.losses:
+        assert (call["loss"], call["eps_low"], call["eps_high"]) == ("dapo", 0.01, 0.02)
+
+
 def test_the_loss_is_normalised_by_the_whole_update(noisy):
     """DAPO's token mean is over all micro-batches of the update, not over each."""
     assert len(noisy.losses) > len(noisy.updates)
@@ -253,11 +288,24 @@ def test_a_row_tells_of_all_completions_of_its_step(noisy):
         assert all(c.finished == (c.ids[-1] in ends) for c in drawn)
         want = {"reward": sum(c.reward for c in drawn) / 16, "accuracy": sum(c.correct for c in drawn) / 16,
                 "format": sum(c.format for c in drawn) / 16, "length_mean": sum(len(c.ids) for c in drawn) / 16,
+                "reward_std": torch.tensor([c.reward for c in drawn]).view(4, 4).std(1).mean().item(),
                 "reward_se": torch.tensor([c.reward for c in drawn]).view(4, 4).mean(1).std().item() / 2,
                 "truncated_frac": sum(len(c.ids) == 24 and c.ids[-1] not in ends for c in drawn) / 16,
                 "sampler_entropy": -sum(sum(c.logprobs) for c in drawn) / sum(len(c.ids) for c in drawn)}
         assert {name: row[name] for name in want} == pytest.approx(want)
     assert len({c.finished for u in noisy.updates for c in u["completions"]}) == 2
+
+
+def test_sampler_and_trainer_are_compared_before_anything_is_learned(noisy):
+    """With the later updates in it, the gap holds what they learned; half of the clip would warn of noise twice as late."""
+    counts = []
+    for row, u in zip(rows_of(noisy), noisy.updates[::2], strict=True):
+        sums = {name: value.item() for name, value in u["result"][0].items()}
+        want = {"logp_gap_mean": sums["logp_gap"], "sampler_kl": sums["sampler_kl"], "ratio_outside_frac": sums["ratio_outside"],
+                "clip_first_frac": sums["clip_low"] + sums["clip_high"], "logp_gap_max": sums["logp_gap_max"] * sums["tokens"]}
+        assert {name: row[name] * sums["tokens"] for name in want} == pytest.approx(want, rel=1e-5)
+        counts.append((sums["clip_low"], sums["clip_high"]))
+    assert any(low and high for low, high in counts)
 
 
 # ---- the optimizer step
@@ -361,23 +409,26 @@ def arguments(policy, monkeypatch, **settings):
 
 
 def test_the_kl_reference_is_the_model_without_its_adapter(policy, monkeypatch):
-    """Against itself the KL is always 0, and --beta does nothing."""
-    calls, result = arguments(policy, monkeypatch, beta=0.1)
+    """Against itself the KL is always 0, and --beta does nothing; at another temperature it is never 0. Logged per token."""
+    calls, result = arguments(policy, monkeypatch, beta=0.1, temperature=0.7)
     model, _, completions = policy
     with torch.no_grad(), lora.disabled(model):
-        want = {tuple(c.ids): grpo.completion_logprobs(model, [c], 1.0)[0] for c in completions}
+        want = {tuple(c.ids): grpo.completion_logprobs(model, [c], 0.7)[0] for c in completions}
     for call in calls:
         ref = call["ref_logp"]
         assert any(w.shape == ref.shape and torch.allclose(w, ref, atol=1e-5) for w in want.values())
         assert not torch.allclose(ref, call["logp"], atol=1e-3) and call["beta"] == 0.1
-    assert result[0]["kl"] > 0
+    d = torch.cat([(call["ref_logp"] - call["logp"]).flatten() for call in calls])
+    assert grpo.mean_metrics(result[0])["kl"] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-4)
 
 
 def test_trainer_logprobs_are_those_before_the_first_update(tmp_path):
     """--old-logp trainer: recorded after an update, the second update's ratio would start at 1 again; and the weight that
-    corrects for the sampler must come along, capped."""
+    corrects for the sampler must come along, capped; at another temperature than the update's, no ratio would be 1."""
     r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "2", "--old-logp", "trainer", "--tis-cap", "1.5",
-               "--aqn-schedule", "eq8", "--aqn-start", "0.05", "--aqn-end", "0.05", "--lr", "0.05", "--warmup", "0")
+               "--aqn-schedule", "eq8", "--aqn-start", "0.05", "--aqn-end", "0.01", "--lr", "0.05", "--warmup", "0",
+               "--temperature", "0.9")
+    assert rows_of(r)[0]["sigma"] == 0.05
     model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
     model.valid_vocab = r.sampled[0]["valid_vocab"]
     lora.add_lora(model, 4, 32.0, 0)
@@ -386,7 +437,7 @@ def test_trainer_logprobs_are_those_before_the_first_update(tmp_path):
     for u in r.updates:
         for c in u["completions"]:
             with torch.no_grad():
-                logp = grpo.completion_logprobs(model, [c], 1.0)[0][0]
+                logp = grpo.completion_logprobs(model, [c], 0.9)[0][0]
             torch.testing.assert_close(torch.tensor(c.trainer_logprobs), logp, atol=1e-4, rtol=0)
             assert not torch.allclose(torch.tensor(c.logprobs), logp, atol=1e-3)  # the sampler was noisy
     second = [call for index, call in r.losses if index == 1]
@@ -450,7 +501,7 @@ def test_overlong_soft_lowers_the_reward_of_long_completions(tmp_path):
 
 def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(tmp_path, monkeypatch):
     """DAPO: what has equal rewards is not trained on; further prompts are drawn at most --max-resample times, under the same
-    noise and another seed; statistics are of the first rollout."""
+    noise and another seed; statistics and the samples shown are of the first rollout."""
     real, calls = train.rollout, []
 
     def scripted(run, model, tok, score, rows, draw):
@@ -458,18 +509,20 @@ def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(tmp_pa
         for i, g in enumerate(groups):
             for j, c in enumerate(g):  # the first rollout has signal in one group of four, the second in one, the third in none
                 c.reward = float(j == 0 and i == 0 and len(calls) < 2)
-        calls.append((draw, [tuple(row["ids"]) for row in rows]))
+        calls.append((draw, [row["question"] for row in rows]))
         return groups
 
     monkeypatch.setattr(train, "rollout", scripted)
     r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--dynamic-sampling", "--max-resample", "2",
                "--aqn-schedule", "eq8")
     assert [len(rows) for _, rows in calls] == [4, 3, 2] and len({draw for draw, _ in calls}) == 3
-    assert len({p for _, rows in calls for p in rows}) == 9 and len({c["seed"] for c in r.sampled}) == 3
+    assert len({q for _, rows in calls for q in rows}) == 9 and len({c["seed"] for c in r.sampled}) == 3
     assert r.sampled[0]["noise"].any() and all(torch.equal(c["noise"], r.sampled[0]["noise"]) for c in r.sampled)
     assert len(r.updates[0]["completions"]) == 8 and len(set(r.updates[0]["advantages"])) > 1
     [row] = rows_of(r)
     assert (row["groups"], row["prompts_sampled"], row["zero_var_frac"], row["reward"]) == (2, 9, 0.75, 1 / 16)
+    shown = [json.loads(line)["question"] for line in (r.out / "rollouts.jsonl").read_text().splitlines()]
+    assert shown == calls[0][1][:2]
 
 
 # ---- learning

@@ -358,9 +358,12 @@ def test_micro_batches_hold_no_more_than_their_budget(policy):
 
 
 def test_training_moves_the_adapter_and_leaves_one_untouched_base(small, straight):
-    """The quantized base is shared by rollout and update and never changes; B has moved."""
+    """The quantized base is shared by rollout and update and never changes; B has moved; adapter/ is the adapter of the last
+    save, not of the first."""
     model = lora.load_adapter(qwen.load(small, "cpu", torch.float32, "nvfp4"), straight / "adapter")
     assert all(m.B.abs().sum() > 0 for _, m in lora.lora_layers(model))
+    saved = [p for _, m in lora.lora_layers(model) for p in (m.A, m.B)]
+    assert all(torch.equal(p, q) for p, q in zip(saved, parameters_of(straight), strict=True))
     assert not [n for n, p in model.named_parameters() if p.requires_grad and not n.endswith((".A", ".B"))]
 
 
@@ -381,6 +384,22 @@ def test_sixteen_bit_parameters_are_trained_through_float32_masters():
         p.grad = torch.ones_like(p)
         optimizer.step()
     assert (p < 0.995).all()
+
+
+def test_a_resume_restores_the_float32_masters(small, tmp_path):
+    """Made anew from the 16-bit parameters, they lose whatever has not yet added up to a bit of those."""
+    r, made = Run(flags.parse("train", ["--lora-rank", "0", "--quant", "none", "--out", str(tmp_path)]), []), []
+    for _ in range(2):
+        model = qwen.load(small, "cpu", torch.bfloat16)
+        made.append(grpo.AdamW(list(model.requires_grad_(True).parameters()), 1e-4, (0.9, 0.99), 0.0))
+    trained, resumed = made
+    for p in trained.params:
+        p.grad = torch.ones_like(p)
+    trained.step()
+    r.save(model, trained)
+    r.restore(resumed)
+    for p, q, m in zip(trained.masters, resumed.masters, resumed.params, strict=True):
+        assert torch.equal(p, q) and not torch.equal(q, m.float())
 
 
 def test_data_order_is_a_function_of_seed_and_cursor():
@@ -419,10 +438,15 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
 
 
 def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
-    """Otherwise the accuracy called held-out is measured on the training questions."""
+    """Otherwise the accuracy called held-out is measured on the training questions. Another seed holds others out."""
+    tenths = []
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(50)))
-    rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl")]))
-    assert (len(rows), len(held)) == (45, 5) and not {r["question"] for r in rows} & {r["question"] for r in held}
+    for limit, seed in ((5, 0), (3, 0), (5, 1)):
+        argv = ["--data", str(tmp_path / "d.jsonl"), "--eval-limit", str(limit), "--seed", str(seed)]
+        rows, held = train.questions(flags.parse("train", argv))
+        assert (len(rows), len(held)) == (45, limit) and not {r["question"] for r in rows} & {r["question"] for r in held}
+        tenths.append({r["question"] for r in held})
+    assert tenths[1] < tenths[0] != tenths[2]
 
 
 def test_the_only_question_is_not_held_out(tmp_path):
