@@ -3,8 +3,8 @@ What of an update is computed at once: completions of one prompt as a family, fa
 micro-batch, micro-batches as a rank's share.
 
 Where rows lie end to end (packed.py), a family's prompt is computed once and its completions, each
-a row of its own, continue it: 22 to 28% fewer tokens in an update on GSM8K. Elsewhere rows are
-padded and every completion is a family by itself.
+a row of its own, continue it: of groups of 16, prompts of 105 tokens and completions of 200, 30%
+fewer tokens and 22% less time. Elsewhere rows are padded, and each completion is a family.
 
     pytest tests/test_packed.py -k "share or micro"
 
