@@ -400,9 +400,10 @@ def queue(model, args, requests=256, slots=64):
     first, _ = draw(model, prompts[:slots], 1, 1)
     seconds, out = draw(model, prompts, 1, lengths, slots)
     tokens = sum(len(group[0].ids) for group in out)
+    decode = perfect(model, lengths, slots, args.prompt)
     return {"rows": slots, "kind": "queue", "requests": requests, "prefill_s": first,
-            "decode_tok_s": tokens / seconds,
-            "bound_tok_s": tokens / perfect(model, lengths, slots, args.prompt)}
+            "decode_tok_s": tokens / seconds, "bound_tok_s": tokens / decode,
+            "bound_with_prefills_tok_s": tokens / (decode + first * requests / slots)}
 
 
 def perfect(model, lengths, slots, prompt):
