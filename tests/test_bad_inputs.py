@@ -343,7 +343,7 @@ def test_what_files_hold_is_checked(refused, line, spoil, words):
 def test_a_template_that_never_ends_is_given_up(refused):
     begin = time.time()
     refused(ASK, template("{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"), "chat_template failed: takes more than")
-    assert time.time() - begin < 60
+    assert time.time() - begin < 8
 
 
 def test_a_template_that_never_ends_leaves_other_timers_alone(sound):
