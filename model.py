@@ -233,11 +233,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """`checkpointing`: recompute each block in backward. `valid_vocab`: ids at or past it belong
     to no token and are never sampled nor scored (Qwen's embedding has more rows than its tokenizer
-    has ids)."""
+    has ids). `update_bytes`: what rollouts leave free for an update (engine.fit_update)."""
 
     def __init__(self, config):
         super().__init__()
         self.config, self.checkpointing, self.valid_vocab = config, False, config.vocab_size
+        self.update_bytes = 0
         V, C = config.vocab_size, config.hidden_size
         self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)
         random_init(self.embed.weight)

@@ -33,7 +33,6 @@ import lora
 import sample
 from runtime import engine, flags, ranks
 from runtime.run import Run, has_signal, metrics_row, settle
-from weights import memory
 
 
 class Prompts:
@@ -108,10 +107,6 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
     """The training loop, Algorithm 1 of the paper, from step run.state.step on."""
     args, draw = run.args, partial(rollout, run, model, tok, score)
     settings = grpo.Settings(**{k: getattr(args, k) for k in grpo.Settings.__annotations__})
-    tokens = max(args.micro_batch_tokens, args.max_prompt + args.max_new_tokens)
-    # what the rollout's cache must leave free for the update, on a GPU
-    update_bytes = sum(memory.update_bytes(model.config, args.quant, tokens, model.checkpointing,
-                                           packed=args.lora_rank > 0))
     for step in range(run.state.step, args.steps):
         result = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
@@ -141,7 +136,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         #    sampled was a noisy one, so pi_old is the log-probs it recorded.
         if args.aqn_scope == "rollout":
             aqn.set_noise(model, 0.0)
-        engine.make_room(model, update_bytes)
+        engine.make_room(model, model.update_bytes)
         if args.old_logp == "trainer":
             grpo.record_trainer_logprobs(model, chain(*groups), settings)
         updates, n = [], args.updates_per_rollout
