@@ -382,6 +382,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
 
 # ---- one optimizer step
 
+
 @dataclass(frozen=True)
 class Settings:
     """What one optimizer step needs to know. Names and meanings are those of train.py's flags."""
@@ -486,7 +487,7 @@ def backward(model, completions, settings):
     lengths = [len(c.ids) for c in learned]
     # float16 holds 6e-5 to 65,504. Where a token's own gradient is 1, those of a 0.5B's activations
     # are 22 at most, and 1e-6 the median in its last layer. So it becomes 64 in the mean, and 1024
-    # at most in a short completion, whose tokens GRPO's weigh more
+    # at most in a short completion, whose tokens GRPO weighs more
     half = model.embed.weight.dtype == torch.float16
     most = min(64 * sum(lengths), 1024 * min(lengths) * len(lengths))
     scale = 2.0 ** math.floor(math.log2(most)) if half else 1.0

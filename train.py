@@ -193,7 +193,8 @@ def train(args, argv):
             after = None
             if args.eval_n:
                 after = evaluate(run, model, tok, score, held_out)
-                run.save(model, optimizer)  # it may have been the best, which --resume must know
+                if args.eval_every:  # it may have been the best, which --resume must know
+                    run.save(model, optimizer)
             run.finish(after, model)
         except KeyboardInterrupt:
             return run.stop(model, optimizer)
