@@ -17,7 +17,6 @@ adapter's take 0.6 GiB for 7B, rank 32).
 Shapes: P prompts, G completions a prompt.
 """
 import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
-import gc
 import random
 import sys
 from functools import partial
@@ -188,7 +187,6 @@ def train(args, argv):
               f"steps, {sum(p.numel() for p in params):,} trainable parameters, "
               f"{weight.device.type}, {str(weight.dtype).removeprefix('torch.')}; updates of "
               f"{args.micro_batch_tokens} tokens a micro-batch, checkpointing {args.checkpointing}")
-        gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
         try:
             learn(run, model, tok, optimizer, prompts, score, held_out)
             run.save(model, optimizer)
