@@ -620,6 +620,9 @@ MUTANTS = {
          "return c.num_hidden_layers", "memory::the_plan_of_the_published_shapes"),
     ],
     "runtime/run.py": [
+        ("the collector stops steps", "gc.freeze()", "gc.get_freeze_count()", "train::the_collector_passes_over_what_a_run_began_with"),
+        ("what a run began with stays", "self.held.callback(gc.unfreeze)", "self.held.callback(gc.get_count)",
+         "train::the_collector_passes_over_what_a_run_began_with"),
         ("the optimizer's state is not restored",
          'optimizer.load_state_dict(state.pop("optimizer"))', 'state.pop("optimizer")',
          "train::resume_is_exact"),

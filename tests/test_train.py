@@ -1,4 +1,5 @@
 """train.py: the loop as a user runs it, on the embedded model's first block, and the traps that small RL codebases fall into."""
+import gc
 import inspect
 import json
 import os
@@ -231,6 +232,15 @@ def test_an_uninstalled_log_is_named_before_the_run_begins(tmp_path, capsys, mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert run(tmp_path / "run", "--log-to", "wandb") == 2
     assert "pip install wandb" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_the_collector_passes_over_what_a_run_began_with(tmp_path, monkeypatch):
+    """Torch's and Triton's own objects: looked through in the middle of a step, they hold up all ranks. Not after the run, whose model must go."""
+    gc.unfreeze()
+    frozen = []
+    monkeypatch.setattr(train, "learn", lambda *a: frozen.append(gc.get_freeze_count()))
+    assert run(tmp_path / "run") == 0 and frozen[0] > 10_000
+    assert not gc.get_freeze_count()
 
 
 def test_sigterm_saves_before_it_stops(straight, tmp_path, monkeypatch):
