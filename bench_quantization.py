@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 import data
-import grpo
 import sample
 from eval import evaluate, mean, stderr
 from model import logits
 from runtime.flags import place
+from runtime.logprobs import token_logprobs
 from weights import awq, checkpoint
 from weights.files import check, check_out, read_json, whole
 from weights.formats import FORMATS
@@ -39,7 +39,7 @@ def own_entropy(model, tok, prompts, max_new_tokens):
     for prompt, (s,) in zip(prompts, drawn, strict=True):
         ids = torch.tensor([prompt + s.ids], device=model.embed.weight.device)
         hidden = model.hidden(ids[:, :-1])[0, len(prompt) - 1 :]  # (T, C): what predicts the sample
-        _, entropy = grpo.token_logprobs(hidden, model.lm_head.weight, ids[0, len(prompt) :],
+        _, entropy = token_logprobs(hidden, model.lm_head.weight, ids[0, len(prompt) :],
                                          valid_vocab=model.valid_vocab)
         out.append(entropy.mean().item())
     return mean(out), stderr(out)

@@ -1,6 +1,6 @@
 """
-The RL mathematics of QeRL: advantages, objectives, log-probs through a chunked LM head, one
-optimizer step (update -> backward -> batch_loss -> completion_logprobs, policy_loss).
+The RL mathematics of QeRL: advantages, objectives, one optimizer step (update -> backward ->
+batch_loss -> completion_logprobs, policy_loss).
 
 An objective is a triple: at which level a ratio is taken, what of it is maximised, and what the sum
 over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one table
@@ -17,7 +17,7 @@ add up likewise.
     python -m pytest tests/test_grpo.py tests/test_loop.py
 
 Shapes: P prompts, G completions a prompt, B rows, L tokens of a row (padded), T completion tokens
-(padded), S flat tokens, C hidden, V vocabulary.
+(padded), S flat tokens, C hidden.
 """
 import math
 from array import array
@@ -29,9 +29,10 @@ from itertools import chain, islice
 import torch
 
 import lora
-from model import HALVES, logits, to_device
+from model import to_device
 from runtime import ranks
 from runtime.batches import dealt, families, micro_batches, rows_end_to_end
+from runtime.logprobs import token_logprobs
 
 
 @dataclass
@@ -271,113 +272,6 @@ def mean_metrics(total):
             "logp_gap_mean": t["logp_gap"] / n, "logp_gap_max": t["logp_gap_max"],
             "sampler_kl": t["sampler_kl"] / n, "ratio_outside_frac": t["ratio_outside"] / n,
             "entropy": t["entropy"] / n}
-
-
-# ---- log-probs through the LM head
-
-
-def log_softmax_chunk(hidden, weight, temperature, valid_vocab):
-    """hidden (c, C), weight (V, C) -> log-probs (c, V), float32 (float64 in float64). Ids >=
-    valid_vocab get -inf."""
-    x = logits(hidden, weight)
-    x[:, valid_vocab:] = -torch.inf  # Qwen's embedding has rows past the tokenizer's last id
-    if temperature != 1.0:
-        x.div_(temperature)  # what was sampled is the tempered distribution
-    return torch.log_softmax(x, dim=-1)
-
-
-def score(hidden, weight, targets, temperature, valid_vocab):
-    """(log p(target) (c,), entropy (c,), softmax - onehot(target) (c, V)) of a chunk."""
-    if hidden.is_cuda and weight.dtype in HALVES:
-        from runtime import packed  # the same in one kernel
-
-        return packed.score(logits(hidden, weight), targets, temperature, valid_vocab, weight.dtype)
-    lp = log_softmax_chunk(hidden, weight, temperature, valid_vocab)
-    t = targets[:, None]
-    logp = lp.gather(1, t)[:, 0]
-    p = lp.exp_()
-    entropy = torch.special.entr(p).sum(1)  # -p log p, and 0 at p = 0
-    # before rounding to 16 bits: no cancellation after
-    return logp, entropy, p.scatter_add_(1, t, p.new_full(t.shape, -1.0)).to(weight.dtype)
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """log p(target) and entropy, chunk by chunk over the tokens; nothing wider than a chunk's (c,
-    V) lives in either pass.
-
-    The upstream gradient of a token is one number, so d logp / d hidden (S, C) can be finished in
-    forward, while the chunk's softmax is at hand: with frozen weights (LoRA) the backward is one
-    multiplication and never sees the vocabulary again. The weight's gradient needs the upstream
-    numbers first, so it recomputes the chunks.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, valid_vocab, chunk, need_hidden,
-                need_weight):
-        acc = torch.promote_types(hidden.dtype, torch.float32)
-        logp = torch.empty(len(hidden), dtype=acc, device=hidden.device)
-        entropy = torch.empty_like(logp)
-        # (S, C): -temperature * d logp / d hidden
-        slope = torch.empty_like(hidden) if need_hidden else None
-        for i in range(0, len(hidden), chunk):
-            s = slice(i, i + chunk)
-            logp[s], entropy[s], p = score(hidden[s], weight, targets[s], temperature, valid_vocab)
-            if need_hidden:
-                slope[s] = p @ weight  # (c, V) @ (V, C)
-            del p  # before the next chunk allocates
-        ctx.temperature, ctx.valid_vocab, ctx.chunk = temperature, valid_vocab, chunk
-        ctx.save_for_backward(slope, *((hidden, weight, targets) if need_weight else ()))
-        ctx.mark_non_differentiable(entropy)
-        return logp, entropy
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, _):
-        slope, *saved = ctx.saved_tensors
-        grad = -grad / ctx.temperature  # (S,)
-        grad_hidden = None if slope is None else (slope * grad[:, None]).to(slope.dtype)
-        grad_weight = None
-        if saved:
-            hidden, weight, targets = saved
-            # float32: a sum over many chunks in bf16 would stall
-            grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
-            for i in range(0, len(hidden), ctx.chunk):
-                s = slice(i, i + ctx.chunk)
-                p = log_softmax_chunk(hidden[s], weight, ctx.temperature, ctx.valid_vocab)
-                p = p.exp_()  # (c, V)
-                t = targets[s, None]
-                p.scatter_add_(1, t, p.new_full(t.shape, -1.0)).mul_(grad[s, None])
-                grad_weight += p.to(hidden.dtype).t() @ hidden[s]  # (V, c) @ (c, C)
-                del p
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
-
-
-def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, chunk=None):
-    """log p(target) and entropy (nats) of softmax(hidden @ weight.T / temperature): (S,), (S,),
-    float32.
-
-    hidden (S, C): final-normed states of the positions that *predict* the targets; weight (V, C):
-    the LM head; targets (S,) long in [0, valid_vocab). Ids >= valid_vocab have probability 0. logp
-    is differentiable in hidden, and in weight if it requires grad; the entropy is a detached
-    metric. `chunk`: tokens at a time; default: at most 0.5 GiB of float32 logits. Gather the
-    positions you need before the call: prompt and padding positions cost as much as the others. Any
-    S, 0 included.
-    """
-    if temperature <= 0:
-        raise ValueError(f"--temperature {temperature}: must be > 0; greedy decoding has no "
-                         "log-prob to train on")
-    V = weight.shape[0]
-    valid_vocab = V if valid_vocab is None else valid_vocab
-    if not 0 < valid_vocab <= V:
-        raise ValueError(f"valid_vocab {valid_vocab} is outside 1..{V}, the rows of the LM head")
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}: want "
-                         "(S, C) and (S,)")
-    chunk = max(1, 2**27 // V) if chunk is None else chunk
-    grad = torch.is_grad_enabled()
-    return TokenLogprobs.apply(hidden, weight, targets, float(temperature), valid_vocab, chunk,
-                               grad and hidden.requires_grad, grad and weight.requires_grad)
 
 
 # ---- one optimizer step

@@ -278,7 +278,7 @@ class Transformer(nn.Module):
 
     def forward(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, V) in the model's dtype. For log-probs prefer
-        grpo.token_logprobs: no (B, T, V) tensor."""
+        runtime/logprobs.py: no (B, T, V) tensor."""
         return self.lm_head(self.hidden(ids, cache))
 
 

@@ -204,7 +204,7 @@ def score_kernel(logits, targets, logp, entropy, grad, valid, rows, inverse_temp
 
 
 def score(logits, targets, temperature, valid_vocab, dtype):
-    """grpo.score of logits (c, V) float32; `dtype`: of p - onehot."""
+    """logprobs.score of logits (c, V) float32; `dtype`: of p - onehot."""
     c, V = logits.shape
     logp, entropy = logits.new_empty(c), logits.new_empty(c)
     grad = torch.empty(c, V, dtype=dtype, device=logits.device)

@@ -13,12 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 import aqn
-import grpo
 import lora
 import model as M
 import nvfp4
 import sample
-from runtime import decode, draw, engine
+from runtime import decode, draw, engine, logprobs
 from weights import checkpoint, memory
 
 gpu = pytest.mark.gpu
@@ -405,7 +404,7 @@ def gaps(m, groups, temperature=1.0):
         for s in group:
             hidden = m.hidden(torch.tensor([prompt + s.ids], device="cuda"))[0, len(prompt) - 1 : -1]  # (T, C)
             ids = torch.tensor(s.ids, device="cuda")
-            want, _ = grpo.token_logprobs(hidden, m.lm_head.weight, ids, temperature, m.valid_vocab)
+            want, _ = logprobs.token_logprobs(hidden, m.lm_head.weight, ids, temperature, m.valid_vocab)
             out.append((torch.tensor(s.logprobs) - want.cpu()).abs())
     return torch.cat(out)
 
@@ -440,7 +439,7 @@ def test_gpu_logits_are_not_rounded_to_bfloat16():
     for greedy in (False, True):
         step.count.zero_()
         step.step(5, greedy)
-        want, _ = grpo.token_logprobs(hidden, m.lm_head.weight, step.out_ids[0, :5], valid_vocab=m.valid_vocab)
+        want, _ = logprobs.token_logprobs(hidden, m.lm_head.weight, step.out_ids[0, :5], valid_vocab=m.valid_vocab)
         torch.testing.assert_close(step.out_logp[0, :5], want, atol=1e-4, rtol=0)
 
 

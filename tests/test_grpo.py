@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
+from runtime import logprobs
 
 
 def batch(seed=0, B=5, T=7, drift=0.4):
@@ -267,7 +268,7 @@ def test_chunked_head_equals_dense_in_value_and_gradient(chunk, temperature, val
     """A chunk boundary, the temperature or the mask missing from one of the three results."""
     hidden, weight, targets, up = head(valid=valid)
     h1, w1, h2, w2 = (t.clone().requires_grad_() for t in (hidden, weight, hidden, weight))
-    logp, entropy = grpo.token_logprobs(h1, w1, targets, temperature, valid, chunk)
+    logp, entropy = logprobs.token_logprobs(h1, w1, targets, temperature, valid, chunk)
     want, want_entropy = dense(h2, w2, targets, temperature, valid)
     torch.testing.assert_close(logp, want)
     torch.testing.assert_close(entropy, want_entropy.detach())
@@ -282,18 +283,18 @@ def test_chunked_head_passes_gradcheck():
     """A gradient that agrees with nothing but its own formula."""
     hidden, weight, targets, _ = head(S=5, C=3, V=7, valid=6)
     hidden.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda h, w: grpo.token_logprobs(h, w, targets, 1.3, 6, 2)[0], (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: logprobs.token_logprobs(h, w, targets, 1.3, 6, 2)[0], (hidden, weight))
 
 
 def test_temperature_is_applied_before_the_logprob():
     """Dividing the log-prob, or forgetting the temperature, biases every ratio."""
     hidden, weight, targets, _ = head(valid=None)
-    hot = grpo.token_logprobs(hidden, weight, targets, temperature=2.0)[0]
-    torch.testing.assert_close(hot, grpo.token_logprobs(hidden / 2, weight, targets)[0])
-    cold = grpo.token_logprobs(hidden, weight, targets)[0]
+    hot = logprobs.token_logprobs(hidden, weight, targets, temperature=2.0)[0]
+    torch.testing.assert_close(hot, logprobs.token_logprobs(hidden / 2, weight, targets)[0])
+    cold = logprobs.token_logprobs(hidden, weight, targets)[0]
     assert (hot - cold).abs().max() > 0.1 and (hot - cold / 2).abs().max() > 0.1
     with pytest.raises(ValueError, match="--temperature"):
-        grpo.token_logprobs(hidden, weight, targets, temperature=0.0)
+        logprobs.token_logprobs(hidden, weight, targets, temperature=0.0)
 
 
 def test_ids_past_the_tokenizer_have_probability_zero():
@@ -301,15 +302,15 @@ def test_ids_past_the_tokenizer_have_probability_zero():
     hidden, weight, _, _ = head()
     everything = torch.arange(17)
     for row in range(3):
-        logp = grpo.token_logprobs(hidden[row].expand(17, -1), weight, everything, valid_vocab=13)[0]
+        logp = logprobs.token_logprobs(hidden[row].expand(17, -1), weight, everything, valid_vocab=13)[0]
         assert (logp[13:] == -torch.inf).all() and logp[:13].exp().sum().item() == pytest.approx(1.0)
     w = weight.clone().requires_grad_()
     h = hidden.clone().requires_grad_()
-    grpo.token_logprobs(h, w, torch.zeros(23, dtype=torch.long), valid_vocab=13)[0].sum().backward()
+    logprobs.token_logprobs(h, w, torch.zeros(23, dtype=torch.long), valid_vocab=13)[0].sum().backward()
     assert not w.grad[13:].any() and w.grad[:13].any() and h.grad.isfinite().all()
     for bad in (0, 18):
         with pytest.raises(ValueError, match="valid_vocab"):
-            grpo.token_logprobs(hidden, weight, torch.zeros(23, dtype=torch.long), valid_vocab=bad)
+            logprobs.token_logprobs(hidden, weight, torch.zeros(23, dtype=torch.long), valid_vocab=bad)
 
 
 class Widest(TorchDispatchMode):
@@ -333,7 +334,7 @@ def test_no_full_logits_tensor_in_forward_or_backward(train_weight):
     hidden, weight, targets, up = head(S, C, V, None)
     hidden.requires_grad_(), weight.requires_grad_(train_weight)
     with Widest() as chunked:
-        (grpo.token_logprobs(hidden, weight, targets, chunk=chunk)[0] * up).sum().backward()
+        (logprobs.token_logprobs(hidden, weight, targets, chunk=chunk)[0] * up).sum().backward()
     with Widest() as full:
         (dense(hidden, weight, targets)[0] * up).sum().backward()
     assert full.numel == S * V and chunked.numel == chunk * V
@@ -342,9 +343,9 @@ def test_no_full_logits_tensor_in_forward_or_backward(train_weight):
 def test_default_chunk_bounds_the_logits(monkeypatch):
     """A default chunk in tokens that does not know the vocabulary: 1024 tokens are 0.6 GB at 152k and nothing at 512."""
     seen = []
-    monkeypatch.setattr(grpo.TokenLogprobs, "apply", lambda *a: seen.append(a[5]))
+    monkeypatch.setattr(logprobs.TokenLogprobs, "apply", lambda *a: seen.append(a[5]))
     for V in (512, 151936, 2**28):
-        grpo.token_logprobs(torch.empty(1, 1), torch.empty(1, 1).expand(V, 1), torch.zeros(1, dtype=torch.long))
+        logprobs.token_logprobs(torch.empty(1, 1), torch.empty(1, 1).expand(V, 1), torch.zeros(1, dtype=torch.long))
     assert seen == [262144, 883, 1] and 883 * 151936 * 4 <= 2**29
 
 
@@ -353,13 +354,13 @@ def test_head_computes_no_more_than_was_asked_for():
     hidden, weight, targets, up = head(S=64, C=4, V=50, valid=None)
     hidden.requires_grad_()
     with Widest() as forward:
-        loss = (grpo.token_logprobs(hidden, weight, targets, chunk=32)[0] * up).sum()
+        loss = (logprobs.token_logprobs(hidden, weight, targets, chunk=32)[0] * up).sum()
     with Widest() as backward:
         loss.backward()
     assert forward.products == 4 and backward.products == 0 and backward.numel == hidden.numel()
     weight.requires_grad_()
     with torch.no_grad(), Widest() as silent:
-        logp, _ = grpo.token_logprobs(hidden, weight, targets, chunk=32)
+        logp, _ = logprobs.token_logprobs(hidden, weight, targets, chunk=32)
     assert silent.products == 2 and not logp.requires_grad
     torch.testing.assert_close(logp, dense(hidden, weight, targets)[0].detach())
 
@@ -370,7 +371,7 @@ def test_bf16_inputs_give_float32_logprobs_close_to_dense():
     h1 = hidden.bfloat16().requires_grad_()
     h2 = hidden.bfloat16().float().requires_grad_()
     w = (weight * 0.3).bfloat16()
-    logp, entropy = grpo.token_logprobs(h1, w, targets, chunk=16)
+    logp, entropy = logprobs.token_logprobs(h1, w, targets, chunk=16)
     want, want_entropy = dense(h2, w.float(), targets)
     assert logp.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logp, want, atol=0.03, rtol=0)
@@ -384,7 +385,7 @@ def test_bf16_inputs_give_float32_logprobs_close_to_dense():
 def test_no_tokens_at_all():
     """A micro-batch whose completions are all masked away: empty results, zero gradients, no crash."""
     hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
-    logp, entropy = grpo.token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    logp, entropy = logprobs.token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
     logp.sum().backward()
     assert logp.shape == entropy.shape == (0,) and not weight.grad.any()
 
@@ -398,7 +399,7 @@ def test_gpu_bf16_head_keeps_float32_logits():
     targets = torch.randint(29000, (700,), generator=g).cuda()
     ref = hidden.detach().float().requires_grad_()
     want, want_entropy = dense(ref, weight.float(), targets, 0.9, 29000)
-    logp, entropy = grpo.token_logprobs(hidden, weight, targets, 0.9, 29000, chunk=256)
+    logp, entropy = logprobs.token_logprobs(hidden, weight, targets, 0.9, 29000, chunk=256)
     torch.testing.assert_close(logp, want, atol=2e-3, rtol=1e-4)
     torch.testing.assert_close(entropy, want_entropy, atol=2e-3, rtol=1e-3)
     logp.sum().backward()

@@ -39,9 +39,9 @@ import torch
 from tqdm import tqdm
 
 import data
-import grpo
 from model import PROJECTIONS
 from nvfp4 import QuantLinear
+from runtime.logprobs import token_logprobs
 from weights import checkpoint
 from weights.files import decode, read_jsonl
 from weights.formats import FORMATS, block_scales, encode, snap
@@ -270,7 +270,7 @@ class HeldOut:
         for name, x in (("before", self.before), ("after", self.after)):
             hidden = model.norm.to(x.device)(x[:, :-1]).flatten(0, 1)  # (B, T-1, C) -> (S, C)
             targets = self.ids[:, 1:].flatten().to(x.device)
-            logp, _ = grpo.token_logprobs(hidden, model.lm_head.weight.to(x.device), targets)
+            logp, _ = token_logprobs(hidden, model.lm_head.weight.to(x.device), targets)
             out[name] = math.exp(-logp.mean().item())
         return out
 
@@ -359,7 +359,7 @@ def perplexity(model, docs, batch=16):
             row[: len(docs[i])] = torch.tensor(docs[i])
         scored = torch.arange(ids.shape[1] - 1, device=device) < n[:, None]  # (B, T-1)
         hidden = model.hidden(ids[:, :-1])[scored]  # (B, T-1, C) -> (S, C)
-        logp, entropy = grpo.token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][scored],
+        logp, entropy = token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][scored],
                                             valid_vocab=model.valid_vocab)
         for i, p, e in zip(chosen, logp.split(n.tolist()), entropy.split(n.tolist()), strict=True):
             out[i] = (-p.sum().item(), e.sum().item(), len(docs[i]) - 1)
