@@ -26,9 +26,9 @@ def log_softmax_chunk(hidden, weight, temperature, valid_vocab):
 def score(hidden, weight, targets, temperature, valid_vocab):
     """(log p(target) (c,), entropy (c,), softmax - onehot(target) (c, V)) of a chunk."""
     if hidden.is_cuda and weight.dtype in HALVES:
-        from runtime import packed  # the same in one kernel
+        from runtime import fused  # the same in one kernel
 
-        return packed.score(logits(hidden, weight), targets, temperature, valid_vocab, weight.dtype)
+        return fused.score(logits(hidden, weight), targets, temperature, valid_vocab, weight.dtype)
     lp = log_softmax_chunk(hidden, weight, temperature, valid_vocab)
     t = targets[:, None]
     logp = lp.gather(1, t)[:, 0]

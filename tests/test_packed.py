@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import grpo
 import lora
 import model as M
-from runtime import batches, engine, logprobs, packed, ranks
+from runtime import batches, engine, fused, logprobs, packed, ranks
 from tests.test_decode import CPU, GPU, build
 
 gpu = pytest.mark.gpu
@@ -202,7 +202,7 @@ def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, temperatur
     hidden, weight = 9 * torch.randn(6, 8, generator=g), torch.randn(V, 8, generator=g)
     targets = torch.tensor([0, 1, valid - 1, valid // 2, 5, 7])
     want = logprobs.score(hidden, weight, targets, temperature, valid)
-    got = packed.score(M.logits(hidden, weight), targets, temperature, valid, torch.float32)
+    got = fused.score(M.logits(hidden, weight), targets, temperature, valid, torch.float32)
     for a, b in zip(got, want, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -227,8 +227,8 @@ def test_gpu_packed_equals_the_float32_modules(quant, dtype, rows):
     for model, f in ((exact, padded), (m, padded), (m, lambda m, rows: packed.hidden(m, rows, everything(rows)))):
         h = f(model, batch)
         results.append([h.float().detach(), *(t.float() for t in gradients(model, (h.float() * seed).sum()))])
-    for want, plain, fused in zip(*results, strict=True):
-        theirs, ours = ((t - want).norm() / want.norm() for t in (plain, fused))
+    for want, plain, own in zip(*results, strict=True):
+        theirs, ours = ((t - want).norm() / want.norm() for t in (plain, own))
         assert ours < 1.3 * theirs + 1e-3, (theirs, ours)
 
 
