@@ -4,7 +4,7 @@ in both directions before the next.
 
 The update, AWQ's search and the perplexities score tokens here; the sampler has kernels of its own.
 
-    python -m pytest tests/test_grpo.py tests/test_memory.py
+    python -m pytest tests/test_logprobs.py
 
 Shapes: S tokens, c of them in a chunk, C hidden, V vocabulary.
 """

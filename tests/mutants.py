@@ -264,11 +264,11 @@ MUTANTS = {
     ],
     "runtime/logprobs.py": [
         ("spare rows of the embedding have probability", "x[:, valid_vocab:] = -torch.inf",
-         "x[:, valid_vocab:] += 0", "grpo::ids_past_the_tokenizer_have_probability_zero"),
+         "x[:, valid_vocab:] += 0", "logprobs::ids_past_the_tokenizer_have_probability_zero"),
         ("the temperature multiplies", "x.div_(temperature)", "x.mul_(temperature)",
-         "grpo::temperature_is_applied_before_the_logprob"),
+         "logprobs::temperature_is_applied_before_the_logprob"),
         ("the temperature is missing in the gradient", "grad = -grad / ctx.temperature",
-         "grad = -grad", "grpo::chunked_head_equals_dense_in_value_and_gradient"),
+         "grad = -grad", "logprobs::chunked_head_equals_dense_in_value_and_gradient"),
     ],
     "aqn.py": [
         ("the schedule rises", "start ** (1 - x) * end**x", "start**x * end ** (1 - x)",

@@ -1,0 +1,165 @@
+"""The chunked LM head against the dense one, in value, gradient and memory."""
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.logprobs import TokenLogprobs, token_logprobs
+
+
+def dense(hidden, weight, targets, temperature=1.0, valid=None):
+    logits = (hidden @ weight.T)[:, :valid] / temperature
+    lp = torch.log_softmax(logits, -1)
+    return lp.gather(1, targets[:, None])[:, 0], -(lp.exp() * lp).sum(-1)
+
+
+def head(S=23, C=6, V=17, valid=13, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(S, C, generator=g, dtype=torch.float64)
+    weight = torch.randn(V, C, generator=g, dtype=torch.float64)
+    targets = torch.randint(valid or V, (S,), generator=g)
+    return hidden, weight, targets, torch.randn(S, generator=g, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 23, 1000, None])
+@pytest.mark.parametrize("temperature,valid", [(1.0, None), (0.7, 13)])
+def test_chunked_head_equals_dense_in_value_and_gradient(chunk, temperature, valid):
+    """A chunk boundary, the temperature or the mask missing from one of the three results."""
+    hidden, weight, targets, up = head(valid=valid)
+    h1, w1, h2, w2 = (t.clone().requires_grad_() for t in (hidden, weight, hidden, weight))
+    logp, entropy = token_logprobs(h1, w1, targets, temperature, valid, chunk)
+    want, want_entropy = dense(h2, w2, targets, temperature, valid)
+    torch.testing.assert_close(logp, want)
+    torch.testing.assert_close(entropy, want_entropy.detach())
+    assert logp.requires_grad and not entropy.requires_grad
+    (logp * up).sum().backward()
+    (want * up).sum().backward()
+    torch.testing.assert_close(h1.grad, h2.grad)
+    torch.testing.assert_close(w1.grad, w2.grad)
+
+
+def test_chunked_head_passes_gradcheck():
+    """A gradient that agrees with nothing but its own formula."""
+    hidden, weight, targets, _ = head(S=5, C=3, V=7, valid=6)
+    hidden.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 1.3, 6, 2)[0], (hidden, weight))
+
+
+def test_temperature_is_applied_before_the_logprob():
+    """Dividing the log-prob, or forgetting the temperature, biases every ratio."""
+    hidden, weight, targets, _ = head(valid=None)
+    hot = token_logprobs(hidden, weight, targets, temperature=2.0)[0]
+    torch.testing.assert_close(hot, token_logprobs(hidden / 2, weight, targets)[0])
+    cold = token_logprobs(hidden, weight, targets)[0]
+    assert (hot - cold).abs().max() > 0.1 and (hot - cold / 2).abs().max() > 0.1
+    with pytest.raises(ValueError, match="--temperature"):
+        token_logprobs(hidden, weight, targets, temperature=0.0)
+
+
+def test_ids_past_the_tokenizer_have_probability_zero():
+    """The embedding's spare rows take probability in the trainer that the sampler never gives them."""
+    hidden, weight, _, _ = head()
+    everything = torch.arange(17)
+    for row in range(3):
+        logp = token_logprobs(hidden[row].expand(17, -1), weight, everything, valid_vocab=13)[0]
+        assert (logp[13:] == -torch.inf).all() and logp[:13].exp().sum().item() == pytest.approx(1.0)
+    w = weight.clone().requires_grad_()
+    h = hidden.clone().requires_grad_()
+    token_logprobs(h, w, torch.zeros(23, dtype=torch.long), valid_vocab=13)[0].sum().backward()
+    assert not w.grad[13:].any() and w.grad[:13].any() and h.grad.isfinite().all()
+    for bad in (0, 18):
+        with pytest.raises(ValueError, match="valid_vocab"):
+            token_logprobs(hidden, weight, torch.zeros(23, dtype=torch.long), valid_vocab=bad)
+
+
+class Widest(TorchDispatchMode):
+    """Records the largest tensor that any operator, forward or backward, returns, and counts the matrix products."""
+
+    numel = products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.products += func is torch.ops.aten.mm.default
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("train_weight", [False, True])
+def test_no_full_logits_tensor_in_forward_or_backward(train_weight):
+    """(B, T, V) float32 logits, in either pass, are the memory peak at a vocabulary of 152k."""
+    S, C, V, chunk = 64, 4, 50, 8
+    hidden, weight, targets, up = head(S, C, V, None)
+    hidden.requires_grad_(), weight.requires_grad_(train_weight)
+    with Widest() as chunked:
+        (token_logprobs(hidden, weight, targets, chunk=chunk)[0] * up).sum().backward()
+    with Widest() as full:
+        (dense(hidden, weight, targets)[0] * up).sum().backward()
+    assert full.numel == S * V and chunked.numel == chunk * V
+
+
+def test_default_chunk_bounds_the_logits(monkeypatch):
+    """A default chunk in tokens that does not know the vocabulary: 1024 tokens are 0.6 GB at 152k and nothing at 512."""
+    seen = []
+    monkeypatch.setattr(TokenLogprobs, "apply", lambda *a: seen.append(a[5]))
+    for V in (512, 151936, 2**28):
+        token_logprobs(torch.empty(1, 1), torch.empty(1, 1).expand(V, 1), torch.zeros(1, dtype=torch.long))
+    assert seen == [262144, 883, 1] and 883 * 151936 * 4 <= 2**29
+
+
+def test_head_computes_no_more_than_was_asked_for():
+    """LoRA: a backward that goes over the vocabulary again; under no_grad (old and reference log-probs): gradients for nobody."""
+    hidden, weight, targets, up = head(S=64, C=4, V=50, valid=None)
+    hidden.requires_grad_()
+    with Widest() as forward:
+        loss = (token_logprobs(hidden, weight, targets, chunk=32)[0] * up).sum()
+    with Widest() as backward:
+        loss.backward()
+    assert forward.products == 4 and backward.products == 0 and backward.numel == hidden.numel()
+    weight.requires_grad_()
+    with torch.no_grad(), Widest() as silent:
+        logp, _ = token_logprobs(hidden, weight, targets, chunk=32)
+    assert silent.products == 2 and not logp.requires_grad
+    torch.testing.assert_close(logp, dense(hidden, weight, targets)[0].detach())
+
+
+def test_bf16_inputs_give_float32_logprobs_close_to_dense():
+    """A bf16 softmax: sums over the vocabulary lose everything below 1/256."""
+    hidden, weight, targets, up = head(S=40, C=16, V=300, valid=None)
+    h1 = hidden.bfloat16().requires_grad_()
+    h2 = hidden.bfloat16().float().requires_grad_()
+    w = (weight * 0.3).bfloat16()
+    logp, entropy = token_logprobs(h1, w, targets, chunk=16)
+    want, want_entropy = dense(h2, w.float(), targets)
+    assert logp.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logp, want, atol=0.03, rtol=0)
+    torch.testing.assert_close(entropy, want_entropy, atol=0.03, rtol=0)
+    (logp * up.float()).sum().backward()
+    (want * up.float()).sum().backward()
+    assert h1.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(h1.grad.float(), h2.grad, atol=0.05, rtol=0.03)
+
+
+def test_no_tokens_at_all():
+    """A micro-batch whose completions are all masked away: empty results, zero gradients, no crash."""
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+    logp, entropy = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    logp.sum().backward()
+    assert logp.shape == entropy.shape == (0,) and not weight.grad.any()
+
+
+@pytest.mark.gpu
+def test_gpu_bf16_head_keeps_float32_logits():
+    """On the device the GEMM must hand out float32: bf16 logits near 20 move the log-prob by up to 0.06."""
+    g = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(700, 512, generator=g)).cuda().bfloat16().requires_grad_()
+    weight = (torch.randn(30000, 512, generator=g) * 0.2).cuda().bfloat16()
+    targets = torch.randint(29000, (700,), generator=g).cuda()
+    ref = hidden.detach().float().requires_grad_()
+    want, want_entropy = dense(ref, weight.float(), targets, 0.9, 29000)
+    logp, entropy = token_logprobs(hidden, weight, targets, 0.9, 29000, chunk=256)
+    torch.testing.assert_close(logp, want, atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(entropy, want_entropy, atol=2e-3, rtol=1e-3)
+    logp.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(hidden.grad.float(), ref.grad, atol=0.02, rtol=0.02)
