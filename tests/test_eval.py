@@ -1,5 +1,6 @@
 """Evaluation: what is counted, that the adapter is applied, and what the command line refuses. Embedded model, CPU."""
 import contextlib
+import inspect
 import io
 import json
 import math
@@ -101,6 +102,55 @@ def test_arguments_reach_the_sampler(monkeypatch, tok, model):
     assert {name: seen[name] for name in names} == dict(zip(names, want, strict=True))
 
 
+def test_flags_reach_the_evaluation(monkeypatch, tmp_path):
+    """The command's table at another temperature, from another split or in another style than asked for; a loss told as a gain."""
+    names, seen = inspect.signature(evaluation.evaluate), []
+
+    def scripted(*a, **kw):
+        seen.append(names.bind(*a, **kw).arguments)
+        told = dict.fromkeys(("stderr", "format", "length", "truncated", "questions"), 1.0) | {"skipped": 0}
+        return {**told, "accuracy": len(seen) / 4, "rows": [{"accuracy": len(seen) / 4}]}
+
+    monkeypatch.setattr(evaluation, "evaluate", scripted)
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": split, "answer": "2"}) + "\n")
+    lines = cli("--data", str(tmp_path), "--adapter", adapter(tmp_path / "adapter", 0.5), "--split", "train", "--n", "3", "--temperature",
+                "0.4", "--top-p", "0.8", "--max-new-tokens", "20", "--max-prompt", "90", "--max-rows", "5", "--prompt-style", "boxed",
+                "--seed", "6", "--k", "1,2")
+    want = {"style": "boxed", "n": 3, "temperature": 0.4, "top_p": 0.8, "max_new_tokens": 20, "max_prompt": 90, "max_rows": 5, "seed": 6,
+            "ks": [1, 2]}
+    for call in seen:
+        assert {name: call[name] for name in want} == want and [row["question"] for row in call["rows"]] == ["train"]
+        assert call["score"]([("\\boxed{2}", {"answer": "2"})])[0]["reward"] == 1.2
+    assert len(seen) == 2 and any("the adapter adds +25.0 points" in line for line in lines)
+    cli("--data", str(tmp_path))
+    cli("--data", str(tmp_path), "--greedy")
+    assert [(call["n"], call["temperature"], call["top_p"]) for call in seen[2:]] == [(4, 0.6, 0.95), (1, 0.0, 0.95)]
+    assert [row["question"] for call in seen[2:] for row in call["rows"]] == ["test"] * 2
+
+
+def test_the_limit_is_what_the_longest_prompt_leaves(monkeypatch, tok, model):
+    """Where none is given: another prompt's room is more than the longest has."""
+    limits = []
+
+    def generate(model, prompts, n, limit, *_, **__):
+        limits.append(limit)
+        return [[sample.Sample([1], [-1.0], True)] for _ in prompts]
+
+    monkeypatch.setattr(sample, "generate", generate)
+    rows = [{"question": q, "answer": "2"} for q in ("1", "1" * 90, "11")]
+    evaluation.evaluate(model, tok, rows, n=1)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 10_000)
+    evaluation.evaluate(model, tok, rows, n=1)
+    assert limits == [512 - len(tok.prompt_ids("1" * 90)), 4096]
+
+
+def test_answers_are_graded_in_the_style_they_were_asked_in(monkeypatch, tok, model):
+    scripted(monkeypatch, tok, [["so \\boxed{7}"]])
+    r = evaluation.evaluate(model, tok, [{"question": "q", "answer": "7"}], "boxed", n=1)
+    assert (r["format"], r["accuracy"]) == (1.0, 1.0)
+
+
 def test_noise_never_reaches_an_evaluation(tok, model):
     """AQN's noise is off while accuracy is measured, and is what it was afterwards."""
     rows = data.load("arithmetic", "test", 6)
@@ -140,6 +190,24 @@ def test_the_adapter_is_applied_and_the_base_is_the_base(tmp_path):
     assert [line.split()[1] for line in both[1:3]] == ["base", "adapter"] and both[1] == alone[1]
     result = json.loads(both[-1])["results"]
     assert [r["model"] for r in result] == ["base", "adapter"] and 0 <= result[0]["accuracy"] <= 1
+
+
+def test_rows_of_an_adapter_or_answers_that_have_changed_are_refused(tmp_path, capsys):
+    """Trained on under the same name, an adapter would be told to be as good as it was; so would answers that were mended."""
+    file, folder, out = tmp_path / "d.jsonl", tmp_path / "adapter", tmp_path / "out.jsonl"
+    argv = ["--data", str(file), "--n", "1", "--max-new-tokens", "2", "--adapter", str(folder), "--out", str(out)]
+
+    def code(scale, answer):
+        adapter(folder, scale)
+        file.write_text(json.dumps({"question": "What is 1+1?", "answer": answer}) + "\n")
+        return evaluation.main(argv)
+
+    assert code(0.5, "3") == 0
+    before = out.read_bytes()
+    for change in ((0.4, "3"), (0.5, "2")):
+        assert code(*change) == 2 and f"--out {out}: holds something else" in capsys.readouterr().err
+        assert out.read_bytes() == before
+    assert code(0.5, "3") == 0
 
 
 @pytest.mark.parametrize(("scale", "says"), [(0.0, "every B is zero"), (1e-30, "bit for bit")])

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -291,7 +292,8 @@ def test_a_row_tells_of_all_completions_of_its_step(noisy):
                 "reward_std": torch.tensor([c.reward for c in drawn]).view(4, 4).std(1).mean().item(),
                 "reward_se": torch.tensor([c.reward for c in drawn]).view(4, 4).mean(1).std().item() / 2,
                 "truncated_frac": sum(len(c.ids) == 24 and c.ids[-1] not in ends for c in drawn) / 16,
-                "sampler_entropy": -sum(sum(c.logprobs) for c in drawn) / sum(len(c.ids) for c in drawn)}
+                "sampler_entropy": -sum(sum(c.logprobs) for c in drawn) / sum(len(c.ids) for c in drawn),
+                "length_max": max(len(c.ids) for c in drawn), "groups": 4, "prompts_sampled": 4, "updates": 2, "skipped": 0}
         assert {name: row[name] for name in want} == pytest.approx(want)
     assert len({c.finished for u in noisy.updates for c in u["completions"]}) == 2
 
@@ -306,6 +308,52 @@ def test_sampler_and_trainer_are_compared_before_anything_is_learned(noisy):
         assert {name: row[name] * sums["tokens"] for name in want} == pytest.approx(want, rel=1e-5)
         counts.append((sums["clip_low"], sums["clip_high"]))
     assert any(low and high for low, high in counts)
+
+
+def test_entropy_and_clip_are_of_all_updates_by_tokens(noisy):
+    """Of the first update alone, or of each alike however few its tokens are."""
+    for step, row in enumerate(rows_of(noisy)):
+        both = [u["result"][0] for u in noisy.updates[2 * step : 2 * step + 2]]
+        tokens = sum(sums["tokens"].item() for sums in both)
+        names = {"entropy": "entropy", "clip_low_frac": "clip_low", "clip_high_frac": "clip_high"}
+        want = {name: sum(sums[key].item() for sums in both) / tokens for name, key in names.items()}
+        assert {name: row[name] for name in want} == pytest.approx(want, rel=1e-5)
+
+
+def step_of(r, sums, norms, prompts):
+    """metrics_row of a step of this run: two groups of two completions of two and four tokens, `prompts` of them drawn."""
+    groups = [[grpo.Completion({}, [1], [2] * n, [-1.0] * n, True, reward=float(n)) for n in (2, 4)] for _ in range(2)]
+    updates = [({**sums, "tokens": torch.tensor(tokens)}, norm) for tokens, norm in zip((5.0, 7.0), norms, strict=True)]
+    return run.metrics_row(r, 0, groups, groups, prompts, updates, 0.0, 1e-3, None)
+
+
+NO_METRICS = dict.fromkeys(("loss", "clip_low", "clip_high", "kl", "logp_gap", "logp_gap_max", "sampler_kl", "ratio_outside", "entropy"),
+                           torch.tensor(1.0))
+
+
+def test_times_and_speeds_are_those_of_the_step(monkeypatch, tmp_path):
+    """A phase that is entered twice counts twice, and no step has the last one's seconds in it; tokens a second are of all that was
+    drawn, groups that were replaced among them, and of all that was trained on."""
+    clock = [100.0]
+    monkeypatch.setattr(run, "time", SimpleNamespace(time=lambda: clock[0]))
+    r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    for _ in range(2):
+        for name, seconds in (("evaluate", 50), ("rollout", 3), ("reward", 1), ("rollout", 2), ("update", 4)):
+            r.phase(name)
+            clock[0] += seconds
+        row = step_of(r, NO_METRICS, (1.0, 1.0), 5)
+    want = {"seconds": 120, "seconds_rollout": 5, "seconds_reward": 1, "seconds_update": 4, "seconds_step": 10,
+            "rollout_tok_s": 5 * 2 * 3 / 5, "update_tok_s": 12 / 4}
+    assert {name: row[name] for name in want} == pytest.approx(want)
+
+
+def test_an_update_that_was_skipped_is_not_in_the_means(tmp_path):
+    """One NaN, and a row has no loss, no entropy and no gradient norm."""
+    r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    r.clock.update(rollout=1.0, update=1.0)
+    row = step_of(r, NO_METRICS | {"loss": torch.tensor(3.0)}, (math.nan, 0.5), 2)
+    assert (row["updates"], row["skipped"], row["grad_norm"], row["loss"]) == (1, 1, 0.5, 3.0)
+    assert row["entropy"] == pytest.approx(1 / 7)
 
 
 # ---- the optimizer step

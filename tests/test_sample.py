@@ -1,14 +1,16 @@
 """Sampling: what is drawn depends on the prompt and the seed alone, and each log-prob is the full forward's."""
+import inspect
 import json
 
 import pytest
 import torch
 
 import aqn
+import data
 import lora
 import model as M
 import sample
-from runtime import draw
+from runtime import draw, flags
 from tests.conftest import exit_code
 from weights import checkpoint, memory
 
@@ -249,6 +251,45 @@ def test_command_batch(tmp_path, capsys):
     rows = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
     assert [(r["prompt"], r["sample"]) for r in rows] == [(q, j) for q in ("What is 2 + 3?", "What is 4 * 5?") for j in (0, 1)]
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+
+
+def test_flags_reach_the_file_of_answers(tmp_path, monkeypatch):
+    """--file at another temperature, or with the first prompt's limit for all; counts and log-probs of another sample."""
+    names, seen = inspect.signature(sample.generate), {}
+
+    def scripted(*a, **kw):
+        seen.update(names.bind(*a, **kw).arguments)
+        return [[sample.Sample([5, 6], [-1.0, -0.5], j == 1) for j in range(2)] for _ in seen["prompts"]]
+
+    monkeypatch.setattr(sample, "generate", scripted)
+    (tmp_path / "p.txt").write_text("a\n" + "b" * 50 + "\n")
+    sample.main(["--file", str(tmp_path / "p.txt"), "--out", str(tmp_path / "o.jsonl"), "--n", "2", "--temperature", "0.4", "--top-p", "0.8",
+                 "--max-rows", "5", "--seed", "6", "--system", "Be brief.", "--prompt-style", "boxed", "--device", "cpu"])
+    want = {"n": 2, "temperature": 0.4, "top_p": 0.8, "max_rows": 5, "seed": 6}
+    tok = data.Tokenizer(flags.TINY)
+    asked = [tok.tokenizer.decode(ids, skip_special_tokens=False) for ids in seen["prompts"]]
+    assert {name: seen[name] for name in want} == want and seen["eos_ids"] == tok.eos_ids
+    assert seen["max_new_tokens"] == [512 - len(ids) for ids in seen["prompts"]] and len({*seen["max_new_tokens"]}) == 2
+    assert all("Be brief." in text and data.SUFFIX["boxed"] in text for text in asked) and "b" * 50 in asked[1]
+    rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [(r["tokens"], r["finished"], r["logprob"]) for r in rows] == [(2, False, -1.5), (2, True, -1.5)] * 2
+
+
+def test_a_conversation_is_what_was_said_in_turn():
+    """The model's own answers as the user's, or questions without what the style asks for."""
+    args = flags.parse("sample", ["--system", "Be brief.", "--prompt-style", "tags"])
+    roles = [(m["role"], m["content"]) for m in sample.turns(args, "1+1?", "2", "2+2?")]
+    ask = data.SUFFIX["tags"]
+    assert roles == [("system", "Be brief."), ("user", f"1+1?\n{ask}"), ("assistant", "2"), ("user", f"2+2?\n{ask}")]
+    assert sample.turns(flags.parse("sample", []), "1+1?") == [{"role": "user", "content": "1+1?"}]
+
+
+def test_a_chat_remembers_until_it_is_cleared(monkeypatch):
+    said, asked = iter(["a", "b\\", "c", " ", "/clear", "d", "/quit"]), []
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    monkeypatch.setattr(sample, "answer", lambda model, tok, args, texts: asked.append(texts) or f"to {texts[-1]}")
+    sample.chat(None, None, None)
+    assert asked == [["a"], ["a", "to a", "b\nc"], ["d"]]
 
 
 def test_command_prompt_streams_the_answer(capsys):

@@ -2,11 +2,13 @@
 import gc
 import inspect
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +121,39 @@ def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path):
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
 
 
+def test_seconds_count_on_after_a_resume(straight, tmp_path):
+    """A curve over seconds would go back to where it began."""
+    out = copy_of(straight, tmp_path)
+    path = out / "checkpoint" / "state.pt"
+    state = torch.load(path, weights_only=True)
+    assert state["seconds"] > 0
+    state["seconds"] = 1000.0
+    del state["digest"]
+    torch.save(state | {"digest": digest_of(state)}, path)
+    assert train.main(["--resume", "--out", str(out), "--steps", "5"]) == 0
+    assert 1000 < json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["seconds"] < 1600
+    assert 1000 < json.loads((out / "summary.json").read_text())["seconds"] < 1600
+
+
+def test_a_run_that_was_stopped_in_its_last_evaluation_ends_when_it_is_resumed(tmp_path, monkeypatch):
+    """All steps are done, but there is no summary and no accuracy yet; and without --eval-every no adapter is called the best."""
+    calls = []
+
+    def scripted(*a, **kw):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return {"accuracy": 0.5, "stderr": None, "rows": [{"question": "?", "answer": "1", "accuracy": 0.5, "samples": []}]}
+
+    monkeypatch.setattr(evaluation, "evaluate", scripted)
+    out = tmp_path / "run"
+    assert run(out, "--steps", "1", "--eval-n", "1", "--eval-limit", "1") == 130 and not (out / "summary.json").exists()
+    assert train.main(["--resume", "--out", str(out)]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["accuracy_after"], summary["best"], summary["steps"]) == (0.5, None, 1) and len(calls) == 3
+    assert not (out / "adapter_best").exists()
+
+
 def test_resuming_a_finished_run_keeps_its_summary(straight, tmp_path, capsys):
     out = copy_of(straight, tmp_path)
     before = (out / "summary.json").read_bytes()
@@ -141,8 +176,11 @@ def test_a_start_that_came_to_nothing_does_not_block_the_next(straight, tmp_path
             with pytest.raises(KeyboardInterrupt):
                 train.train(flags.parse("train", [*SMALL, "--out", str(out)]), [])
         assert (out / "config.json").exists() and not (out / "checkpoint").exists()
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            (out / name).write_text('{"step": 0}\n')  # of a step that no checkpoint knows
         assert (train.main(["--resume", "--out", str(out)]) if again else run(out)) == 0
         assert rows_of(out) == rows_of(straight)
+        assert (out / "rollouts.jsonl").read_text() == (straight / "rollouts.jsonl").read_text()
 
 
 def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
@@ -155,16 +193,17 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
         adapters.append({k: v.clone() for k, v in lora.adapter_state(model).items()})
         mean, apart = next(answers), -0.1 if len(adapters) == 1 else 0.1
         rows = [{"question": "?", "answer": "1", "accuracy": a, "samples": []} for a in (mean + apart, mean - apart)]
-        return {"accuracy": mean, "stderr": 0.01, "rows": rows}
+        return {"accuracy": mean, "stderr": mean / 10, "rows": rows}
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
     out = tmp_path / "run"
     assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "1", "--eval-limit", "2") == 0
-    assert [r["eval_accuracy"] for r in rows_of(out)] == [0.1, 0.6, 0.3]
+    assert [(r["eval_accuracy"], r["eval_stderr"]) for r in rows_of(out)] == [(a, a / 10) for a in (0.1, 0.6, 0.3)]
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.1, 0.2)
+    assert (summary["stderr_before"], summary["stderr_after"]) == (0.01, 0.02)
     assert (summary["gain"], summary["stderr_gain"]) == pytest.approx((0.1, 0.2))  # 0.0 -> 0.3 and 0.2 -> 0.1
-    assert summary["best"] == {"step": 1, "accuracy": 0.6, "stderr": 0.01}
+    assert summary["best"] == {"step": 1, "accuracy": 0.6, "stderr": 0.06}
     best, last = (load_file(out / name / "adapter_model.safetensors") for name in ("adapter_best", "adapter"))
     assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
 
@@ -182,6 +221,7 @@ def test_an_extended_run_knows_its_best_adapter(tmp_path, monkeypatch):
     out, want = tmp_path / "run", {"step": 3, "accuracy": 0.8, "stderr": 0.01}
     assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "2", "--eval-limit", "1") == 0
     assert json.loads((out / "summary.json").read_text())["best"] == want
+    assert [r["eval_accuracy"] for r in rows_of(out)] == [0.1, None, 0.5]
     best = (out / "adapter_best" / "adapter_model.safetensors").read_bytes()
     assert train.main(["--resume", "--steps", "5", "--out", str(out)]) == 0
     assert json.loads((out / "summary.json").read_text())["best"] == want
@@ -445,6 +485,8 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
             "clip_first_frac": 0.0, "skipped": 0}
     assert not list(warnings_for(fine, args))
     assert any(told in text for text in warnings_for({**fine, **change}, args))
+    args.aqn_scope = "both"  # sampler and trainer are as noisy, so that noise is no reason for a gap
+    assert any("--old-logp current" in text for text in warnings_for(fine, args))
 
 
 def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
@@ -487,14 +529,15 @@ def test_two_runs_never_write_to_one_folder(tmp_path, capsys):
 
 
 def test_resume_needs_the_questions_it_began_with(tmp_path, capsys):
-    """An edited file under the same name: another data order, other held-out questions."""
+    """An edited file under the same name: another data order, other held-out questions, other answers."""
     file, out = tmp_path / "d.jsonl", tmp_path / "run"
     rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(30)]
     file.write_text("".join(rows))
     assert run(out, "--steps", "1", "--data", str(file)) == 0
-    file.write_text("".join(rows[:-1]))
-    assert train.main(["--resume", "--out", str(out), "--steps", "2"]) == 2
-    assert "--data" in capsys.readouterr().err and len(rows_of(out)) == 1
+    for edited in (rows[:-1], [*rows[:-1], rows[-1].replace("30", "31")]):
+        file.write_text("".join(edited))
+        assert edited != rows and train.main(["--resume", "--out", str(out), "--steps", "2"]) == 2
+        assert "--data" in capsys.readouterr().err and len(rows_of(out)) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "broadcast", "text"])
@@ -554,6 +597,27 @@ def test_skipped_updates_are_counted_and_ten_in_a_row_end_the_run(tmp_path, monk
         assert p.isfinite().all()
 
 
+def test_scattered_skips_do_not_end_a_run(tmp_path):
+    """Ten in a row are a policy that is lost; ten in a thousand are not."""
+    r = Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    model = torch.nn.Linear(1, 1)
+    for norm in [*[math.nan] * 9, 1.0] * 3:
+        r.watch([({}, norm), None], model)
+    with pytest.raises(ValueError, match="10 updates in a row"):
+        r.watch([({}, math.nan)] * 10, model)
+
+
+def test_each_row_goes_to_the_tracker(tmp_path, monkeypatch):
+    """--log-to: every step under its number, without what was not measured."""
+    logged = []
+    wandb = SimpleNamespace(init=lambda **kw: SimpleNamespace(log=lambda row, step: logged.append((step, row))))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    out = tmp_path / "run"
+    assert run(out, "--steps", "2", "--aqn-stages", "2", "--log-to", "wandb") == 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert logged == [(i, {k: v for k, v in row.items() if v is not None}) for i, row in enumerate(rows)] and "reward" in logged[1][1]
+
+
 def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_path, capsys):
     """--lora-rank 0 wrote nothing but resume's own file."""
     out = tmp_path / "run"
@@ -563,6 +627,9 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
     assert (args.model, args.quant, args.adapter) == (str(out / "model"), "none", None)
     model, _ = flags.load_policy(args)
     for p, q in zip(model.parameters(), parameters_of(out), strict=True):
+        assert torch.equal(p, q)
+    assert train.main(["--resume", "--out", str(out), "--steps", "2"]) == 0  # and the model/ of the longer run takes its place
+    for p, q in zip(flags.load_policy(args)[0].parameters(), parameters_of(out), strict=True):
         assert torch.equal(p, q)
 
 
