@@ -129,7 +129,7 @@ def test_an_own_reward_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, spe
     assert str(e.value).startswith("--reward ") and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "None", "'1'", "{}", "[1]",
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "-1e30", "None", "'1'", "{}", "[1]",
                                    "{'reward': None}", "{'correct': True}", "1j"])
 def test_an_own_reward_that_is_no_finite_number_is_an_error(tmp_path, value):
     """One NaN among a group's rewards would make NaN of every advantage in it."""
@@ -237,7 +237,7 @@ def test_levels_are_quintiles_of_the_solve_rate(tmp_path):
     assert {r["level"] for r in got if r["llama8b_solve_rate"] >= 0.8} == {1}
     assert len(data.load(path, levels={3, 4, 5})) == 60
     rows = [{"prompt": p, "solution": "1", "level": l} for p, l in [("a", 2), ("b", 5)]]
-    given = write(tmp_path / "b.jsonl", rows)
+    given = write(tmp_path / "b.jsonl", [{**row, "llama8b_solve_rate": 0.5} for row in rows])
     assert [r["question"] for r in data.load(given, levels=[5])] == ["b"]
     with pytest.raises(ValueError, match="level"):
         data.load(given, levels=[1])
@@ -424,6 +424,8 @@ def test_every_way_to_end_a_turn_is_an_eos(checkpoint):
     ends = [tok.tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>")]
     assert tok.eos_ids == sorted(ends)
     (checkpoint / "generation_config.json").unlink()
+    edit(checkpoint / "config.json", eos_token_id=ends[1])
+    assert data.Tokenizer(checkpoint).eos_ids == sorted(ends)
     (checkpoint / "config.json").unlink()
     assert data.Tokenizer(checkpoint).eos_ids == [tok.tokenizer.token_to_id("<|im_end|>")]
 
@@ -452,6 +454,33 @@ def test_template_functions_of_hub_checkpoints(checkpoint):
         data.Tokenizer(checkpoint).chat([])
 
 
+def test_special_tokens_are_the_templates_own(checkpoint):
+    """Llama's templates write bos_token, and its tokenizer adds another where it is let; a template
+    that is handed none begins without it."""
+    edit(checkpoint / "tokenizer_config.json", bos_token="<|endoftext|>", eos_token="<|im_end|>",
+         chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    bos, end = (data.Tokenizer(TINY).tokenizer.token_to_id(t)
+                for t in ("<|endoftext|>", "<|im_end|>"))
+    special = {"id": "<|endoftext|>", "ids": [bos], "tokens": ["<|endoftext|>"]}
+    single = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+              {"Sequence": {"id": "A", "type_id": 0}}]
+    edit(checkpoint / "tokenizer.json", post_processor={
+        "type": "TemplateProcessing", "single": single, "pair": single,
+        "special_tokens": {"<|endoftext|>": special}})
+    tok = data.Tokenizer(checkpoint)
+    assert tok.tokenizer.encode("7").ids == [bos, *tok.encode("7")]
+    assert tok.encode(tok.chat([{"role": "user", "content": "7"}])) == [bos, *tok.encode("7"), end]
+
+
+def test_a_template_may_lie_in_a_file_of_its_own(checkpoint):
+    """As newer checkpoints have it; one in tokenizer_config.json comes first."""
+    (checkpoint / "chat_template.jinja").write_text("own: {{ messages[0].content }}")
+    turn = [{"role": "user", "content": "7"}]
+    assert "own" not in data.Tokenizer(checkpoint).chat(turn)
+    edit(checkpoint / "tokenizer_config.json", chat_template=None)
+    assert data.Tokenizer(checkpoint).chat(turn) == "own: 7"
+
+
 @pytest.mark.parametrize(("spoil", "says"), [
     (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json: not found"),
     (lambda d: (d / "tokenizer.json").write_text("{}"), r"tokenizer\.json: not a tokenizer"),
@@ -473,6 +502,7 @@ def test_long_prompts_are_skipped_and_counted():
     rows = [{"question": "What is 1+1?", "answer": "2"}, {"question": "1" * 500, "answer": "2"}]
     kept, skipped = data.prompts(tok, rows, "tags", 200)
     assert (len(kept), skipped) == (1, 1) and kept[0]["ids"] == tok.prompt_ids("What is 1+1?")
+    assert data.prompts(tok, rows, "tags", len(kept[0]["ids"])) == (kept, 1)
     with pytest.raises(ValueError, match="--max-prompt 5"):
         data.prompts(tok, rows, "tags", 5)
     with pytest.raises(ValueError, match="--prompt-style"):

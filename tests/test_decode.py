@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -290,6 +291,50 @@ def test_the_engine_takes_temperature_and_stop_tokens_of_each_call():
         e.begin(temperature, 1.0, eos)
         assert e.step.inverse_temperature.item() == inverse
         assert {t for t in e.step.eos.tolist() if t >= 0} == set(eos)
+
+
+def test_a_fingerprint_is_of_all_that_a_graph_holds_on_to():
+    """A weight that was replaced, an adapter switched off or scaled otherwise, another last id: a graph would go on with the old. What
+    is written in place, an update or the noise, it sees."""
+    m = build()
+    mark, layer = engine.fingerprint(m), lora.lora_layers(m)[0][1]
+    aqn.set_noise(m, 0.3, seed=2)
+    layer.B.data.mul_(2)
+    assert engine.fingerprint(m) == mark
+    with lora.disabled(m):
+        assert engine.fingerprint(m) != mark
+    for owner, name in ((layer, "scaling"), (m, "valid_vocab")):
+        before = getattr(owner, name)
+        setattr(owner, name, before - 1)
+        assert engine.fingerprint(m) != mark
+        setattr(owner, name, before)
+    assert engine.fingerprint(m) == mark
+    layer.base.weight = torch.nn.Parameter(layer.base.weight.clone(), False)
+    assert engine.fingerprint(m) != mark
+
+
+def test_an_engine_is_made_anew_only_where_the_last_one_does_not_serve(monkeypatch):
+    """Captured at each change between training and evaluation, or kept where its rows are too short, its sort has no room, or the
+    weights have moved."""
+    made, m = [], build()
+
+    def graphs(model, slots, max_len, top_p):
+        made.append((slots, max_len, top_p))
+        return SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p)
+
+    monkeypatch.setattr(engine, "Graphs", graphs)
+    monkeypatch.setattr(engine, "working_bytes", lambda *a: 0)
+    monkeypatch.setattr(engine, "free_bytes", lambda: 3.5 * 128 * memory.kv_per_token(CPU, 4))
+    asked = [(8, 60, 1.0), (4, 64, 1.0), (4, 64, 0.9), (7, 100, 1.0), (8, 128, 1.0), (2, 50, 0.5), (9, 20, 1.0)]
+    ways = [engine.engine_for(m, *wanted) for wanted in asked]
+    # seven rows of 64 fit, or three of 128: eight were wanted all the same, and no more would fit if they were asked for again
+    assert made == [(7, 64, 1.0), (7, 64, 0.9), (3, 128, 0.9), (3, 128, 0.9)]
+    assert ways[1] is ways[0] and ways[3] is ways[4] is ways[5]
+    m.valid_vocab -= 1
+    assert engine.engine_for(m, 1, 10, 1.0) is not ways[-1] and len(made) == 5
+    monkeypatch.setattr(engine, "free_bytes", lambda: 0)
+    with pytest.raises(ValueError, match="--max-new-tokens: one row of 192 tokens"):
+        engine.engine_for(m, 1, 129, 1.0)
 
 
 def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):

@@ -8,6 +8,7 @@ import torch
 
 import experiments
 import grpo
+import sample
 import train
 from runtime import flags
 
@@ -57,6 +58,62 @@ def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(tra
     out = capsys.readouterr().out
     assert "| none, no-aqn | 25.0 +- 0.0 | 52.0 +- 0.7 |" in out and "| nvfp4, aqn | 25.0 +- 0.0 | 64.0 +- 0.7 |" in out
     assert "NVFP4 adds 10.0 +- 0.0 points" in out and "AQN adds 2.0 +- 0.0 points" in out
+
+
+def test_each_arm_is_what_its_name_says():
+    """The table's first column: another sigma, anchor or scaling than the row's is a result that nobody measured."""
+    arms = {name: {arm: flags.parse("train", given) for arm, given in some.items()} for name, some in experiments.ARMS.items()}
+    assert all(a.lora_rank == a.lora_alpha == int(arm) for arm, a in arms["rank"].items())
+    assert not arms["noise"].pop("none").aqn
+    for arm, a in arms["noise"].items():
+        sigma, anchor = arm.rsplit("-", 1)
+        assert (a.aqn, a.aqn_start, a.old_logp) == (True, float(sigma), anchor)
+    assert all(a.loss == arm for arm, a in arms["objective"].items()) and all(a.aqn_schedule == arm for arm, a in arms["schedule"].items())
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_two_copies_are_made_for_their_own_arms(trained, monkeypatch, tmp_path, jobs):
+    """Three arms with one copy each measure nothing."""
+    apart = []
+
+    def run(command, stdout, stderr, env):
+        begin = 1 + command.index("two-copies") if "two-copies" in command else 2
+        return subprocess.CompletedProcess(command, (experiments.apart if begin == 3 else train.main)(command[begin:]))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(experiments, "apart", lambda argv: apart.append(Path(argv[-1]).name) or train.main(argv))
+    assert experiments.main(["copies", "--seeds", "0", "--jobs", jobs, "--out", str(tmp_path)]) == 0
+    assert sorted(apart) == ["two-s0", "two-trainer-s0"]
+    assert {Path(a.out).name: a.old_logp for a in trained} == {"one-s0": "sampler", "two-s0": "sampler", "two-trainer-s0": "trainer"}
+
+
+def test_a_run_that_fails_or_is_stopped_ends_the_experiment(monkeypatch, tmp_path, capsys):
+    """Or ctrl-C would begin the next one, and the table be one of runs that are not there."""
+    calls = []
+    monkeypatch.setattr(train, "main", lambda argv: calls.append(argv) or 130)
+    assert experiments.main(["2x2", "--out", str(tmp_path)]) == 130 and len(calls) == 1
+    assert "|" not in capsys.readouterr().out
+
+
+def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_path, shallow):
+    """Taken under the noise, or against the very samples that it is compared with, every cosine would be higher."""
+    seen, generate, backward = [], sample.generate, grpo.backward
+
+    def noise_of(model):
+        return round(model.layers[0].input_layernorm.noise.std().item(), 1)
+
+    monkeypatch.setattr(experiments, "SIGMAS", (0.0, 0.5))
+    monkeypatch.setattr(sample, "generate", lambda m, *a, **kw: seen.append(("draw", kw["seed"], noise_of(m))) or generate(m, *a, **kw))
+    monkeypatch.setattr(grpo, "backward", lambda m, c, s: seen.append((s.old_logp, noise_of(m))) or backward(m, c, s))
+    out = tmp_path / "g.json"
+    file = tmp_path / "d.jsonl"
+    file.write_text("".join(json.dumps({"question": f"What is {i}+1?", "answer": i + 1}) + "\n" for i in range(3)))
+    assert experiments.main(["gradient", "--model", str(shallow), "--data", str(file), "--prompts-per-step", "2", "--updates-per-rollout",
+                             "1", "--group-size", "2", "--max-new-tokens", "4", "--device", "cpu", "--out", str(out)]) == 0
+    both = [("sampler", 0.0), ("current", 0.0)]
+    assert seen == [("draw", 1, 0.0), ("sampler", 0.0), ("draw", 2, 0.0), *both, ("draw", 2, 0.5), *both]
+    assert [(row["sigma"], row["old_logp"]) for row in json.loads(out.read_text())] == [
+        (0.0, "sampler"), (0.0, "current"), (0.5, "sampler"), (0.5, "current")]
 
 
 def test_an_experiment_has_to_be_named(capsys):

@@ -98,7 +98,7 @@ SAME = [
 DIFFERENT = [
     ("50", "0.5"), ("42 pi", "42"), ("2x", "2"), ("3+4", "7"), ("7 or 8", "7"), ("12,34", "1234"), ("3 million", "3"), ("", "5"),
     ("1/0", "5"), ("nan", "0"), ("inf", "1e9"), ("٤٢", "42"), ("0.33", "1/3"), ("4", "42"), ("42", "4"), ("2", "2x"), ("-5", "5"),
-    ("5 or x", "5"), ("3 x y", "3"), ("x" * 2000 + " " * 1700 + "42", "42"),
+    ("5 or x", "5"), ("3 x y", "3"), ("1, 2", "1, 1"), ("x" * 2000 + " " * 1700 + "42", "42"),
 ]
 
 
@@ -171,6 +171,21 @@ def test_values_are_exact_while_they_are_rational():
     """2^100 - 2 is not 2^100, which it is to sixteen digits."""
     assert latex.Value("2 ^ 100 - 2".split()).value == Fraction(2**100 - 2)
     assert not grade.same("2^{100}", "2^{100}-2") and grade.same("2(2^{99}-1)", "2^{100}-2")
+
+
+@pytest.mark.parametrize(("given", "gold", "other"), [
+    ("\\sqrt[3]{x}", "x^{1/3}", "\\sqrt{x}"), ("\\log_2 x", "\\frac{\\ln x}{\\ln 2}", "\\log_3 x"),
+    ("\\sin 30^\\circ", "\\cos 60^\\circ", "\\sin 30"), ("3\\pi thousand", "3000\\pi", "3\\pi")])
+def test_roots_logarithms_degrees_and_thousands_have_their_values(alone, given, gold, other):
+    assert grade.same(given, gold) and grade.same(gold, given) and not grade.same(given, other) and not grade.same(gold, other)
+
+
+def test_expressions_that_meet_at_a_point_are_not_the_same():
+    """ax is x^2 where x is a. What differs for negative letters alone is for math-verify to say."""
+    for point in (0, 1):
+        a = latex._letter("x", point)
+        assert grade._verdict(f"\\frac{{{a.numerator}}}{{{a.denominator}}}x", "x^2") is False
+    assert grade._verdict("\\sqrt{x^2}", "x") == ("\\sqrt{x^2}", "x")
 
 
 def test_a_gold_answer_too_long_to_read_is_compared_as_text():

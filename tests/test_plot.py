@@ -73,7 +73,7 @@ def test_held_out_accuracy_is_drawn_where_it_was_measured(tmp_path, axes):
     """The one number that matters in no picture, or a line through steps without a measurement."""
     rows = [{"step": 0, "reward": 0.1}, {"step": 1, "reward": 0.2}]
     end = {"accuracy_before": 0.25, "accuracy_after": 0.75}
-    after = {"accuracy_after": 0.9, "stderr_after": 0.01, "steps": 8}
+    after = {"accuracy_after": 0.9, "stderr_after": 0.01, "steps": 8, "seconds": 20.0}
     runs = [folder(tmp_path / "a", summary=after), folder(tmp_path / "b", rows, summary=end),
             folder(tmp_path / "none", rows, summary=dict.fromkeys(end))]
     plot.plot(runs, tmp_path / "p.png")
@@ -82,8 +82,11 @@ def test_held_out_accuracy_is_drawn_where_it_was_measured(tmp_path, axes):
     assert a.lines[0].get_ydata() == pytest.approx([0, 0.3, 0.6, 0.9])
     ends = [segment[:, 1].tolist() for segment in a.lines[2][0].get_segments()]
     assert ends[1] == pytest.approx([0.28, 0.32])  # the standard error, both ways
+    assert ends[3] == pytest.approx([0.89, 0.91])
     assert list(b.lines[0].get_xdata()) == [0, 2] and list(b.lines[0].get_ydata()) == [0.25, 0.75]
     assert b.lines[0].get_linestyle() == "None" and len(none.lines[0].get_xdata()) == 0
+    plot.plot(runs[:1], tmp_path / "p.png", x="seconds")
+    assert list(axes()["held-out accuracy"].containers[0].lines[0].get_xdata()) == [0, 6, 12, 20]
     plot.plot([folder(tmp_path / "gone on", summary=after | {"steps": 6})], tmp_path / "p.png")
     assert list(axes()["held-out accuracy"].containers[0].lines[0].get_xdata()) == [0, 3, 6]
 

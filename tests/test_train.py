@@ -23,7 +23,7 @@ import plot
 import sample
 import train
 from runtime import batches, command, flags
-from runtime.run import Run, digest_of, warnings_for
+from runtime.run import Run, digest_of, settle, warnings_for
 from tests.conftest import adapted, drawn, first_blocks, parameters_of, rows_of
 from weights.files import lock
 
@@ -101,6 +101,16 @@ def test_resume_is_exact(straight, tmp_path, monkeypatch):
     assert rows_of(out) == rows_of(straight)
     for a, b in zip(parameters_of(out), parameters_of(straight), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_resume_reads_every_flag_as_it_was_written(tmp_path):
+    """A flag that comes back as its default, or not at all, is another run in the old one's folder."""
+    argv = ["--model", "m", "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--no-aqn", "--levels", "3,4", "--eps-low", "0.1", "--seed",
+            "7", "--dynamic-sampling", "--lr", "3e-5", "--steps", "9", "--out", str(tmp_path)]
+    args = flags.parse("train", argv)
+    (tmp_path / "config.json").write_text(json.dumps(vars(args)))
+    again = ["--resume", "--save-every", "3", "--out", str(tmp_path)]
+    assert vars(settle(flags.parse("train", again), again)) == vars(args) | {"save_every": 3}
 
 
 def test_a_resume_with_other_flags_is_refused(straight, capsys):
@@ -259,6 +269,15 @@ def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path
         flags.load_policy(flags.parse("eval", ["--run", str(out)]))
 
 
+def test_bases_are_told_apart_whatever_their_format(small):
+    """The hash beside an adapter: one for all bases refuses none."""
+    base, rounded, embed, norm = (qwen.load(small, "cpu", torch.float32, quant) for quant in ("none", "nvfp4", "none", "none"))
+    embed.embed.weight.data[3, 0] += 1
+    norm.norm.weight.data[0] += 1
+    assert flags.base_hash(base) == flags.base_hash(rounded)
+    assert len({flags.base_hash(m) for m in (base, embed, norm)}) == 3
+
+
 def test_a_reward_of_ones_own_is_trained_on(tmp_path):
     """--reward file.py:function sees the whole row of each completion."""
     (tmp_path / "mine.py").write_text("def shorter(text, row):\n    return {'reward': -len(text), 'correct': row['form'] == 'steps'}\n")
@@ -339,6 +358,8 @@ def test_an_existing_run_folder_is_not_overwritten(straight, capsys):
     (["--updates-per-rollout", "9"], "--updates-per-rollout"), (["--steps", "many"], "--steps"), (["--beta2", "1"], "--beta2"),
     (["--dtype", "float16"], "--dtype"), (["--dtype", "float16", "--quant", "mxfp4"], "--quant"),
     (["--dtype", "float16", "--quant", "none", "--lora-rank", "0"], "--lora-rank"),
+    (["--beta", "0.1", "--quant", "none", "--lora-rank", "0"], "--beta"), (["--prompt-style", "plain"], "--prompt-style plain"),
+    (["--overlong", "soft", "--overlong-buffer", "999"], "--overlong-buffer"),
 ])
 def test_bad_input_is_one_line_naming_the_flag_and_writes_nothing(tmp_path, capsys, flags, named):
     try:
