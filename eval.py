@@ -186,14 +186,20 @@ class Book:
     """--out: the rows that are done of each set and model. ValueError if the file holds anything
     but rows of this very evaluation.
 
-    A row's `run` is a digest of what its samples follow from: flags, questions, adapter."""
+    A row's `run` is a digest of what its samples follow from: flags, questions, adapter, or the
+    weights of a --run that trained all of them."""
 
     def __init__(self, args, sets):
         self.path, self.done, self.runs = args.out and Path(args.out), {}, {}
         free = ("out", "run", "adapter", "device", "max_rows", "k", "data", "trained_with")
+        weights = []  # a run that goes on leaves others under the same name
+        if self.path and args.run and not args.adapter:
+            for file in sorted(Path(args.model).glob("*.safetensors")):
+                with open(file, "rb") as f:
+                    weights.append(hashlib.file_digest(f, "sha256").hexdigest())
         for name, rows in sets:
             what = [{k: v for k, v in vars(args).items() if k not in free},
-                    [[row["question"], row["answer"]] for row in rows]]
+                    [[row["question"], row["answer"]] for row in rows], *weights]
             digest = hashlib.sha256(json.dumps(what).encode())
             self.runs[name, "base"] = digest.hexdigest()[:16]
             if args.adapter:

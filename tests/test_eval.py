@@ -4,10 +4,12 @@ import inspect
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import aqn
 import data
@@ -208,6 +210,20 @@ def test_rows_of_an_adapter_or_answers_that_have_changed_are_refused(tmp_path, c
         assert code(*change) == 2 and f"--out {out}: holds something else" in capsys.readouterr().err
         assert out.read_bytes() == before
     assert code(0.5, "3") == 0
+
+
+def test_rows_of_a_run_that_went_on_are_refused(tmp_path, capsys, shallow):
+    """One that trains all parameters leaves other weights in its model/: they were told to be as good as those of before."""
+    folder, out, file = tmp_path / "run" / "model", tmp_path / "out.jsonl", tmp_path / "d.jsonl"
+    shutil.copytree(shallow, folder)
+    file.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
+    argv = ["--run", str(folder.parent), "--data", str(file), "--quant", "none", "--n", "1", "--max-new-tokens", "2", "--out", str(out)]
+    assert evaluation.main(argv) == evaluation.main(argv) == 0
+    before, tensors = out.read_bytes(), load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert evaluation.main(argv) == 2 and f"--out {out}: holds something else" in capsys.readouterr().err
+    assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize(("scale", "says"), [(0.0, "every B is zero"), (1e-30, "bit for bit")])
