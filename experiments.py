@@ -8,6 +8,7 @@ Measurements behind the README's choices.
                ceiling.
 
     2x2        the paper's central ablation: {16 bits, NVFP4} x {AQN off, on}
+    format     without noise: 16 bits, NVFP4 rounded plainly and by AWQ, MXFP4, NF4 (QLoRA's)
     noise      no noise, and sigma from 1e-2 to 2e-1; the ratio against the sampler or the update
     schedule   how the noise decays
     objective  GRPO, DAPO, Dr.GRPO, GSPO, CISPO
@@ -62,6 +63,8 @@ SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 ARMS = {
     "2x2": {f"{quant}{noise}": ["--quant", quant, noise]
             for quant in ("none", "nvfp4") for noise in ("--no-aqn", "--aqn")},
+    "format": {arm: ["--no-aqn", "--quant", arm] for arm in ("none", "nvfp4", "mxfp4", "nf4")} | {
+        "nvfp4-awq": ["--no-aqn", "--quant", "nvfp4", "--awq"]},
     "noise": {"none": ["--no-aqn"]} | {
         f"{sigma}-{anchor}": ["--aqn", "--aqn-start", sigma, "--old-logp", anchor]
         for sigma in ("1e-2", "5e-2", "1e-1", "2e-1") for anchor in ("sampler", "current")},

@@ -68,6 +68,8 @@ def test_each_arm_is_what_its_name_says():
     for arm, a in arms["noise"].items():
         sigma, anchor = arm.rsplit("-", 1)
         assert (a.aqn, a.aqn_start, a.old_logp) == (True, float(sigma), anchor)
+    for arm, a in arms["format"].items():
+        assert (f"{a.quant}-awq" if a.awq else a.quant) == arm and not a.aqn
     assert all(a.loss == arm for arm, a in arms["objective"].items()) and all(a.aqn_schedule == arm for arm, a in arms["schedule"].items())
 
 
