@@ -8,6 +8,7 @@ import torch
 
 import aqn
 import model as qwen
+from runtime import flags
 
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
@@ -203,6 +204,28 @@ def test_clean_block_is_clean_and_restores_the_noise():
     with pytest.raises(KeyError), aqn.clean(m):
         raise KeyError
     assert m(IDS).equal(noisy)
+
+
+def test_a_noise_of_ones_own_is_cleared_with_the_others():
+    """A buffer called noise in any module: what set_noise and `clean` leave there reaches the update and the evaluation."""
+    m = tiny()
+    own = m.layers[1].mlp
+    own.register_buffer("noise", torch.ones(4), persistent=False)
+    with aqn.clean(m):
+        assert not own.noise.any()
+    assert own.noise.all()
+    aqn.set_noise(m, 0.1, 1)
+    assert not own.noise.any() and m.layers[1].input_layernorm.noise.any()
+
+
+@pytest.mark.parametrize("argv", [[], ["--aqn-schedule", "linear", "--aqn-stages", "4"], ["--aqn-schedule", "eq8"]])
+def test_command_prints_what_training_uses(argv, capsys):
+    """A default or a flag of its own: the levels that are looked at are not those of the run."""
+    a = flags.parse("train", ["--model", "m", "--steps", "40", *argv])
+    used = [aqn.sigma(s, 40, a.aqn_start, a.aqn_end, a.aqn_stages, a.aqn_schedule) for s in range(40)]
+    aqn.main(["--steps", "40", *argv])
+    printed = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert printed == pytest.approx([*dict.fromkeys(used)], rel=1e-3)
 
 
 def test_command_prints_the_schedule(capsys):

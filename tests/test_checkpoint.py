@@ -127,6 +127,17 @@ def test_shards_and_index_load_as_one_file_does(tmp_path):
     assert json.loads((tmp_path / "many" / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
 
 
+def test_what_a_tokenizer_reads_comes_along(tmp_path):
+    """A checkpoint without generation_config.json has one stop token of several, without its template another prompt."""
+    folder, beside = base(tmp_path), ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in beside:
+        (folder / name).write_text(f'{{"of": "{name}"}}')
+    (folder / "pytorch_model.bin").write_text("as large again")
+    convert.convert(folder, tmp_path / "q")
+    assert all((tmp_path / "q" / name).read_text() == (folder / name).read_text() for name in beside)
+    assert not (tmp_path / "q" / "pytorch_model.bin").exists()
+
+
 def test_a_projection_left_in_16_bits_stays_a_plain_linear(tmp_path):
     """Other tools exempt layers by their `ignore` list; such a layer has a weight, and no weight_packed."""
     folder = base(tmp_path)
@@ -170,7 +181,7 @@ def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
 
 @pytest.mark.parametrize("fmt,suffix,bad", [
     ("nvfp4", "scale", torch.tensor(0x7F, dtype=torch.uint8)), ("nvfp4", "scale", torch.tensor(0xB8, dtype=torch.uint8)),
-    ("mxfp4", "scale", torch.tensor(255, dtype=torch.uint8)), ("nf4", "scale", torch.tensor(float("nan"))),
+    ("mxfp4", "scale", torch.tensor(255, dtype=torch.uint8)), ("mxfp4", "scale", torch.tensor(253, dtype=torch.uint8)), ("nf4", "scale", torch.tensor(float("nan"))),
     ("nvfp4", "global_scale", torch.tensor(0.0)), ("nvfp4", "global_scale", torch.tensor(-2.0)),
     ("nvfp4", "global_scale", torch.tensor(float("inf"))),
 ])
@@ -193,6 +204,10 @@ def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
     ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     ({"config_groups": {}}, "0 config_groups"),
     ({"group": {"input_activations": {"num_bits": 4}}}, "input_activations"),
+    ({"group": {"output_activations": {"num_bits": 8}}}, "output_activations"),
+    ({"group": {"format": "mxfp4-pack-quantized"}}, "format mxfp4-pack-quantized and nvfp4-pack-quantized"),
+    ({"group": {"weights": {"num_bits": 4, "type": "int", "group_size": 16}}}, "type 'int'"),
+    ({"group": {"weights": {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": False}}}, "symmetric False"),
     ({"group": {"weights": {"num_bits": 8}}}, "num_bits 8"),
     ({"group": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}}, "group_size 32"),
 ])

@@ -83,6 +83,14 @@ def test_cispo_weighs_every_token_by_its_clipped_ratio():
     assert (((logp - old).exp() > 2.0) & mask).any()
 
 
+def test_cispo_caps_ratios_at_five_unless_told():
+    """With PPO's clip, tokens that the policy has already moved on would weigh as if it had not."""
+    logp = torch.tensor([[0.01, 3.0, 9.0]]).log().requires_grad_()
+    loss, _ = grpo.policy_loss(logp, torch.zeros(1, 3), torch.ones(1), torch.ones(1, 3, dtype=torch.bool), "cispo")
+    loss.backward()
+    torch.testing.assert_close(logp.grad, -torch.tensor([[0.01, 3.0, 5.0]]) / 3)
+
+
 def test_each_objective_has_its_own_clip():
     """GSPO's ratios are a thousand times closer to 1 than a token's: with 0.2 it would never clip."""
     args = torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, dtype=torch.bool)
@@ -103,6 +111,8 @@ def test_clipped_tokens_are_counted_where_the_gradient_stops():
         [grad] = torch.autograd.grad(loss, logp)
         assert (m["clip_low"].item(), m["clip_high"].item()) == (low, high)
         assert ((grad == 0) & mask).sum() == low + high
+        mean = grpo.mean_metrics(m)
+        assert (mean["clip_low_frac"], mean["clip_high_frac"]) == (low / 5, high / 5)
 
 
 def test_sampler_kl_is_the_k3_estimate():
@@ -216,6 +226,17 @@ def test_overlong_rows_can_be_masked_or_penalised():
     assert penalty.tolist() == [0, 0, -0.5, -1, -1]
     with pytest.raises(ValueError, match="buffer"):
         grpo.soft_overlong_penalty(torch.tensor([1]), 100, 101)
+
+
+@pytest.mark.parametrize("loss", grpo.OBJECTIVES)
+def test_a_completion_without_tokens_to_train_on_is_not_counted(loss):
+    """A mean over completions whose divisor knows the masked ones is smaller than the mean."""
+    logp, old, adv, lengths = batch()
+    mask = grpo.lengths_to_mask(lengths)
+    mask[1] = False
+    kept = [0, 2, 3, 4]
+    whole = grpo.policy_loss(logp, old, adv, mask, loss, max_len=9)[0]
+    torch.testing.assert_close(whole, grpo.policy_loss(logp[kept], old[kept], adv[kept], mask[kept], loss, max_len=9)[0])
 
 
 def test_advantages_are_by_group():

@@ -521,6 +521,37 @@ def test_overlong_mask_leaves_cut_completions_out(policy, monkeypatch):
     assert len(none) == 8
 
 
+def test_the_logged_entropy_is_of_the_policy_at_the_tokens_that_are_trained_on(policy, monkeypatch):
+    """The number that tells a collapse: over each token's distribution, at the temperature of the run."""
+    model, _, completions = policy
+    _, result = arguments(policy, monkeypatch, temperature=0.7, overlong="mask")
+    with torch.no_grad():
+        found = [grpo.completion_logprobs(model, [c], 0.7)[1] for c in completions if c.finished]
+    assert grpo.mean_metrics(result[0])["entropy"] == pytest.approx(torch.cat(found, 1).mean().item(), rel=1e-4) != 0
+
+
+def test_an_update_with_nothing_to_train_on_changes_nothing(policy):
+    """All completions cut, or no group with signal: no step, which would move the parameters by the momentum of earlier ones."""
+    model, _, completions = policy
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = grpo.AdamW(params, 0.1, (0.9, 0.99), 0.1)
+    before = [p.detach().clone() for p in params]
+    cut, settings = [c for c in completions if not c.finished], grpo.Settings(overlong="mask")
+    grpo.record_trainer_logprobs(model, cut, settings)
+    assert len(cut) == 2 and grpo.update(model, optimizer, cut, settings) is None and grpo.update(model, optimizer, [], settings) is None
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True)) and not optimizer.state
+
+
+def test_the_trainers_own_logprobs_keep_nothing_for_a_backward(policy, monkeypatch):
+    """A pass whose activations nobody will ask for would hold as many of them as an update."""
+    kept, real = [], grpo.completion_logprobs
+    monkeypatch.setattr(grpo, "completion_logprobs", lambda *a: kept.append(real(*a)) or kept[-1])
+    grpo.record_trainer_logprobs(policy[0], policy[2], grpo.Settings(micro_batch_tokens=100))
+    assert kept and not any(logp.requires_grad for logp, _, _ in kept)
+    for c in policy[2]:
+        c.trainer_logprobs = None
+
+
 def test_dr_grpo_divides_by_a_constant_also_where_completions_are_masked(policy, monkeypatch):
     """Its divisor is the budget of the rollout: fewer finished completions must not make each of them count for more."""
     for overlong in ("none", "mask"):

@@ -60,6 +60,31 @@ def test_the_plan_counts_the_adapter_that_training_makes():
     assert memory.kv_per_token(model.config) * 21 == cache.k.nbytes + cache.v.nbytes
 
 
+def test_rollouts_plan_float32_logits_and_the_sort_of_top_p():
+    """Rows are made as many as the rest of the memory holds: too few bytes a row, and the first step runs out of it."""
+    c = config("7b")
+    rows, sort = ([memory.rollout_bytes(c, "nvfp4", n, top_p) for n in (0, 100)] for top_p in (1.0, 0.95))
+    assert rows[1] - rows[0] == 2 * 4 * 100 * c.vocab_size and sort[1] - sort[0] == 6 * (rows[1] - rows[0])
+    assert rows[0] - memory.rollout_bytes(c, "none", 0) == memory.gemm_scratch(c, "nvfp4")
+
+
+def test_the_table_says_what_fits_a_card_and_how_much_is_left():
+    """A card that holds the weights and not the update, called large enough."""
+    c = config("7b")
+    lines = {line[:28].strip(): line[28:].split() for line in memory.table(c, 16, 65536).splitlines()}
+    formats, said = ["none", *FORMATS], set()
+    for card, gib in (("24 GB", 23.5), ("40 GB", 39.4), ("80 GB", 79.1)):
+        for fmt, cell in zip(formats, lines[card], strict=True):
+            frozen = sum(memory.weights(c, fmt).values())
+            adapter, update = 16 * 40_370_176, sum(memory.update_bytes(c, fmt, 65536))
+            left = (gib - 1.5) * 2**30 - frozen - adapter
+            assert cell == (f"{left / 57344e3:.0f}k" if left >= update else "no"), (card, fmt)
+            said.add((left >= update, left >= 0))
+    assert said == {(True, True), (False, True)}
+    peaks = [sum(memory.training_peak(c, fmt, 16, 65536)) / 2**30 for fmt in formats]
+    assert lines["training peak, estimate"] == [f"{p:.2f}" for p in peaks]
+
+
 def test_an_update_is_planned_once():
     """The plan once said 8.3 GiB for the 7B where making room said 14.8: one of them let an update run out of memory."""
     c = config("7b")

@@ -258,6 +258,17 @@ def test_fields_that_older_configs_write_mean_the_same(tmp_path):
     assert (M.load(other, dtype=torch.float32)(expected["ids"]) - expected["logits"]).abs().max() > 1e-2
 
 
+def test_fields_that_are_left_out_are_what_transformers_takes(tmp_path):
+    """A rope_theta or an eps of another family fits every shape, and talks almost sense."""
+    fields = ("rms_norm_eps", "rope_theta", "rope_parameters", "tie_word_embeddings", "num_key_value_heads", "head_dim",
+              "max_position_embeddings")
+    for family, head_dim in (("qwen2", 8), ("llama", 8), ("qwen3", 128)):
+        folder = copy(tmp_path / family, **dict.fromkeys(fields, ...), model_type=family)
+        c = checkpoint.read_config(folder)
+        assert (c.rms_norm_eps, c.rope_theta, c.tie_word_embeddings, c.head_dim) == (1e-6, 1e4, False, head_dim)
+        assert c.num_key_value_heads == c.num_attention_heads == 4 and c.hidden_size == 32
+
+
 def test_a_changed_config_is_caught_by_shapes(tmp_path):
     for change in ({"vocab_size": 64}, {"intermediate_size": 48}, {"num_key_value_heads": 1}, {"head_dim": 16}):
         with pytest.raises(ValueError, match="config.json asks for"):
@@ -300,8 +311,14 @@ def test_a_hub_id_fetches_only_what_is_read_and_says_when_it_cannot(monkeypatch)
     def fetched(file):
         return any(fnmatch.fnmatch(file, p) for p in asked["patterns"])
 
-    assert all(fetched(f) for f in ("config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "model.safetensors"))
+    assert all(fetched(f) for f in ("config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "model.safetensors",
+                                    "model.safetensors.index.json"))
+    # without these a model is asked in another chat template, and does not stop
+    assert all(fetched(f) for f in ("generation_config.json", "tokenizer_config.json", "chat_template.jinja"))
     assert not any(fetched(f) for f in ("pytorch_model.bin", "original/consolidated.00.pth", "consolidated.safetensors"))
+
+    checkpoint.fetch("Qwen/Qwen2.5-72B-Instruct", weights=False)  # --plan counts; it does not load
+    assert asked["patterns"] == ["config.json"]
 
     def fail(name, allow_patterns):
         raise OSError("cannot reach the hub\nand a long trace")

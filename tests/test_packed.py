@@ -2,6 +2,7 @@
 
 On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them, on four-bit weights too, on the device."""
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,19 @@ def test_micro_batches_count_padding_only_where_there_is_padding(monkeypatch):
     dense = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in batches.micro_batches(m, batches.families(m, cs), 20)]
     assert all(sum(b) <= 20 or len(b) == 1 for b in dense)
     assert any(len(b) * max(b) > 20 for b in dense)
+
+
+def test_training_all_parameters_takes_the_modules():
+    """The weights under an adapter get no gradient here: full training would move norms and embeddings at most, and say nothing."""
+
+    def way(dtype=torch.bfloat16, cuda=True, trains=False, head_dim=64):
+        w = SimpleNamespace(is_cuda=cuda, dtype=dtype, requires_grad=trains)
+        return lora.packed(SimpleNamespace(embed=SimpleNamespace(weight=w), config=SimpleNamespace(head_dim=head_dim)))
+
+    assert way() is way(torch.float16) is packed
+    with torch.no_grad():
+        assert way(trains=True) is packed
+    assert not any((way(trains=True), way(torch.float32), way(cuda=False), way(head_dim=80)))
 
 
 def filled(m, prompts, slots, capture, calls=1):
