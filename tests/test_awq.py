@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import data
 import model as M
 import nvfp4
 from nvfp4 import FORMATS, QuantLinear, dequantize
@@ -61,23 +62,17 @@ def quantized(model, fmt="nvfp4", **options):
 # ---- folding
 
 
-@pytest.mark.parametrize("kv,bias", [(1, True), (2, False), (2, True), (4, True)])
-def test_the_folded_model_is_the_original_before_rounding(monkeypatch, kv, bias):
-    """s folded into the wrong rows, heads that share a kv head with different s, a v bias left unscaled: all change the function.
-
-    Rounding is switched off by encoding in float32 what Search chose; the exponents are forced to be far from 0."""
-    model = random_model(config(kv, qkv_bias=bias))
-    for block in model.layers:
-        if bias:
-            torch.nn.init.normal_(block.attn.qkv_proj.bias)
-    want = model(IDS)
+def without_rounding(monkeypatch, harm=False):
+    """What Search chose is kept in float32, and its exponents are far from 0. harm: a producer that is divided is said to be worse
+    than by plain rounding."""
 
     class Kept(awq.Search):  # the last exponent, and its weight as it is
-        def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None):
-            s = magnitude.clamp(min=1e-8) ** 0.7
+        def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=1):
+            s = magnitude.clamp(min=1e-8) ** (0.7 if grid else 0)
             self.s = exact(s / (s.max() * s.min()).sqrt())
             self.q = w * self.s / (1 if divide is None else divide[:, None])
-            self.exponent, self.rtn, self.channels, self.awq = 0.7, 1.0, 0.5, 0.5
+            worse = harm and divide is not None and bool((divide != 1).any())
+            self.exponent, self.rtn, self.channels, self.awq = 0.7, 1.0, 0.5, 2.0 if worse else 0.5
 
     def keep(q, parts, bias):
         m = M.Linear(q.shape[1], parts, bias is not None)
@@ -88,6 +83,22 @@ def test_the_folded_model_is_the_original_before_rounding(monkeypatch, kv, bias)
 
     monkeypatch.setattr(awq, "Search", Kept)
     monkeypatch.setattr(awq, "QuantLinear", keep)
+
+
+def biased_model(kv, bias):
+    model = random_model(config(kv, qkv_bias=bias))
+    for block in model.layers:
+        if bias:
+            torch.nn.init.normal_(block.attn.qkv_proj.bias)
+    return model
+
+
+@pytest.mark.parametrize("kv,bias", [(1, True), (2, False), (2, True), (4, True)])
+def test_the_folded_model_is_the_original_before_rounding(monkeypatch, kv, bias):
+    """s folded into the wrong rows, heads that share a kv head with different s, a v bias left unscaled: all change the function."""
+    model = biased_model(kv, bias)
+    want = model(IDS)
+    without_rounding(monkeypatch)
     folded, rows = quantized(model)
     assert (folded(IDS) - want).abs().max() < 1e-5 * want.abs().max().clamp(min=1) + 1e-5
     for a, b in zip(model.layers, folded.layers, strict=True):
@@ -96,6 +107,18 @@ def test_the_folded_model_is_the_original_before_rounding(monkeypatch, kv, bias)
             assert ratio.max() / ratio.min() > 3  # something was folded
         ratio = (a.attn.qkv_proj.weight[-16 * kv :] / b.attn.qkv_proj.weight[-16 * kv :]).median(1).values
         assert ratio.max() / ratio.min() > 1.5
+
+
+def test_a_producer_that_gives_up_leaves_its_consumer_unscaled(monkeypatch):
+    """Scales of o and down that nothing in v and up takes back."""
+    model = biased_model(2, True)
+    want = model(IDS)
+    without_rounding(monkeypatch, harm=True)
+    folded, _ = quantized(model)
+    assert (folded(IDS) - want).abs().max() < 1e-5 * want.abs().max().clamp(min=1) + 1e-5
+    for a, b in zip(model.layers, folded.layers, strict=True):
+        assert torch.equal(a.mlp.down_proj.weight, b.mlp.down_proj.weight)
+        assert not torch.allclose(a.mlp.gate_up_proj.weight, b.mlp.gate_up_proj.weight)  # its own columns still are
 
 
 def test_scales_folded_into_a_bfloat16_norm_are_exact():
@@ -210,6 +233,15 @@ def test_block_scales_are_searched_for_the_scaled_activations():
     assert abs(found.awq - awq.output_error(dequantize(found.q) / found.s - w, H) / awq.output_error(w, H)) < 1e-6
 
 
+def test_where_no_channel_scale_helps_block_scales_still_do():
+    """Activations that say nothing of what matters: exponent 0 is the best, and its blocks are to be searched as well."""
+    g = torch.Generator().manual_seed(0)
+    w, x = torch.randn(8, 64, generator=g), torch.randn(300, 64, generator=g)
+    args = w, x.T @ x, torch.exp(3 * torch.randn(64, generator=g)), "nvfp4"
+    found, blocks = awq.Search(*args, grid=2), awq.Search(*args, grid=0)
+    assert found.exponent == 0 and found.awq == blocks.awq < 0.95 * found.rtn == 0.95 * found.channels
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_snap_is_encode_and_dequantize(fmt):
     """What the search measures must be what is stored."""
@@ -305,6 +337,9 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     rows.write_text('{"text": "one plus one"}\n{"question": "q?", "answer": "a"}\n')
     assert awq.texts(rows) == ["one plus one", "q?\na"]
     assert awq.calibration(text, TINY, 3, 16).shape == (3, 16)
+    tok = data.Tokenizer(TINY)
+    ids = [i for t in awq.texts(rows) for i in [*tok.encode(t), tok.eos_ids[-1]]]  # documents end
+    assert awq.calibration(rows, TINY, 50, 4).flatten().tolist() == ids[: len(ids) // 4 * 4]
     built_in = awq.calibration(None, TINY, 6, 64)
     assert built_in.shape == (6, 64) and built_in.unique().numel() > 20
     assert awq.calibration(rows, TINY, 50, 4).shape[0] < 50  # as many whole sequences as there are

@@ -27,6 +27,8 @@ def test_floor_of_a_7b_step():
     floor = bench.floor_bytes(bench.config("7b"), "nvfp4", 16, 8, 512)
     assert floor == {"linear": pytest.approx(3.67e9, rel=0.01), "head": 152064 * 3584 * 2,
                      "lora": pytest.approx(8.07e7, rel=0.01), "kv": 8 * 512 * 57344}
+    tied = bench.config("0.5b")  # its head is the embedding, and is read all the same
+    assert tied.tie_word_embeddings and bench.floor_bytes(tied, "nvfp4", 0, 1, 1)["head"] == 151936 * 896 * 2
 
 
 @pytest.mark.parametrize("M, N, K", [(1, 896, 896), (8, 37888, 3584), (64, 3584, 18944), (300, 9728, 896), (16, 64, 272)])
@@ -37,6 +39,9 @@ def test_tiles_that_are_tried_are_right(M, N, K):
     for t in found:
         blocks = -(-K // 128)
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
+        tiles = -(-N // t["BN"]) * -(-M // t["BM"])
+        assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= bench.marlin_triton.PARTIALS
+        assert t["stages"] * 128 * (2 * t["BM"] + t["BN"] / 2) <= 113 * 1024  # of an SM's 227 KiB: two at once
 
 
 def test_shapes_are_found_by_name():
@@ -144,3 +149,36 @@ def test_on_paper_one_card_waits_for_nobody_and_many_read_what_all_drew(capsys):
     assert float(sixteen["wait"]) >= float(four["wait"]) > 0 and float(sixteen["exchange"]) >= 2 * float(four["exchange"])
     assert float(sixteen["update"]) == pytest.approx(float(one["update"]), rel=0.2)
     assert int(sixteen["linear"][:-1]) <= int(four["linear"][:-1]) <= 100
+
+
+def shown(monkeypatch, *argv):
+    """The rows of `bench.py scale`, before they are rounded."""
+    rows, args = [], bench.parse_args(["scale", *argv])
+    monkeypatch.setattr(bench, "show", lambda columns, row=None: rows.append(row))
+    args.run(args)
+    return rows[1:]
+
+
+def test_the_step_on_paper_is_that_of_its_terms(monkeypatch):
+    """By hand, where all completions are equally long: a figure that is read off the wrong number of rows, an update without its
+    prompts, an all-reduce for one of several updates."""
+    measured = json.loads((bench.RESULTS / "decode_steps_h100.json").read_text())
+    [ms] = [r["replay_ms"] for r in measured if (r["size"], r["quant"], r["lora_rank"], r["rows"]) == ("7b", "nvfp4", 16, 8)]
+    [row] = shown(monkeypatch, "--cards", "4", "--rows", "8", "--spread", "0", "--median", "500", "--prompt", "100",
+                  "--updates", "3", "--update-tok-s", "1e4", "--reduce-gb", "20", "--gather-gb", "2", "--pickle-ns", "100")
+    want = {"rollout": 500 * ms / 1e3, "wait": 0, "exchange": 4 * 8 * 500 * (100 + 12 / 2) / 1e9, "update": 8 * 600 / 1e4,
+            "by_rows": 0, "reduce": 2 * 3 / 4 * 4 * 40_370_176 * 3 / 20e9}
+    assert {name: row[name] for name in want} == pytest.approx(want)
+    [alone] = shown(monkeypatch, "--cards", "1", "--rows", "8")
+    assert alone["exchange"] == alone["reduce"] == alone["wait"] == 0 and alone["linear"] == 1
+    for row in shown(monkeypatch, "--cards", "2", "16", "--rows", "8"):
+        assert row["wait"] > 0 and row["step"] == pytest.approx(
+            sum(row[name] for name in ("rollout", "wait", "exchange", "update", "reduce")))
+
+
+def test_the_bound_of_a_queue_fills_each_slot_at_once(monkeypatch):
+    """By hand, four requests through two slots: two at once for 4 steps, then the last one alone for 5 more."""
+    batches = []
+    monkeypatch.setattr(bench, "replayer", lambda model, rows, tokens: batches.append(rows))
+    monkeypatch.setattr(bench, "timed", lambda f: ({1: 20.0, 2: 60.0}[batches[-1]], None))  # of 20 steps
+    assert bench.perfect(None, [4, 1, 2, 6], 2, 10) == pytest.approx(4 * 3.0 + 5 * 1.0)

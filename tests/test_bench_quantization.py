@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import bench_quantization as bench
-from weights import checkpoint
+import data
+import sample
+from weights import awq, checkpoint
 
 
 @pytest.fixture
@@ -45,6 +47,54 @@ def test_the_table_is_measured_row_by_row_and_resumes(folder, shallow, monkeypat
     monkeypatch.setattr(bench, "row", lambda *a: pytest.fail("measured again"))
     bench.main(argv)
     assert json.loads(out.read_text())["table"] == rows
+
+
+def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folder, shallow, monkeypatch):
+    """Calibrated on the text that it is tested on, AWQ's halves with the other half in them, sampled answers called greedy."""
+    loads, asked, tok = [], [], data.Tokenizer(shallow)
+
+    def load(model, device, dtype, fmt, *text, **options):
+        loads.append((fmt, *text, options))
+        m = checkpoint.load(model, device, dtype)
+        m.awq = [{"awq": 1.0, "rtn": 4.0, "channels": 2.0, "exponent": 0.5},
+                 {"awq": 1.0, "rtn": 1.0, "channels": 1.0, "exponent": 0.0}]
+        return m
+
+    def evaluate(model, *args, **kw):
+        asked.append((model.valid_vocab, [q["question"] for q in args[1]], args[2], kw))
+        return {"accuracy": 0.5, "stderr": 0.25, "format": 1.0, "questions": 2}
+
+    monkeypatch.setattr(bench.awq, "load", load)
+    monkeypatch.setattr(bench, "evaluate", evaluate)
+    out = folder / "q.json"
+    bench.main(["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--methods", "channels", "blocks",
+                "--questions", "2", "--samples", "0", "--divergence", "0", "--max-new-tokens", "4", "--sequences", "4",
+                "--length", "32", "--device", "cpu", "--out", str(out)])
+    text = folder / "train.jsonl", 4, 32
+    assert loads == [("nf4", *text, {"finalists": None}), ("nf4", *text, {"grid": 0})]
+    how = {"n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
+    assert asked == 3 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], "boxed", how)]
+    model = checkpoint.load(shallow, dtype=torch.float32)
+    model.valid_vocab = len(tok)
+    _, entropy, tokens = map(sum, zip(*awq.perplexity(model, [tok.encode(t) for t in awq.texts(folder / "test.jsonl")]), strict=True))
+    first, second, *_ = json.loads(out.read_text())["table"]
+    assert first["entropy_on_text"] == pytest.approx(entropy / tokens) and first["tokens"] == tokens
+    assert (second["error_kept"], second["exponents_above_0"], second["accuracy_se"]) == (pytest.approx(0.5), 0.5, 0.25)
+
+
+def test_the_entropy_is_along_what_the_model_itself_wrote(shallow):
+    """By definition, token by token: not of the prompt, not over ids that are never drawn; its error over prompts."""
+    model, tok = checkpoint.load(shallow, dtype=torch.float32), data.Tokenizer(shallow)
+    model.valid_vocab = 90
+    prompts, each = [[1, 5, 9, 30], [3, 4], [7, 7, 7]], []
+    for prompt, (s,) in zip(prompts, sample.generate(model, prompts, 1, 5, eos_ids=tok.eos_ids), strict=True):
+        of = []
+        for i in range(len(s.ids)):
+            p = model(torch.tensor([prompt + s.ids[:i]]))[0, -1, :90].double().softmax(0)
+            of.append(-(p * p.log()).sum().item())
+        each.append(sum(of) / len(of))
+    mean, error = bench.own_entropy(model, tok, prompts, 5)
+    assert mean == pytest.approx(sum(each) / 3, rel=1e-4) and error == pytest.approx(bench.stderr(each), rel=1e-3)
 
 
 def test_the_gap_and_its_error_are_of_paired_documents():

@@ -208,6 +208,21 @@ def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
         assert (a[:, [1, 2, 4]] == 0).all()
 
 
+def test_a_graph_is_replayed_for_the_prompts_of_its_call():
+    """Captured once for a size: what it reads must be this call's prompts, places and slots, and fewer rows than before."""
+    m = build(ONE)
+    ours, theirs = M.KVCache(m, 6, 64), engine.Eager(m, 6, 64)
+    prefill, captured = packed.Prefill(m, ours), []
+    prefill.refresh()
+    for prompts, slots in ((ROWS[1:], [0, 3, 5]), ([[9, 8, 7], [30] * 5], [4, 1])):
+        prefill.run(m, [p[:-1] for p in prompts], slots, lambda launch: captured.append(launch) or launch)
+        with torch.no_grad():
+            engine.prefill(m, theirs, prompts, slots)
+    assert len(captured) == 1
+    for a, b in ((ours.k, theirs.cache.k), (ours.v, theirs.cache.v)):
+        assert torch.allclose(a, b, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("V, valid", [(301, 297), (5000, 5000), (9001, 8200)])
 def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, temperature):
