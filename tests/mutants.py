@@ -12,7 +12,7 @@ A parent process imports the libraries (not the project) once and forks a child 
 two at a time.
 
     python tests/mutants.py                   # all of them, as a table; exit code 1 if one survives
-    python tests/mutants.py --third           # a third, chosen by the date, as CI does
+    python tests/mutants.py --one-in 6        # a sixth, chosen by the date, as CI does
     python tests/mutants.py draw.py negated   # those whose file or name contains one of these
 """
 import argparse
@@ -1174,10 +1174,10 @@ def verdict(code, failed):
 
 
 def chosen_by(args, every):
-    if args.third:
-        part = date.today().timetuple().tm_yday % 3
-        print(f"third {part + 1} of 3")
-        return every[part::3]
+    if args.one_in:
+        part = date.today().timetuple().tm_yday % args.one_in
+        print(f"part {part + 1} of {args.one_in}")
+        return every[part :: args.one_in]
     return [m for m in every
             if not args.names or any(name in f"{m.file}: {m.name}" for name in args.names)]
 
@@ -1185,7 +1185,7 @@ def chosen_by(args, every):
 def main():
     parser = argparse.ArgumentParser(description="Mutations of the sources that tests must notice.")
     parser.add_argument("names", nargs="*", help="parts of names or files (default: all)")
-    parser.add_argument("--third", action="store_true", help="a third of them, chosen by the date")
+    parser.add_argument("--one-in", type=int, metavar="N", help="of N, one, chosen by the date")
     args = parser.parse_args()
     every = mutants()
     problems = [f"error: {m.name}: {problem}" for m in every if (problem := m.problem())]
