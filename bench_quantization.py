@@ -40,7 +40,7 @@ def own_entropy(model, tok, prompts, max_new_tokens):
         ids = torch.tensor([prompt + s.ids], device=model.embed.weight.device)
         hidden = model.hidden(ids[:, :-1])[0, len(prompt) - 1 :]  # (T, C): what predicts the sample
         _, entropy = token_logprobs(hidden, model.lm_head.weight, ids[0, len(prompt) :],
-                                         valid_vocab=model.valid_vocab)
+                                    valid_vocab=model.valid_vocab)
         out.append(entropy.mean().item())
     return mean(out), stderr(out)
 

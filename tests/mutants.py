@@ -986,7 +986,7 @@ MUTANTS = {
          "hidden(ids[:, 1:])[0, len(",
          "bench_quantization::the_entropy_is_along_what_the_model_itself_wrote"),
         ("ids that are never drawn have entropy",
-         "ids[0, len(prompt) :],\n                                         valid_vocab=model.valid_vocab)",
+         "ids[0, len(prompt) :],\n                                    valid_vocab=model.valid_vocab)",
          "ids[0, len(prompt) :])",
          "bench_quantization::the_entropy_is_along_what_the_model_itself_wrote"),
         ("AWQ sees the test split", 'args.data / "train.jsonl", args.out',

@@ -360,7 +360,7 @@ def perplexity(model, docs, batch=16):
         scored = torch.arange(ids.shape[1] - 1, device=device) < n[:, None]  # (B, T-1)
         hidden = model.hidden(ids[:, :-1])[scored]  # (B, T-1, C) -> (S, C)
         logp, entropy = token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][scored],
-                                            valid_vocab=model.valid_vocab)
+                                       valid_vocab=model.valid_vocab)
         for i, p, e in zip(chosen, logp.split(n.tolist()), entropy.split(n.tolist()), strict=True):
             out[i] = (-p.sum().item(), e.sum().item(), len(docs[i]) - 1)
     return out
