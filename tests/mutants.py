@@ -44,6 +44,8 @@ MUTANTS = {
          "loop::noise_is_in_the_rollout_and_not_in_the_update"),
         ("the noise is off in the update of scope both", 'args.aqn_scope == "rollout"', "True",
          "loop::scope_both_keeps_the_rollouts_noise_in_the_update"),
+        ("no room is made for the update", "make_room(model, model.update_bytes)", "make_room(model, 0)",
+         "train::each_step_makes_room_for_its_updates"),
         ("the noise is never redrawn", "aqn.noise_seed(args.seed, step)",
          "aqn.noise_seed(args.seed, 0)", "loop::noise_is_drawn_anew_each_step"),
         ("every seed's noise", "aqn.noise_seed(args.seed, step)", "aqn.noise_seed(0, step)",
