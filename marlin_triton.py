@@ -43,6 +43,10 @@ from runtime.bits import TOUCH, arrange, extract, load_scales, unscaled, words
 from weights.formats import CHUNK, FORMATS, dequantize
 
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
+# by one thread; nobody waits for what it would return
+COUNT_ROUND = tl.constexpr("{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; "
+                           "setp.eq.u32 one, t, 0; mov.u32 $0, 0; "
+                           "@one red.relaxed.gpu.global.inc.u32 [$1], $2; }")
 
 
 @triton.jit
@@ -136,25 +140,28 @@ def adapter_out(sums, mt, MT, part, R: tl.constexpr, RP: tl.constexpr, PR: tl.co
 
 
 @triton.jit
-def adapter_left(flags, mt, everyone):
-    """The last of the makers and readers of the rows `mt` leaves their flag at zero for the next
-    kernel."""
-    tl.debug_barrier()  # all threads have seen it
-    if tl.atomic_add(flags + mt, 1, sem="relaxed") == everyone - 1:
-        tl.store(flags + mt, 0)
+def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
+    """Wait for the makers of a program's rows of x A^T. The last of its readers leaves the flag at
+    zero for the next kernel."""
+    reached(flag, makers, ASM)
+    if ASM:
+        tl.inline_asm_elementwise(COUNT_ROUND, "=r,l,r", [flag.to(tl.int64), makers + readers - 1],
+                                  dtype=tl.int32, is_pure=False, pack=1)
+    elif tl.atomic_add(flag, 1) == makers + readers - 1:
+        tl.store(flag, 0)
 
 
-@triton.jit(do_not_specialize=["M", "b0", "b1", "whole"])
+@triton.jit(do_not_specialize=["M", "b0", "b1"])
 def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, N, K, sx, sc,
-         ss, sb, scaling, b0, b1, whole, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         SPLIT: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-         RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr, Z: tl.constexpr,
-         ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
+         ss, sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         SPLIT: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr,
+         R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
+         Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
          BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
          ASM: tl.constexpr, TMA: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
-    the weight, BM of x, and all of K or, of the rows of tiles from `whole` on, one of SPLIT splits;
-    with an adapter, the first ones make x A^T (adapter_in).
+    the weight, BM of x, and one of SPLIT splits of K or, of the first WHOLE rows of tiles, all of
+    it; with an adapter, the first ones make x A^T (adapter_in).
 
     GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
     gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
@@ -174,10 +181,14 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             adapter_in(x, A, sums, flags, M, K, sx, pid, MT, AT, P * R, Z, ZR, BM, BA, RA, T, PDL)
             return
         pid -= makers
-    at = pid - whole * MT
-    cut = at >= 0
-    tile = tl.where(cut, whole + at // (MT * SPLIT), pid // MT)
-    split = tl.where(cut, at // MT % SPLIT, 0)
+    KB = tl.cdiv(K, 128)  # chunks
+    tile, split, per, cut = pid // (MT * SPLIT), pid // MT % SPLIT, tl.cdiv(KB, SPLIT), True
+    if WHOLE > 0:
+        at = pid - WHOLE * MT
+        cut = at >= 0
+        tile = tl.where(cut, WHOLE + at // (MT * SPLIT), pid // MT)
+        split = tl.where(cut, at // MT % SPLIT, 0)
+        per = tl.where(cut, per, KB)
     m = pid % MT * BM + tl.arange(0, BM)
     inside = (m < M)[None, :]
     r = tl.arange(0, BN)
@@ -186,10 +197,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     # warp, lane / 4) -> (block, warp, half, lane / 4)
     rl = r // (16 * W) * (16 * W) + (r // 8) % W * 16 + (r // (8 * W)) % 2 * 8 + r % 8
     rl = tl.minimum(weight_row(tile, rl, N, BN, GLU)[0], N - 1)
-    KB = tl.cdiv(K, 128)
-    per = tl.where(cut, tl.cdiv(KB, SPLIT), KB)
-    k = tl.where(cut, split * per * 128, 0)
-    j = tl.arange(0, 64)
+    k, j = split * per * 128, tl.arange(0, 64)
     wp = words(codes, rl, k, N, sc, FAST)
     # int32 from a row's chunk to its next
     step = 128 if FAST else (16 * tl.minimum(8, N - rl // 8 * 8))[:, None]
@@ -198,20 +206,19 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     xp = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * sx + (k + j)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     # what the epilogue needs is in flight while the weight streams: loaded at the end, it would be
-    # waited for; only split 0 adds it
+    # waited for
     rr, gs = tl.arange(0, RP), tl.load(g + row, mask=ok, other=0.0)
-    first = tl.where(split == 0, row, N) < tl.where(ok, N, 0)
     if BIAS:
-        bs = tl.load(bias + row, mask=first, other=0.0)
+        bs = tl.load(bias + row, mask=ok, other=0.0)
     if R > 0:
-        bt = tl.load(B + row[:, None] * sb + rr[None, :],
-                     mask=first[:, None] & (rr < R)[None, :], other=0.0)
+        bt = tl.load(B + row[:, None] * sb + rr[None, :], mask=ok[:, None] & (rr < R)[None, :],
+                     other=0.0)
     if PDL:  # the kernel before may still run: wait before reading what it wrote or writing
         tl.extra.cuda.gdc_wait()
     if RES and BM <= 16:  # more would not fit the registers
         rs = tl.load(res + m.to(tl.int64)[None, :] * N + row[:, None], mask=inside & ok[:, None],
                      other=0.0)
-    for i in tl.range(0, tl.minimum(per, KB - k // 128), num_stages=STAGES):
+    for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
         kc = k + i * 128
         if ASM:  # touches the sum, so that the tensor core is done with the last iteration's codes:
             # Triton 3.6 decodes the next ones into registers that it may still be reading
@@ -240,9 +247,25 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         tl.extra.cuda.gdc_launch_dependents()
     acc = unscaled(acc, FMT, ASM, T) * gs[:, None]
     done = split == 0
-    if done:
+    if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of
+        # split: the same bits on every run
+        slot = (tile - WHOLE) * MT + pid % MT
+        spot = part + slot.to(tl.int64) * (SPLIT * BN * BM) + (
+            r[:, None] * BM + tl.arange(0, BM)[None, :])
+        if cut:
+            tl.store(spot + split * (BN * BM), acc)
+            tl.debug_barrier()
+            done = tl.atomic_add(count + slot, 1, sem="acq_rel") == SPLIT - 1
+    if done:  # only here is res read: out may be the same memory
         if R > 0:
-            reached(flags + pid % MT, BM // BA * AT * ZR, ASM)
+            adapter_awaited(flags + pid % MT, BM // BA * AT * ZR, tl.cdiv(N, BN), ASM)
+        if SPLIT > 1:
+            if cut:  # these loads and the adapter's are in flight together
+                tl.store(count + slot, 0)
+                acc = tl.load(spot, cache_modifier=".cg")
+                for other in tl.static_range(1, SPLIT):
+                    acc += tl.load(spot + other * (BN * BM), cache_modifier=".cg")
+        if R > 0:
             n = tile * BN if ONE else row  # ONE: all rows of the tile belong to one part
             own = (n >= b0).to(tl.int32) + (n >= b1).to(tl.int32)
             acc *= 1 / scaling  # a second sum would not fit the registers
@@ -254,22 +277,6 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             acc *= scaling
         if BIAS:
             acc += bs.to(tl.float32)[:, None]
-    if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of
-        # split: the same bits on every run
-        slot = (tile - whole) * MT + pid % MT
-        spot = r[:, None] * BM + tl.arange(0, BM)[None, :]
-        sums = part + slot.to(tl.int64) * (SPLIT * BN * BM)
-        if cut:
-            tl.store(sums + split * (BN * BM) + spot, acc)
-            tl.debug_barrier()
-            done = tl.atomic_add(count + slot, 1, sem="acq_rel") == SPLIT - 1
-    if done:  # only here is res read: out may be the same memory
-        if SPLIT > 1:
-            if cut:
-                tl.store(count + slot, 0)
-                acc = tl.load(sums + spot, cache_modifier=".cg")
-                for other in tl.static_range(1, SPLIT):
-                    acc += tl.load(sums + other * (BN * BM) + spot, cache_modifier=".cg")
         if GLU:
             both = tl.reshape(acc, (BN // 16, 2, 8, BM)).to(out.dtype.element_ty).to(tl.float32)
             gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))  # (BN / 16, 8, BM)
@@ -286,8 +293,6 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             elif RES:
                 acc += tl.load(res + o, mask=keep, other=0.0).to(tl.float32)
             tl.store(out + o, acc.to(out.dtype.element_ty), mask=keep)
-    if R > 0 and split == 0:
-        adapter_left(flags, pid % MT, BM // BA * AT * ZR + tl.cdiv(N, BN))
 
 
 @triton.jit
@@ -329,7 +334,8 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
 # are on an SM at once, which takes about `wave` ns and, a chunk of K, `alone` ns where one is,
 # `each` for every program where many are. At most 111 KB of shared memory.
 TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1350, alone=320, each=170),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=190),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=190,
+              maxnreg=80),
          dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1350, alone=240, each=220),
          dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1350, alone=390, each=290),
          dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=2400, alone=480, each=375),
@@ -500,8 +506,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     gemm[(makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"]),)](
         x, xd, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M,
         N, K, x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
-        *(*bounds, N, N)[:2], t["whole"], FMT=q.fmt, BM=t["BM"], BN=t["BN"], SPLIT=t["split"],
-        STAGES=t["stages"], W=t["warps"], P=P, **adapter,
+        *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], SPLIT=t["split"],
+        WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
         TMA=tma, num_warps=t["warps"], **extra)

@@ -135,7 +135,11 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
     # lengths and the tokens before this one were there before this step: the first block is fetched
     # before the wait
     n = tl.load(length + b)  # tokens in the cache; the new one goes to position n
-    chunk = tl.cdiv(n, W)
+    # what a split adds to the merge is not worth fewer tokens than a block, or 32
+    chunk = tl.maximum(tl.cdiv(n, W), max(BLOCK, 32))
+    splits = tl.maximum(1, tl.cdiv(n, chunk))
+    if s >= splits:
+        return
     t = s * chunk + o
     end = tl.minimum(n, (s + 1) * chunk)
     ok = t < end
@@ -186,20 +190,21 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
         tl.store(ms + s * H + head, m, mask=live)
         tl.store(ls + s * H + head, l, mask=live)
         tl.debug_barrier()
-        if tl.atomic_add(arrived + b * HKV + h, 1, sem="acq_rel") != W - 1:
+        if tl.atomic_add(arrived + b * HKV + h, 1, sem="acq_rel") != splits - 1:
             return
         tl.store(arrived + b * HKV + h, 0)
-        m, l = tl.full((GP,), -float("inf"), tl.float32), tl.zeros((GP,), tl.float32)
+        # finite where there is no head
+        m, l = tl.where(live, -float("inf"), 0.0), tl.where(live, 0.0, 1.0)
         acc = tl.zeros((GP, D), tl.float32)
-        for i in range(0, W, SOME):
+        for i in range(0, splits, SOME):
             for j in tl.static_range(SOME):  # loads in flight; a tensor of them would cross warps
-                at = (i + j) * H + head
-                own = tl.load(ms + at, mask=live, other=0.0, cache_modifier=".cg")
-                some = tl.load(parts + at[:, None] * D + e[None, :], mask=live[:, None], other=0.0,
+                at, there = (i + j) * H + head, g < tl.where(i + j < splits, G, 0)
+                own = tl.load(ms + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+                some = tl.load(parts + at[:, None] * D + e[None, :], mask=there[:, None], other=0.0,
                                cache_modifier=".cg")  # (GP, D)
                 new = tl.maximum(m, own)
                 fade, f = tl.exp2(m - new), tl.exp2(own - new)
-                l = l * fade + f * tl.load(ls + at, mask=live, other=1.0, cache_modifier=".cg")
+                l = l * fade + f * tl.load(ls + at, mask=there, other=0.0, cache_modifier=".cg")
                 acc = acc * fade[:, None] + f[:, None] * some
                 m = new
     tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
@@ -229,14 +234,13 @@ def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl
     ok = (rows[None, :] < B) & (n[:, None] < N)
     at = y + rows[None, :].to(tl.int64) * N + n[:, None]
     acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
-    marlin_triton.reached(flags + pid % MT, AT * ZR, ASM)
+    marlin_triton.adapter_awaited(flags + pid % MT, AT * ZR, tl.cdiv(N, BN), ASM)
     # a block that straddles two parts takes both
     for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
         h = marlin_triton.adapter_out(sums, pid % MT, MT, i, R, RP, PR, Z, ZR, RB, T)
         term = tl.dot(bt.to(T), h, input_precision="ieee")  # (BN, RB)
         acc += tl.where((part == i)[:, None], term * scaling, 0)
     tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
-    marlin_triton.adapter_left(flags, pid % MT, AT * ZR + tl.cdiv(N, BN))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import marlin_triton as mt
 
 POINTERS = {**dict.fromkeys(("x", "bias", "A", "B", "res", "out"), "*bf16"), "codes": "*u8", "scale": "*u8",
             **dict.fromkeys(("g", "part", "sums"), "*fp32"), **dict.fromkeys(("count", "flags"), "*i32")}
-NUMBERS = {**dict.fromkeys(("M", "N", "K", "sx", "sc", "ss", "sb", "b0", "b1", "whole"), "i32"), "scaling": "fp32"}
+NUMBERS = {**dict.fromkeys(("M", "N", "K", "sx", "sc", "ss", "sb", "b0", "b1"), "i32"), "scaling": "fp32"}
 
 
 def compiled(tile, glu, dtype):
@@ -25,7 +25,7 @@ def compiled(tile, glu, dtype):
     tma = tile["BM"] >= 128
     types = POINTERS | NUMBERS | ({"xd": f"tensordesc<bf16[{tile['BM']}, 64]>"} if tma else {})
     types = {name: t.replace("bf16", dtype) for name, t in types.items()}
-    constants = dict(FMT="nvfp4", BM=tile["BM"], BN=tile["BN"], SPLIT=1, STAGES=tile["stages"], W=tile["warps"],
+    constants = dict(FMT="nvfp4", BM=tile["BM"], BN=tile["BN"], SPLIT=1, WHOLE=0, STAGES=tile["stages"], W=tile["warps"],
                      R=16, RP=16, P=1 + glu, RA=16 + 16 * glu, AT=1, Z=4, ZR=1, BA=min(tile["BM"], 16), ONE=not glu, GLU=glu, BIAS=False, RES=not glu,
                      FAST=True, PDL=True, ASM=True, TMA=tma, **({} if tma else {"xd": None}))
     whole = [*POINTERS, "N", "K", "sx", "sc", "ss", "sb"]  # multiples of 16
