@@ -106,13 +106,12 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
     left = tl.load(ap + z * per, mask=here & (z * per + j < end)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # the others decide when: it takes all of a grid
     for k in tl.range(z * per, end, 128):
         right = tl.load(xp + k, mask=rows & (k + j < end)[:, None], other=0.0)
         # (RA, 128) @ (128, BA)
         acc = tl.dot(left.to(T), right.to(T), acc, input_precision="ieee")
         left = tl.load(ap + k + 128, mask=here & (k + 128 + j < end)[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     spot = i[None, :] * PR + r[:, None]
     tl.store(sums + spot * Z + z, acc, mask=here)
     tl.debug_barrier()
@@ -158,7 +157,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
          R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
          Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
          BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
-         ASM: tl.constexpr, TMA: tl.constexpr):
+         ASM: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
     the weight, BM of x, and one of SPLIT splits of K or, of the first WHOLE rows of tiles, all of
     it; with an adapter, the first ones make x A^T (adapter_in).
@@ -215,6 +214,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
                      other=0.0)
     if PDL:  # the kernel before may still run: wait before reading what it wrote or writing
         tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     if RES and BM <= 16:  # more would not fit the registers
         rs = tl.load(res + m.to(tl.int64)[None, :] * N + row[:, None], mask=inside & ok[:, None],
                      other=0.0)
@@ -242,8 +243,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         acc = tl.dot(high, xh.to(T), acc, input_precision="ieee")
         wp += step
         xp += 128
-    if PDL:  # from here the next kernel fills SMs as programs leave; signalled at the start, its
-        # programs pile up on some
+    if PDL and not EARLY:  # from here the next kernel fills SMs as programs leave; signalled at the
+        # start, its programs pile up on some
         tl.extra.cuda.gdc_launch_dependents()
     acc = unscaled(acc, FMT, ASM, T) * gs[:, None]
     done = split == 0
@@ -478,7 +479,7 @@ def adapter_work(x, A, parts, BM):
 
 
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-             glu=False, asm=None, **override):
+             glu=False, early=False, asm=None, **override):
     """The decoding kernel itself, whatever M; arguments as linear_decode's. On CPU tensors it needs
     TRITON_INTERPRET=1. `asm` False takes the decoder in plain Triton, and keywords of TILES (and
     `split`) replace those of `plan`."""
@@ -488,9 +489,11 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    t = plan(M, N, K, sms(x.device))[1] | ({"whole": 0} | override if override else {})
+    t = plan(M, N, K, sms(x.device))[1]
+    if override:
+        t = t | {"whole": 0, "maxnreg": None} | override
     major = torch.cuda.get_device_capability(x.device)[0] if cuda else 9
-    extra = {"maxnreg": t["maxnreg"]} if cuda and "maxnreg" in t else {}
+    extra = {"maxnreg": t["maxnreg"]} if cuda and t.get("maxnreg") else {}
     pdl = cuda and major >= 9
     if pdl:
         extra["launch_pdl"] = True
@@ -503,14 +506,16 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
     fast = K % CHUNK == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
-    gemm[(makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"]),)](
+    programs = makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"])
+    gemm[(programs,)](
         x, xd, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M,
         N, K, x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
         *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], SPLIT=t["split"],
         WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
-        TMA=tma, num_warps=t["warps"], **extra)
+        TMA=tma, EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"],
+        **extra)
     return out
 
 
@@ -613,7 +618,7 @@ def matmul(x, q):
 
 
 def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-                  glu=False):
+                  glu=False, early=False):
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
@@ -621,7 +626,8 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
     q, k, v; a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous;
     `out` is written if given, and may be `residual`. glu: q is gate on up, and the result (M,
-    N / 2).
+    N / 2). early: the next kernel has much to fetch before it needs the result, and may begin as
+    soon as all programs of this one run.
 
     Deterministic, and safe in a CUDA graph after one call outside: kernels compile, buffers are
     made and weights checked on the first. On the CPU plain torch. ValueError if shapes or dtypes do
@@ -635,7 +641,7 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     if x.is_cuda and x.dtype not in HALVES:
         raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16 or float16")
     if x.is_cuda and few(M, N, K, sms(x.device)):
-        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu)
+        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu, early)
     start = bias if residual is None else residual
     if x.is_cuda:
         y = many(x, q, transposed=False, start=start)

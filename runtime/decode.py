@@ -395,12 +395,13 @@ class Step:
                           num_warps=8, **self.launch)
         return out
 
-    def linear(self, p, x, residual=None, glu=False):
+    def linear(self, p, x, residual=None, glu=False, early=False):
         """base(x) + LoRA (+ residual, which is overwritten) for x (B, K); glu: silu(gate) * up of
-        it."""
+        it; early: linear_decode's."""
         if p.quantized and x.dtype != torch.float32:
             return marlin_triton.linear_decode(
-                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu)
+                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu,
+                early)
         if residual is None or p.quantized or p.base.bias is not None:
             y = p.base(x) if residual is None else residual.add_(p.base(x))
         else:
@@ -450,7 +451,8 @@ class Step:
         in the cache after it."""
         x, norms = F.embedding(self.token[:rows], self.embed), iter(self.norms)  # (B, C)
         for i, (qkv_proj, o_proj, gate_up_proj, down_proj) in enumerate(self.layers):
-            y = self.attention(i, self.linear(qkv_proj, self.normed(x, next(norms))))
+            qkv = self.linear(qkv_proj, self.normed(x, next(norms)), early=True)
+            y = self.attention(i, qkv)  # (B, (H + 2 Hkv) D) -> (B, H*D)
             x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
             y = self.linear(gate_up_proj, self.normed(x, next(norms)), glu=True)  # (B, C) -> (B, F)
             x = self.linear(down_proj, y, x)  # (B, F) -> (B, C)

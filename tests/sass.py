@@ -27,7 +27,7 @@ def compiled(tile, glu, dtype):
     types = {name: t.replace("bf16", dtype) for name, t in types.items()}
     constants = dict(FMT="nvfp4", BM=tile["BM"], BN=tile["BN"], SPLIT=1, WHOLE=0, STAGES=tile["stages"], W=tile["warps"],
                      R=16, RP=16, P=1 + glu, RA=16 + 16 * glu, AT=1, Z=4, ZR=1, BA=min(tile["BM"], 16), ONE=not glu, GLU=glu, BIAS=False, RES=not glu,
-                     FAST=True, PDL=True, ASM=True, TMA=tma, **({} if tma else {"xd": None}))
+                     FAST=True, PDL=True, ASM=True, TMA=tma, EARLY=False, **({} if tma else {"xd": None}))
     whole = [*POINTERS, "N", "K", "sx", "sc", "ss", "sb"]  # multiples of 16
     source = ASTSource(mt.gemm, {n: types.get(n, "constexpr") for n in names},
                        {(names.index(n),): value for n, value in constants.items()},
