@@ -12,9 +12,9 @@ lse, kept for backward, is log2 of the softmax's sum.
     dQ = scale dS K           dK = scale dS^T Q
 
 No sum is shared between programs: dQ has a kernel of its own, which makes S and dP again, and the
-one for dK and dV passes over all query heads of its key head. So nothing is atomic, and each run
-gives the same bits. dK and dV come from S^T = K Q^T, whose registers are P^T and dS^T as the next
-products read them.
+one for dK and dV passes over all query heads of its key head, or leaves their sums apart. So
+nothing is atomic, and each run gives the same bits. dK and dV come from S^T = K Q^T, whose
+registers are P^T and dS^T as the next products read them.
 
 Rows differ in length, so the grid is a list of blocks, the longest passes first. It is made on the
 device, for its own length depends on shapes alone: the host waits for nothing. The last block of a
@@ -143,17 +143,18 @@ def dq_kernel(q, k, v, y, dy, lse, delta, dq, blocks, S, scale, unit, G: tl.cons
 
 @triton.jit
 def dkdv_kernel(q, k, v, dy, lse, delta, dk, dv, blocks, S, scale, unit, G: tl.constexpr,
-                D: tl.constexpr, B: tl.constexpr):
-    head, Hkv, n = tl.program_id(0), tl.num_programs(0), tl.num_programs(1)
+                D: tl.constexpr, B: tl.constexpr, HEADS: tl.constexpr):
+    """What HEADS query heads give to dK and dV (S, H / HEADS, D)."""
+    part, parts, n = tl.program_id(0), tl.num_programs(0), tl.num_programs(1)
     _, end, at, _, _, seen = entry(blocks, n - 1 - tl.program_id(1))
     if at >= end:
         return
-    keys = at + tl.arange(0, B)
-    K, V = k.load([at, head * D]), v.load([at, head * D])  # (B, D)
+    keys, col = at + tl.arange(0, B), part * HEADS // G * D
+    K, V = k.load([at, col]), v.load([at, col])  # (B, D)
     dK, dV = tl.zeros((B, D), tl.float32), tl.zeros((B, D), tl.float32)
     steps = tl.cdiv(seen - at, B)  # what sees these keys lies behind them, up to there
-    for step in range(G * steps):  # one loop, so that loads of the next head are not waited for
-        h, j = head * G + step // steps, step % steps * B
+    for step in range(HEADS * steps):  # one loop, so that loads of the next head are not waited for
+        h, j = part * HEADS + step // steps, step % steps * B
         queries = at + j + tl.arange(0, B)
         L = tl.load(lse + h * S + queries, mask=queries < seen, other=0.0)
         mean = tl.load(delta + h * S + queries, mask=queries < seen, other=0.0)
@@ -165,7 +166,7 @@ def dkdv_kernel(q, k, v, dy, lse, delta, dk, dv, blocks, S, scale, unit, G: tl.c
         dV = tl.dot(p.to(V.dtype), dY, dV)
         ds = p * (tl.dot(V, dY.T) - mean[None, :])
         dK = tl.dot(ds.to(K.dtype), Q, dK)
-    out = (keys.to(tl.int64) * Hkv + head)[:, None] * D + tl.arange(0, D)[None, :]
+    out = (keys.to(tl.int64) * parts + part)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(dk + out, (dK * unit).to(dk.dtype.element_ty), mask=keys[:, None] < end)
     tl.store(dv + out, dV.to(dv.dtype.element_ty), mask=keys[:, None] < end)
 
@@ -191,14 +192,18 @@ def forward(q, k, v, blocks):
     return y, lse
 
 
-def backward(dy, q, k, v, y, lse, blocks):
-    """Gradients of q, k and v for dy (S, H, D)."""
+def backward(dy, q, k, v, y, lse, blocks, shared=False):
+    """Gradients of q, k and v for dy (S, H, D). shared: rows continue others. A program for all
+    query heads of a prompt's keys, which many rows see, would outlast the others: so each does one
+    head, and they are added up when all are there."""
     (S, H, D), Hkv, n = q.shape, k.shape[1], len(blocks)
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    G = H // Hkv
+    heads = 1 if shared else G
+    dq, dkv = q.new_empty(q.shape), q.new_empty(2, S, H // heads, D)
     delta, Q, K, V, dY = torch.empty_like(lse), *map(tile, (q, k, v, dy))
     stages = 3 if D <= 64 else 2  # so that an SM holds two programs or more
-    shape = dict(G=H // Hkv, D=D, B=B, **options(q, stages))
+    shape = dict(G=G, D=D, B=B, **options(q, stages))
     rest = blocks, S, D**-0.5 * log2(e), D**-0.5
     dq_kernel[H, n](Q, K, V, tile(y), dY, lse, delta, dq, *rest, **shape)
-    dkdv_kernel[Hkv, n](Q, K, V, dY, lse, delta, dk, dv, *rest, **shape)
-    return dq, dk, dv
+    dkdv_kernel[H // heads, n](Q, K, V, dY, lse, delta, *dkv, *rest, HEADS=heads, **shape)
+    return dq, *(dkv.view(2, S, Hkv, G, D).sum(3) if shared else dkv)

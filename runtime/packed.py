@@ -124,7 +124,8 @@ class Attend:
         qkv, y, lse = kept
         h = d[:, : y[0].numel()]
         dy = h.unflatten(1, y.shape[1:])
-        grads = attention.backward(dy, *self.split(qkv), y, lse, self.rows.blocks)
+        grads = attention.backward(dy, *self.split(qkv), y, lse, self.rows.blocks,
+                                   self.rows.shared)
         dx = torch.empty_like(x)
         rope_back_kernel[(len(x),)](*grads, x, dx, *self.args, **self.shape)
         h.copy_(y.flatten(1))
@@ -264,13 +265,15 @@ class FinalNorm(torch.autograd.Function):
 @dataclass
 class Rows:
     """Where S tokens of rows stand: place (S,) in their row, -1 for padding, which is a row of its
-    own; attention.blocks; cos and sin (longest, D/2); slot (S,) of the cache, if one is filled."""
+    own; attention.blocks; cos and sin (longest, D/2); slot (S,) of the cache, if one is filled;
+    whether rows continue others."""
 
     place: torch.Tensor
     blocks: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     slot: torch.Tensor | None = None
+    shared: bool = False
 
 
 def end_to_end(rows, slots=None, of=None):
@@ -348,7 +351,9 @@ def hidden(model, rows, take, of=None):
     refresh(linears)
     ids, places, _, borders = end_to_end(rows, of=of)
     blocks = attention.blocks(to_device(borders, device), len(ids), of and to_device(of, device))
-    where = Rows(to_device(places, device), blocks, *tables(model.config, max(places) + 1, device))
+    shared = of is not None and any(i != row for row, i in enumerate(of))
+    where = Rows(to_device(places, device), blocks,
+                 *tables(model.config, max(places) + 1, device), shared=shared)
     x = states(model, linears, to_device(ids, device), where)
     # a place may be taken more than once: index_select would add its gradients in any order
     return FinalNorm.apply(Norm(model.norm), x[to_device(take, device)])

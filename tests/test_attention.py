@@ -44,7 +44,7 @@ def expected(lengths, q, k, v, dy, of=None):
 def computed(lengths, borders, q, k, v, dy, of=None):
     blocks = attention.blocks(borders, sum(lengths), None if of is None else torch.tensor(of, device=q.device))
     y, lse = attention.forward(q, k, v, blocks)
-    return y, *attention.backward(dy, q, k, v, y, lse, blocks)
+    return y, *attention.backward(dy, q, k, v, y, lse, blocks, shared=of is not None)
 
 
 @pytest.mark.parametrize(("G", "D"), [(1, 32), (7, 64), (2, 128), (1, 16)])
