@@ -335,9 +335,9 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
 # are on an SM at once, which takes about `wave` ns and, a chunk of K, `alone` ns where one is,
 # `each` for every program where many are. At most 111 KB of shared memory.
 TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1350, alone=320, each=170),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=190,
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=225,
               maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1350, alone=240, each=220),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1350, alone=300, each=220),
          dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1350, alone=390, each=290),
          dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=2400, alone=480, each=375),
          dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=3000, alone=1160, each=675,
@@ -393,7 +393,7 @@ def plan(M, N, K, cores):
             ns = 1900 + waves * wave(blocks, t["fit"])
             if rest:
                 ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
-            ns += (split > 1) * (950 + 0.17 * split * partial)
+            ns += (split > 1) * (1100 + 0.17 * split * partial)
             ns += 4000 * (slots - 16 < programs <= slots)  # some await those that make x A^T
             found.append((ns, t | {"split": split, "whole": whole if split > 1 else 0}))
     return min(found, key=lambda plan: plan[0])
