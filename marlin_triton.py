@@ -167,7 +167,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     splits; sums, flags, Z, ZR: adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0,
     b1: the rows at which LoRA parts 1 and 2 begin; W warps, RP: R as the MMA wants it, 16 or a
     larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along K, and groups of
-    8 rows are full; TMA: x is copied by its unit, from the descriptor xd of tiles (BM, 64)."""
+    8 rows are full; TMA: x is copied by its unit, from the descriptor xd of tiles (BM, 64); EARLY:
+    the next kernel may begin when all programs of this one have."""
     # the interpreter multiplies no bfloat16
     T: tl.constexpr = x.dtype.element_ty if ASM else tl.float32
     if FAST:
@@ -257,7 +258,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             tl.store(spot + split * (BN * BM), acc)
             tl.debug_barrier()
             done = tl.atomic_add(count + slot, 1, sem="acq_rel") == SPLIT - 1
-    if done:  # only here is res read: out may be the same memory
+    if done:  # nobody else stores this tile or takes what res holds there: out may be res
         if R > 0:
             adapter_awaited(flags + pid % MT, BM // BA * AT * ZR, tl.cdiv(N, BN), ASM)
         if SPLIT > 1:
