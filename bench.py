@@ -3,8 +3,6 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
 
     kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5 7B
               and 32B. Weights rotate through more than 200 MB, so that L2 holds none of them
-    tiles     the GEMM's tiles searched, as a decode step calls it: the fastest of each shape beside
-              marlin_triton.TILES' own, for another card, or another model
     rollout   sample.generate on random weights of true shapes, every row alive to the end
     step      a step of train.py by phases, and its memory
     files     seconds to read a checkpoint, to load it quantized, and to write it quantized
@@ -25,13 +23,11 @@ import argparse
 import functools
 import json
 import math
-import multiprocessing
 import re
 import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +46,7 @@ import sample
 from runtime import batches, engine
 from weights import checkpoint, convert, memory
 from weights.files import whole
-from weights.formats import CHUNK, FORMATS
+from weights.formats import FORMATS
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = json.loads((RESULTS / "peers.json").read_text())
@@ -106,17 +102,25 @@ def graph_time(f, things, at_least=20, repeats=5):
         for call in calls:  # compile, check each weight, let cuBLAS pick its workspace
             call()
     torch.cuda.current_stream().wait_stream(side)
-    graph, times = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return event_us(graph.replay, 1, repeats) / len(calls)
+
+
+def event_us(f, calls, repeats=5):
+    """Median microseconds of f, called so often in a row, by the card's clock: a host's may tick in
+    steps of 8 ms."""
+    times = []
     for _ in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        for _ in range(calls):
+            f()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
+        times.append(start.elapsed_time(end) * 1000 / calls)
     return statistics.median(times[1:])
 
 
@@ -157,8 +161,8 @@ def show(columns, row=None):
 
 
 def merge_rows(path, rows, key):
-    """Write `rows`, four digits of each float, into the JSON list at `path`, and print them; old
-    rows with the same values of `key` go."""
+    """Write `rows`, four digits of each float, into the JSON list at `path`; old rows with the same
+    values of `key` go."""
     rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
             for row in rows]
     old = json.loads(path.read_text()) if path.is_file() else []
@@ -167,7 +171,6 @@ def merge_rows(path, rows, key):
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as part:
         part.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept + rows) + "\n]\n")
-    print(json.dumps(rows))
 
 
 def kernels(args):
@@ -223,89 +226,6 @@ def gemm(weights, dense, M, back, ceiling):
     return {"pass": "backward" if back else "forward", "N": N, "K": K, "M": M, "us": us,
             "cublas_us": cublas, "speedup": cublas / us, "read_gbps": gbps,
             "pct_read": 100 * gbps / ceiling, "rel_err": error.item()}
-
-
-def candidates(M, N, K, cores):
-    """Keywords of gemm_few that might be fast for x (M, K) and a weight (N, K), and fit a card's
-    shared memory."""
-    blocks, top = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M)))
-    fills = (0.5, 1, 2, 3, 4, 6, 8, 12)  # programs an SM, whether at once or in turns
-    for BM in sorted({top, max(8, top // 2)}):
-        for BN, warps in (64, 4), (128, 4), (128, 8):
-            tiles = -(-N // BN) * -(-M // BM)
-            splits = {min(16, blocks, max(1, int(fill * cores - 16) // tiles)) for fill in fills}
-            splits = {-(-blocks // -(-blocks // split)) for split in splits}  # none without work
-            for stages in (2, 3, 4):
-                if stages * CHUNK * (2 * BM + BN // 2) > 113_000:
-                    continue
-                for split in sorted(splits):
-                    if split == 1 or tiles * split * BM * BN <= marlin_triton.PARTIALS:
-                        yield {"BM": BM, "BN": BN, "warps": warps, "stages": stages,
-                               "split": split} | ({"maxnreg": 128} if warps == 8 else {})
-
-
-@functools.lru_cache(1)
-def some_weight(N, K, fmt):
-    return nvfp4.quantize(torch.ones(N, K, device="cuda"), fmt)
-
-
-def layer_call(M, name, rank):
-    """gemm_few as a decode step of M rows calls it for the layer "7b.down", but for the weight."""
-    size, layer = name.rsplit(".", 1)
-    c = config(size)
-    N, K, parts = memory.linears(c)[f"{layer}_proj"]
-    x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
-    known = {"glu": True} if layer == "gate_up" else {}
-    if layer == "qkv":
-        known["bias"] = x.new_ones(N)
-    elif layer != "gate_up":
-        known["residual"] = x.new_ones(M, N)
-    if rank:
-        kv = c.num_key_value_heads * c.head_dim
-        bounds = {"qkv": (N - 2 * kv, N - kv), "gate_up": (N // 2,)}.get(layer, ())
-        known |= {"A": x.new_ones(parts * rank, K), "B": x.new_ones(N, rank), "bounds": bounds}
-    return partial(marlin_triton.gemm_few, x, **known)
-
-
-def compile_tile(work):
-    """Whether a tile runs; in a process of its own, from where it gets into Triton's cache."""
-    M, name, rank, fmt, tile = work
-    try:
-        layer_call(M, name, rank)(some_weight(*linear(name), fmt), **tile)
-        torch.cuda.synchronize()
-    except (RuntimeError, triton.TritonError):  # too much shared memory, say
-        return False
-    return True
-
-
-def tiles(args):
-    """The fastest tiles of the FP4 GEMM, in a decode step's form."""
-    read_ceiling()
-    columns = {"shape": "11", "M": "d", "us": ".1f", "best_us": ".1f", "cublas_us": ".1f",
-               "tile": "60"}
-    show(columns)
-    cores, rows = marlin_triton.sms(torch.device("cuda")), []
-    # processes, since Triton compiles one kernel at a time
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        for name in args.shapes:
-            N, K = linear(name)
-            dense, weights = dense_weights(N, K), packed_weights(N, K, args.format)
-            for M in args.rows:
-                work = [(M, name, args.rank, args.format, tile)
-                        for tile in candidates(M, N, K, cores)]
-                able = pool.map(compile_tile, work)
-                able = [{}, *(w[-1] for w, runs in zip(work, able, strict=True) if runs)]
-                call = layer_call(M, name, args.rank)
-                us = [graph_time(partial(call, **tile), weights, 24) for tile in able]
-                told = (" ".join(f"{k}={v}" for k, v in t.items()) or "its own" for t in able)
-                tried = {tile: round(t, 2) for tile, t in zip(told, us, strict=True)}
-                best = min(tried, key=tried.get)
-                x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
-                rows.append({"shape": name, "fmt": args.format, "lora_rank": args.rank, "M": M,
-                             "us": us[0], "best_us": tried[best], "tile": best, "tried": tried,
-                             "cublas_us": graph_time(lambda w, x=x: x @ w.T, dense, 24)})
-                show(columns, rows[-1])
-    merge_rows(args.out, rows, ("shape", "fmt", "lora_rank", "M"))
 
 
 def rollout(args):
@@ -381,9 +301,9 @@ def rows_alive(model, floors, what, args, ceiling):
     step = (last - first) / (args.new - 1)
     floor = sum(floors(rows, args.prompt + args.new / 2).values()) / ceiling / 1e9
     replay = replayer(model, rows, args.prompt + args.new // 2)
-    alone, _ = timed(lambda: [replay() for _ in range(40)])
+    alone = event_us(replay, 40)
     return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step,
-            "step_ms": 1e3 * step, "replay_ms": 1e3 * alone / 40, "prefill_s": first,
+            "step_ms": 1e3 * step, "replay_ms": alone / 1e3, "prefill_s": first,
             "floor_ms": 1e3 * floor}
 
 
@@ -412,7 +332,7 @@ def perfect(model, lengths, slots, prompt):
     @functools.cache
     def step_seconds(rows):
         replay = replayer(model, rows, prompt + 300)
-        return timed(lambda: [replay() for _ in range(20)])[0] / 20
+        return event_us(replay, 20) / 1e6
 
     left, ahead, seconds = lengths[:slots], lengths[slots:], 0.0
     while left:
@@ -553,6 +473,7 @@ def files(args):
             torch.cuda.reset_peak_memory_stats()
             row[f"{what}_seconds"] = timed(f)[0]
             row[f"{what}_peak_gib"] = peak_gib()
+    print(json.dumps(row))
     merge_rows(args.out, [row], ("shape", "format"))
 
 
@@ -672,7 +593,7 @@ def rollout_config(text):
 def parse_args(argv=None):
     p = argparse.ArgumentParser(description="Benchmarks on one GPU.", allow_abbrev=False)
     sub, add = p.add_subparsers(dest="what", required=True), {}
-    for f in (kernels, tiles, rollout, step, files, scale, report):
+    for f in (kernels, rollout, step, files, scale, report):
         c = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__, allow_abbrev=False,
                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         c.set_defaults(run=f)
@@ -686,12 +607,6 @@ def parse_args(argv=None):
     add[kernels]("--rows", **some, type=int, default=list(ROWS), help="values of M")
     add[kernels]("--formats", **some, choices=formats, default=formats,
                  help="the first for every shape, all for 7b.gate_up and 7b.down")
-    every = [f"{size}.{layer}" for size in SIZES for layer in LAYERS]
-    add[tiles]("--shapes", **some, choices=every, default=SHAPES, help="linear layers")
-    add[tiles]("--rows", **some, type=int, default=[8, 64, 256], help="values of M")
-    add[tiles]("--format", choices=formats, default=formats[0], help="of the weight")
-    add[tiles]("--rank", type=int, default=16, help="of the adapter (0: none)")
-    add[tiles]("--jobs", type=int, default=8, help="processes that compile")
     add[rollout]("configs", nargs="*", type=rollout_config, default=ROLLOUTS,
                  help="size:format:LoRA rank (0: none):rows, rows as 1,8 or 8x16 or queue")
     add[rollout]("--prompt", type=int, default=256, help="tokens of a prompt")

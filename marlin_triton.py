@@ -21,7 +21,7 @@ lets a kernel start while the one before finishes. A kernel of a decode step tha
 costs 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA, whose
 x A^T the first programs of the grid make while the others stream the weight, which wait for it in
 their epilogue.
-`plan` picks tile and splits by times measured on an H200 (python bench.py tiles); other cards from
+`plan` picks tile and splits by times measured on an H200 (python bench_tiles.py); other cards from
 Ampere on run the same kernel, without dependent launch before Hopper. What was tried and lost
 stands in results/LOG.md.
 
@@ -373,8 +373,8 @@ def plan(M, N, K, cores):
     so many SMs, and its time.
 
     Programs come in waves of what fits. Splits make one wave fuller, and cost the partial sums that
-    they write and read. The times were fitted to measured ones, with an adapter of rank 16 for the
-    most part (results/tiles_h200.json)."""
+    they write and read. The times were fitted to kernels timed alone, and then to what tiles cost
+    in a decode step with an adapter of rank 16 (results/tiles_h200.json)."""
     found, blocks, most = [], -(-K // CHUNK), max(8, triton.next_power_of_2(M))
     for t in (t for t in TILES if t["BM"] <= most):
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores

@@ -972,8 +972,6 @@ MUTANTS = {
          "experiments::the_gradient_is_of_the_clean_model_on_noisy_samples"),
     ],
     "bench.py": [
-        ("tiles that pass the buffers are tried", "BM * BN <= marlin_triton.PARTIALS",
-         "BM * BN <= 1 << 40", "bench::tiles_that_are_tried_are_right"),
         ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]',
          "bench::floor_of_a_7b_step"),
         ("the last completion decodes beside all", "ms[:0:-1]", "ms[1:]",
@@ -986,6 +984,12 @@ MUTANTS = {
          "bench::the_step_on_paper_is_that_of_its_terms"),
         ("the bound has more slots than the queue", "going + ahead[:freed], ahead[freed:]",
          "going + ahead, ahead[freed:]", "bench::the_bound_of_a_queue_fills_each_slot_at_once"),
+    ],
+    "bench_tiles.py": [
+        ("tiles that pass the buffers are tried", "BM * BN <= marlin_triton.PARTIALS",
+         "BM * BN <= 1 << 40", "bench::tiles_that_are_tried_are_right"),
+        ("no tile is tried whole beside cut ones", "(0, most - 1, most)", "(0,)",
+         "bench::tiles_that_are_tried_are_right"),
     ],
     "bench_quantization.py": [
         ("the entropy is predicted from the tokens themselves", "hidden(ids[:, :-1])[0, len(",

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import bench
+import bench_tiles
 import lora
 import model as qwen
 from weights import checkpoint
@@ -34,12 +35,14 @@ def test_floor_of_a_7b_step():
 @pytest.mark.parametrize("M, N, K", [(1, 896, 896), (8, 37888, 3584), (64, 3584, 18944), (300, 9728, 896), (16, 64, 272)])
 def test_tiles_that_are_tried_are_right(M, N, K):
     """Each keeps within the buffers and leaves no split without work; the search is not over one tile."""
-    found = list(bench.candidates(M, N, K, 132))
+    found = list(bench_tiles.candidates(M, N, K, 132))
     assert len({tuple(t.items()) for t in found}) > 8
+    assert any(t["whole"] for t in found) == (N > 9000)  # many tiles an SM, of which the last are cut
     for t in found:
         blocks = -(-K // 128)
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
-        tiles = -(-N // t["BN"]) * -(-M // t["BM"])
+        tiles = (-(-N // t["BN"]) - t["whole"]) * -(-M // t["BM"])
+        assert tiles > 0 and t["whole"] >= 0 == (t["whole"] if t["split"] == 1 else 0)
         assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= bench.marlin_triton.PARTIALS
         assert t["stages"] * 128 * (2 * t["BM"] + t["BN"] / 2) <= 113 * 1024  # of an SM's 227 KiB: two at once
 
@@ -180,5 +183,5 @@ def test_the_bound_of_a_queue_fills_each_slot_at_once(monkeypatch):
     """By hand, four requests through two slots: two at once for 4 steps, then the last one alone for 5 more."""
     batches = []
     monkeypatch.setattr(bench, "replayer", lambda model, rows, tokens: batches.append(rows))
-    monkeypatch.setattr(bench, "timed", lambda f: ({1: 20.0, 2: 60.0}[batches[-1]], None))  # of 20 steps
+    monkeypatch.setattr(bench, "event_us", lambda f, calls: {1: 1e6, 2: 3e6}[batches[-1]])
     assert bench.perfect(None, [4, 1, 2, 6], 2, 10) == pytest.approx(4 * 3.0 + 5 * 1.0)

@@ -1,7 +1,6 @@
 """The FP4 GEMM: the kernels (in the interpreter here, compiled with -m gpu), gradients, errors."""
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -379,15 +378,15 @@ def test_plans_stay_within_their_buffers(N, K):
 
 
 def test_plans_are_near_the_fastest_that_was_measured():
-    """The times that plan adds up are worth what they choose: of those tiles that bench.py tiles has timed too, hardly slower."""
+    """The times that plan adds up are worth what they choose: a decode step with its tiles takes hardly longer than with the best
+    of those that bench_tiles.py has tried in it."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "tiles_h200.json").read_text()):
         t = mt.plan(r["M"], *bench.linear(r["shape"]), 132)[1]
-        own = " ".join(f"{k}={t[k]}" for k in ("BM", "BN", "warps"))
-        for name, us in r["tried"].items():
-            if name.startswith(own) and f"stages={t['stages']} split={t['split']} " in name and not t["whole"]:
-                loss.append(math.log(us / r["best_us"]))
-    assert len(loss) > 30 and math.exp(sum(loss) / len(loss)) < 1.06
+        own = " ".join(f"{k}={t[k]}" for k in ("BM", "BN", "warps", "stages", "split", "whole", "maxnreg") if k in t)
+        if own in r["us"]:
+            loss.append((r["us"][own] - min(r["us"].values())) * r["blocks"] / r["step_us"])
+    assert len(loss) > 50 and 4 * sum(loss) / len(loss) < 0.028
 
 
 def test_workspace_covers_the_buffers_and_the_largest_weight():
