@@ -3,9 +3,9 @@ Curves of one or several training runs from their metrics.jsonl, as one PNG: rew
 entropy, completion length, gradient norm, sampler-trainer gap, noise level and speed.
 
 What is drawn is what was logged; --smooth N draws means instead, and the axis says so. Runs that
-differ in their seed alone are one line: their mean, in a band from the least to the greatest, over
-the steps that all of them have. The legend names the flags that differ. Columns that no run has
-are left out, so files of other programs work too.
+differ in their seed alone are one line: their mean, in a band of its standard error, over the
+steps that all of them have. The legend names the flags that differ. Columns that no run has are
+left out, so files of other programs work too.
 
     python plot.py runs/demo
     python plot.py runs/bf16 runs/nvfp4 runs/nvfp4_aqn --x seconds --out compare.png
@@ -17,7 +17,7 @@ import re
 import sys
 from os.path import commonprefix
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -125,13 +125,15 @@ def trailing_mean(values, width):
 
 
 def over_seeds(seeds, name, smooth=1):
-    """A column of several runs (their rows) -> lists (mean, least, greatest) of one value a step,
-    at the steps that all of them have; nan where no run has a value."""
+    """A column of several runs (their rows) -> lists (mean, mean less its standard error, mean and
+    as much) of one value a step, at the steps that all have; nan where no run has a value."""
     runs = [dict(zip((row["step"] for row in rows), trailing_mean(column(rows, name), smooth),
                      strict=True)) for rows in seeds]
     steps = sorted(set.intersection(*map(set, runs)))
     values = [[run[s] for run in runs if math.isfinite(run[s])] or [math.nan] for s in steps]
-    return [[f(v) for v in values] for f in (fmean, min, max)]
+    means = [fmean(v) for v in values]
+    errors = [stdev(v) / len(v) ** 0.5 if len(v) > 1 else 0.0 for v in values]
+    return [[m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (0, -1, 1)]
 
 
 def names(runs):
@@ -197,6 +199,8 @@ def curve(ax, seeds, name, x, smooth, **options):
     ax.plot(xs, ys, markevery=[] if len(ys) > 2 else None,
             drawstyle="steps-post" if name == "sigma" else "default", **options)
     if len(seeds) > 1:
+        if ax.get_yscale() == "log":  # as far below as above: what is less than 0 has no place
+            low = [y * y / h if h else h for y, h in zip(ys, high, strict=True)]
         ax.fill_between(xs, low, high, color=options["color"], alpha=0.18, lw=0)
 
 
@@ -225,14 +229,14 @@ def plot(runs, out, x="step", smooth=1):
     fig = Figure(figsize=(3 * wide, 2.2 * tall + 0.4), layout="constrained")
     for n, (title, columns, scale) in enumerate(panels):
         ax = fig.add_subplot(tall, wide, n + 1, sharex=fig.axes[0] if n else None)
+        if scale == "log":
+            ax.set_yscale("log", nonpositive="mask")
         mean = 1 if columns[0] in ("eval_accuracy", "sigma") else smooth
         for i, (label, members) in enumerate(drawn):
             for c, name in enumerate(columns):
                 curve(ax, [data[run] for run in members], name, x, mean, **look(i),
                       lw=0.7 if c else 1.5, label=None if c else label)
         dress(ax, title, x + (f", mean of the last {mean}" if mean > 1 else ""))
-        if scale == "log":
-            ax.set_yscale("log", nonpositive="mask")
         if scale == "percent":
             ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         if scale == "count":

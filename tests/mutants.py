@@ -954,6 +954,8 @@ MUTANTS = {
          '"eval_stderr": None', "plot::held_out_accuracy_is_drawn_where_it_was_measured"),
         ("the last accuracy was at no time", '"seconds": summary.get("seconds")', '"seconds": None',
          "plot::held_out_accuracy_is_drawn_where_it_was_measured"),
+        ("a band is the spread of the seeds", "stdev(v) / len(v) ** 0.5", "stdev(v)",
+         "plot::runs_of_several_seeds_are_one_line_in_a_band"),
     ],
     "experiments.py": [
         ("two copies are one", 'name == "copies" and arm != "one"', "False",

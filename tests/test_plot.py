@@ -95,7 +95,7 @@ def test_runs_of_several_seeds_are_one_line_in_a_band(tmp_path, axes):
     """Three seeds drawn as three arms, a repeated seed counted as another, or seeds of different
     settings averaged."""
     def run(name, seed, quant, rows):
-        rows = [{"step": i, "reward": r, "eval_accuracy": r} for i, r in enumerate(rows)]
+        rows = [{"step": i, "reward": r, "eval_accuracy": r, "logp_gap_mean": r**3} for i, r in enumerate(rows)]
         return folder(tmp_path / name, rows, config={"quant": quant, "seed": seed, "out": name})
 
     runs = [run("a0", 0, "nvfp4", [1.0, 2, 3]), run("b0", 0, "none", [5.0, 5, 5]),
@@ -106,8 +106,13 @@ def test_runs_of_several_seeds_are_one_line_in_a_band(tmp_path, axes):
     assert list(panels["reward"].lines[0].get_ydata()) == [2.0, 2.0, 5.0]  # steps that both have
     band = panels["reward"].collections[0].get_datalim(panels["reward"].transData)
     assert (band.y0, band.y1) == (1.0, 7.0)
+    gap = panels["|log-prob gap|, sampler to trainer"]
+    low, high = gap.collections[0].get_paths()[0].vertices[:, 1].min(), 27.0  # of 1 and 27: the mean, 14, is as far from both
+    assert gap.get_yscale() == "log" and low == pytest.approx(14**2 / high)
     bars = panels["held-out accuracy"].containers[0].lines[2][0].get_segments()
     assert [s[:, 1].tolist() for s in bars] == [[1.0, 3.0], [2.0, 2.0], [3.0, 7.0]]
+    three = [[{"step": 0, "reward": r}] for r in (1.0, 2.0, 6.0)]
+    assert plot.over_seeds(three, "reward") == [[3.0], pytest.approx([3 - 7**0.5 / 3**0.5]), pytest.approx([3 + 7**0.5 / 3**0.5])]
     again = run("a2", 1, "nvfp4", [0.0])
     assert plot.lines([*runs[::2], again]) == [("a* (2 seeds)", runs[::2]), ("a2", [again])]
 
