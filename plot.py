@@ -181,8 +181,8 @@ def lines(runs):
             for label, m in zip(labels, many, strict=True)]
 
 
-def curve(ax, seeds, name, x, smooth, **options):
-    """Draw one column of the runs `seeds` (their rows)."""
+def curve(ax, seeds, name, x, smooth, log, **options):
+    """Draw one column of the runs `seeds` (their rows); log: on an axis that will be."""
     [xs, _, _], [ys, low, high] = over_seeds(seeds, x), over_seeds(seeds, name, smooth)
     if name == "eval_accuracy":  # measured at some steps only, with an error
         if len(seeds) == 1:
@@ -199,7 +199,7 @@ def curve(ax, seeds, name, x, smooth, **options):
     ax.plot(xs, ys, markevery=[] if len(ys) > 2 else None,
             drawstyle="steps-post" if name == "sigma" else "default", **options)
     if len(seeds) > 1:
-        if ax.get_yscale() == "log":  # as far below as above: what is less than 0 has no place
+        if log:  # as far below as above: what is less than 0 has no place
             low = [y * y / h if h else h for y, h in zip(ys, high, strict=True)]
         ax.fill_between(xs, low, high, color=options["color"], alpha=0.18, lw=0)
 
@@ -229,14 +229,14 @@ def plot(runs, out, x="step", smooth=1):
     fig = Figure(figsize=(3 * wide, 2.2 * tall + 0.4), layout="constrained")
     for n, (title, columns, scale) in enumerate(panels):
         ax = fig.add_subplot(tall, wide, n + 1, sharex=fig.axes[0] if n else None)
-        if scale == "log":
-            ax.set_yscale("log", nonpositive="mask")
         mean = 1 if columns[0] in ("eval_accuracy", "sigma") else smooth
         for i, (label, members) in enumerate(drawn):
             for c, name in enumerate(columns):
-                curve(ax, [data[run] for run in members], name, x, mean, **look(i),
-                      lw=0.7 if c else 1.5, label=None if c else label)
+                curve(ax, [data[run] for run in members], name, x, mean,
+                      scale == "log", **look(i), lw=0.7 if c else 1.5, label=None if c else label)
         dress(ax, title, x + (f", mean of the last {mean}" if mean > 1 else ""))
+        if scale == "log":
+            ax.set_yscale("log", nonpositive="mask")
         if scale == "percent":
             ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         if scale == "count":
