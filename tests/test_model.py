@@ -97,9 +97,11 @@ def test_padding_on_the_right_changes_nothing():
 
 
 def test_checkpointing_gives_the_same_loss_and_gradient():
+    """And computes each block again, where without it all activations are kept."""
     model, ids = load("qwen2_tied"), torch.arange(12).view(2, 6)
     model.requires_grad_(True)
-    grads = []
+    grads, passes = [], []
+    model.layers[0].register_forward_pre_hook(lambda *_: passes.append(model.checkpointing))
     for on in (False, True):
         model.checkpointing = on
         model.zero_grad()
@@ -107,6 +109,7 @@ def test_checkpointing_gives_the_same_loss_and_gradient():
         grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
     assert len(grads[0]) == sum(1 for _ in model.parameters())
     assert all(torch.equal(grads[0][n], grads[1][n]) and grads[0][n].any() for n in grads[0])
+    assert passes == [False, True, True]
 
 
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not():
