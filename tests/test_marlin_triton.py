@@ -154,8 +154,9 @@ def test_epilogue_adds_bias_lora_and_residual(bounds):
     """Each row takes its own part's columns of x A^T, also where a tile holds rows of two parts."""
     M, N, K, R = 3, 80, 256, 12
     q, x = weight("nvfp4", N, K, uniform=False), activations(M, K)
-    bias, B, A = activations(1, N, 2)[0], activations(N, R, 3), activations(R * (len(bounds) + 1), K, 4) * 0.02
-    residual = activations(M, N, 5)
+    size = (x.double() @ exact(q).T).std().item()  # of each term: what is left out must show
+    bias, residual = activations(1, N, 2)[0] * size, activations(M, N, 5) * size
+    B, A = activations(N, R, 3), activations(R * (len(bounds) + 1), K, 4) * 0.02
     scaling, term = adapter(x, A, B, bounds, exact(q))
     want = x.double() @ exact(q).T + bias.double() + term + residual.double()
     arguments = dict(bias=bias, A=A, B=B, bounds=bounds, scaling=scaling)
@@ -185,9 +186,10 @@ def test_silu_is_rounded_where_the_modules_round():
     """Gate and up, then silu: what the sampler computes in one kernel the trainer computes in two."""
     q, x = weight("nvfp4", 80, 256), activations(6, 256).half()
     x *= 2 / (x.double() @ exact(q).T).std()
-    gate, up = mt.gemm_few(x, q, split=1).chunk(2, 1)
+    bias = activations(1, 80, 2)[0].half()
+    gate, up = mt.gemm_few(x, q, bias, split=1).chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up
-    assert (mt.gemm_few(x, q, glu=True, split=1) != want).float().mean() < 0.02
+    assert (mt.gemm_few(x, q, bias, glu=True, split=1) != want).float().mean() < 0.02
 
 
 @pytest.mark.parametrize(("BM", "glu", "split"), [(64, True, 1), (32, False, 2)])
@@ -367,6 +369,9 @@ def test_no_rows():
     (lambda q, x: (q, x.to("meta")), "is on"),
     (lambda q, x: (spoil(q, 0x7F), x), "NaN"),
     (lambda q, x: (spoil(q, 0x88), x), "negative"),
+    (lambda q, x: (spoil(q, float("inf"), "global_scale", 5), x), "infinite"),
+    (lambda q, x: (spoil(weight("mxfp4", 16, 128), 155), x), "too large"),
+    (lambda q, x: (spoil(weight("nf4", 16, 128), float("nan"), at=(3, 1)), x), "NaN"),
     (lambda q, x: (Quantized("fp3", q.shape, q.codes, q.scale, q.global_scale), x), "unknown format"),
     (lambda q, x: (Quantized("nvfp4", q.shape, q.codes[:, :32], q.scale, q.global_scale), x), "do not fit"),
 ])
@@ -376,9 +381,23 @@ def test_what_the_kernels_cannot_take_is_an_error(change, message):
         mt.matmul(x, q)
 
 
-def spoil(q, byte):
-    q.scale.view(torch.uint8)[3, 2] = byte
+def spoil(q, value, name="scale", at=(3, 2)):
+    scale = getattr(q, name)
+    (scale.view(torch.uint8) if scale.itemsize == 1 else scale)[at] = value
     return q
+
+
+@pytest.mark.parametrize("A, B, bounds", [((12, 128), (15, 12), ()), ((12, 128), (16, 12), (8,)), ((12, 64), (16, 12), ()),
+                                          ((48, 128), (16, 12), (4, 8, 12))])
+def test_an_adapter_that_does_not_fit_is_an_error(A, B, bounds):
+    """The kernel takes three parts, and would read behind an A or B that is too small."""
+    with pytest.raises(ValueError, match="do not fit 16 x 128"):
+        mt.linear_decode(activations(3, 128), weight("nvfp4", 16, 128), None, activations(*A), activations(*B), bounds)
+
+
+def test_an_adapter_on_more_rows_than_there_are_flags_for_is_an_error():
+    with pytest.raises(ValueError, match="needs more than 16384 flags"):
+        mt.adapter_work(torch.empty(1, 16).expand(2**21, 16), torch.empty(8, 16), 1, 128)
 
 
 def test_a_scale_changed_in_place_is_checked_again():

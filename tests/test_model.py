@@ -126,6 +126,21 @@ def test_bfloat16_loads_in_bfloat16_and_stays_close():
     assert (model(expected["ids"]).float() - expected["logits"]).abs().max() < 0.15
 
 
+def test_a_norm_is_rounded_once():
+    """RMSNorm in 16 bits is the one in float32, cast: rounded before the weight too, each kernel would differ from it."""
+    norm, x = M.RMSNorm(64, 1e-6), torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(norm(x), norm(x.float()).bfloat16())
+
+
+def test_angles_far_into_a_sequence_are_exact():
+    """Places in 16 bits are right up to 256."""
+    places = torch.tensor([[1, 257], [4001, 32767]])
+    angle = places[..., None].double() * 1e6 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    for got, want in zip(M.rope_tables(places, 32, 1e6), (angle.cos(), angle.sin()), strict=True):
+        assert (got - want).abs().max() < 5e-3
+
+
 # ---- loading: every tensor counts
 
 

@@ -13,13 +13,16 @@ import grpo
 import lora
 import model as M
 from runtime import attention, batches, decode, engine, fused, logprobs, packed, ranks
-from tests.test_decode import CPU, GPU, build
+from tests.test_decode import CPU, GPU, build, with_head_norms
 
 gpu = pytest.mark.gpu
 ROWS = [[5], [1, 2, 3, 4], list(range(20, 26)), [1, 2]]
-# SmolLM's three key heads; an eps that counts
-QWEN3 = dataclasses.replace(CPU, num_attention_heads=6, num_key_value_heads=3, qkv_bias=False, qk_norm=True, rms_norm_eps=1e-2)
+QWEN3 = dataclasses.replace(CPU, num_attention_heads=6, num_key_value_heads=3, qk_norm=True)  # as many key heads as SmolLM's
 ONE = dataclasses.replace(CPU, num_hidden_layers=1)  # one block: the interpreter is slow
+
+
+def made(config):
+    return with_head_norms(config) if config.qk_norm else build(config)
 
 
 def padded(m, rows):
@@ -39,7 +42,7 @@ def everything(rows):
 @pytest.mark.parametrize(("config", "checkpointing"), [(CPU, True), (QWEN3, False)], ids=["qwen2", "qwen3"])
 def test_packed_equals_the_modules_in_value_and_gradient(monkeypatch, config, checkpointing):
     """Noise, biases, LoRA, grouped heads and rows of odd lengths: each kernel's backward is written by hand."""
-    m, blocks, block = build(config), [], packed.block
+    m, blocks, block = made(config), [], packed.block
     m.checkpointing = checkpointing
     monkeypatch.setattr(packed, "block", lambda *args: blocks.append(args) or block(*args))
     got, want = packed.hidden(m, ROWS, everything(ROWS)), padded(m, ROWS)
@@ -88,9 +91,8 @@ def test_silu_of_more_columns_than_a_program_takes(dtype):
 
 def test_heads_are_rounded_between_their_norm_and_the_rotation():
     """As the module rounds them, in the pass over prompts and in the decode step, which read each other's keys."""
-    m, g = build(dataclasses.replace(QWEN3, num_hidden_layers=1), rank=0, dtype=torch.float16), torch.Generator().manual_seed(0)
+    m, g = with_head_norms(dataclasses.replace(QWEN3, num_hidden_layers=1), rank=0, dtype=torch.float16), torch.Generator().manual_seed(0)
     attn, qkv, places, cache = m.layers[0].attn, torch.randn(5, 12 * 32, generator=g).half(), torch.arange(5), M.KVCache(m, 5, 8)
-    torch.nn.init.normal_(attn.k_norm.weight, 1, 0.5, generator=g)
     cos, sin = packed.tables(m.config, 5, places.device)
     want = M.apply_rope(attn.k_norm(qkv.view(5, 12, 32)[:, 6:9]), cos[:, None], sin[:, None])
     rows = packed.Rows(places, attention.blocks(torch.tensor([0, 5]), 5), cos, sin)
@@ -258,7 +260,7 @@ def filled(m, prompts, slots, capture, calls=1):
     (CPU, None), (QWEN3, None), (ONE, lambda launch: launch)], ids=["qwen2", "qwen3", "padded"])
 def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
     """Slots in any order; padding up to a graph's size, and no other slot, must be left alone."""
-    m, prompts, slots = build(config), ROWS[1:], [0, 3, 5]
+    m, prompts, slots = made(config), ROWS[1:], [0, 3, 5]
     ours, theirs = filled(m, prompts, slots, capture)
     for a, b in ((ours.k, theirs.k), (ours.v, theirs.v)):
         for prompt, slot in zip(prompts, slots, strict=True):
