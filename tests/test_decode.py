@@ -174,6 +174,27 @@ def test_fused_sampler_equals_sample_ids(V, temperature):
     torch.testing.assert_close(logp, want_logp, atol=1e-5, rtol=1e-5)
 
 
+def unshifted(z, s):
+    """x of z = x ^ x >> s, of 64 bits."""
+    x = z
+    for _ in range(64 // s):
+        x = z ^ x >> s
+    return x
+
+
+def test_the_largest_number_draws_an_id_that_there_is():
+    """1 - 2^-24 of the sum of all: where ids are added up in another order, rounding leaves it past the last one."""
+    logits = torch.randn(40, 6000, generator=torch.Generator().manual_seed(0))
+    logits[:, -7:] = -float("inf")
+    _, _, step = drawn(logits)
+    z = unshifted(2**64 - 1, 31) * pow(draw.MIX2, -1, 2**64) % 2**64
+    z = unshifted(z, 27) * pow(draw.MIX1, -1, 2**64) % 2**64
+    step.key.fill_(draw.signed(unshifted(z, 30) - 3 * draw.GOLDEN))
+    assert (draw.uniform(step.key, step.cache.length + 1) == 1 - 2**-24).all()
+    step.sample(logits)
+    assert (step.out_ids[1] >= 5990).all() and (step.out_ids[1] < 5993).all() and step.out_logp[1].isfinite().all()
+
+
 def test_fused_sampler_greedy():
     """The largest logit, the lowest id among equals."""
     logits = torch.randn(5, 9001, generator=torch.Generator().manual_seed(0))

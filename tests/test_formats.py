@@ -215,10 +215,11 @@ def test_odd_shapes_pack_and_come_back(fmt, N, blocks):
 
 
 def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
-    """The last, short chunk, a chunk smaller than a row, and one of ten rows, of which eight are taken: packing interleaves eight."""
-    w = weights(21, 64)
+    """The last, short chunk, a chunk smaller than a row, and one of ten rows, of which eight are taken: packing interleaves eight, chunk
+    by chunk of their columns."""
+    w = weights(21, 256)
     want = quantize(w, "nvfp4")
-    for chunk in (1, 64, 640, 10**6):
+    for chunk in (1, 256, 2560, 10**6):
         monkeypatch.setattr(formats, "PORTION", chunk)
         assert torch.equal(quantize(w, "nvfp4").codes, want.codes)
         assert torch.equal(formats.snap(w, "nvfp4", *block_scales(w, "nvfp4")), dequantize(want))
