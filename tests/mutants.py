@@ -489,6 +489,14 @@ MUTANTS = {
          "marlin_triton::epilogue_multiplies_silu_of_gate_with_up"),
         ("what is to be written on the CPU is not", "return y if out is None else out.copy_(y)", "return y",
          "marlin_triton::epilogue_adds_bias_lora_and_residual"),
+        ("scales of any shape are taken", "or q.scale.shape != scale:", "or False:", "marlin_triton::what_the_kernels_cannot_take_is_an_error"),
+        ("half a block of K is taken", "if K % block or q.codes", "if q.codes", "marlin_triton::what_the_kernels_cannot_take_is_an_error"),
+        ("the scratch has no room for an adapter", "if buffers[2].numel() < N * (K + E):", "if buffers[2].numel() < N * K:",
+         "marlin_triton::an_adapter_stands_behind_the_decoded_weight"),
+        ("x A^T is read behind its end", "mt * BM + i) * PR + part * R + r) * ZR, r < R,", "mt * BM + i) * PR + part * R + r) * ZR, r >= 0,",
+         "marlin_triton::epilogue_adds_bias_lora_and_residual"),
+        ("partial sums of rows of x are one", "slot = (tile - WHOLE) * MT + pid % MT", "slot = tile - WHOLE",
+         "marlin_triton::many_slices_are_added_up_once"),
     ],
     "runtime/bits.py": [
         ("NF4's signs change places", "0xd9c8", "0xc8d9",
@@ -539,6 +547,8 @@ MUTANTS = {
          "decode::engine_equals_eager"),
         ("an id past the last one is drawn", "        at = tl.minimum(at, tl.max(tl.where(p > 0, w, 0), 0))\n", "",
          "decode::the_largest_number_draws_an_id_that_there_is"),
+        ("one stop token of several ends a row", "tl.load(eos + tl.arange(0, EOS)) == ids", "tl.load(eos + tl.arange(0, EOS) * 0) == ids",
+         "decode::rows_that_ended_stand_still"),
     ],
     "runtime/batches.py": [
         ("the last micro-batch is dropped", "    if batch:\n        yield [*", "    if not batch:\n        yield [*",
@@ -628,6 +638,8 @@ MUTANTS = {
          "packed::heads_are_rounded_between_their_norm_and_the_rotation"),
         ("k's heads with q's noise", "norm_weight(k_weight, k_noise, d, D)\n    return", "norm_weight(k_weight, q_noise, d, D)\n    return",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
+        ("the entropy's sums keep an old maximum", "mean = fade * (mean + total * (m - new)) + e", "mean = fade * mean + e",
+         "packed::score_is_one_kernel_for_log_prob_entropy_and_slope"),
     ],
     "runtime/engine.py": [
         ("the same number at every position", "uniform(self.key[:rows], view.length)",

@@ -214,11 +214,11 @@ def test_rows_that_ended_stand_still():
     step.stop[1] = 2  # ends at the limit
     step.sample(logits)
     assert step.cache.length.tolist() == [2, 1, 2] and step.alive.tolist() == [1, 0, 1]
-    step.eos[0] = 7
+    step.eos[5] = 7  # not the first of several
     step.sample(logits)
     assert step.cache.length.tolist() == [2, 1, 2] and step.alive.tolist() == [0, 0, 0]
     assert step.out_ids[:3].tolist() == [[7, 7, 7]] * 3 and step.count.tolist() == [3, 3, 3]
-    step.eos[0] = -1
+    step.eos[5] = -1
     step.sample(logits)  # what it draws now is no stop token, and below its limit
     assert step.cache.length.tolist() == [2, 1, 2] and step.alive.tolist() == [0, 0, 0]
 

@@ -295,11 +295,11 @@ def test_what_no_graph_takes_is_launched(monkeypatch, prompts, sizes):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("V, valid", [(301, 297), (5000, 5000), (9001, 8200)])
-def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, temperature):
-    """A vocabulary within one block and over several, with spare rows; large logits must not overflow."""
+@pytest.mark.parametrize("V, valid, spread", [(301, 297, 9), (5000, 5000, 9), (9001, 8200, 9), (9001, 8200, 0.5)])
+def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, spread, temperature):
+    """A vocabulary within one block and over several, with spare rows; large logits must not overflow, and small ones all count."""
     g = torch.Generator().manual_seed(0)
-    hidden, weight = 9 * torch.randn(6, 8, generator=g), torch.randn(V, 8, generator=g)
+    hidden, weight = spread * torch.randn(6, 8, generator=g), torch.randn(V, 8, generator=g)
     targets = torch.tensor([0, 1, valid - 1, valid // 2, 5, 7])
     want = logprobs.score(hidden, weight, targets, temperature, valid)
     got = fused.score(M.logits(hidden, weight), targets, temperature, valid, torch.float32)
