@@ -338,6 +338,8 @@ MUTANTS = {
          "model::logits_equal_transformers"),
         ("a norm rounds before its weight", "return (h * (self.weight", "return (h.to(x.dtype) * (self.weight",
          "model::a_norm_is_rounded_once"),
+        ("the bound of lengths leaves the cache", "min(cache.used + T, cache.k.shape[3])", "cache.used + T",
+         "model::rows_of_one_cache_may_have_different_lengths"),
         ("places in 16 bits", "angle = pos[..., None].float() * freq", "angle = pos[..., None].bfloat16() * freq",
          "model::angles_far_into_a_sequence_are_exact"),
         ("blocks keep their activations", "if self.checkpointing and torch.is_grad_enabled():", "if False:",

@@ -81,6 +81,7 @@ def test_rows_of_one_cache_may_have_different_lengths():
     padded[1, 4:] = 0
     model(padded, cache)
     cache.length = torch.tensor([9, 4])
+    cache.used = 15  # a bound: with the steps below it would leave the cache
     for step in range(4):
         got = model(torch.stack([ids[0, 9 + step : 10 + step], ids[1, 4 + step : 5 + step]]), cache)
         cache.length += 1
