@@ -96,11 +96,12 @@ def check_linears(m, B, rank):
         assert error < 1e-2, f"{name}, {B} rows: {error:.4f}"
 
 
-@pytest.mark.parametrize(("quant", "rank"), [("nvfp4", 16), ("nvfp4", 0), ("mxfp4", 3), ("none", 0)])
+@pytest.mark.parametrize(("quant", "rank", "rows"), [("nvfp4", 16, 5), ("nvfp4", 0, 5), ("mxfp4", 3, 5), ("none", 0, 5), ("none", 3, 19)])
 @torch.no_grad()
-def test_linear_equals_the_modules_in_bfloat16(quant, rank):
-    """What the GPU's dtype takes: bias, LoRA and residual in one call of the FP4 GEMM; the residual's memory is the result's."""
-    check_linears(build(quant=quant, rank=rank, dtype=torch.bfloat16), 5, rank)
+def test_linear_equals_the_modules_in_bfloat16(quant, rank, rows):
+    """What the GPU's dtype takes: bias, LoRA and residual in one call of the FP4 GEMM; the residual's memory is the result's. Beside
+    16-bit weights LoRA's kernel takes 16 rows at a time."""
+    check_linears(build(quant=quant, rank=rank, dtype=torch.bfloat16), rows, rank)
 
 
 @torch.no_grad()
@@ -110,10 +111,19 @@ def test_attention_of_eight_query_heads_without_bias():
     check_hidden(build(c))
 
 
-def check_hidden(m):
+@torch.no_grad()
+def test_a_long_sequence_in_more_splits_than_are_loaded_at_once():
+    """Ten and nine splits of 32 tokens for eight loads in flight; the last of the nine ends one token into its second block."""
+    c = M.Config(301, 64, 96, 1, 4, 1, 32, max_position_embeddings=512)
+    check_hidden(build(c, rank=0), [290, 273], 32)
+
+
+def check_hidden(m, lengths=(40, 7), processors=2):
     """Two rows' states by the step and by the modules; returns the caches of both."""
-    fused, plain = filled(m, [40, 7]), filled(m, [40, 7])
+    lengths = [*lengths]
+    fused, plain = (filled(m, lengths, tokens=max(lengths) + 16) for _ in range(2))
     step = decode.Step(m, fused)
+    step.sms = processors
     step.token[:2] = torch.tensor([3, 77])
     want = m.hidden(step.token[:2, None], first_rows(plain, 2))[:, 0]
     torch.testing.assert_close(step.hidden(2), want, atol=2e-5, rtol=1e-4)
@@ -121,8 +131,8 @@ def check_hidden(m):
 
 
 def with_head_norms(config, **kw):
-    """A Qwen3: heads of q and k normed, with weights and (which AQN never draws) noise far from 1 and 0."""
-    m = build(dataclasses.replace(config, qkv_bias=False, qk_norm=True), **kw)
+    """A Qwen3: heads of q and k normed, with weights and (which AQN never draws) noise far from 1 and 0, and an eps that counts."""
+    m = build(dataclasses.replace(config, qkv_bias=False, qk_norm=True, rms_norm_eps=1e-2), **kw)
     for block in m.layers:
         for norm in (block.attn.q_norm, block.attn.k_norm):
             assert not norm.noise.any()
@@ -164,6 +174,27 @@ def test_fused_sampler_equals_sample_ids(V, temperature):
     torch.testing.assert_close(logp, want_logp, atol=1e-5, rtol=1e-5)
 
 
+def unshifted(z, s):
+    """x of z = x ^ x >> s, of 64 bits."""
+    x = z
+    for _ in range(64 // s):
+        x = z ^ x >> s
+    return x
+
+
+def test_the_largest_number_draws_an_id_that_there_is():
+    """1 - 2^-24 of the sum of all: where ids are added up in another order, rounding leaves it past the last one."""
+    logits = torch.randn(40, 6000, generator=torch.Generator().manual_seed(0))
+    logits[:, -7:] = -float("inf")
+    _, _, step = drawn(logits)
+    z = unshifted(2**64 - 1, 31) * pow(draw.MIX2, -1, 2**64) % 2**64
+    z = unshifted(z, 27) * pow(draw.MIX1, -1, 2**64) % 2**64
+    step.key.fill_(draw.signed(unshifted(z, 30) - 3 * draw.GOLDEN))
+    assert (draw.uniform(step.key, step.cache.length + 1) == 1 - 2**-24).all()
+    step.sample(logits)
+    assert (step.out_ids[1] >= 5990).all() and (step.out_ids[1] < 5993).all() and step.out_logp[1].isfinite().all()
+
+
 def test_fused_sampler_greedy():
     """The largest logit, the lowest id among equals."""
     logits = torch.randn(5, 9001, generator=torch.Generator().manual_seed(0))
@@ -183,10 +214,13 @@ def test_rows_that_ended_stand_still():
     step.stop[1] = 2  # ends at the limit
     step.sample(logits)
     assert step.cache.length.tolist() == [2, 1, 2] and step.alive.tolist() == [1, 0, 1]
-    step.eos[0] = 7
+    step.eos[5] = 7  # not the first of several
     step.sample(logits)
     assert step.cache.length.tolist() == [2, 1, 2] and step.alive.tolist() == [0, 0, 0]
     assert step.out_ids[:3].tolist() == [[7, 7, 7]] * 3 and step.count.tolist() == [3, 3, 3]
+    step.eos[5] = -1
+    step.sample(logits)  # what it draws now is no stop token, and below its limit
+    assert step.cache.length.tolist() == [2, 1, 2] and step.alive.tolist() == [0, 0, 0]
 
 
 def tokens(groups):

@@ -195,6 +195,9 @@ def test_shapes_that_do_not_fit_and_unknown_formats_are_refused():
             quantize(torch.ones(2, K), fmt, "up")
     with pytest.raises(ValueError, match="--quant int4: unknown format"):
         quantize(torch.ones(2, 64), "int4")
+    for codes in (torch.ones(128, dtype=torch.uint8), torch.ones(8, 128, dtype=torch.int8)):
+        with pytest.raises(ValueError, match=r"pack: codes must be a \(N, K\) uint8 tensor"):
+            formats.pack(codes, "nvfp4")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -212,12 +215,14 @@ def test_odd_shapes_pack_and_come_back(fmt, N, blocks):
 
 
 def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
-    """The last, short chunk and a chunk smaller than a row."""
-    w = weights(7, 64)
-    want = quantize(w, "nvfp4").codes
-    for chunk in (1, 64, 130, 10**6):
+    """The last, short chunk, a chunk smaller than a row, and one of ten rows, of which eight are taken: packing interleaves eight, chunk
+    by chunk of their columns."""
+    w = weights(21, 256)
+    want = quantize(w, "nvfp4")
+    for chunk in (1, 256, 2560, 10**6):
         monkeypatch.setattr(formats, "PORTION", chunk)
-        assert torch.equal(quantize(w, "nvfp4").codes, want)
+        assert torch.equal(quantize(w, "nvfp4").codes, want.codes)
+        assert torch.equal(formats.snap(w, "nvfp4", *block_scales(w, "nvfp4")), dequantize(want))
 
 
 def test_four_and_a_half_bits_a_weight():

@@ -1,4 +1,6 @@
 """The chunked LM head against the dense one, in value, gradient and memory."""
+import math
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,6 +140,25 @@ def test_bf16_inputs_give_float32_logprobs_close_to_dense():
     (want * up.float()).sum().backward()
     assert h1.grad.dtype == torch.bfloat16
     torch.testing.assert_close(h1.grad.float(), h2.grad, atol=0.05, rtol=0.03)
+
+
+def test_gradients_of_bf16_do_not_cancel_nor_stall():
+    """p - 1 of a token that is nearly certain is 0 once p is rounded; a sum of chunks in bf16 stops where a term is 1/256 of it."""
+    hidden, weight = torch.tensor([[8.0, 0.0]]).bfloat16().requires_grad_(), torch.eye(2).bfloat16()
+    token_logprobs(hidden, weight, torch.tensor([0]))[0].sum().backward()
+    p = 1 / (1 + math.e**8)
+    assert hidden.grad[0].tolist() == pytest.approx([p, -p], rel=0.01)
+    hidden, weight = torch.ones(61, 1).bfloat16(), torch.zeros(4, 1).bfloat16().requires_grad_()
+    logp = token_logprobs(hidden, weight, torch.zeros(61, dtype=torch.long), chunk=1)[0]
+    (logp[0] * 1000 + logp[1:].sum()).backward()
+    assert weight.grad[:, 0].tolist() == pytest.approx([795, -265, -265, -265], rel=0.01)
+
+
+@pytest.mark.parametrize(("hidden", "targets"), [((2, 3, 4), 2), ((6, 4), 5)])
+def test_shapes_that_do_not_fit_are_refused(hidden, targets):
+    """Targets of a micro-batch's other half would be scored without a word."""
+    with pytest.raises(ValueError, match=r"want \(S, C\) and \(S,\)"):
+        token_logprobs(torch.ones(hidden), torch.ones(7, 4), torch.zeros(targets, dtype=torch.long))
 
 
 def test_no_tokens_at_all():

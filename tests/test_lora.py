@@ -101,6 +101,7 @@ def test_disabled_restores_each_layer_as_it_was_even_after_an_error():
     lora_layers(model)[0][1].enabled = False
     with pytest.raises(RuntimeError, match="inside"), disabled(model):
         assert not any(m.enabled for _, m in lora_layers(model))
+        assert all(torch.equal(m.dense(), m.base.dense()) for _, m in lora_layers(model))
         raise RuntimeError("inside")
     assert [m.enabled for _, m in lora_layers(model)] == [False] + [True] * 7
 
@@ -212,6 +213,7 @@ Q_B = Q_A.replace("lora_A", "lora_B")
     (None, lambda s: s.update({Q_A: torch.ones(5, 32)}), r"q_proj.lora_A.weight is \(5, 32\), the model's is \(4, 32\)"),
     (None, lambda s: s.update({Q_B: torch.ones(16, 4)}), r"q_proj.lora_B.weight is \(16, 4\), the model's is \(32, 4\)"),
     (None, lambda s: s.update({Q_B: torch.full((32, 4), float("nan"))}), "q_proj.lora_B.weight holds NaN or inf"),
+    (None, lambda s: s.update({Q_B: torch.ones(32, 4).to(torch.float8_e4m3fn)}), r"no floats of 16 bits or more \(torch.float8"),
     (None, lambda s: s.pop(Q_B), "q_proj.lora_A.weight is there, but .*q_proj.lora_B.weight is missing"),
     (None, lambda s: s.update({Q_A.replace("q_proj", "qkv"): torch.ones(4, 32)}), "self_attn.qkv.lora_A.weight fits this model"),
     (None, lambda s: s.update({Q_A.replace("layers.0", "layers.9"): torch.ones(4, 32)}), "layers.9.* fits this model nowhere"),

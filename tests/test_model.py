@@ -81,6 +81,7 @@ def test_rows_of_one_cache_may_have_different_lengths():
     padded[1, 4:] = 0
     model(padded, cache)
     cache.length = torch.tensor([9, 4])
+    cache.used = 15  # a bound: with the steps below it would leave the cache
     for step in range(4):
         got = model(torch.stack([ids[0, 9 + step : 10 + step], ids[1, 4 + step : 5 + step]]), cache)
         cache.length += 1
@@ -97,9 +98,11 @@ def test_padding_on_the_right_changes_nothing():
 
 
 def test_checkpointing_gives_the_same_loss_and_gradient():
+    """And computes each block again, where without it all activations are kept."""
     model, ids = load("qwen2_tied"), torch.arange(12).view(2, 6)
     model.requires_grad_(True)
-    grads = []
+    grads, passes = [], []
+    model.layers[0].register_forward_pre_hook(lambda *_: passes.append(model.checkpointing))
     for on in (False, True):
         model.checkpointing = on
         model.zero_grad()
@@ -107,6 +110,7 @@ def test_checkpointing_gives_the_same_loss_and_gradient():
         grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
     assert len(grads[0]) == sum(1 for _ in model.parameters())
     assert all(torch.equal(grads[0][n], grads[1][n]) and grads[0][n].any() for n in grads[0])
+    assert passes == [False, True, True]
 
 
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not():
@@ -121,6 +125,21 @@ def test_bfloat16_loads_in_bfloat16_and_stays_close():
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and not any(p.requires_grad for p in model.parameters())
     assert model.layers[0].input_layernorm.noise.dtype == torch.float32
     assert (model(expected["ids"]).float() - expected["logits"]).abs().max() < 0.15
+
+
+def test_a_norm_is_rounded_once():
+    """RMSNorm in 16 bits is the one in float32, cast: rounded before the weight too, each kernel would differ from it."""
+    norm, x = M.RMSNorm(64, 1e-6), torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(norm(x), norm(x.float()).bfloat16())
+
+
+def test_angles_far_into_a_sequence_are_exact():
+    """Places in 16 bits are right up to 256."""
+    places = torch.tensor([[1, 257], [4001, 32767]])
+    angle = places[..., None].double() * 1e6 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    for got, want in zip(M.rope_tables(places, 32, 1e6), (angle.cos(), angle.sin()), strict=True):
+        assert (got - want).abs().max() < 5e-3
 
 
 # ---- loading: every tensor counts

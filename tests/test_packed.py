@@ -12,13 +12,17 @@ pytest.importorskip("triton")
 import grpo
 import lora
 import model as M
-from runtime import batches, engine, fused, logprobs, packed, ranks
-from tests.test_decode import CPU, GPU, build
+from runtime import attention, batches, decode, engine, fused, logprobs, packed, ranks
+from tests.test_decode import CPU, GPU, build, with_head_norms
 
 gpu = pytest.mark.gpu
 ROWS = [[5], [1, 2, 3, 4], list(range(20, 26)), [1, 2]]
-QWEN3 = dataclasses.replace(CPU, qkv_bias=False, qk_norm=True)
+QWEN3 = dataclasses.replace(CPU, num_attention_heads=6, num_key_value_heads=3, qk_norm=True)  # as many key heads as SmolLM's
 ONE = dataclasses.replace(CPU, num_hidden_layers=1)  # one block: the interpreter is slow
+
+
+def made(config):
+    return with_head_norms(config) if config.qk_norm else build(config)
 
 
 def padded(m, rows):
@@ -36,15 +40,72 @@ def everything(rows):
 
 
 @pytest.mark.parametrize(("config", "checkpointing"), [(CPU, True), (QWEN3, False)], ids=["qwen2", "qwen3"])
-def test_packed_equals_the_modules_in_value_and_gradient(config, checkpointing):
+def test_packed_equals_the_modules_in_value_and_gradient(monkeypatch, config, checkpointing):
     """Noise, biases, LoRA, grouped heads and rows of odd lengths: each kernel's backward is written by hand."""
-    m = build(config)
+    m, blocks, block = made(config), [], packed.block
     m.checkpointing = checkpointing
+    monkeypatch.setattr(packed, "block", lambda *args: blocks.append(args) or block(*args))
     got, want = packed.hidden(m, ROWS, everything(ROWS)), padded(m, ROWS)
     assert torch.allclose(got, want, rtol=0, atol=2e-5)
     seed = torch.randn(want.shape, generator=torch.Generator().manual_seed(3))
     for g, w in zip(gradients(m, (got * seed).sum()), gradients(m, (want * seed).sum()), strict=True):
         assert torch.allclose(g, w, rtol=0, atol=1e-5 * w.abs().max().item())
+    assert len(blocks) == len(m.layers) * (2 if checkpointing else 1)
+
+
+def test_norms_of_rows_that_are_no_power_of_two_long():
+    """Qwen's 896 and 3584: behind a row lies the next one, and behind h what a GEMM takes for x A^T. An eps that counts."""
+    norm, g = M.RMSNorm(80, 1e-2), torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(norm.weight, generator=g)
+    norm.noise.normal_(generator=g)
+    x, dy = (0.1 * torch.randn(3, 80, generator=g) for _ in range(2))
+    want = norm(x.requires_grad_())
+    (dx,), x = torch.autograd.grad(want, x, dy), x.detach()
+    wide, d = (torch.full((5, 88), torch.nan)[:3] for _ in range(2))  # what is written behind the last row is nobody's
+    packed.Norm(norm).launch(packed.norm_kernel, x, wide, PDL=False)
+    d[:, :80] = dy
+    torch.testing.assert_close(packed.Norm(norm).backward(x, (), d), dx)
+    for h in (wide, d):
+        torch.testing.assert_close(h[:, :80], want)
+        assert h[:, 80:].isnan().all()
+    given = dy.clone()
+    y = packed.FinalNorm.apply(packed.Norm(norm), x.requires_grad_())
+    torch.testing.assert_close(torch.autograd.grad(y, x, given)[0], dx)
+    assert torch.equal(given, dy)  # others may hold it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_silu_of_more_columns_than_a_program_takes(dtype):
+    """In training and in the decode step, each forward; in 16 bits silu(gate) is rounded before the product, as the module's is."""
+    x, d = (torch.randn(3, n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (2200, 1108))
+    gate, up = x.requires_grad_().chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up
+    (dx,), x = torch.autograd.grad(want, x, d[:, :1100]), x.detach()
+    wide, _ = packed.SwiGLU().forward(x, 8)
+    step = decode.Step.silu(SimpleNamespace(launch={"PDL": False}), x)
+    torch.testing.assert_close(packed.SwiGLU().backward(x, (), d), dx, atol=1e-2 if dtype == torch.float16 else 1e-5, rtol=1e-3)
+    for h in (wide[:, :1100], step, d[:, :1100]):
+        torch.testing.assert_close(h, want)
+        assert (h != want).float().mean() < (0.01 if dtype == torch.float16 else 1)
+
+
+def test_heads_are_rounded_between_their_norm_and_the_rotation():
+    """As the module rounds them, in the pass over prompts and in the decode step, which read each other's keys."""
+    m, g = with_head_norms(dataclasses.replace(QWEN3, num_hidden_layers=1), rank=0, dtype=torch.float16), torch.Generator().manual_seed(0)
+    attn, qkv, places, cache = m.layers[0].attn, torch.randn(5, 12 * 32, generator=g).half(), torch.arange(5), M.KVCache(m, 5, 8)
+    cos, sin = packed.tables(m.config, 5, places.device)
+    want = M.apply_rope(attn.k_norm(qkv.view(5, 12, 32)[:, 6:9]), cos[:, None], sin[:, None])
+    rows = packed.Rows(places, attention.blocks(torch.tensor([0, 5]), 5), cos, sin)
+    _, (prompt, *_) = packed.Attend(attn, rows).forward(qkv, 0)
+    cache.length.copy_(places)
+    decode.Step(m, cache).attention(0, qkv)
+    for got in (prompt.view(5, 12, 32)[:, 6:9], cache.k[0, places, :, places]):
+        assert (got != want).float().mean() < 0.02
+
+
+def test_an_adapters_gradients_are_products_in_float32():
+    a, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((3, 700), (700, 5)))
+    torch.testing.assert_close(packed.product32(a, b), (a.double() @ b.double()).float())
 
 
 def test_another_adapter_or_weight_is_what_the_next_pass_takes():
@@ -184,7 +245,8 @@ def test_training_all_parameters_takes_the_modules():
 
 def filled(m, prompts, slots, capture, calls=1):
     """The cache that Prefill fills, and the one of the modules."""
-    ours, theirs = M.KVCache(m, 6, 64), engine.Eager(m, 6, 64)
+    room = max(6, len(prompts))
+    ours, theirs = M.KVCache(m, room, 64), engine.Eager(m, room, 64)
     prefill = packed.Prefill(m, ours)
     prefill.refresh()
     for _ in range(calls):
@@ -198,7 +260,7 @@ def filled(m, prompts, slots, capture, calls=1):
     (CPU, None), (QWEN3, None), (ONE, lambda launch: launch)], ids=["qwen2", "qwen3", "padded"])
 def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
     """Slots in any order; padding up to a graph's size, and no other slot, must be left alone."""
-    m, prompts, slots = build(config), ROWS[1:], [0, 3, 5]
+    m, prompts, slots = made(config), ROWS[1:], [0, 3, 5]
     ours, theirs = filled(m, prompts, slots, capture)
     for a, b in ((ours.k, theirs.k), (ours.v, theirs.v)):
         for prompt, slot in zip(prompts, slots, strict=True):
@@ -223,12 +285,21 @@ def test_a_graph_is_replayed_for_the_prompts_of_its_call():
         assert torch.allclose(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("prompts", "sizes"), [([[i, i + 1] for i in range(9)], (64,)), ([[*range(9)]], (4,))], ids=["rows", "tokens"])
+def test_what_no_graph_takes_is_launched(monkeypatch, prompts, sizes):
+    """More rows than a graph of few tokens has room for, and more tokens than the largest."""
+    monkeypatch.setattr(packed.Prefill, "SIZES", sizes)
+    captured, m = [], build(ONE)
+    ours, theirs = filled(m, prompts, [*range(len(prompts))], lambda launch: captured.append(launch) or launch)
+    assert torch.allclose(ours.k, theirs.k, rtol=0, atol=1e-5) and not captured
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("V, valid", [(301, 297), (5000, 5000), (9001, 8200)])
-def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, temperature):
-    """A vocabulary within one block and over several, with spare rows; large logits must not overflow."""
+@pytest.mark.parametrize("V, valid, spread", [(301, 297, 9), (5000, 5000, 9), (9001, 8200, 9), (9001, 8200, 0.5)])
+def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, spread, temperature):
+    """A vocabulary within one block and over several, with spare rows; large logits must not overflow, and small ones all count."""
     g = torch.Generator().manual_seed(0)
-    hidden, weight = 9 * torch.randn(6, 8, generator=g), torch.randn(V, 8, generator=g)
+    hidden, weight = spread * torch.randn(6, 8, generator=g), torch.randn(V, 8, generator=g)
     targets = torch.tensor([0, 1, valid - 1, valid // 2, 5, 7])
     want = logprobs.score(hidden, weight, targets, temperature, valid)
     got = fused.score(M.logits(hidden, weight), targets, temperature, valid, torch.float32)

@@ -177,6 +177,7 @@ def test_uniform_is_a_pure_function_and_never_0_or_1():
     """u = 1 would run off the end of the distribution; equal keys at neighbouring places would repeat tokens."""
     keys = draw.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
     assert len(set(keys.tolist())) == 200
+    assert draw.row_keys(2**63, *torch.ones(2, 1, dtype=torch.long)) not in keys  # the largest --seed; int64 ends one before
     u = draw.uniform(keys[:, None], torch.arange(500)[None])
     assert 0 < u.min() < 1e-3 and 1 - 1e-3 < u.max() < 1 and abs(u.mean() - 0.5) < 0.005
     assert abs((u[:, 1:] * u[:, :-1]).mean() - 0.25) < 0.005 and abs((u[1:] * u[:-1]).mean() - 0.25) < 0.005

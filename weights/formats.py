@@ -120,14 +120,14 @@ def block_scales(w, fmt, name="weight"):
         return amax, one
     if fmt == "mxfp4":  # OCP: 2^(floor(log2 amax) - 2), 2 the exponent of E2M1's largest value
         _, exponent = torch.frexp(amax)  # amax = m * 2^exponent with m in [0.5, 1)
-        return torch.where(amax > 0, exponent - 3 + 127, 1).clamp(1, 254).to(torch.uint8), one
+        return torch.where(amax > 0, exponent - 3 + 127, 1).clamp(min=1).to(torch.uint8), one
     # The floor keeps 1/global finite when a whole tensor is (almost) zero. Checkpoints store the
     # reciprocal; taking it twice makes global a number whose reciprocal leads back to it, so that
     # saving and loading changes no bit.
     top = (amax.max() / (6 * 448)).clamp(min=torch.finfo(torch.float32).tiny)
     top = 1 / (1 / top)
     # the cast rounds to nearest even
-    return (amax / 6 / top).clamp(max=448).to(torch.float8_e4m3fn), one * top
+    return (amax / 6 / top).to(torch.float8_e4m3fn), one * top
 
 
 def encode(w, fmt, scale, global_scale):
