@@ -10,6 +10,7 @@ import pytest
 
 import data
 from runtime import grade
+from weights.files import lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "assets" / "tiny"
@@ -159,6 +160,15 @@ def test_jsonl_columns_of_the_usual_sets(tmp_path):
     got = data.load(write(tmp_path / "a.jsonl", rows))
     assert [r["answer"] for r in got] == ["1,234", "7", "0", "\\frac{1}{2}"]
     assert {r["question"] for r in got} == {"q"}
+
+
+def test_files_of_other_editors_are_read(tmp_path):
+    """A mark at the beginning, lines that end as on Windows, blank lines: none is part of a row."""
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"question": q, "answer": "1"}).encode() for q in "ab"]
+    path.write_bytes(b"\xef\xbb\xbf" + rows[0] + b"\r\n\r\n" + rows[1] + b"\r\n")
+    assert [r["question"] for r in data.load(path)] == ["a", "b"]
+    assert [*lines(path)] == [(1, rows[0].decode()), (3, rows[1].decode())]
 
 
 def test_folder_and_parquet(tmp_path):

@@ -296,6 +296,26 @@ def test_the_first_answer_after_a_graders_death_is_graded(quick):
     assert quick.ask([("x<1", "x<1")]) == [True]
 
 
+def test_a_grader_that_cannot_start_is_an_error(monkeypatch, tmp_path):
+    """Without math-verify every answer that needs it would be wrong, and the run go on."""
+    (tmp_path / "math_verify.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match="math-verify does not start; pip install"):
+        Judge().ask([("x<1", "x<2")])
+
+
+def test_a_larger_batch_has_more_time(quick, monkeypatch):
+    """Or of a step of thousands of completions most answers were not reached, and wrong."""
+    quick.ask([("x<1", "x<2")])
+    waited = []
+    monkeypatch.setattr(quick, "_line", lambda seconds: waited.append(seconds))
+    monkeypatch.setattr(quick, "stop", lambda: None)
+    for n in (512, 513):
+        assert quick._told([(f"x<{i}", "x") for i in range(n)]) is None
+    monkeypatch.undo()
+    assert waited == [32.0, 62.0]
+
+
 def members(group):
     """Processes of a group that run."""
     out = []
