@@ -505,6 +505,44 @@ def test_special_tokens_are_the_templates_own(checkpoint):
     assert tok.encode(tok.chat([{"role": "user", "content": "7"}])) == [bos, *tok.encode("7"), end]
 
 
+def test_ids_end_with_the_last_one_also_where_some_are_missing(checkpoint):
+    """Counted, they would end before it: a token that may be drawn would never be."""
+    before = len(data.Tokenizer(checkpoint))
+    model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
+    name = max(model["vocab"], key=model["vocab"].get)
+    model["vocab"][name] += 30
+    edit(checkpoint / "tokenizer.json", model=model)
+    tok = data.Tokenizer(checkpoint)
+    ids = tok.tokenizer.get_vocab()
+    assert len(tok) == max(ids.values()) + 1 > len(ids) == before
+
+
+def test_settings_may_name_tokens_and_templates_in_full(checkpoint):
+    """An added token is an object, and a checkpoint may bring several templates: the default one
+    is for chats."""
+    turn = [{"role": "user", "content": "7"}]
+    named = [{"name": name, "template": f"{name}{{{{ eos_token }}}}"} for name in ("rag", "default")]
+    edit(checkpoint / "tokenizer_config.json", chat_template=named,
+         eos_token={"content": "<|im_end|>", "lstrip": False})
+    (checkpoint / "generation_config.json").unlink()
+    (checkpoint / "config.json").unlink()
+    tok = data.Tokenizer(checkpoint)
+    assert tok.eos_ids == [tok.tokenizer.token_to_id("<|im_end|>")]
+    assert tok.chat(turn) == "default<|im_end|>"
+    edit(checkpoint / "tokenizer_config.json", chat_template=named[:1])
+    with pytest.raises(ValueError, match="no chat_template"):
+        data.Tokenizer(checkpoint)
+
+
+def test_a_prompt_may_be_made_in_any_thread():
+    """Only the main one can be interrupted by a timer."""
+    tok, made = data.Tokenizer(TINY), []
+    t = threading.Thread(target=lambda: made.append(tok.prompt_ids("1+1?")))
+    t.start()
+    t.join()
+    assert made == [tok.prompt_ids("1+1?")]
+
+
 def test_a_template_may_lie_in_a_file_of_its_own(checkpoint):
     """As newer checkpoints have it; one in tokenizer_config.json comes first."""
     (checkpoint / "chat_template.jinja").write_text("own: {{ messages[0].content }}")
