@@ -127,6 +127,16 @@ def test_shards_and_index_load_as_one_file_does(tmp_path):
     assert json.loads((tmp_path / "many" / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
 
 
+def test_what_is_not_rounded_stays_as_it_is_stored(tmp_path):
+    """Norms and embeddings of float32, cast to 16 bits on the way, are another model's before anything is rounded."""
+    folder = base(tmp_path)
+    state = {k: t.float() + 1e-4 for k, t in load_file(folder / "model.safetensors").items()}
+    save_file(state, folder / "model.safetensors")
+    convert.convert(folder, tmp_path / "q")
+    kept = {k: t for k, t in load_file(tmp_path / "q" / "model.safetensors").items() if k in state}
+    assert len(kept) > 6 and all(t.dtype == torch.float32 and torch.equal(t, state[k]) for k, t in kept.items())
+
+
 def test_what_a_tokenizer_reads_comes_along(tmp_path):
     """A checkpoint without generation_config.json has one stop token of several, without its template another prompt."""
     folder, beside = base(tmp_path), ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

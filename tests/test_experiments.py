@@ -231,4 +231,4 @@ def test_two_copies_sample_in_four_bits_and_train_in_sixteen(tmp_path):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         gaps[name], entropies[name] = rows[0]["logp_gap_mean"], [row["sampler_entropy"] for row in rows]
     assert gaps["one"] < 1e-5 and gaps["two"] > 1e-3
-    assert entropies["one"][0] == entropies["two"][0] and abs(entropies["two"][1] - entropies["two"][0]) > 0.01
+    assert entropies["one"][0] == entropies["two"][0] and abs(entropies["two"][1] - entropies["two"][0]) > 0.1

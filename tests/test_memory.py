@@ -1,5 +1,6 @@
 """The arithmetic of bytes: against what loading, an adapter and a cache take, and published sizes; what frees the engine."""
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,9 +48,21 @@ def test_the_plan_of_the_published_shapes(tmp_path, capsys):
     c = checkpoint.read_config(tmp_path / "7b.json")
     assert memory.lora_parameters(c, 16) == 40_370_176 and memory.kv_per_token(c) == 57344
     assert abs(sum(memory.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
-    convert.quantize_command(["--plan", str(tmp_path / "7b.json"), "--rank", "16"])
+    convert.quantize_command(["--plan", str(tmp_path / "7b.json"), "--rank", "16", "--tokens", "4096"])
     out = capsys.readouterr().out
-    assert all(word in out for word in ("nvfp4", "LoRA r=16", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
+    assert all(word in out for word in ("nvfp4", "LoRA r=16", "kept for 4096 tokens", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
+
+
+def test_a_plan_of_a_hub_id_fetches_its_config_alone(monkeypatch):
+    """Sixty gigabytes, to be told that they do not fit."""
+    asked = []
+
+    def fetch(name, weights=True):
+        asked.append((name, weights))
+        return Path(__file__).parent / "fixtures" / "qwen2_tied"
+
+    monkeypatch.setattr(checkpoint, "fetch", fetch)
+    assert convert.plan_config("Qwen/Qwen2.5-32B-Instruct").hidden_size == 32 and asked == [("Qwen/Qwen2.5-32B-Instruct", False)]
 
 
 def test_the_plan_counts_the_adapter_that_training_makes():
