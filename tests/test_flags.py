@@ -159,6 +159,16 @@ def test_each_rank_takes_the_card_of_its_place_and_waits_as_long_as_it_is_told(m
         ranks.start(SimpleNamespace(device="cuda", timeout=7))
 
 
+def test_no_rank_parts_before_all_are_done(monkeypatch):
+    """Rank 0 writes last: torchrun would end it with those that had nothing more to do."""
+    did = []
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks, "gather", did.append)
+    monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: did.append("parted"))
+    ranks.end()
+    assert did == [None, "parted"]
+
+
 def test_gradients_of_sixteen_bits_are_summed_in_thirty_two(monkeypatch):
     """Over many ranks the sum would lose what each adds."""
     p, q = (torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2))
