@@ -164,6 +164,8 @@ def _row(raw, where):
     if not asked or type(answer) not in (str, int, float):
         raise ValueError(f"{where}: needs question and answer (or problem and answer, or prompt "
                          "and solution) as text")
+    if type(rate := raw.get("llama8b_solve_rate")) not in (int, float, type(None)):
+        raise ValueError(f"{where}: llama8b_solve_rate {shown(rate)} must be a number")
     answer = str(answer)
     if "####" in answer:  # GSM8K: the worked solution, then "#### 72"
         answer = answer.rsplit("####", 1)[1]
@@ -189,9 +191,6 @@ def _set_levels(rows):
     """Big-Math has no level, but the rate at which an 8B model solves the row: level 5 is the
     lowest fifth of the rates."""
     rates = [row.get("llama8b_solve_rate") for row in rows]
-    for n, rate in enumerate(rates, 1):
-        if type(rate) not in (int, float, type(None)):
-            raise ValueError(f"row {n}: llama8b_solve_rate {shown(rate)} must be a number")
     known = sorted(r for r in rates if r is not None)
     if not known:
         return
@@ -256,7 +255,7 @@ NAMES, THINGS = ["Mia", "Tom", "Ana", "Sam"], ["apples", "eggs", "nuts", "figs"]
 FORMS = ("symbols", "steps", "mixed", "story")
 
 
-def arithmetic(split, n, seed=0, form=None):
+def arithmetic(split, n, seed=0):
     """n problems of 3 to 5 operations on numbers below 200; rows have "question", "answer",
     "chain", "form" too.
 
@@ -281,7 +280,7 @@ def arithmetic(split, n, seed=0, form=None):
         if len(ops) < 3 or chain in seen or in_test(chain) != (split == "test"):
             continue
         seen.add(chain)
-        kind = form or rng.choice(FORMS)
+        kind = rng.choice(FORMS)
         rows.append({"question": _ask(rng, kind, start, ops), "answer": str(value), "chain": chain,
                      "form": kind})
     return rows
@@ -381,8 +380,7 @@ def _tagged(text):
     if start < 0 or "<answer>" in text[end:]:  # one cut off by the length limit is no answer
         return None, False
     before = text[:start].rstrip()
-    well_formed = (before.endswith("</think>")
-                   and 0 <= before.find("<think>") < len(before) - len("</think>"))
+    well_formed = before.endswith("</think>") and "<think>" in before
     return text[start + len("<answer>") : end], well_formed
 
 

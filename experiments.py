@@ -84,7 +84,7 @@ def drawn(model, tok, rows, args, seed):
            for row, g in zip(rows, groups, strict=True)]
     for c in chain(*out):
         c.reward = data.reward(tok.decode(c.ids), c.row["answer"], args.prompt_style)["reward"]
-    grpo.set_advantages(out)
+    grpo.set_advantages(out, scale=args.loss != "dr_grpo")
     return list(chain(*out))
 
 
@@ -104,15 +104,15 @@ def gradient(args):
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
     engine.fit_update(args, model, params)
     out = []
-    plain = grpo.Settings(args.loss, micro_batch_tokens=args.micro_batch_tokens,
-                          max_new_tokens=args.max_new_tokens)
+    given = {k: getattr(args, k) for k in grpo.Settings.__annotations__}
+    plain = grpo.Settings(**given | {"old_logp": "sampler"})
     clean = gradient_of(model, params, drawn(model, tok, rows, args, 1), plain)[0]
     for sigma in SIGMAS:
         aqn.set_noise(model, sigma, 7)
         completions = drawn(model, tok, rows, args, 2)
         aqn.set_noise(model, 0.0)
         for anchor in ("sampler", "current"):
-            settings = grpo.Settings(**{**vars(plain), "old_logp": anchor, "tis_cap": args.tis_cap})
+            settings = grpo.Settings(**given | {"old_logp": anchor})
             g, clipped = gradient_of(model, params, completions, settings)
             cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
             out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})

@@ -23,7 +23,6 @@ SUFFIX = {
     "boxed": r"Please reason step by step, and put your final answer within \boxed{}.",
 }
 SECONDS, MEMORY = 2.0, 1 << 28  # that a chat template may take, and bytes beside what is there
-TOKEN = {"content": str}  # of an AddedToken
 
 
 class Tokenizer:

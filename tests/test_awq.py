@@ -242,6 +242,29 @@ def test_where_no_channel_scale_helps_block_scales_still_do():
     assert found.exponent == 0 and found.awq == blocks.awq < 0.95 * found.rtn == 0.95 * found.channels
 
 
+def test_the_grid_has_both_its_ends():
+    """Of two exponents, 0 and 1, the second wins where channels differ a lot; without it there is no search."""
+    g = torch.Generator().manual_seed(3)
+    w, x = torch.randn(16, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(2 * torch.randn(64, generator=g))
+    found = awq.Search(w, x.T @ x, x.abs().mean(0), "nvfp4", grid=1, finalists=None)
+    assert found.exponent == 1 and found.awq < 0.5 * found.rtn
+
+
+def test_a_linear_of_zeros_has_no_error():
+    """A share of nothing: it was not to divide by."""
+    found = awq.Search(torch.zeros(4, 64), torch.eye(64), torch.ones(64), "nvfp4", grid=1)
+    assert found.rtn == found.awq == 0 and dequantize(found.q).eq(0).all()
+
+
+def test_the_largest_scale_has_no_neighbour_that_is_none():
+    """The byte above it is NaN in E4M3 and in E8M0."""
+    for fmt, top in (("nvfp4", 126), ("mxfp4", 254)):
+        for byte in (1, top):
+            scale = torch.full((1, 1), byte, dtype=torch.uint8).view(FORMATS[fmt].scale_dtype)
+            near = [s.view(torch.uint8).item() for s in awq.neighbours(scale, fmt)]
+            assert near and all(1 <= b <= top for b in near)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_snap_is_encode_and_dequantize(fmt):
     """What the search measures must be what is stored."""
@@ -290,6 +313,34 @@ def test_load_gives_a_quantized_model_and_its_report(at_load, shallow):
     ids = torch.arange(40)[None]
     plain, original = (M.load(shallow, quant=q)(ids) for q in ("nvfp4", "none"))
     assert (model(ids) - original).norm() < (plain - original).norm()
+
+
+def test_each_block_is_calibrated_on_what_the_blocks_before_it_give(monkeypatch, shallow):
+    """Not on the embedding, and not on what four bits make of it; and searched as the options say."""
+    model, seen = M.load(shallow, dtype=torch.float32), []
+    want = calibrated(model, awq.calibration(None, shallow, 2, 32))
+    monkeypatch.setattr(awq, "quantize_block", lambda block, stats, config, fmt, **options: seen.append((stats, fmt, options)) or [])
+    awq.load(shallow, "cpu", torch.float32, "nf4", sequences=2, length=32, grid=3, finalists=None)
+    assert [(fmt, options) for _, fmt, options in seen] == 2 * [("nf4", {"grid": 3, "finalists": None})]
+    for (got, _, _), stats in zip(seen, want, strict=True):
+        for name, s in stats.items():
+            assert torch.allclose(got[name].H, s.H, rtol=1e-3, atol=1e-5) and torch.allclose(got[name].mean, s.mean, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(16 * 40, 16), (16 * 10, 8), (16 * 2, 1)])
+def test_text_that_is_short_keeps_an_eighth_to_test_on(monkeypatch, shallow, tmp_path, tokens, kept):
+    """Measured on what it was calibrated on, AWQ looks better than it is."""
+    def calibrated(model, pieces, fmt, ids, device, held_out):
+        raise KeyError(len(ids), len(held_out.ids), torch.equal(torch.cat([ids, held_out.ids]).flatten(), torch.arange(ids.numel() + held_out.ids.numel())))
+
+    monkeypatch.setattr(awq, "calibration", lambda calib, folder, n, length: torch.arange(tokens)[: n * length].view(-1, length))
+    monkeypatch.setattr(awq, "calibrated", calibrated)
+    with pytest.raises(KeyError) as e:
+        convert.convert(shallow, tmp_path / "q", use_awq=True, sequences=16, length=16)
+    assert e.value.args == (kept, min(tokens // 16, 32) - kept, True)
+    monkeypatch.setattr(awq, "calibration", lambda *a: torch.arange(16)[None])
+    with pytest.raises(ValueError, match="--calib t.txt: gives one sequence of 16 tokens; one more"):
+        convert.convert(shallow, tmp_path / "q", use_awq=True, calib="t.txt", sequences=16, length=16)
 
 
 def test_the_flag_of_the_commands_loads_with_awq(monkeypatch):
@@ -342,6 +393,9 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     assert awq.calibration(rows, TINY, 50, 4).flatten().tolist() == ids[: len(ids) // 4 * 4]
     built_in = awq.calibration(None, TINY, 6, 64)
     assert built_in.shape == (6, 64) and built_in.unique().numel() > 20
+    problem = data.arithmetic("train", 1)[0]  # none that is asked in a test
+    ids = tok.prompt_ids(problem["question"]) + tok.encode(data.solution(problem))
+    assert built_in.flatten()[: len(ids) + 1].tolist() == [*ids, tok.eos_ids[-1]]
     assert awq.calibration(rows, TINY, 50, 4).shape[0] < 50  # as many whole sequences as there are
 
 

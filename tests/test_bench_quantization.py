@@ -43,10 +43,24 @@ def test_the_table_is_measured_row_by_row_and_resumes(folder, shallow, monkeypat
     assert sorted(p.name for p in out.parent.iterdir()) == ["q.json", "q.nll.json"]
     last = capsys.readouterr().out.splitlines()
     assert json.loads(last[-1])["table"] == rows
-    assert any(line.startswith("nvfp4   awq") for line in last)
+    [line] = [line for line in last if line.startswith("nvfp4   awq")]
+    assert f"{100 * rows[2]['gap_removed']:.0f}%" in line.split() and f"{rows[2]['perplexity']:.4f}" in line.split()
     monkeypatch.setattr(bench, "row", lambda *a: pytest.fail("measured again"))
     bench.main(argv)
     assert json.loads(out.read_text())["table"] == rows
+
+
+def test_a_table_goes_on_with_the_likelihoods_of_before(folder, shallow, monkeypatch):
+    """Gaps are paired by document with rows that another process measured."""
+    nats = {"-": [[4.0, 4], [4.0, 4]], "rtn": [[5.0, 4], [5.0, 4]], "awq": [[4.5, 4], [4.5, 4]]}
+    monkeypatch.setattr(bench, "row", lambda args, fmt, method, *_: (
+        {"format": fmt, "method": method, "perplexity": 2.0}, nats[method]))
+    out = folder / "q.json"
+    argv = ["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--device", "cpu", "--out", str(out), "--methods"]
+    for methods in (["rtn"], ["rtn", "awq"]):
+        bench.main([*argv, *methods])
+    rows = json.loads(out.read_text())["table"]
+    assert [(r["method"], r["gap"], r.get("gap_removed")) for r in rows] == [("-", 0, None), ("rtn", 0.25, None), ("awq", 0.125, 0.5)]
 
 
 def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folder, shallow, monkeypatch):
@@ -64,19 +78,26 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
         asked.append((model.valid_vocab, [q["question"] for q in args[1]], args[2], kw))
         return {"accuracy": 0.5, "stderr": 0.25, "format": 1.0, "questions": 2}
 
+    def counted(name, result):
+        monkeypatch.setattr(bench, name, lambda *a: counts.append((name, len(a[2]))) or result)
+
+    counts = []
+    counted("divergence", [[0.5, 4]])
+    counted("own_entropy", (1.5, None))
     monkeypatch.setattr(bench.awq, "load", load)
     monkeypatch.setattr(bench, "evaluate", evaluate)
     out = folder / "q.json"
     bench.main(["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--methods", "channels", "blocks",
-                "--questions", "2", "--samples", "0", "--divergence", "0", "--max-new-tokens", "4", "--sequences", "4",
+                "--documents", "2", "--questions", "2", "--samples", "1", "--divergence", "1", "--max-new-tokens", "4", "--sequences", "4",
                 "--length", "32", "--device", "cpu", "--out", str(out)])
     text = folder / "train.jsonl", 4, 32
     assert loads == [("nf4", *text, {"finalists": None}), ("nf4", *text, {"grid": 0})]
     how = {"n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
+    assert counts == 3 * [("divergence", 1), ("own_entropy", 1)]
     assert asked == 3 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], "boxed", how)]
     model = checkpoint.load(shallow, dtype=torch.float32)
     model.valid_vocab = len(tok)
-    _, entropy, tokens = map(sum, zip(*awq.perplexity(model, [tok.encode(t) for t in awq.texts(folder / "test.jsonl")]), strict=True))
+    _, entropy, tokens = map(sum, zip(*awq.perplexity(model, [tok.encode(t) for t in awq.texts(folder / "test.jsonl")[:2]]), strict=True))
     first, second, *_ = json.loads(out.read_text())["table"]
     assert first["entropy_on_text"] == pytest.approx(entropy / tokens) and first["tokens"] == tokens
     assert (second["error_kept"], second["exponents_above_0"], second["accuracy_se"]) == (pytest.approx(0.5), 0.5, 0.25)

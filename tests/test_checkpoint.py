@@ -2,6 +2,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,22 @@ def test_a_checkpoint_that_compressed_tensors_made_gives_its_logits(name):
     assert (plain(expected["ids"]) - expected["logits"]).abs().max() > 0.1
     if "nvfp4" in name:
         assert model.layers[0].attn.qkv_proj.global_scale.unique().numel() == 3
+
+
+def test_a_global_scale_may_be_a_scalar(tmp_path):
+    """Some tools write it without a dimension."""
+    folder = shutil.copytree(FIXTURES / "compressed_nvfp4", tmp_path / "q")
+    state = load_file(folder / "model.safetensors")
+    save_file({k: t.squeeze() if k.endswith("global_scale") else t for k, t in state.items()}, folder / "model.safetensors")
+    assert torch.equal(M.load(folder)(IDS), M.load(FIXTURES / "compressed_nvfp4")(IDS))
+
+
+def test_a_width_that_is_no_whole_number_of_blocks_is_named():
+    """Its last weights would have no scale."""
+    with torch.device("meta"):
+        m = M.Linear(24, {"o_proj": 8}, False)
+    with pytest.raises(ValueError, match="q: layers.0.attn.o_proj has K = 24, not divisible by nvfp4's block of 16"):
+        checkpoint.read_packed(SimpleNamespace(folder="q"), "layers.0.attn.o_proj", m, "nvfp4", "cpu")
 
 
 @pytest.mark.parametrize("name,fmt", [("compressed_nvfp4", "nvfp4"), ("compressed_mxfp4", "mxfp4")])
@@ -125,6 +142,16 @@ def test_shards_and_index_load_as_one_file_does(tmp_path):
     assert (tmp_path / "many" / "tokenizer.json").read_text() == "{}"
     assert len({p.stat().st_mode for p in [*shards, tmp_path / "many" / "config.json"]}) == 1  # readable by whoever serves it
     assert json.loads((tmp_path / "many" / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
+
+
+def test_what_is_not_rounded_stays_as_it_is_stored(tmp_path):
+    """Norms and embeddings of float32, cast to 16 bits on the way, are another model's before anything is rounded."""
+    folder = base(tmp_path)
+    state = {k: t.float() + 1e-4 for k, t in load_file(folder / "model.safetensors").items()}
+    save_file(state, folder / "model.safetensors")
+    convert.convert(folder, tmp_path / "q")
+    kept = {k: t for k, t in load_file(tmp_path / "q" / "model.safetensors").items() if k in state}
+    assert len(kept) > 6 and all(t.dtype == torch.float32 and torch.equal(t, state[k]) for k, t in kept.items())
 
 
 def test_what_a_tokenizer_reads_comes_along(tmp_path):

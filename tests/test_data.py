@@ -10,6 +10,7 @@ import pytest
 
 import data
 from runtime import grade
+from weights.files import lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "assets" / "tiny"
@@ -43,7 +44,7 @@ def test_an_answer_cut_off_is_no_answer():
 @pytest.mark.parametrize("text", [
     "42", "<answer>42</answer>", "<think>42", "<answer>42</answer><think>a</think>",
     "</think><answer>42</answer>", "<think><answer>42</answer></think>",
-    "<think>a<answer>42</answer>"])
+    "<think>a<answer>42</answer>", "<think>a</think> so <answer>42</answer>"])
 def test_format_needs_thought_then_answer(text):
     assert not data.reward(text, "42")["format"]
 
@@ -69,6 +70,8 @@ def test_boxed_braces_balance_and_the_last_box_counts():
     assert data.reward("= 10-3 = 7", "7", "boxed")["correct"]
     assert data.reward("it fell by -3 in all", "-3", "boxed")["correct"]
     assert data.reward("costs $1,234.50.", "1234.5", "boxed")["correct"]
+    assert data.reward("so 1/2 of them", "0.5", "boxed")["correct"]
+    assert data.reward("so 50% of them", "1/2", "boxed")["correct"]
 
 
 # ---- a reward of one's own
@@ -159,6 +162,15 @@ def test_jsonl_columns_of_the_usual_sets(tmp_path):
     assert {r["question"] for r in got} == {"q"}
 
 
+def test_files_of_other_editors_are_read(tmp_path):
+    """A mark at the beginning, lines that end as on Windows, blank lines: none is part of a row."""
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"question": q, "answer": "1"}).encode() for q in "ab"]
+    path.write_bytes(b"\xef\xbb\xbf" + rows[0] + b"\r\n\r\n" + rows[1] + b"\r\n")
+    assert [r["question"] for r in data.load(path)] == ["a", "b"]
+    assert [*lines(path)] == [(1, rows[0].decode()), (3, rows[1].decode())]
+
+
 def test_folder_and_parquet(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -201,7 +213,9 @@ def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
     (["{}"], r"a\.jsonl, row 1"), ([], "no rows"),
     (['{"question": "q", "answer": "1"}', '{"question": "q"}'], "row 2: needs question and answer"),
     (['{"question": "q", "answer"'], "row 1: not JSON"), (["[1]"], "row 1: not a JSON object"),
-    (['{"question": ["q"], "answer": "1"}'], "row 1: needs")])
+    (['{"question": ["q"], "answer": "1"}'], "row 1: needs"),
+    (['{"question": "q", "answer": "1", "llama8b_solve_rate": "half"}'],
+     r"a\.jsonl, row 1: llama8b_solve_rate 'half' must be a number")])
 def test_a_bad_row_is_named(tmp_path, lines, says):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
@@ -241,6 +255,9 @@ def test_levels_are_quintiles_of_the_solve_rate(tmp_path):
     assert [r["question"] for r in data.load(given, levels=[5])] == ["b"]
     with pytest.raises(ValueError, match="level"):
         data.load(given, levels=[1])
+    some = write(tmp_path / "c.jsonl", [{**rows[0], "level": level} for level in (1, None)])
+    with pytest.raises(ValueError, match=r"c\.jsonl: --levels needs .* in each row"):
+        data.load(some, levels=[1])
 
 
 def test_n_rows_are_drawn_by_the_seed(tmp_path):
@@ -250,7 +267,7 @@ def test_n_rows_are_drawn_by_the_seed(tmp_path):
         return [r["question"] for r in data.load(path, n=9, seed=seed)]
 
     assert questions(1) == questions(1) != questions(2)
-    assert len(set(questions(1))) == 9
+    assert len(set(questions(1))) == 9 and questions(1) == sorted(questions(1), key=int)
 
 
 def test_hub_sets_come_from_a_snapshot_of_the_hub(monkeypatch, tmp_path):
@@ -279,6 +296,8 @@ def test_hub_sets_come_from_a_snapshot_of_the_hub(monkeypatch, tmp_path):
     says = r"--data HuggingFaceH4/MATH-500.*pass a local folder with test\.jsonl"
     with pytest.raises(ConnectionError, match=says):
         data.load("math500", "test")
+    with pytest.raises(FileNotFoundError, match=r"--data sets/mine\.jsonl: no such file"):
+        data.load("sets/mine.jsonl")  # by its name no set of the hub
 
 
 @pytest.fixture
@@ -315,17 +334,22 @@ def gsm8k_rows(n):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def test_gsm8k_is_downloaded_once_and_checked(gsm8k_server):
+def test_gsm8k_is_downloaded_once_and_checked(gsm8k_server, tmp_path):
     gsm8k_server["train.jsonl"] = gsm8k_rows(20)
     assert [r["answer"] for r in data.load("gsm8k", "train")] == [str(i) for i in range(20)]
     gsm8k_server.clear()  # from the cache now
     assert len(data.load("gsm8k", "train")) == 20
+    cached = tmp_path / "cache" / "gsm8k" / "train.jsonl"
+    cached.write_bytes(gsm8k_rows(19))  # by an older version, or by hand
+    with pytest.raises(ValueError, match=f"{re.escape(str(cached))}: 19 rows.*delete it"):
+        data.load("gsm8k", "train")
 
 
 def test_half_a_download_is_never_taken_for_the_whole(gsm8k_server, tmp_path):
-    """A connection that ends early, a short file and a page of HTML leave nothing in the cache."""
-    cut = gsm8k_rows(20)[:-30]
-    for body, missing in [(gsm8k_rows(7), 0), (cut, 0), (b"<html>", 0), (cut, 30)]:
+    """A connection that ends early, a short file, another set and a page of HTML leave nothing in
+    the cache."""
+    cut, other = gsm8k_rows(20)[:-30], gsm8k_rows(20).replace(b"####", b"")
+    for body, missing in [(gsm8k_rows(7), 0), (cut, 0), (other, 0), (b"<html>", 0), (cut, 30)]:
         gsm8k_server.update({"train.jsonl": body, "missing": missing})
         with pytest.raises((ValueError, ConnectionError)):
             data.load("gsm8k", "train")
@@ -376,6 +400,15 @@ def test_arithmetic_answers_are_right_and_the_worked_solution_earns_full_reward(
         if row["form"] == "symbols":  # an answer worked out another way
             expression = re.fullmatch(r"What is ([0-9+*()-]+)\?", row["question"])[1]
             assert eval(expression) == int(row["answer"])
+
+
+def test_the_command_shows_the_rows_and_prompts_that_are_asked_for(capsys):
+    """Rows of the other split, or the prompt of another style: what it is there to show."""
+    assert data.main("--split train --n 2 --seed 3 --prompt-style boxed --model".split() + [str(TINY)]) == 0
+    out = capsys.readouterr().out
+    shown = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert shown == data.load("arithmetic", "train", 2, 3)
+    assert out.count(data.SUFFIX["boxed"]) == 2
 
 
 # ---- tokenizer and prompts
@@ -470,6 +503,44 @@ def test_special_tokens_are_the_templates_own(checkpoint):
     tok = data.Tokenizer(checkpoint)
     assert tok.tokenizer.encode("7").ids == [bos, *tok.encode("7")]
     assert tok.encode(tok.chat([{"role": "user", "content": "7"}])) == [bos, *tok.encode("7"), end]
+
+
+def test_ids_end_with_the_last_one_also_where_some_are_missing(checkpoint):
+    """Counted, they would end before it: a token that may be drawn would never be."""
+    before = len(data.Tokenizer(checkpoint))
+    model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
+    name = max(model["vocab"], key=model["vocab"].get)
+    model["vocab"][name] += 30
+    edit(checkpoint / "tokenizer.json", model=model)
+    tok = data.Tokenizer(checkpoint)
+    ids = tok.tokenizer.get_vocab()
+    assert len(tok) == max(ids.values()) + 1 > len(ids) == before
+
+
+def test_settings_may_name_tokens_and_templates_in_full(checkpoint):
+    """An added token is an object, and a checkpoint may bring several templates: the default one
+    is for chats."""
+    turn = [{"role": "user", "content": "7"}]
+    named = [{"name": name, "template": f"{name}{{{{ eos_token }}}}"} for name in ("rag", "default")]
+    edit(checkpoint / "tokenizer_config.json", chat_template=named,
+         eos_token={"content": "<|im_end|>", "lstrip": False})
+    (checkpoint / "generation_config.json").unlink()
+    (checkpoint / "config.json").unlink()
+    tok = data.Tokenizer(checkpoint)
+    assert tok.eos_ids == [tok.tokenizer.token_to_id("<|im_end|>")]
+    assert tok.chat(turn) == "default<|im_end|>"
+    edit(checkpoint / "tokenizer_config.json", chat_template=named[:1])
+    with pytest.raises(ValueError, match="no chat_template"):
+        data.Tokenizer(checkpoint)
+
+
+def test_a_prompt_may_be_made_in_any_thread():
+    """Only the main one can be interrupted by a timer."""
+    tok, made = data.Tokenizer(TINY), []
+    t = threading.Thread(target=lambda: made.append(tok.prompt_ids("1+1?")))
+    t.start()
+    t.join()
+    assert made == [tok.prompt_ids("1+1?")]
 
 
 def test_a_template_may_lie_in_a_file_of_its_own(checkpoint):

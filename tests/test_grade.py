@@ -19,7 +19,7 @@ import pytest
 
 import data
 from runtime import grade, latex
-from runtime.judge import MEMORY, Judge
+from runtime.judge import MEMORY, Judge, _verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -92,13 +92,13 @@ SAME = [
     ("0.5", "1/2"), ("\\frac{1}{2}", "0.5"), ("\\dfrac12", "1/2"), ("3\\frac{1}{2}", "3.5"), ("-\\frac{33}{2}", "-16.5"),
     ("1e3", "1000"), ("3 million", "3000000"), ("18 per day", "$18"), ("5 cm", "5"), ("5cm", "5"), ("90", "90^\\circ"),
     ("50%", "50"), ("50%", "1/2"), ("50\\%", "50%"), ("\\boxed{42}", "42"), ("$42$", "42"), ("\\(42\\)", "42"), ("**42**", "42"),
-    ("5 a day", "5"), ("$5/hour", "5"),
+    ("5 a day", "5"), ("$5/hour", "5"), ("50 percent", "1/2"),
     ("11,\\! 111", "11111"), ("1{,}000", "1000"), ("42409", "\\$42409"), ("6 \\text{ units}", "6"), ("evelyn", "\\text{Evelyn}"),
 ]
 DIFFERENT = [
     ("50", "0.5"), ("42 pi", "42"), ("2x", "2"), ("3+4", "7"), ("7 or 8", "7"), ("12,34", "1234"), ("3 million", "3"), ("", "5"),
     ("1/0", "5"), ("nan", "0"), ("inf", "1e9"), ("٤٢", "42"), ("0.33", "1/3"), ("4", "42"), ("42", "4"), ("2", "2x"), ("-5", "5"),
-    ("5 or x", "5"), ("3 x y", "3"), ("1, 2", "1, 1"), ("x" * 2000 + " " * 1700 + "42", "42"),
+    ("5 or x", "5"), ("3 x y", "3"), ("1, 2", "1, 1"), ("3 5/2", "11/2"), ("", ""), ("x" * 2000 + " " * 1700 + "42", "42"),
 ]
 
 
@@ -175,7 +175,9 @@ def test_values_are_exact_while_they_are_rational():
 
 @pytest.mark.parametrize(("given", "gold", "other"), [
     ("\\sqrt[3]{x}", "x^{1/3}", "\\sqrt{x}"), ("\\log_2 x", "\\frac{\\ln x}{\\ln 2}", "\\log_3 x"),
-    ("\\sin 30^\\circ", "\\cos 60^\\circ", "\\sin 30"), ("3\\pi thousand", "3000\\pi", "3\\pi")])
+    ("\\sin 30^\\circ", "\\cos 60^\\circ", "\\sin 30"), ("3\\pi thousand", "3000\\pi", "3\\pi"), ("e^2", "\\exp(2)", "\\exp(3)"), ("(1+i)^2", "2i", "2+2i"), ("x³", "x^3", "x^2"),
+    ("\\sin 5x \\cos x", "\\cos x \\sin 5x", "\\sin(5x \\cos x)"), ("\\sec x", "\\frac{1}{\\cos x}", "\\csc x"),
+    ("12:00 p.m.", "12:00", "0:00"), ("2x+2y=2", "x+y=1", "x+y=1.0001")])
 def test_roots_logarithms_degrees_and_thousands_have_their_values(alone, given, gold, other):
     assert grade.same(given, gold) and grade.same(gold, given) and not grade.same(given, other) and not grade.same(gold, other)
 
@@ -256,6 +258,18 @@ def test_a_batch_ends_with_its_time_and_what_was_not_reached_is_asked_again(judg
     assert judge.ask(pairs[-1:]) == [True]
 
 
+def test_what_had_less_than_its_second_is_no_verdict(monkeypatch):
+    """In a large batch each has a fifth of one; a right answer that took longer would be wrong for the rest of the run."""
+    def compare(given, gold):
+        while given != gold:
+            pass
+        return True
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert _verdicts(compare, 9 * [("a", "a")] + [("a", "b")], 2.0, os.getppid()) == b"111111111?"
+    assert _verdicts(compare, [("a", "b")], 20.0, os.getppid()) == b"0"
+
+
 def test_a_grader_has_a_limit_of_memory_and_ends_when_its_input_closes(quick):
     quick.ask([("x<1", "x<2")])
     if hasattr(resource, "prlimit"):
@@ -272,6 +286,34 @@ def test_a_hanging_grader_is_killed_and_the_next_answer_graded(quick):
     assert quick.ask([("x<1", "x<1")]) == [False]
     quick.seconds = 30.0
     assert quick.ask([("x<1", "x<1")]) == [True]
+
+
+def test_the_first_answer_after_a_graders_death_is_graded(quick):
+    """It was the run's to lose: the next one only began a new grader."""
+    quick.ask([("x<1", "x<2")])
+    quick.process.kill()
+    quick.process.wait()
+    assert quick.ask([("x<1", "x<1")]) == [True]
+
+
+def test_a_grader_that_cannot_start_is_an_error(monkeypatch, tmp_path):
+    """Without math-verify every answer that needs it would be wrong, and the run go on."""
+    (tmp_path / "math_verify.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match="math-verify does not start; pip install"):
+        Judge().ask([("x<1", "x<2")])
+
+
+def test_a_larger_batch_has_more_time(quick, monkeypatch):
+    """Or of a step of thousands of completions most answers were not reached, and wrong."""
+    quick.ask([("x<1", "x<2")])
+    waited = []
+    monkeypatch.setattr(quick, "_line", lambda seconds: waited.append(seconds))
+    monkeypatch.setattr(quick, "stop", lambda: None)
+    for n in (512, 513):
+        assert quick._told([(f"x<{i}", "x") for i in range(n)]) is None
+    monkeypatch.undo()
+    assert waited == [32.0, 62.0]
 
 
 def members(group):

@@ -295,3 +295,16 @@ def test_a_file_is_whole_or_not_there(tmp_path):
         assert path.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
     with pytest.raises(OSError, match=r"x\.json: cannot be written"), whole(path):
         raise RuntimeError("what torch.save raises on a full disk")
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_whoever_may_can_read_it(tmp_path, monkeypatch):
+    """A name without its bytes is what a power cut leaves; a checkpoint for its owner alone, what serves nobody."""
+    did, replace, mask = [], os.replace, os.umask(0o027)
+    monkeypatch.setattr(os, "fsync", lambda f: did.append(os.fstat(f).st_size))
+    monkeypatch.setattr(os, "replace", lambda a, b: did.append(Path(b).name) or replace(a, b))
+    try:
+        with whole(tmp_path / "x.json") as part:
+            part.write_text("new")
+    finally:
+        os.umask(mask)
+    assert did == [3, "x.json"] and (tmp_path / "x.json").stat().st_mode & 0o777 == 0o640

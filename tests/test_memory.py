@@ -1,5 +1,6 @@
 """The arithmetic of bytes: against what loading, an adapter and a cache take, and published sizes; what frees the engine."""
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,9 +48,21 @@ def test_the_plan_of_the_published_shapes(tmp_path, capsys):
     c = checkpoint.read_config(tmp_path / "7b.json")
     assert memory.lora_parameters(c, 16) == 40_370_176 and memory.kv_per_token(c) == 57344
     assert abs(sum(memory.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
-    convert.quantize_command(["--plan", str(tmp_path / "7b.json"), "--rank", "16"])
+    convert.quantize_command(["--plan", str(tmp_path / "7b.json"), "--rank", "16", "--tokens", "4096"])
     out = capsys.readouterr().out
-    assert all(word in out for word in ("nvfp4", "LoRA r=16", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
+    assert all(word in out for word in ("nvfp4", "LoRA r=16", "kept for 4096 tokens", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
+
+
+def test_a_plan_of_a_hub_id_fetches_its_config_alone(monkeypatch):
+    """Sixty gigabytes, to be told that they do not fit."""
+    asked = []
+
+    def fetch(name, weights=True):
+        asked.append((name, weights))
+        return Path(__file__).parent / "fixtures" / "qwen2_tied"
+
+    monkeypatch.setattr(checkpoint, "fetch", fetch)
+    assert convert.plan_config("Qwen/Qwen2.5-32B-Instruct").hidden_size == 32 and asked == [("Qwen/Qwen2.5-32B-Instruct", False)]
 
 
 def test_the_plan_counts_the_adapter_that_training_makes():
@@ -66,6 +79,7 @@ def test_rollouts_plan_float32_logits_and_the_sort_of_top_p():
     rows, sort = ([memory.rollout_bytes(c, "nvfp4", n, top_p) for n in (0, 100)] for top_p in (1.0, 0.95))
     assert rows[1] - rows[0] == 2 * 4 * 100 * c.vocab_size and sort[1] - sort[0] == 6 * (rows[1] - rows[0])
     assert rows[0] - memory.rollout_bytes(c, "none", 0) == memory.gemm_scratch(c, "nvfp4")
+    assert memory.rollout_bytes(c, "none", 0) > memory.PREFILL_TOKENS * 3 * c.intermediate_size * 4  # a prefill's MLP
 
 
 def test_the_table_says_what_fits_a_card_and_how_much_is_left():
@@ -81,8 +95,10 @@ def test_the_table_says_what_fits_a_card_and_how_much_is_left():
             assert cell == (f"{left / 57344e3:.0f}k" if left >= update else "no"), (card, fmt)
             said.add((left >= update, left >= 0))
     assert said == {(True, True), (False, True)}
-    peaks = [sum(memory.training_peak(c, fmt, 16, 65536)) / 2**30 for fmt in formats]
-    assert lines["training peak, estimate"] == [f"{p:.2f}" for p in peaks]
+    peaks = [[part / 2**30 for part in memory.training_peak(c, fmt, 16, 65536)] for fmt in formats]
+    assert lines["training peak, estimate"] == [f"{sum(p):.2f}" for p in peaks]
+    for i, name in enumerate(("weights", "LoRA r=16 with AdamW", "kept for 65536 tokens", "alive for a moment")):
+        assert lines[name] == [f"{p[i]:.2f}" for p in peaks]
 
 
 def test_an_update_is_planned_once():
@@ -94,6 +110,7 @@ def test_an_update_is_planned_once():
     assert memory.update_bytes(c, "nvfp4", 16384, checkpointing=False)[0] > 10 * kept
     assert memory.update_bytes(c, "nvfp4", 8192)[0] * 2 == kept
     assert momentary - memory.update_bytes(c, "none", 16384)[1] == memory.gemm_scratch(c, "nvfp4")
+    assert memory.update_bytes(c, "none", 64)[1] > 3 << 28 > 50 * memory.update_bytes(c, "none", 64)[0]  # a chunk of logits, of however few
     modules = memory.update_bytes(c, "none", 16384, packed=False)
     assert modules[0] == 2 * kept and modules[1] > momentary
 

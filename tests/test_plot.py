@@ -56,6 +56,20 @@ def test_all_panels_and_runs_are_drawn(tmp_path, axes):
     assert len(panels["tokens/s of rollout (thin: update)"].lines) == 4
 
 
+def test_each_axis_reads_as_its_panel_says(tmp_path, axes):
+    """A noise of 1e-4 beside 1e-2 on a linear axis is none; steps drawn as slopes were never there."""
+    plot.plot([folder(tmp_path / "a")], tmp_path / "p.png")
+    panels = axes()
+    scales = {title: panels[title].get_yscale() for title, _, _ in plot.PANELS}
+    assert [title for title, scale in scales.items() if scale == "log"] == ["|log-prob gap|, sampler to trainer", "noise $\\sigma$"]
+    assert panels["noise $\\sigma$"].lines[0].get_drawstyle() == "steps-post"
+    assert panels["reward"].lines[0].get_drawstyle() == "default"
+    assert panels["accuracy of the samples"].yaxis.get_major_formatter()(0.25) == "25%"
+    assert panels["completion length (tokens)"].get_ylim()[0] == 0
+    shared = panels["reward"].get_shared_x_axes()
+    assert all(shared.joined(panels["reward"], ax) for ax in panels.values())
+
+
 def test_means_are_drawn_only_when_asked_for_and_the_axis_says_so(tmp_path, axes):
     """A mean passed off as data: a jump of one step looks like a slope of five."""
     run = folder(tmp_path / "a")
@@ -137,9 +151,12 @@ def test_labels_are_the_flags_that_differ(tmp_path):
         == ["r0", "r1", "r2"]
     assert label(dict.fromkeys("abcde", 0), dict.fromkeys("abcde", 1)) == ["r0", "r1"]
     assert label(same | {"micro_batch_tokens": 1, "seed": 0}, same | {"micro_batch_tokens": 2, "seed": 1}) == ["r* (2 seeds)"]
+    idle = [same | {"seed": i} | dict.fromkeys(plot.IDLE, i) for i in (0, 1)]  # say of nothing that was compared
+    assert "save_every" in plot.IDLE and "out" in plot.IDLE and label(*idle) == ["r* (2 seeds)"]
     summary = {"command": "python docs/mine.py --lr 1"}
     runs = [folder(tmp_path / "a", config=same | {"seed": 0}), folder(tmp_path / "b", config=same | {"seed": 1}, summary=summary)]
     assert [name for name, _ in plot.lines(runs)] == ["script=train.py", "script=mine.py"]
+    assert [name for name, _ in plot.lines([run / "metrics.jsonl" for run in runs])] == ["script=train.py", "script=mine.py"]
     two = folder(tmp_path / "c", config=same | {"seed": 1}, summary={"command": "torchrun --nproc-per-node=2 -- train.py --lr 1"})
     assert [name for name, _ in plot.lines([runs[0], two])] == ["* (2 seeds)"]
 
@@ -218,6 +235,14 @@ def test_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
     assert size(tmp_path / "compare.png")
     plot.main([str(b / "metrics.jsonl"), "--out", "c.png", "--smooth", "2"])
     assert size(tmp_path / "c.png")
+    plot.main([str(b), "--out", "c.svg"])
+    assert b"<svg" in (tmp_path / "c.svg").read_bytes()
+    plot.main([str(b), "--out", "c"])
+    assert size(tmp_path / "c")
+    seen = []
+    monkeypatch.setattr(plot, "plot", lambda *args: seen.append(args))
+    plot.main([str(a), "--x", "seconds", "--smooth", "3"])
+    assert seen == [([str(a)], a / "metrics.png", "seconds", 3)]
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):

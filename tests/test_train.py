@@ -80,6 +80,8 @@ def test_a_run_leaves_every_file_it_promises(straight):
               "peak_gib"}
     for line in (straight / "metrics.jsonl").read_text().splitlines():
         assert wanted <= set(json.loads(line))
+    samples = [json.loads(line) for line in (straight / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows_of(straight)] == sorted({s["step"] for s in samples}) == [0, 1, 2, 3]
 
 
 def test_resume_is_exact(straight, tmp_path, monkeypatch):

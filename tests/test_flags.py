@@ -1,0 +1,187 @@
+"""What flags stand for, what is refused where they meet, how commands end, and what ranks are told: in one process."""
+import json
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import lora
+import model as qwen
+from runtime import command, flags, ranks
+from weights import checkpoint
+
+
+@pytest.mark.parametrize(("name", "argv", "says"), [
+    ("train", ["--calib", "t.txt"], "--calib: plain rounding uses no text"), ("train", ["--awq", "--quant", "none"], "--awq: .*--quant is none"),
+    ("train", ["--dtype", "float16", "--quant", "mxfp4"], "--dtype float16: MXFP4's scales"), ("sample", ["--file", "p.txt"], "--file and --out"),
+    ("eval", ["--n", "4", "--k", "8,1"], "--k 8: ")])
+def test_flags_that_contradict_each_other_are_refused(name, argv, says):
+    """AWQ that is parsed and forgotten looks like plain rounding."""
+    with pytest.raises(ValueError, match=says):
+        flags.parse(name, argv)
+
+
+def test_sampling_is_one_process(monkeypatch):
+    """Under torchrun each rank would write the same file."""
+    monkeypatch.setattr(ranks, "world", 2)
+    with pytest.raises(ValueError, match="sample.py is one process"):
+        flags.parse("sample", [])
+
+
+def test_runs_of_other_seeds_have_other_folders():
+    """Named alike, the second would be refused, or go on with the first."""
+    outs = {flags.parse("train", given).out for given in ([], ["--seed", "1"], ["--quant", "none"], ["--data", "x/d.jsonl"], ["--model", "m"])}
+    assert len(outs) == 5 and "runs/tiny-arithmetic-nvfp4-s0" in outs
+
+
+def test_the_demos_defaults_are_the_demos():
+    """A learning rate of 1e-3 is for a model of a million parameters."""
+    assert flags.parse("train", []).lr == 1e-3 and flags.parse("train", ["--model", "m"]).lr == 1e-5
+
+
+@pytest.mark.parametrize(("name", "named"), [("train", "--micro-batch-tokens, --max-rows"), ("eval", "lower --max-rows")])
+def test_what_is_too_large_for_the_card_says_which_flags_to_lower(capsys, name, named):
+    """It was a traceback of a hundred lines."""
+    def body(args, argv):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free. And. Much. More.")
+
+    assert flags.run_command(name, body, []) == 2
+    err = capsys.readouterr().err
+    assert named in err and "Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free)" in err and err.count("\n") == 1
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda: this machine has no CUDA device; use --device cpu"):
+        flags.place("cuda")
+    with pytest.raises(ValueError, match="--dtype float16: for GPUs"):
+        flags.place("auto", "float16")
+    assert flags.place() == ("cpu", torch.float32)
+
+
+def test_the_share_of_the_card_is_taken(monkeypatch, shallow):
+    """Two runs on one card that each plan with all of it: the second runs out of memory."""
+    shares, load = [], checkpoint.load
+    monkeypatch.setattr(flags, "place", lambda *a: ("cuda", torch.float32))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(checkpoint, "load", lambda folder, device, *rest: load(folder, "cpu", *rest))
+    for share in ("0.25", "1.0"):
+        flags.load_policy(flags.parse("train", ["--model", str(shallow), "--card-share", share]))
+    assert shares == [0.25, 1.0]
+
+
+def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tmp_path, capsys):
+    """AWQ's scales are part of the base as the format is: evaluated without them, an adapter meets another one."""
+    m = qwen.load(shallow, dtype=torch.float32)
+    lora.add_lora(m, 2, 2.0)
+    given = ["--model", str(shallow), "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--prompt-style", "boxed"]
+    lora.save_adapter(m, tmp_path)
+    flags.save_policy(tmp_path, m, flags.parse("train", given))
+    policy = json.loads((tmp_path / "policy.json").read_text())
+    assert policy["base"] == flags.base_hash(m)
+    args = flags.parse("eval", ["--adapter", str(tmp_path)])
+    assert (args.quant, args.awq, args.calib, args.prompt_style) == ("mxfp4", True, "t.txt", "boxed")
+    args = flags.parse("eval", ["--adapter", str(tmp_path), "--no-awq", "--prompt-style", "tags"] + ["--calib", ""])
+    assert (args.awq, args.prompt_style) == (False, "tags")
+    flags.check_policy(args, m)
+    assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="another base"):
+        flags.check_policy(SimpleNamespace(**vars(args) | {"trained_with": policy | {"base": "0"}}), m)
+
+
+# ---- how commands end
+
+
+def test_what_a_user_can_mend_is_one_line_and_a_bug_is_a_traceback(capsys):
+    """A bug told as the user's mistake is never found."""
+    def fails(error):
+        def body():
+            raise error
+        return body
+
+    assert command.run("x.py", fails(ValueError("a\nb"))) == 2 and capsys.readouterr().err == "x.py: error: a; b\n"
+    assert command.run("x.py", fails(OSError("z" * 5000))) == 2 and len(capsys.readouterr().err) < 450
+    with pytest.raises(TypeError):
+        command.run("x.py", fails(TypeError("a bug")))
+
+
+def test_a_signal_that_a_library_makes_an_error_of_is_a_stop(capsys):
+    """And what was there before a command is there after it: the next one's errors are its own."""
+    def body():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ValueError("what a callback returned is no number") from None
+
+    before = signal.getsignal(signal.SIGTERM), sys.stdout
+    assert command.run("x.py", body) == 130 and capsys.readouterr().err == "x.py: stopped\n"
+    assert (signal.getsignal(signal.SIGTERM), sys.stdout) == before
+    assert command.run("x.py", lambda: open("no such file")) == 2
+
+
+def test_a_reader_that_has_gone_is_noticed_before_the_end(monkeypatch, capsys):
+    """python eval.py | head, whose last lines are still in the buffer: exit code 120 and a message of Python's own."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out, monkeypatch.context() as m:
+        m.setattr(sys, "stdout", out)
+        assert command.run("x.py", lambda: print("a line")) == 130
+    assert capsys.readouterr().err == "x.py: stopped\n"
+
+
+def test_the_allocator_may_grow_its_segments():
+    """It kept 46 GiB where tensors peak at 26."""
+    assert os.environ["PYTORCH_ALLOC_CONF"]
+
+
+# ---- ranks, as far as one process shows them
+
+
+def test_each_rank_takes_the_card_of_its_place_and_waits_as_long_as_it_is_told(monkeypatch):
+    """All ranks on one card run out of its memory; a hung one holds the others up for half an hour."""
+    cards, groups = [], []
+    monkeypatch.setattr(ranks, "world", 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", cards.append)
+    monkeypatch.setattr(torch, "zeros", lambda *a, **kw: None)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, timeout: groups.append((backend, timeout.total_seconds())))
+    monkeypatch.setattr(ranks.dist, "all_reduce", lambda t: None)
+    ranks.start(SimpleNamespace(device="auto", timeout=7))
+    ranks.start(SimpleNamespace(device="cpu", timeout=9))
+    assert cards == [1] and groups == [("cpu:gloo,cuda:nccl", 7), ("gloo", 9)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="--nproc-per-node: rank 1 of this machine has no card, there are 1"):
+        ranks.start(SimpleNamespace(device="cuda", timeout=7))
+
+
+def test_no_rank_parts_before_all_are_done(monkeypatch):
+    """Rank 0 writes last: torchrun would end it with those that had nothing more to do."""
+    did = []
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks, "gather", did.append)
+    monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: did.append("parted"))
+    ranks.end()
+    assert did == [None, "parted"]
+
+
+def test_gradients_of_sixteen_bits_are_summed_in_thirty_two(monkeypatch):
+    """Over many ranks the sum would lose what each adds."""
+    p, q = (torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2))
+    p.grad, seen = torch.ones(3, dtype=torch.bfloat16), []
+    monkeypatch.setattr(ranks, "world", 2)
+    monkeypatch.setattr(ranks.dist, "all_reduce", lambda flat: seen.append(flat.dtype) or flat.mul_(2))
+    ranks.sum_gradients([p, q])
+    assert seen == [torch.float32] and p.grad.tolist() == [2, 2, 2] and q.grad.tolist() == [0, 0, 0] and p.grad.dtype == torch.bfloat16
+
+
+def test_the_line_to_continue_with_starts_as_many_ranks(monkeypatch):
+    """Without the dashes torchrun takes --run and --n for its own."""
+    assert ranks.launcher() == ["python"]
+    monkeypatch.setattr(ranks, "world", 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks.launcher() == ["torchrun", "--nproc-per-node=2", "--"]
