@@ -179,7 +179,9 @@ def _read_rows(path):
         import pyarrow.parquet
 
         try:
-            yield from pyarrow.parquet.read_table(path).to_pylist()
+            for raw in pyarrow.parquet.read_table(path).to_pylist():
+                # pandas writes NaN where there is nothing
+                yield {k: None if v != v else v for k, v in raw.items()}
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
             raise ValueError(f"{path}: not a parquet file ({e})") from None
         return

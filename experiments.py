@@ -90,7 +90,11 @@ def drawn(model, tok, rows, args, seed):
 
 def gradient_of(model, params, completions, settings):
     """(gradient of all parameters as one vector, share of clipped tokens) under the clean model."""
-    m = grpo.mean_metrics(grpo.backward(model, completions, settings))
+    total = grpo.backward(model, completions, settings)
+    if total is None:
+        raise ValueError("--group-size: in no group do rewards differ, so there is no gradient; "
+                         "take more completions, or --prompts-per-step")
+    m = grpo.mean_metrics(total)
     flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
     for p in params:
         p.grad = None

@@ -1322,6 +1322,8 @@ MUTANTS = {
          "plot::command_writes_where_it_says"),
     ],
     "experiments.py": [
+        ("no gradient is a traceback", "    if total is None:\n", "    if False:\n",
+         "experiments::no_gradient_is_an_error"),
         ("two copies are one", 'name == "copies" and arm != "one"', "False",
          "experiments::two_copies_are_made_for_their_own_arms"),
         ("one copy is two", 'name == "copies" and arm != "one"', 'name == "copies"',

@@ -180,6 +180,9 @@ def test_folder_and_parquet(tmp_path):
     assert data.load(tmp_path, "train")[0]["question"] == "a"
     assert data.load(str(tmp_path), "test")[0] == {"question": "b", "answer": "2"}
     assert data.load(tmp_path / "test.parquet")[0]["answer"] == "2"
+    rates = pa.table({"question": ["a", "b"], "answer": ["1", "2"], "llama8b_solve_rate": [0.5, float("nan")]})
+    pq.write_table(rates, tmp_path / "pandas.parquet")  # which writes NaN for nothing
+    assert [row["level"] for row in data.load(tmp_path / "pandas.parquet")] == [5, None]
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"train\.jsonl"):
         data.load(tmp_path, "train")

@@ -100,6 +100,13 @@ def test_a_run_that_fails_or_is_stopped_ends_the_experiment(monkeypatch, tmp_pat
     assert "|" not in capsys.readouterr().out
 
 
+def test_no_gradient_is_an_error(monkeypatch):
+    """Where all completions of a question are graded alike."""
+    monkeypatch.setattr(grpo, "backward", lambda *args: None)
+    with pytest.raises(ValueError, match="--group-size: in no group do rewards differ"):
+        experiments.gradient_of(None, [], [], None)
+
+
 def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_path, shallow):
     """Taken under the noise, or against the very samples that it is compared with, every cosine would be higher."""
     seen, asked, generate, backward = [], [], sample.generate, grpo.backward
@@ -146,6 +153,7 @@ def test_a_share_is_of_tokens_clipped_on_either_side(monkeypatch):
 
     def backward(model, completions, settings):
         p.grad = torch.ones(2) + (0 if p.grad is None else p.grad)
+        return {}
 
     monkeypatch.setattr(grpo, "backward", backward)
     monkeypatch.setattr(grpo, "mean_metrics", lambda metrics: {"clip_low_frac": 0.25, "clip_high_frac": 0.5})
