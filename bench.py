@@ -301,7 +301,7 @@ def rows_alive(model, floors, what, args, ceiling):
     step = (last - first) / (args.new - 1)
     floor = sum(floors(rows, args.prompt + args.new / 2).values()) / ceiling / 1e9
     replay = replayer(model, rows, args.prompt + args.new // 2)
-    alone = event_us(replay, 40)
+    alone = event_us(replay, 8)
     return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step,
             "step_ms": 1e3 * step, "replay_ms": alone / 1e3, "prefill_s": first,
             "floor_ms": 1e3 * floor}
@@ -332,7 +332,7 @@ def perfect(model, lengths, slots, prompt):
     @functools.cache
     def step_seconds(rows):
         replay = replayer(model, rows, prompt + 300)
-        return event_us(replay, 20) / 1e6
+        return event_us(replay, 4) / 1e6
 
     left, ahead, seconds = lengths[:slots], lengths[slots:], 0.0
     while left:
