@@ -175,13 +175,13 @@ def merge_rows(path, rows, key):
 
 def kernels(args):
     """The FP4 GEMM against cuBLAS."""
-    ceiling, results, marlin = read_ceiling(), [], PEERS["marlin"]
+    ceiling, results, marlin = read_ceiling(), [], peers(card()).get("marlin")
     columns = {"shape": "11", "fmt": "", "pass": "", "M": "d", "us": ".1f", "cublas_us": ".1f",
                "speedup": ".2f", "marlin": ".2f", "pct_read": ".0f", "rel_err": ".1e"}
     show(columns)
     for name in args.shapes:
         N, K = linear(name)
-        theirs = dict(zip(marlin["rows"], marlin["speedup"][name], strict=True))
+        theirs = dict(zip(marlin["rows"], marlin["speedup"][name], strict=True)) if marlin else {}
         dense = dense_weights(N, K)
         for fmt in args.formats if name in ("7b.gate_up", "7b.down") else args.formats[:1]:
             weights = packed_weights(N, K, fmt)
@@ -231,6 +231,7 @@ def gemm(weights, dense, M, back, ceiling):
 def rollout(args):
     """Decoding throughput of sample.generate on random weights of true shapes."""
     ceiling, built, results = read_ceiling(), None, []
+    vllm = peers(card()).get("vllm", {"tok_s": {}})["tok_s"]
     columns = {"size": "", "quant": "", "lora_rank": "d", "kind": "", "rows": "d",
                "decode_tok_s": ".0f", "vllm": "d", "step_ms": ".2f", "floor_ms": ".2f",
                "prefill_s": ".3f", "peak_gib": ".1f"}
@@ -251,7 +252,7 @@ def rollout(args):
             row |= (queue(model, args) if what == "queue" else
                     rows_alive(model, floors, what, args, ceiling))
             results.append(row | {"peak_gib": peak_gib()})
-            known = PEERS["vllm"]["tok_s"].get(text.rsplit(":", 1)[0], {})
+            known = vllm.get(text.rsplit(":", 1)[0], {})
             show(columns, results[-1] | {"vllm": known.get(what)})
             if args.profile and what.isdigit():
                 profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
@@ -514,7 +515,7 @@ def report(args):
     for path in sorted(RESULTS.glob("kernels_*.json")) + sorted(RESULTS.glob("rollout_*.json")):
         what, _, where = path.stem.partition("_")
         curves = kernel_curves if what == "kernels" else rollout_curves
-        ours, theirs, spec, ylabel, panels = curves(json.loads(path.read_text()), where.upper())
+        ours, theirs, spec, ylabel, panels = curves(json.loads(path.read_text()), where)
         ticks = sorted({m for points in ours.values() for m in points})
         print(f"| rows | {' | '.join(map(str, ticks))} |\n|{'---|' * (len(ticks) + 1)}")
         for label, points in ours.items():
@@ -544,19 +545,20 @@ def picture(path, ticks, ylabel, panels):
 
 def kernel_curves(rows, where):
     """What `report` shows: {shape: {M: speed-up}}, ours and Marlin's, and their geometric means."""
-    ours, peer, mean = {}, PEERS["marlin"], "geometric mean"
+    ours, known, mean = {}, peers(where), "geometric mean"
     for r in rows:
         if r["fmt"] == "nvfp4" and r["pass"] == "forward":
             ours.setdefault(r["shape"], {})[r["M"]] = r["speedup"]
-    marlin = {s: dict(zip(peer["rows"], peer["speedup"][s], strict=True)) for s in ours}
-    panels = {f"NVFP4 GEMM, one {where}": {s: ours[s] for s in ours if s.startswith("7b")}}
-    for of in (ours, marlin):
+    peer = known.get("marlin")
+    marlin = {s: dict(zip(peer["rows"], peer["speedup"][s], strict=True)) for s in ours if peer}
+    panels = {f"NVFP4 GEMM, one {where.upper()}": {s: ours[s] for s in ours if s.startswith("7b")}}
+    for of in filter(None, (ours, marlin)):
         of[mean] = {m: statistics.geometric_mean(points[m] for points in of.values()) for m in ROWS
                     if all(m in points for points in of.values())}
-    means = {"this project": ours[mean], "Marlin": marlin[mean]}
+    means = {"this project": ours[mean]} | ({"Marlin": marlin[mean]} if marlin else {})
     if len(ours) > len(SHAPES):  # of the other peers, means over all shapes are known
         means |= {name: dict(zip(p["rows"], p["geometric_mean"], strict=True))
-                  for name, p in PEERS.items() if "geometric_mean" in p}
+                  for name, p in known.items() if "geometric_mean" in p}
     panels[f"{mean} of {len(ours) - 1} shapes"] = means
     return ours, marlin, ".2f", "speed-up over cuBLAS on bfloat16 weights", panels
 
@@ -568,14 +570,26 @@ def rollout_curves(rows, where):
         if r["kind"] == "rows" and r["dtype"] == "bfloat16":
             config = f"{r['size']}:{r['quant']}:{r['lora_rank']}"
             ours.setdefault(config, {})[r["rows"]] = r["decode_tok_s"]
-    vllm = {k: {int(n): v for n, v in of.items()} for k, of in PEERS["vllm"]["tok_s"].items()}
+    vllm = {k: {int(n): v for n, v in of.items()}
+            for k, of in peers(where).get("vllm", {"tok_s": {}})["tok_s"].items()}
     for config in (c for c in ("7b:nvfp4:16", "7b:none:16") if c in ours):
-        shown |= {config: ours[config], f"{config}, vLLM 0.24 on an H100": vllm[config]}
-    return ours, vllm, ".0f", "tokens/s", {f"Decoding, size:format:LoRA rank, one {where}": shown}
+        shown[config] = ours[config]
+        if config in vllm:
+            shown[f"{config}, vLLM 0.24"] = vllm[config]
+    title = f"Decoding, size:format:LoRA rank, one {where.upper()}"
+    return ours, vllm, ".0f", "tokens/s", {title: shown}
 
 
-def card(name):
-    """What results of a card are called: "NVIDIA H100 80GB HBM3" -> h100."""
+def peers(where):
+    """Others' figures (results/peers.json), of the same card: of another their ratio to ours says
+    nothing."""
+    return {name: p for name, p in PEERS.items() if card(p["card"]) == where}
+
+
+def card(name=None):
+    """What results of a card, this one's if without a name, are called: "NVIDIA H100 80GB HBM3" ->
+    h100."""
+    name = name or torch.cuda.get_device_name()
     words = [w for w in re.split(r"[ -]", name) if not re.fullmatch(r"NVIDIA|\d+GB|HBM.*|SXM.*", w)]
     return "-".join(words).lower()
 
@@ -644,7 +658,7 @@ def parse_args(argv=None):
     if args.run not in (scale, report) and not torch.cuda.is_available():
         p.error(f"{args.what}: needs a CUDA device")
     if args.run not in (scale, report) and args.out is None:
-        args.out = RESULTS / f"{args.what}_{card(torch.cuda.get_device_name())}.json"
+        args.out = RESULTS / f"{args.what}_{card()}.json"
     return args
 
 

@@ -37,11 +37,11 @@ def candidates(M, N, K, cores):
     beyond one, two ... whole tiles an SM."""
     blocks, top = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M)))
     for BM in sorted({top, max(8, top // 2)}):
-        for BN, warps in ((64, 4), (128, 4), (128, 8)):
+        for BN, warps in ((32, 2), (64, 4), (128, 4), (128, 8)):
             rows, MT = -(-N // BN), -(-M // BM)
             most = rows * MT // cores  # whole tiles that every SM may have
             for stages in (2, 3, 4) if warps == 8 else (3, 4):
-                fit = min(8, 227_000 // (stages * CHUNK * (2 * BM + BN // 2)))
+                fit = min(32 // warps, 227_000 // (stages * CHUNK * (2 * BM + BN // 2)))
                 for uncut in sorted({n * cores // MT for n in (0, most - 1, most) if n >= 0}):
                     cut = (rows - uncut) * MT  # tiles
                     on = (n * cores // max(1, cut) for n in (1 / 4, 1 / 2, 1, 2, 4, fit))
@@ -107,7 +107,8 @@ def measure(model, name, M, base, args, pool):
     some, own = [*candidates(M, *shape, cores)], marlin_triton.plan(M, *shape, cores)[1]
     own = {k: own[k] for k in (*some[0], "maxnreg") if k in own}
     some = [own, *(t for t in some if t != own)]
-    able = pool.map(compile_tile, [(M, name, args.rank, args.format, t) for t in some])
+    # all of them first: they run on the card that is to be timed
+    able = [*pool.map(compile_tile, [(M, name, args.rank, args.format, t) for t in some])]
     us = {" ".join(f"{k}={v}" for k, v in t.items()):
           round((step_us(model, M, shape, t) - base) / blocks, 2)
           for t, runs in zip(some, able, strict=True) if runs}
@@ -153,7 +154,7 @@ def parse_args(argv=None):
     if not torch.cuda.is_available():
         p.error("needs a CUDA device")
     if args.out is None:
-        args.out = bench.RESULTS / f"tiles_{bench.card(torch.cuda.get_device_name())}.json"
+        args.out = bench.RESULTS / f"tiles_{bench.card()}.json"
     return args
 
 

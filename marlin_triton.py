@@ -402,8 +402,8 @@ def plan(M, N, K, cores):
 
 def few(M, N, K, cores):
     """Whether M rows go through the decoding kernel, rather than, after a kernel that dequantizes
-    at 2.4 TB/s, cuBLAS at 700 TFLOP/s: measured on an H100; other cards shift all three."""
-    dense = 5000 + N * K * (2.56 / 2400 + 2 * M / 700e3)
+    at 3.8 TB/s, cuBLAS at 700 TFLOP/s: measured on an H200; other cards shift all three."""
+    dense = 5000 + N * K * (2.56 / 3800 + 2 * M / 700e3)
     return M <= FEW or plan(M, N, K, cores)[0] * cores / 132 < dense
 
 

@@ -425,6 +425,8 @@ MUTANTS = {
          "decode::rows_that_wait_for_company_leave_holes_and_draw_the_same"),
     ],
     "marlin_triton.py": [
+        ("decoding a weight first costs what it does on an H100", "2.56 / 3800", "2.56 / 2400",
+         "marlin_triton::rows_that_pay_for_decoding_the_weight_first"),
         ("the descriptor's second half is its first", "xd.load([pid % MT * BM, kc + 64])",
          "xd.load([pid % MT * BM, kc])", "marlin_triton::each_tile_matches"),
         ("float16 is decoded into bfloat16's scratch", "buffers[2].view(dtype)", "buffers[2]",
@@ -1372,6 +1374,8 @@ MUTANTS = {
          "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
     ],
     "bench.py": [
+        ("another card's ratios stand beside ours", 'if card(p["card"]) == where}', "}",
+         "bench::report_makes_tables_and_pictures"),
         ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]',
          "bench::floor_of_a_7b_step"),
         ("the last completion decodes beside all", "ms[:0:-1]", "ms[1:]",

@@ -37,7 +37,7 @@ def test_tiles_that_are_tried_are_right(M, N, K):
     """Each keeps within the buffers and leaves no split without work; the search is not over one tile."""
     found = list(bench_tiles.candidates(M, N, K, 132))
     assert len({tuple(t.items()) for t in found}) > 8
-    assert any(t["whole"] for t in found) == (N > 9000)  # many tiles an SM, of which the last are cut
+    assert any(t["whole"] for t in found if t["BN"] > 32) == (N > 9000)  # many tiles an SM, of which the last are cut
     for t in found:
         blocks = -(-K // 128)
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
@@ -102,7 +102,8 @@ def test_report_makes_tables_and_pictures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 2.0}
             for s in bench.SHAPES for m in bench.ROWS]
-    (tmp_path / "kernels_h100.json").write_text(json.dumps(rows))
+    for card in ("h100", "h200"):  # the others' ratios were measured on an H100
+        (tmp_path / f"kernels_{card}.json").write_text(json.dumps(rows))
     rows = [{"size": "7b", "quant": q, "dtype": "bfloat16", "lora_rank": 16, "rows": n, "kind": "rows",
              "decode_tok_s": 380.0 * n} for q in ("none", "nvfp4") for n in (1, 8, 16)]
     (tmp_path / "rollout_h100.json").write_text(json.dumps(rows))
@@ -112,6 +113,7 @@ def test_report_makes_tables_and_pictures(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "| 3b:none:16 | 380 (-) |" in out and not (tmp_path / "rollout_h200.png").exists()
     assert "| 7b.o | 2.00 (1.19) | 2.00 (1.20)" in out and "| geometric mean | 2.00 (1.82)" in out
+    assert "| 7b.o | 2.00 (-) | 2.00 (-)" in out and (tmp_path / "kernels_h200.png").exists()
     assert "| rows | 1 | 8 | 16 |" in out
     assert "| 7b:nvfp4:16 | 380 (190) | 3040 (1552) | 6080 (-) |" in out
     for name in ("kernels", "rollout"):
