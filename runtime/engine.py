@@ -159,6 +159,8 @@ class Graphs:
             raise ValueError(f"--model: heads of size {D}; the GPU engine takes powers of two "
                              "from 32 on; use --device cpu")
         self.slots, self.max_len = slots, max_len
+        larger = range(BUCKETS[-1] + 64, slots, 64)
+        self.sizes = [*(b for b in (*BUCKETS, *larger) if b < slots), slots]  # of batches
         self.top_p = top_p  # if < 1 the memory planned has room for its sort
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
@@ -187,6 +189,7 @@ class Graphs:
         st.alive.zero_()
         st.cache.length.zero_()
         # temperature is read from memory, except by the sort that top_p takes
+        self.last = 0  # size of the last batch
         self.mode = ("draw",) if top_p == 1 else ("top-p", temperature, top_p)
         if temperature == 0:
             self.mode = ("greedy",)
@@ -205,13 +208,16 @@ class Graphs:
         st = self.step
         for t in (st.token, st.key, st.stop, st.alive, st.cache.length):
             t[target] = t[source]
-        # what a larger bucket decodes in vain stays cheap
+        # what a larger size decodes in vain stays cheap
         st.alive[source], st.cache.length[source] = 0, 0
 
     def run(self, rows, steps):
         steps, st = min(steps, self.most_steps), self.step
-        bucket = next((b for b in BUCKETS if b >= rows), -(-rows // 64) * 64)
-        launch = self.launcher(min(bucket, self.slots))
+        size = next(s for s in self.sizes if s >= rows)
+        if ranks.world > 1 and size < self.last:  # rows end, and by and by all will: what each rank
+            for smaller in self.sizes[: self.sizes.index(size)]:  # captures now, at once, no other
+                self.launcher(smaller)  # waits for in a later step
+        self.last, launch = size, self.launcher(size)
         st.count.zero_()
         for _ in range(steps):
             launch()

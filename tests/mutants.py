@@ -646,6 +646,13 @@ MUTANTS = {
          "packed::score_is_one_kernel_for_log_prob_entropy_and_slope"),
     ],
     "runtime/engine.py": [
+        ("a rank captures a size when it comes", "ranks.world > 1 and size < self.last", "False",
+         "decode::ranks_capture_what_is_to_come_together"),
+        ("a run of another call counts as the last batch", "        self.last = 0  # size of the last batch\n",
+         "        self.last = getattr(self, 'last', 0)\n",
+         "decode::ranks_capture_what_is_to_come_together"),
+        ("a batch of one size more than needed", "s for s in self.sizes if s >= rows", "s for s in self.sizes if s > rows",
+         "decode::ranks_capture_what_is_to_come_together"),
         ("the same number at every position", "uniform(self.key[:rows], view.length)",
          "uniform(self.key[:rows], 0 * view.length)",
          "sample::what_is_drawn_is_a_function_of_seed_prompt_sample_and_position"),

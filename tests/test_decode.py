@@ -18,7 +18,7 @@ import lora
 import model as M
 import nvfp4
 import sample
-from runtime import decode, draw, engine, logprobs
+from runtime import decode, draw, engine, logprobs, ranks
 from weights import checkpoint, memory
 
 gpu = pytest.mark.gpu
@@ -325,6 +325,22 @@ def test_the_engine_takes_temperature_and_stop_tokens_of_each_call():
         e.begin(temperature, 1.0, eos)
         assert e.step.inverse_temperature.item() == inverse
         assert {t for t in e.step.eos.tolist() if t >= 0} == set(eos)
+
+
+def test_ranks_capture_what_is_to_come_together(monkeypatch):
+    """A batch size that one rank meets for the first time costs it 0.4 s, and all others wait: with several, the first row that
+    ends has all smaller sizes captured."""
+    e, asked = engine.Graphs(build(), 400, 64), []
+    monkeypatch.setattr(e, "launcher", lambda rows: asked.append(rows) or (lambda: None))
+    sizes = [*(b for b in engine.BUCKETS if b < 400), 320, 384, 400]
+    for world, want in ((1, [400, 320, 256, 384, 224]), (2, [400, *sizes[:-3], 320, *sizes[:-4], 256, 384, 224])):
+        monkeypatch.setattr(ranks, "world", world)
+        for rows in ((390, 300, 256, 380), (200,)):  # at the ends grown again, and another call: no row ended
+            e.begin(1.0, 1.0, [])
+            for n in rows:
+                e.run(n, 1)
+        assert asked == want
+        asked.clear()
 
 
 def test_a_fingerprint_is_of_all_that_a_graph_holds_on_to():
