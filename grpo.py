@@ -31,7 +31,7 @@ import torch
 import lora
 from model import to_device
 from runtime import ranks
-from runtime.batches import dealt, families, micro_batches, rows_end_to_end
+from runtime.batches import dealt, families, micro_batches, padding, rows_end_to_end
 from runtime.logprobs import token_logprobs
 
 
@@ -271,7 +271,8 @@ def mean_metrics(total):
             "clip_high_frac": t["clip_high"] / n, "kl": t["kl"] / n,
             "logp_gap_mean": t["logp_gap"] / n, "logp_gap_max": t["logp_gap_max"],
             "sampler_kl": t["sampler_kl"] / n, "ratio_outside_frac": t["ratio_outside"] / n,
-            "entropy": t["entropy"] / n}
+            "entropy": t["entropy"] / n,  # rows that lie end to end have no padding to count
+            "padding_frac": t.get("padding", 0.0) / max(t.get("places", 0.0), 1.0)}
 
 
 # ---- one optimizer step
@@ -390,6 +391,8 @@ def backward(model, completions, settings):
     for batch in micro_batches(model, share, budget):
         loss, metrics = batch_loss(model, batch, settings, sum(lengths), len(counted))
         (scale * loss).backward()
+        if not lora.packed(model):
+            metrics |= zip(("places", "padding"), to_device(padding(batch), loss.device))
         parts.append(metrics)
     for p in model.parameters() if half else ():
         if p.grad is not None:

@@ -62,6 +62,13 @@ def micro_batches(model, families, token_budget):
         yield [*chain(*batch)]
 
 
+def padding(batch):
+    """(places computed for completions whose rows are padded, how many of them are padding)."""
+    lengths = [size([c]) for c in batch]
+    places = len(lengths) * max(lengths)
+    return places, places - sum(lengths)
+
+
 def rows_end_to_end(families):
     """For packed.hidden: rows of ids; the places, counted over all rows, whose states predict the
     completions' tokens; which row each row continues, itself if none. A family is a prompt and the

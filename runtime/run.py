@@ -425,7 +425,7 @@ def metrics_row(run, step, groups, kept, n_prompts, updates, sigma, lr, result):
            "groups": len(kept), "prompts_sampled": n_prompts, "updates": len(updates), "lr": lr,
            "sigma": sigma, "skipped": skipped, "grad_norm": mean(norm for _, norm in updates)}
     names = ("loss", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean", "logp_gap_max",
-             "sampler_kl", "ratio_outside_frac", "entropy", "clip_first_frac")
+             "sampler_kl", "ratio_outside_frac", "entropy", "padding_frac", "clip_first_frac")
     row |= dict.fromkeys(names, 0.0)
     if updates:
         each = [grpo.mean_metrics(sums) for sums, _ in updates]

@@ -555,6 +555,8 @@ MUTANTS = {
          "decode::rows_that_ended_stand_still"),
     ],
     "runtime/batches.py": [
+        ("padding is of the shortest row", "places = len(lengths) * max(lengths)", "places = len(lengths) * min(lengths)",
+         "loop::the_share_of_padding_is_of_what_was_computed"),
         ("the last micro-batch is dropped", "    if batch:\n        yield [*", "    if not batch:\n        yield [*",
          "train::micro_batches_hold_no_more_than_their_budget"),
         ("a completion's first token is predicted by another's last", "take += [last, *range", "take += [begin - 1, *range",

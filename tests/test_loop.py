@@ -28,7 +28,7 @@ SMALL = ["--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "24
          "--save-every", "99", "--show-every", "0", "--device", "cpu", "--lr", "3e-3", "--no-dynamic-sampling",
          "--overlong", "none"]
 SHORT = ["--prompts-per-step", "2", "--max-new-tokens", "8"]
-Record = namedtuple("Record", "out code sampled updates losses steps")
+Record = namedtuple("Record", "out code sampled updates losses steps batches")
 
 
 def named(args, kw):
@@ -57,8 +57,9 @@ def problems(tmp_path, n):
 
 def record(tmp_path, *argv, seen=None):
     """Run train.py with what is drawn, updated and stepped written down. seen(model): called at the first rollout."""
-    r = Record(tmp_path / "run", [], [], [], [], [])
-    generate, update, policy_loss, step = sample.generate, grpo.update, grpo.policy_loss, grpo.AdamW.step
+    r = Record(tmp_path / "run", [], [], [], [], [], [])
+    generate, update, step = sample.generate, grpo.update, grpo.AdamW.step
+    batch_loss, policy_loss = grpo.batch_loss, grpo.policy_loss
 
     def spy_generate(model, prompts, n, max_new_tokens, temperature, **kw):
         if seen and not r.sampled:
@@ -79,6 +80,10 @@ def record(tmp_path, *argv, seen=None):
         r.updates[-1] |= {"result": result, "after": [p.detach().clone() for p in optimizer.params]}
         return result
 
+    def spy_batch(model, batch, *rest):
+        r.batches.append(batch)
+        return batch_loss(model, batch, *rest)
+
     def spy_loss(*args, **kw):
         r.losses.append((len(r.updates) - 1, named(args, kw)))
         return policy_loss(*args, **kw)
@@ -91,6 +96,7 @@ def record(tmp_path, *argv, seen=None):
         m.setattr(plot, "plot", lambda *a: None)
         m.setattr(sample, "generate", spy_generate)
         m.setattr(grpo, "update", spy_update)
+        m.setattr(grpo, "batch_loss", spy_batch)
         m.setattr(grpo, "policy_loss", spy_loss)
         m.setattr(grpo.AdamW, "step", spy_step)
         r.code.append(train.main([*SMALL, "--out", str(r.out), "--data", problems(tmp_path, 48), *argv]))
@@ -318,6 +324,17 @@ def test_entropy_and_clip_are_of_all_updates_by_tokens(noisy):
         names = {"entropy": "entropy", "clip_low_frac": "clip_low", "clip_high_frac": "clip_high"}
         want = {name: sum(sums[key].item() for sums in both) / tokens for name, key in names.items()}
         assert {name: row[name] for name in want} == pytest.approx(want, rel=1e-5)
+
+
+def test_the_share_of_padding_is_of_what_was_computed(noisy):
+    """Rows as long as the longest of their micro-batch, less their own tokens; the last token of a row predicts nothing."""
+    at = 0
+    for step, row in enumerate(rows_of(noisy)):
+        places = own = 0
+        while at < len(noisy.losses) and noisy.losses[at][0] // 2 == step:
+            lengths = [len(c.prompt) + len(c.ids) - 1 for c in noisy.batches[at]]
+            places, own, at = places + max(lengths) * len(lengths), own + sum(lengths), at + 1
+        assert row["padding_frac"] == pytest.approx(1 - own / places) and row["padding_frac"] > 0
 
 
 def step_of(r, sums, norms, prompts):
