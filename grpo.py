@@ -392,7 +392,8 @@ def backward(model, completions, settings):
         loss, metrics = batch_loss(model, batch, settings, sum(lengths), len(counted))
         (scale * loss).backward()
         if not lora.packed(model):
-            metrics |= zip(("places", "padding"), to_device(padding(batch), loss.device))
+            places, wasted = to_device(padding(batch), loss.device)
+            metrics |= {"places": places, "padding": wasted}
         parts.append(metrics)
     for p in model.parameters() if half else ():
         if p.grad is not None:
