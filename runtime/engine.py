@@ -188,8 +188,8 @@ class Graphs:
         st.eos[: len(eos_ids)] = ids
         st.alive.zero_()
         st.cache.length.zero_()
-        # temperature is read from memory, except by the sort that top_p takes
         self.last = 0  # size of the last batch
+        # temperature is read from memory, except by the sort that top_p takes
         self.mode = ("draw",) if top_p == 1 else ("top-p", temperature, top_p)
         if temperature == 0:
             self.mode = ("greedy",)
@@ -214,9 +214,11 @@ class Graphs:
     def run(self, rows, steps):
         steps, st = min(steps, self.most_steps), self.step
         size = next(s for s in self.sizes if s >= rows)
-        if ranks.world > 1 and size < self.last:  # rows end, and by and by all will: what each rank
-            for smaller in self.sizes[: self.sizes.index(size)]:  # captures now, at once, no other
-                self.launcher(smaller)  # waits for in a later step
+        if ranks.world > 1 and size < self.last:
+            # rows end, and by and by all will: what each rank captures now, at the same time, the
+            # others need not wait for in a later step
+            for smaller in self.sizes[: self.sizes.index(size)]:
+                self.launcher(smaller)
         self.last, launch = size, self.launcher(size)
         st.count.zero_()
         for _ in range(steps):
