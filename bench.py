@@ -175,13 +175,13 @@ def merge_rows(path, rows, key):
 
 def kernels(args):
     """The FP4 GEMM against cuBLAS."""
-    ceiling, results, marlin = read_ceiling(), [], peers(card()).get("marlin")
+    ceiling, results, marlin = read_ceiling(), [], marlins(card())
     columns = {"shape": "11", "fmt": "", "pass": "", "M": "d", "us": ".1f", "cublas_us": ".1f",
                "speedup": ".2f", "marlin": ".2f", "pct_read": ".0f", "rel_err": ".1e"}
     show(columns)
     for name in args.shapes:
         N, K = linear(name)
-        theirs = dict(zip(marlin["rows"], marlin["speedup"][name], strict=True)) if marlin else {}
+        theirs = marlin.get(name, {})
         dense = dense_weights(N, K)
         for fmt in args.formats if name in ("7b.gate_up", "7b.down") else args.formats[:1]:
             weights = packed_weights(N, K, fmt)
@@ -231,7 +231,7 @@ def gemm(weights, dense, M, back, ceiling):
 def rollout(args):
     """Decoding throughput of sample.generate on random weights of true shapes."""
     ceiling, built, results = read_ceiling(), None, []
-    vllm = peers(card()).get("vllm", {"tok_s": {}})["tok_s"]
+    vllm = vllms(card())
     columns = {"size": "", "quant": "", "lora_rank": "d", "kind": "", "rows": "d",
                "decode_tok_s": ".0f", "vllm": "d", "step_ms": ".2f", "floor_ms": ".2f",
                "prefill_s": ".3f", "peak_gib": ".1f"}
@@ -545,12 +545,11 @@ def picture(path, ticks, ylabel, panels):
 
 def kernel_curves(rows, where):
     """What `report` shows: {shape: {M: speed-up}}, ours and Marlin's, and their geometric means."""
-    ours, known, mean = {}, peers(where), "geometric mean"
+    ours, mean = {}, "geometric mean"
     for r in rows:
         if r["fmt"] == "nvfp4" and r["pass"] == "forward":
             ours.setdefault(r["shape"], {})[r["M"]] = r["speedup"]
-    peer = known.get("marlin")
-    marlin = {s: dict(zip(peer["rows"], peer["speedup"][s], strict=True)) for s in ours if peer}
+    marlin = {s: points for s, points in marlins(where).items() if s in ours}
     panels = {f"NVFP4 GEMM, one {where.upper()}": {s: ours[s] for s in ours if s.startswith("7b")}}
     for of in filter(None, (ours, marlin)):
         of[mean] = {m: statistics.geometric_mean(points[m] for points in of.values()) for m in ROWS
@@ -558,7 +557,7 @@ def kernel_curves(rows, where):
     means = {"this project": ours[mean]} | ({"Marlin": marlin[mean]} if marlin else {})
     if len(ours) > len(SHAPES):  # of the other peers, means over all shapes are known
         means |= {name: dict(zip(p["rows"], p["geometric_mean"], strict=True))
-                  for name, p in known.items() if "geometric_mean" in p}
+                  for name, p in peers(where).items() if "geometric_mean" in p}
     panels[f"{mean} of {len(ours) - 1} shapes"] = means
     return ours, marlin, ".2f", "speed-up over cuBLAS on bfloat16 weights", panels
 
@@ -570,8 +569,7 @@ def rollout_curves(rows, where):
         if r["kind"] == "rows" and r["dtype"] == "bfloat16":
             config = f"{r['size']}:{r['quant']}:{r['lora_rank']}"
             ours.setdefault(config, {})[r["rows"]] = r["decode_tok_s"]
-    vllm = {k: {int(n): v for n, v in of.items()}
-            for k, of in peers(where).get("vllm", {"tok_s": {}})["tok_s"].items()}
+    vllm = {k: {int(n): v for n, v in of.items()} for k, of in vllms(where).items()}
     for config in (c for c in ("7b:nvfp4:16", "7b:none:16") if c in ours):
         shown[config] = ours[config]
         if config in vllm:
@@ -584,6 +582,17 @@ def peers(where):
     """Others' figures (results/peers.json), of the same card: of another their ratio to ours says
     nothing."""
     return {name: p for name, p in PEERS.items() if card(p["card"]) == where}
+
+
+def marlins(where):
+    """{shape: {M: Marlin's speed-up}} on this card; {} where none was measured."""
+    p = peers(where).get("marlin", {"rows": [], "speedup": {}})
+    return {s: dict(zip(p["rows"], of, strict=True)) for s, of in p["speedup"].items()}
+
+
+def vllms(where):
+    """{size:format:LoRA rank: {rows, as text: vLLM's tokens/s}}, likewise."""
+    return peers(where).get("vllm", {"tok_s": {}})["tok_s"]
 
 
 def card(name=None):
