@@ -271,7 +271,8 @@ def mean_metrics(total):
             "clip_high_frac": t["clip_high"] / n, "kl": t["kl"] / n,
             "logp_gap_mean": t["logp_gap"] / n, "logp_gap_max": t["logp_gap_max"],
             "sampler_kl": t["sampler_kl"] / n, "ratio_outside_frac": t["ratio_outside"] / n,
-            "entropy": t["entropy"] / n,  # rows that lie end to end have no padding to count
+            "entropy": t["entropy"] / n,
+            # counted where rows are padded; end to end there is none
             "padding_frac": t.get("padding", 0.0) / max(t.get("places", 0.0), 1.0)}
 
 
