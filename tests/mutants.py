@@ -1383,10 +1383,14 @@ MUTANTS = {
          "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
     ],
     "bench.py": [
-        ("another card's ratios stand beside ours", 'if card(p["card"]) == where}', "}",
-         "bench::report_makes_tables_and_pictures"),
         ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]',
          "bench::floor_of_a_7b_step"),
+        ("the bound has more slots than the queue", "going + ahead[:freed], ahead[freed:]",
+         "going + ahead, ahead[freed:]", "bench::the_bound_of_a_queue_fills_each_slot_at_once"),
+    ],
+    "bench_report.py": [
+        ("another card's ratios stand beside ours", 'if card(p["card"]) == where}', "}",
+         "bench::tables_and_pictures_are_made"),
         ("the last completion decodes beside all", "ms[:0:-1]", "ms[1:]",
          "bench::the_step_on_paper_is_that_of_its_terms"),
         ("one update is summed over cards", "* adapter * args.updates /", "* adapter /",
@@ -1395,8 +1399,6 @@ MUTANTS = {
          "lengths.sum(1)", "bench::the_step_on_paper_is_that_of_its_terms"),
         ("one card exchanges with itself", "lengths.sum() * (cards > 1) *", "lengths.sum() *",
          "bench::the_step_on_paper_is_that_of_its_terms"),
-        ("the bound has more slots than the queue", "going + ahead[:freed], ahead[freed:]",
-         "going + ahead, ahead[freed:]", "bench::the_bound_of_a_queue_fills_each_slot_at_once"),
     ],
     "bench_tiles.py": [
         ("tiles that pass the buffers are tried", "BM * BN <= marlin_triton.PARTIALS",

@@ -1,10 +1,11 @@
-"""bench.py: what it does without a GPU; the measurements themselves need one."""
+"""bench.py and bench_report.py: what they do without a GPU; the measurements themselves need one."""
 import json
 
 import pytest
 import torch
 
 import bench
+import bench_report
 import bench_tiles
 import lora
 import model as qwen
@@ -25,10 +26,10 @@ def test_rows_measured_again_replace_the_old_ones(tmp_path):
 def test_floor_of_a_7b_step():
     """The arithmetic behind every floor: 3.67 GB of four-bit weights, 1.09 GB of head, 80 MB of
     adapter, 56 KiB a token."""
-    floor = bench.floor_bytes(bench.config("7b"), "nvfp4", 16, 8, 512)
+    floor = bench.floor_bytes(bench_report.config("7b"), "nvfp4", 16, 8, 512)
     assert floor == {"linear": pytest.approx(3.67e9, rel=0.01), "head": 152064 * 3584 * 2,
                      "lora": pytest.approx(8.07e7, rel=0.01), "kv": 8 * 512 * 57344}
-    tied = bench.config("0.5b")  # its head is the embedding, and is read all the same
+    tied = bench_report.config("0.5b")  # its head is the embedding, and is read all the same
     assert tied.tie_word_embeddings and bench.floor_bytes(tied, "nvfp4", 0, 1, 1)["head"] == 151936 * 896 * 2
 
 
@@ -80,7 +81,7 @@ def test_bad_arguments_are_told(argv, told, capsys):
                                          ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090")])
 def test_results_are_named_after_the_card(name, short):
     """Rows of an H200 once went among those of the H100."""
-    assert bench.card(name) == short
+    assert bench_report.card(name) == short
 
 
 def test_what_is_measured_by_default_can_be_named():
@@ -90,18 +91,18 @@ def test_what_is_measured_by_default_can_be_named():
 
 def test_every_peer_says_what_was_measured_and_how():
     """A figure without its version, card and method, or one that belongs to no number of rows."""
-    for peer in bench.PEERS.values():
+    for peer in bench_report.PEERS.values():
         assert all(peer[k] for k in ("what", "version", "card", "method"))
         for values in [*peer.get("speedup", {}).values(), peer.get("geometric_mean")]:
             assert values is None or len(values) == len(peer["rows"])
-    assert list(bench.PEERS["marlin"]["speedup"]) == bench.SHAPES
+    assert list(bench_report.PEERS["marlin"]["speedup"]) == bench_report.SHAPES
 
 
-def test_report_makes_tables_and_pictures(tmp_path, monkeypatch, capsys):
+def test_tables_and_pictures_are_made(tmp_path, monkeypatch, capsys):
     """Marlin's and vLLM's figures beside another shape or number of rows than they belong to."""
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_report, "RESULTS", tmp_path)
     rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 2.0}
-            for s in bench.SHAPES for m in bench.ROWS]
+            for s in bench_report.SHAPES for m in bench_report.ROWS]
     for card in ("h100", "h200"):  # the others' ratios were measured on an H100
         (tmp_path / f"kernels_{card}.json").write_text(json.dumps(rows))
     rows = [{"size": "7b", "quant": q, "dtype": "bfloat16", "lora_rank": 16, "rows": n, "kind": "rows",
@@ -109,7 +110,7 @@ def test_report_makes_tables_and_pictures(tmp_path, monkeypatch, capsys):
     (tmp_path / "rollout_h100.json").write_text(json.dumps(rows))
     (tmp_path / "rollout_h200.json").write_text(json.dumps([rows[0] | {"size": "3b"},
                                                                  rows[0] | {"size": "3b", "dtype": "float16", "decode_tok_s": 1.0}]))
-    bench.report(None)
+    bench_report.tables(None)
     out = capsys.readouterr().out
     assert "| 3b:none:16 | 380 (-) |" in out and not (tmp_path / "rollout_h200.png").exists()
     assert "| 7b.o | 2.00 (1.19) | 2.00 (1.20)" in out and "| geometric mean | 2.00 (1.82)" in out
@@ -124,13 +125,13 @@ def test_ratios_are_drawn_in_log2(tmp_path, monkeypatch):
     """A slow-down by two looking half as large as a speed-up by two; means over six of the shapes
     beside means over all eight."""
     drawn = []
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench.plot.Figure, "savefig", lambda fig, *a, **k: drawn.append(fig.axes))
-    for shapes in (bench.SHAPES, bench.SHAPES[:6]):
+    monkeypatch.setattr(bench_report, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_report.plot.Figure, "savefig", lambda fig, *a, **k: drawn.append(fig.axes))
+    for shapes in (bench_report.SHAPES, bench_report.SHAPES[:6]):
         rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 4.0 / m}
                 for s in shapes for m in (1, 2, 4, 8)]
         (tmp_path / "kernels_h100.json").write_text(json.dumps(rows))
-        bench.report(None)
+        bench_report.tables(None)
     everyone = ["Marlin", "humming", "triton_kernels"]
     for (_, means), peers in zip(drawn, (everyone, ["Marlin"]), strict=True):
         assert [line.get_label() for line in means.lines] == ["this project", *peers]
@@ -139,14 +140,14 @@ def test_ratios_are_drawn_in_log2(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_plan_is_within_five_percent_of_what_a_model_takes():
-    _, r = bench.build(bench.config("7b"), "nvfp4")
+    _, r = bench.build(bench_report.config("7b"), "nvfp4")
     assert abs(r["weights_gib"] / r["planned_gib"] - 1) < 0.05 and r["weights_gib"] < 5.6
     assert r["load_peak_gib"] < r["weights_gib"] + 4
 
 
 def test_on_paper_one_card_waits_for_nobody_and_many_read_what_all_drew(capsys):
     """The exchange grows with the cards, the update of a card does not, and nothing is faster than the cards are many."""
-    args = bench.parse_args(["scale", "--cards", "1", "4", "16", "--rows", "8"])
+    args = bench_report.parse_args(["scale", "--cards", "1", "4", "16", "--rows", "8"])
     args.run(args)
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
     one, four, sixteen = (dict(zip(head, row, strict=True)) for row in rows)
@@ -157,9 +158,9 @@ def test_on_paper_one_card_waits_for_nobody_and_many_read_what_all_drew(capsys):
 
 
 def shown(monkeypatch, *argv):
-    """The rows of `bench.py scale`, before they are rounded."""
-    rows, args = [], bench.parse_args(["scale", *argv])
-    monkeypatch.setattr(bench, "show", lambda columns, row=None: rows.append(row))
+    """The rows of `bench_report.py scale`, before they are rounded."""
+    rows, args = [], bench_report.parse_args(["scale", *argv])
+    monkeypatch.setattr(bench_report, "show", lambda columns, row=None: rows.append(row))
     args.run(args)
     return rows[1:]
 
@@ -167,7 +168,7 @@ def shown(monkeypatch, *argv):
 def test_the_step_on_paper_is_that_of_its_terms(monkeypatch):
     """By hand, where all completions are equally long: a figure that is read off the wrong number of rows, an update without its
     prompts, an all-reduce for one of several updates."""
-    measured = json.loads((bench.RESULTS / "decode_steps_h100.json").read_text())
+    measured = json.loads((bench_report.RESULTS / "decode_steps_h100.json").read_text())
     [ms] = [r["replay_ms"] for r in measured if (r["size"], r["quant"], r["lora_rank"], r["rows"]) == ("7b", "nvfp4", 16, 8)]
     [row] = shown(monkeypatch, "--cards", "4", "--rows", "8", "--spread", "0", "--median", "500", "--prompt", "100",
                   "--updates", "3", "--update-tok-s", "1e4", "--reduce-gb", "20", "--gather-gb", "2", "--pickle-ns", "100")
