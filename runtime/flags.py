@@ -393,7 +393,9 @@ def take_policy(command, args):
             default = f.tiny if args.model == "tiny" and f.tiny is not None else f.default
             if command == "sample" and f.name == "prompt-style":
                 default = "plain"  # a chat with a base model asks for nothing in particular
-            setattr(args, dest(f), args.trained_with.get(dest(f), default))
+            if f.name != "calib" or args.awq:  # its text is no use to plain rounding
+                default = args.trained_with.get(dest(f), default)
+            setattr(args, dest(f), default)
 
 
 def check_policy(args, model):

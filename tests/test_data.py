@@ -263,6 +263,19 @@ def test_levels_are_quintiles_of_the_solve_rate(tmp_path):
         data.load(some, levels=[1])
 
 
+def test_the_question_comes_before_a_prompt(tmp_path):
+    """Sets that have both keep in "prompt" what another program made of the question."""
+    row = {"prompt": "made of it", "problem": "p", "answer": "1"}
+    path = write(tmp_path / "a.jsonl", [{**row, "question": "q"}, row])
+    assert [r["question"] for r in data.load(path)] == ["q", "p"]
+
+
+def test_fifths_that_do_not_divide_are_rounded_up(tmp_path):
+    """Seven rates: the lowest fifth, level 5, is two of them; cut, it would be one."""
+    rows = [{"question": "q", "answer": "1", "llama8b_solve_rate": i / 10} for i in range(7)]
+    assert [r["level"] for r in data.load(write(tmp_path / "a.jsonl", rows))] == [5, 5, 4, 3, 3, 2, 1]
+
+
 def test_n_rows_are_drawn_by_the_seed(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"question": str(i), "answer": "1"} for i in range(50)])
 
@@ -403,6 +416,29 @@ def test_arithmetic_answers_are_right_and_the_worked_solution_earns_full_reward(
         if row["form"] == "symbols":  # an answer worked out another way
             expression = re.fullmatch(r"What is ([0-9+*()-]+)\?", row["question"])[1]
             assert eval(expression) == int(row["answer"])
+
+
+def test_every_form_asks_for_the_steps_of_its_chain():
+    """Words for another number, a verb for the other sign, a step left out: the right answer to what is asked is called wrong."""
+    words = {w: str(i) for i, w in enumerate("zero one two three four five six seven eight nine".split())}
+    sign = {"add": "+", "finds": "+", "wins": "+", "buys": "+", "subtract": "-", "loses": "-", "sells": "-", "eats": "-"}
+    times = {"double": "*2", "doubles": "*2", "triple": "*3", "triples": "*3"}
+    told = set()
+    for row in data.load("arithmetic", "train"):
+        if row["form"] == "symbols":
+            continue
+        text = re.sub(r"[a-z]+", lambda m: words.get(m[0], m[0]), row["question"].partition(". How many")[0].rstrip("."))
+        begin, *orders = text.split(", ")
+        chain = re.search(r"[0-9][0-9+*-]*", begin)[0]
+        for verb, k, *_ in (order.split() for order in orders):
+            told.add(verb)
+            chain += times.get(verb) or sign[verb] + k
+        assert chain == row["chain"], row
+    assert told == {*sign, *times}
+
+
+def test_the_embedded_task_has_the_rows_that_the_readme_says():
+    assert len(data.load("arithmetic", "train")) == 2048 and len(data.load("arithmetic", "test")) == 512
 
 
 def test_the_command_shows_the_rows_and_prompts_that_are_asked_for(capsys):

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import eval as evaluation
 import lora
 import model as qwen
 import sample
+from runtime import flags
 from tests.conftest import exit_code
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,6 +131,60 @@ def test_flags_reach_the_evaluation(monkeypatch, tmp_path):
     cli("--data", str(tmp_path), "--greedy")
     assert [(call["n"], call["temperature"], call["top_p"]) for call in seen[2:]] == [(4, 0.6, 0.95), (1, 0.0, 0.95)]
     assert [row["question"] for call in seen[2:] for row in call["rows"]] == ["test"] * 2
+
+
+def test_rows_are_those_of_the_levels_and_the_seed(monkeypatch, tmp_path):
+    """--levels that is parsed and forgotten; --limit that draws the same rows whatever the seed."""
+    file, seen = tmp_path / "d.jsonl", []
+    file.write_text("".join(json.dumps({"question": f"q{i}", "answer": "1", "level": 1 + i % 5}) + "\n" for i in range(50)))
+    told = dict.fromkeys(("accuracy", "stderr", "format", "length", "truncated", "questions"), 1.0) | {"skipped": 0, "rows": []}
+    monkeypatch.setattr(evaluation, "evaluate", lambda model, tok, rows, *a: seen.append(rows) or told)
+    cli("--data", str(file), "--levels", "2,3", "--limit", "5", "--seed", "4")
+    assert seen == [data.load(file, "test", 5, 4, [2, 3])] != [data.load(file, "test", 5, 0, [2, 3])]
+
+
+def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
+    """A column of another's numbers, an error that is the value, questions that were left out in silence."""
+    arms = iter([(0.25, 0.03125, 0.0, 12.25, 0.5, 3, 2, [0.0, 0.5, 0.25]), (0.5, 0.0625, 0.75, 9.5, 0.125, 3, 0, [0.5, 0.5, 0.5])])
+
+    def scripted(*a):
+        *numbers, accuracies = next(arms)
+        names = ("accuracy", "stderr", "format", "length", "truncated", "questions", "skipped")
+        return {**dict(zip(names, numbers, strict=True)), "pass@2": (0.625, 0.25), "maj@2": (0.375, None),
+                "rows": [{"accuracy": a} for a in accuracies]}
+
+    monkeypatch.setattr(evaluation, "evaluate", scripted)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    *lines, _ = cli("--data", str(tmp_path / "d.jsonl"), "--adapter", adapter(tmp_path / "adapter", 0.5))
+    many = "pass@2 62.5% (s.e. 25.0), maj@2 37.5% (s.e. -)"
+    assert [" ".join(line.split()) for line in lines] == [
+        "data model pass@1 s.e. format length cut questions", "d base 25.0% 3.1 0.0% 12.2 50.0% 3", "d adapter 50.0% 6.2 75.0% 9.5 12.5% 3",
+        f"d, base: {many}", f"d, adapter: {many}", "d: the adapter adds +25.0 points (s.e. 14.4)",
+        "d, base: 2 questions skipped, longer than --max-prompt",
+        "warning: d, base: no completion follows the format; does --prompt-style fit the model?"]
+
+
+def test_rows_belong_to_every_flag_that_they_follow_from():
+    """Rows of another format or nucleus under the same name in --out would be told as this evaluation's."""
+    def run_of(**other):
+        args = SimpleNamespace(**vars(flags.parse("eval", [])) | other)
+        return evaluation.Book(args, [("s", [{"question": "q", "answer": "1"}])]).runs["s", "base"]
+
+    for name in ("model", "quant", "awq", "calib", "dtype", "levels", "reward", "prompt_style", "split", "limit", "n", "max_prompt",
+                 "greedy", "max_new_tokens", "temperature", "top_p", "seed"):
+        assert run_of(**{name: "other"}) != run_of(), name
+    assert {run_of(**{name: "other"}) for name in ("max_rows", "k", "device", "data", "adapter")} == {run_of()}
+
+
+def test_files_of_one_name_are_two_sets(tmp_path):
+    """Two folders' test.jsonl: the second's rows were taken for the first's."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "d.jsonl").write_text(json.dumps({"question": f"{name}?", "answer": "2"}) + "\n")
+    both = [str(tmp_path / name / "d.jsonl") for name in "ab"]
+    lines = cli("--data", ",".join(both), "--n", "1", "--max-new-tokens", "1", "--quant", "none", "--out", str(tmp_path / "o.jsonl"))
+    assert [r["data"] for r in json.loads(lines[-1])["results"]] == both
+    assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 2
 
 
 def test_the_limit_is_what_the_longest_prompt_leaves(monkeypatch, tok, model):

@@ -38,7 +38,13 @@ def test_runs_of_other_seeds_have_other_folders():
 
 
 def test_the_demos_defaults_are_the_demos():
-    """A learning rate of 1e-3 is for a model of a million parameters."""
+    """A learning rate of 1e-3 is for a model of a million parameters; the README's numbers are of these."""
+    demo, want = vars(flags.parse("train", [])), {
+        "model": "tiny", "data": "arithmetic", "quant": "nvfp4", "lora_rank": 16, "lora_alpha": 32.0, "steps": 30, "prompts_per_step": 12,
+        "group_size": 8, "max_prompt": 128, "max_new_tokens": 96, "dynamic_sampling": True, "max_resample": 1, "overlong": "mask",
+        "overlong_buffer": 16, "loss": "dapo", "updates_per_rollout": 2, "micro_batch_tokens": 2048, "checkpointing": "off",
+        "weight_decay": 0.0, "grad_clip": 1.0, "eval_n": 1, "eval_every": 10, "eval_limit": 256, "save_every": 10, "seed": 0}
+    assert {name: demo[name] for name in want} == want
     assert flags.parse("train", []).lr == 1e-3 and flags.parse("train", ["--model", "m"]).lr == 1e-5
 
 
@@ -90,6 +96,31 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
     with pytest.raises(ValueError, match="another base"):
         flags.check_policy(SimpleNamespace(**vars(args) | {"trained_with": policy | {"base": "0"}}), m)
+
+
+def test_questions_are_asked_for_a_format_and_chats_are_not():
+    assert [flags.parse(name, []).prompt_style for name in ("train", "eval", "sample")] == ["tags", "tags", "plain"]
+
+
+def test_awq_calibrates_on_the_text_that_was_given(monkeypatch, shallow):
+    """--calib that is parsed and forgotten: scales of arithmetic problems under another text's name."""
+    texts = []
+    monkeypatch.setattr(flags.awq, "load", lambda *a: texts.append(a[3:]) or checkpoint.load(*a[:3], "none"))
+    for given in ([], ["--calib", "t.txt"]):
+        flags.load_policy(flags.parse("train", ["--model", str(shallow), "--awq", "--device", "cpu", *given]))
+    assert texts == [("nvfp4", None), ("nvfp4", "t.txt")]
+
+
+def test_without_awq_an_adapters_text_is_not_asked_for(shallow, tmp_path):
+    """--no-awq was refused for a --calib that nobody had given."""
+    m = qwen.load(shallow, dtype=torch.float32)
+    lora.add_lora(m, 2, 2.0)
+    lora.save_adapter(m, tmp_path)
+    flags.save_policy(tmp_path, m, flags.parse("train", ["--model", str(shallow), "--awq", "--calib", "t.txt"]))
+    args = flags.parse("eval", ["--adapter", str(tmp_path), "--no-awq"])
+    assert (args.awq, args.calib) == (False, None)
+    with pytest.raises(ValueError, match="--calib: plain rounding uses no text"):
+        flags.parse("eval", ["--adapter", str(tmp_path), "--no-awq", "--calib", "u.txt"])
 
 
 # ---- how commands end

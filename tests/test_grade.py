@@ -182,6 +182,15 @@ def test_roots_logarithms_degrees_and_thousands_have_their_values(alone, given, 
     assert grade.same(given, gold) and grade.same(gold, given) and not grade.same(given, other) and not grade.same(gold, other)
 
 
+def test_a_clock_has_seconds_an_interval_brackets_and_a_billion_nine_noughts(alone):
+    """Read without them, 1:02:03 is any time in its minute, and two numbers the interval between them."""
+    assert grade.same("1:02:03", "1:02:03 ") and not grade.same("1:02:04", "1:02:03")
+    assert grade.same("[1, 2]", "[1,2]") and grade.same("1, 2", "(1,2)") and not grade.same("1, 2", "[1,2]")
+    for word, value in (("thousand", 10**3), ("million", 10**6), ("billion", 10**9), ("trillion", 10**12), ("hundred", 100)):
+        assert grade.same(f"3 {word}", str(3 * value)) and not grade.same(f"3 {word}", str(30 * value))
+    assert grade._verdict("(\\sqrt{x^2}, 1)", "(x, 2)") is False  # one part is wrong, whatever math-verify says of the other
+
+
 def test_expressions_that_meet_at_a_point_are_not_the_same():
     """ax is x^2 where x is a. What differs for negative letters alone is for math-verify to say."""
     for point in (0, 1):

@@ -152,6 +152,13 @@ def test_ratio_is_against_the_samplers_logprobs():
     assert not any(on[k] for k in ("clip_high", "clip_low", "ratio_outside", "logp_gap", "logp_gap_max"))
 
 
+def test_a_clip_of_zero_is_not_the_default():
+    """--eps-high 0 says that no ratio above 1 is rewarded."""
+    args = torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, dtype=torch.bool)
+    assert grpo.policy_loss(torch.full((1, 1), 0.1), *args, eps_low=0.0, eps_high=0.0)[0].item() == pytest.approx(-1.0)
+    assert grpo.policy_loss(torch.full((1, 1), -0.1), args[0], -args[1], args[2], eps_low=0.0, eps_high=0.0)[0].item() == pytest.approx(1.0)
+
+
 def test_clip_higher_uses_its_own_bound():
     """eps_high ignored: DAPO's clip-higher would be plain clipping."""
     logp = torch.full((1, 1), np.log(1.25))

@@ -133,5 +133,6 @@ def test_defaults_are_what_the_readme_says():
     paper = {"quant": "nvfp4", "lr": 1e-5, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "warmup": 0.1, "grad_clip": 0.2,
              "prompts_per_step": 16, "group_size": 8, "max_prompt": 256, "temperature": 1.0, "loss": "grpo", "beta": 0.0,
              "eps_low": None, "eps_high": None, "dynamic_sampling": False, "aqn_stages": 10, "aqn_schedule": "exponential",
-             "eval_temperature": 0.6, "eval_top_p": 0.95, "steps": None}
+             "eval_temperature": 0.6, "eval_top_p": 0.95, "steps": None, "lora_alpha": 32.0, "tis_cap": 2.0, "aqn_scope": "rollout",
+             "eval_n": 1, "eval_every": 0, "eval_limit": None, "overlong_buffer": 512, "max_resample": 2, "card_share": 1.0, "seed": 0}
     assert {name: getattr(args, name) for name in paper} == paper

@@ -171,6 +171,20 @@ def test_the_loop_gets_one_pass_and_the_style_that_was_asked_for(tmp_path, monke
     assert score([(f"\\boxed{{{row['answer']}}}", row)])[0]["reward"] == 1.2
 
 
+def test_a_pass_is_of_the_prompts_that_fit_and_at_least_a_step(tmp_path, monkeypatch, capsys):
+    """Counted with those that --max-prompt skips, a pass goes on into the next; of fewer prompts than a step takes, it had no step."""
+    tok, given = data.Tokenizer(flags.TINY), []
+    lengths = sorted(len(tok.prompt_ids(row["question"])) for row in shortest()[:48])
+    fit = sum(n <= lengths[24] for n in lengths)
+    monkeypatch.setattr(train, "learn", lambda this, *_: given.append(this.args.steps))
+    for name, prompts in (("a", "1"), ("b", "64")):
+        (tmp_path / name).mkdir()
+        record(tmp_path / name, "--model", str(flags.TINY), "--prompts-per-step", prompts, "--updates-per-rollout", "1", "--max-prompt",
+               str(lengths[24]))
+    assert given == [fit, 1] and fit < 48
+    assert f"{fit} training prompts ({48 - fit} longer than --max-prompt), {fit} steps" in capsys.readouterr().out
+
+
 def test_scope_both_keeps_the_rollouts_noise_in_the_update(tmp_path):
     """--aqn-scope both: update and sampler see one policy, so their log-probs agree although it is noisy."""
     r = record(tmp_path, "--steps", "2", "--aqn-stages", "2", "--aqn-start", "0.05", "--aqn-end", "0.05", "--aqn-scope", "both",
@@ -364,6 +378,18 @@ def test_times_and_speeds_are_those_of_the_step(monkeypatch, tmp_path):
     assert {name: row[name] for name in want} == pytest.approx(want)
 
 
+def test_each_second_is_counted_where_it_is_spent(monkeypatch):
+    """Grading, or the held-out questions, counted as sampling: tokens a second of something else."""
+    told = []
+    monkeypatch.setattr(sample, "generate", lambda *a, **kw: told.append("drawn") or [[sample.Sample([1], [-1.0], True)]])
+    monkeypatch.setattr(train.evaluation, "evaluate", lambda *a, **kw: told.append("asked"))
+    this = SimpleNamespace(args=flags.parse("train", []), phase=told.append, evaluated=lambda *a: None)
+    tok = SimpleNamespace(eos_ids=[2], decode=str)
+    train.evaluate(this, None, tok, None, [])
+    train.rollout(this, None, tok, lambda pairs: told.append("graded") or [{"reward": 1.0, "correct": True, "format": True}], [{"ids": [1]}], 0)
+    assert told == ["evaluate", "asked", "rollout", "drawn", "reward", "graded", "rollout"]
+
+
 def test_an_update_that_was_skipped_is_not_in_the_means(tmp_path):
     """One NaN, and a row has no loss, no entropy and no gradient norm."""
     r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
@@ -371,6 +397,14 @@ def test_an_update_that_was_skipped_is_not_in_the_means(tmp_path):
     row = step_of(r, NO_METRICS | {"loss": torch.tensor(3.0)}, (math.nan, 0.5), 2)
     assert (row["updates"], row["skipped"], row["grad_norm"], row["loss"]) == (1, 1, 0.5, 3.0)
     assert row["entropy"] == pytest.approx(1 / 7)
+
+
+def test_the_kl_is_of_all_updates(tmp_path):
+    """Only sampler and trainer are compared before the first update moves one of them; then the KL to the base is still 0."""
+    r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    r.clock.update(rollout=1.0, update=1.0)
+    row = step_of(r, NO_METRICS, (1.0, 1.0), 2)
+    assert (row["kl"], row["sampler_kl"]) == pytest.approx((2 / 12, 1 / 5))
 
 
 # ---- the optimizer step
@@ -388,6 +422,15 @@ def test_learning_rate_of_each_update(noisy):
 def test_adamw_gets_its_flags(noisy):
     for u in noisy.updates:
         assert (u["group"]["betas"], u["group"]["weight_decay"]) == ((0.8, 0.95), 0.03)
+
+
+def test_weight_decay_is_decoupled_and_small_gradients_count():
+    """In the gradient, Adam would divide the decay by its own size; an eps above the gradients takes the step away."""
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = grpo.AdamW([p], 0.1, (0.9, 0.99), 0.5)
+    p.grad = torch.tensor([1e-5, -1e-5])
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.tensor([0.95 - 0.1, 0.95 + 0.1]), atol=2e-4, rtol=0)
 
 
 def test_gradients_are_clipped_and_the_norm_before_is_logged(noisy):
@@ -595,6 +638,15 @@ def test_overlong_soft_lowers_the_reward_of_long_completions(tmp_path):
     assert lower > 2
 
 
+@pytest.mark.parametrize(("overlong", "want"), [("none", 0.0), ("mask", 0.0), ("soft", -0.5)])
+def test_only_soft_lowers_the_reward_of_a_long_completion(overlong, want):
+    """A masked completion is neither right nor wrong: penalised as well, it would lower the mean of its group."""
+    args = SimpleNamespace(overlong=overlong, max_new_tokens=20, overlong_buffer=10)
+    c = grpo.Completion({}, [1], [2] * 15, [-1.0] * 15, False)
+    train.grade([c], SimpleNamespace(decode=str), lambda pairs: [{"reward": 0.0, "correct": False, "format": False}], args)
+    assert c.reward == want
+
+
 def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(tmp_path, monkeypatch):
     """DAPO: what has equal rewards is not trained on; further prompts are drawn at most --max-resample times, under the same
     noise and another seed; statistics and the samples shown are of the first rollout."""
@@ -627,13 +679,8 @@ def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(tmp_pa
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_few_steps_raise_the_reward_and_negated_rewards_lower_it(tmp_path, monkeypatch, sign):
     """The whole loop, end to end, on four problems again and again: what is rewarded becomes more frequent."""
-    real = data.reward
-
-    def reward(*args):
-        score = real(*args)
-        return {**score, "reward": sign * score["reward"]}
-
-    monkeypatch.setattr(data, "reward", reward)
+    real = data.rewards
+    monkeypatch.setattr(data, "rewards", lambda *a: [{**score, "reward": sign * score["reward"]} for score in real(*a)])
     monkeypatch.setattr(plot, "plot", lambda *a: None)
     out = tmp_path / "run"
     code = train.main([*SMALL, "--steps", "3", "--group-size", "8", "--lora-rank", "8", "--warmup", "0",

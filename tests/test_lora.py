@@ -116,6 +116,8 @@ def test_a_bfloat16_base_keeps_a_float32_adapter():
 def test_same_seed_same_adapter_and_the_spread_of_a_is_pefts():
     a, b, c = ([p.detach().clone() for p in add_lora(base(), 8, 8, seed=s)] for s in (1, 1, 2))
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) and not torch.equal(a[0], c[0])
+    assert abs(a[0].mean()) < 0.1 / math.sqrt(32) and a[0].min() < 0
+    assert len({tuple(p.flatten().tolist()) for p in a[::2]}) == len(a[::2])  # no two layers begin alike
     assert a[0].abs().max() <= 1 / math.sqrt(32) and a[0].abs().max() > 0.95 / math.sqrt(32)
 
 

@@ -1,6 +1,7 @@
 """Sampling: what is drawn depends on the prompt and the seed alone, and each log-prob is the full forward's."""
 import inspect
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -298,6 +299,38 @@ def test_command_prompt_streams_the_answer(capsys):
     sample.main(["--prompt", "What is 2 + 3?", "--max-new-tokens", "8", "--device", "cpu", "--temperature", "0"])
     streamed = capsys.readouterr().out
     assert streamed.strip()
+
+
+@pytest.mark.parametrize(("finished", "end"), [(True, ""), (False, " [cut: raise --max-new-tokens]")])
+def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, capsys, finished, end):
+    """Another temperature than asked for, no stop token; half a character, or all that was said again, on the terminal."""
+    names, seen, ids = inspect.signature(sample.generate), {}, [*"a\u00e9!".encode()]
+
+    def scripted(*a, **kw):
+        seen.update(names.bind(*a, **kw).arguments)
+        for t in ids:
+            seen["on_token"](0, 0, t)
+        return [[sample.Sample(ids, [-1.0] * len(ids), finished)]]
+
+    class Bytes:
+        eos_ids = [7]
+
+        def chat(self, messages):
+            return messages[-1]["content"]
+
+        def encode(self, text):
+            return [*text.encode()]
+
+        def decode(self, ids):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    monkeypatch.setattr(sample, "generate", scripted)
+    long = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=9000))
+    args = flags.parse("sample", ["--temperature", "0.4", "--top-p", "0.8", "--seed", "6"])
+    assert sample.answer(long, Bytes(), args, ["hi"]) == "a\u00e9!"
+    assert capsys.readouterr().out == f"a\u00e9!{end}\n"
+    want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": 4096, "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}
+    assert {name: seen[name] for name in want} == want
 
 
 @pytest.mark.parametrize(("argv", "says"), [

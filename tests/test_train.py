@@ -23,7 +23,7 @@ import plot
 import sample
 import train
 from runtime import batches, command, flags
-from runtime.run import Run, digest_of, settle, warnings_for
+from runtime.run import Run, digest_of, settle, tracker, warnings_for
 from tests.conftest import adapted, drawn, first_blocks, parameters_of, rows_of
 from weights.files import lock
 
@@ -118,6 +118,24 @@ def test_a_resume_reads_every_flag_as_it_was_written(tmp_path):
 def test_a_resume_with_other_flags_is_refused(straight, capsys):
     assert train.main(["--resume", "--out", str(straight), "--lr", "0.5"]) == 2
     assert "--lr" in capsys.readouterr().err
+
+
+def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
+    """Half a run with another seed, prompt or rate would stand under the first half's flags."""
+    old = flags.parse("train", ["--model", "m", "--out", str(tmp_path)])
+    free = {"steps", "resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share"}
+    kinds = {flags.dest(f): f.kind for _, f in flags.flags_of("train")}
+    for name in kinds.keys() - free:
+        value, flag = getattr(old, name), f"--{name.replace('_', '-')}"
+        if kinds[name] is bool:
+            argv = [f"--no-{flag[2:]}" if value else flag]
+        else:
+            argv = [flag, str(next(x for x in kinds[name] if x != value) if isinstance(kinds[name], tuple) else 2 if value != 2 else 3)]
+            argv = [flag, "0.7"] if name in ("lr", "beta1", "beta2", "warmup", "eval_top_p") else argv
+        (tmp_path / "config.json").write_text(json.dumps(vars(old)))
+        again = ["--resume", "--out", str(tmp_path), *argv]
+        with pytest.raises(ValueError, match=f"{flag}: the run in .* used"):
+            settle(SimpleNamespace(resume=True, out=str(tmp_path)), again)
 
 
 def copy_of(straight, tmp_path):
@@ -218,6 +236,16 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
     assert summary["best"] == {"step": 1, "accuracy": 0.6, "stderr": 0.06}
     best, last = (load_file(out / name / "adapter_model.safetensors") for name in ("adapter_best", "adapter"))
     assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
+
+
+def test_of_adapters_that_are_as_good_the_first_is_the_best(tmp_path, monkeypatch):
+    """A resume evaluates the step it begins with again: what is there must not become another step's."""
+    saved = []
+    monkeypatch.setattr(Run, "save_adapter", lambda self, name, model: saved.append((name, self.state.step)))
+    r = Run(flags.parse("train", ["--out", str(tmp_path), "--eval-every", "1"]), [])
+    for r.state.step, accuracy in ((1, 0.5), (2, 0.5), (3, 0.4)):
+        r.evaluated({"accuracy": accuracy, "stderr": None}, None)
+    assert r.state.best["step"] == 1 and saved == [("adapter_best", 1)]
 
 
 def test_an_extended_run_knows_its_best_adapter(tmp_path, monkeypatch):
@@ -512,6 +540,11 @@ def test_learning_rate_warms_up_and_ends_near_zero():
     assert lrs[0] == pytest.approx(0.1) and max(lrs) == lrs[9] == lrs[10] == 1.0 and lrs[-1] < 0.01
 
 
+def test_the_warm_up_is_the_nearest_number_of_updates():
+    """Cut, a tenth of 19 is one update, and the first is taken at the peak."""
+    assert [grpo.learning_rate(i, 19, 1.0, 0.1) for i in range(3)] == [0.5, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("change, told", [
     ({"reward": 0.0}, "--prompt-style"), ({"format": 0.0}, "--prompt-style boxed"), ({"truncated_frac": 1.0}, "--max-new-tokens"),
     ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp current"),
@@ -527,6 +560,62 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     assert any("--old-logp current" in text for text in warnings_for(fine, args))
 
 
+FINE = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.99, "zero_var_frac": 0.99, "logp_gap_mean": 0.04, "sigma": 0.0,
+        "clip_first_frac": 0.0, "skipped": 0}
+
+
+def test_warnings_say_no_more_than_the_row():
+    """--gap-bound that is ignored, "every completion" where it is most of them, or two reasons for one reward of 0."""
+    args = flags.parse("train", ["--gap-bound", "0.1"])
+    assert not list(warnings_for(FINE, args)) and not list(warnings_for({**FINE, "logp_gap_mean": 0.09}, args))
+    for change, told in (({"logp_gap_mean": 0.11}, "more than 0.1 nats"), ({"skipped": 1}, "an update was skipped"),
+                         ({"reward": 0, "format": 0}, "every reward is 0")):
+        [text] = warnings_for({**FINE, **change}, args)
+        assert told in text
+
+
+def test_a_step_is_told_as_it_was(tmp_path, capsys):
+    """A line of other columns, right answers called wrong, or a warning at each step: what a user goes by while it runs."""
+    r = Run(flags.parse("train", ["--out", str(tmp_path), "--steps", "30", "--show-every", "2"]), [])
+    r.tracker, groups = None, []
+    for i in range(3):
+        groups.append([grpo.Completion({"question": f"q{i}", "answer": "7"}, [1], [2], [-1.0], True, f"a{i}{j}", i + j / 2, i == 0)
+                       for j in range(2)])
+    columns = ("reward_se", "accuracy", "reward_std", "length_mean", "length_max", "entropy", "sampler_entropy", "grad_norm", "logp_gap_max",
+               "rollout_tok_s", "update_tok_s", "peak_gib", "reserved_gib", "seconds_step", "seconds_rollout", "eval_stderr")
+    row = {**FINE, **{name: 11.0 + i for i, name in enumerate(columns)}, "truncated_frac": 1.0, "sigma": 0.02, "eval_accuracy": None}
+    r.log({**row, "step": 4}, groups)
+    r.log({**row, "step": 5, "eval_accuracy": 0.25}, groups)
+    same = ("reward 0.500 | acc 12.000 | len 14 | trunc 100% | ent 16.000 | grad 18.000 | dlogp 0.0400 | sigma 2.0e-02 | 20 tok/s | "
+            "22.0 GB | 24.0 s")
+    assert capsys.readouterr().out.splitlines() == [
+        f"    4 | {same} | eta 10 min", "      Q: q0", "      A: a00 (right)", "      Q: q1", "      A: a10 (wrong, it is 7)",
+        f"warning: every completion was cut at {r.args.max_new_tokens} tokens: raise --max-new-tokens",
+        f"    5 | {same} | held-out 25.0% | eta 10 min"]
+    want = [{"step": step, "question": f"q{i}", "answer": "7", "text": f"a{i}0", "reward": i, "correct": i == 0}
+            for step in (4, 5) for i in range(2)]
+    assert [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()] == want
+
+
+def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys):
+    """Before told as after, an error as the gain, a question that was unlearned as learned, rows of before in eval_after.jsonl."""
+    def rows(when, accuracies):
+        return [{"question": f"q{i}", "answer": "7", "accuracy": a, "samples": [{"text": f"{when}{i}"}]} for i, a in enumerate(accuracies)]
+
+    r = Run(flags.parse("train", ["--out", str(tmp_path), "--eval-every", "0"]), ["--lr", "1"])
+    after = {"accuracy": 2 / 3, "stderr": 0.2, "rows": rows("after", (0.0, 1.0, 1.0))}
+    r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))}, None)
+    r.state.step = 7
+    r.evaluated(after, None)
+    r.finish(after, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["held-out accuracy after 0 steps: 33.3%", "held-out accuracy after 7 steps: 66.7%"]
+    assert lines[3:] == ["one of the questions: q1 (it is 7)", "  before: before1", "  after:  after1",
+                         "held-out accuracy: 33.3% before, 66.7% after 7 steps (+33.3 +- 66.7 points)"]
+    assert [json.loads(line) for line in (tmp_path / "eval_after.jsonl").read_text().splitlines()] == after["rows"]
+    assert json.loads((tmp_path / "summary.json").read_text())["command"] == "python train.py --lr 1"
+
+
 def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
     """Otherwise the accuracy called held-out is measured on the training questions. Another seed holds others out."""
     tenths = []
@@ -537,6 +626,15 @@ def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
         assert (len(rows), len(held)) == (45, limit) and not {r["question"] for r in rows} & {r["question"] for r in held}
         tenths.append({r["question"] for r in held})
     assert tenths[1] < tenths[0] != tenths[2]
+
+
+@pytest.mark.parametrize("where", ["", "train.jsonl"])
+def test_only_rows_of_the_levels_asked_for_are_trained_on(tmp_path, where):
+    """--levels that is parsed and forgotten; and a folder without a test split is enough where nothing is held out."""
+    rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1, "level": 1 + i % 5}) + "\n" for i in range(20)]
+    (tmp_path / "train.jsonl").write_text("".join(rows))
+    rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / where), "--levels", "4,5", "--eval-n", "0"]))
+    assert len(rows) == 8 and {row["level"] for row in rows} == {4, 5} and held == []
 
 
 def test_the_only_question_is_not_held_out(tmp_path):
@@ -572,7 +670,7 @@ def test_resume_needs_the_questions_it_began_with(tmp_path, capsys):
     rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(30)]
     file.write_text("".join(rows))
     assert run(out, "--steps", "1", "--data", str(file)) == 0
-    for edited in (rows[:-1], [*rows[:-1], rows[-1].replace("30", "31")]):
+    for edited in (rows[:-1], rows[::-1], [*rows[:-1], rows[-1].replace("30", "31")]):
         file.write_text("".join(edited))
         assert edited != rows and train.main(["--resume", "--out", str(out), "--steps", "2"]) == 2
         assert "--data" in capsys.readouterr().err and len(rows_of(out)) == 1
@@ -643,6 +741,30 @@ def test_scattered_skips_do_not_end_a_run(tmp_path):
         r.watch([({}, norm), None], model)
     with pytest.raises(ValueError, match="10 updates in a row"):
         r.watch([({}, math.nan)] * 10, model)
+
+
+def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
+    """Without --resume it is refused, since the folder holds a run."""
+    monkeypatch.setattr(sys, "argv", [train.__file__])
+    monkeypatch.setattr(Run, "save", lambda *a: None)
+    assert Run(flags.parse("train", ["--out", str(tmp_path)]), []).stop(None, None) == 130
+    assert capsys.readouterr().out.splitlines()[-1] == f"stopped after 0 steps; continue with: python train.py --resume --out {tmp_path}"
+
+
+def test_each_number_goes_to_tensorboard_under_its_step(tmp_path, monkeypatch):
+    """Written at one step, a curve is a point."""
+    said = []
+    writer = SimpleNamespace(SummaryWriter=lambda out: SimpleNamespace(add_scalar=lambda *a: said.append((out, *a))))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    tracker(flags.parse("train", ["--out", str(tmp_path), "--log-to", "tensorboard"]))({"reward": 0.5, "lr": 1e-3}, 7)
+    assert said == [(str(tmp_path), "reward", 0.5, 7), (str(tmp_path), "lr", 1e-3, 7)]
+
+
+def test_a_checkpoints_digest_is_of_its_numbers_and_names_too():
+    """A cursor or a step that has changed on the disk is another run's, as a tensor is."""
+    state = {"step": 3, "cursor": 6, "params": [torch.ones(2)]}
+    others = [state | {"step": 4}, state | {"cursor": 7}, state | {"params": [torch.ones(2) * 2]}, {**state, "more": 0}]
+    assert digest_of(state) == digest_of({**state}) and digest_of(state) not in {digest_of(other) for other in others}
 
 
 def test_each_row_goes_to_the_tracker(tmp_path, monkeypatch):
