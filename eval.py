@@ -203,7 +203,7 @@ class Book:
             digest = hashlib.sha256(json.dumps(what).encode())
             self.runs[name, "base"] = digest.hexdigest()[:16]
             if args.adapter:
-                for file in sorted(Path(args.adapter).glob("adapter_*")):
+                for file in sorted(Path(args.adapter).glob("adapter_*.*")):
                     digest.update(file.read_bytes())
                 self.runs[name, "adapter"] = digest.hexdigest()[:16]
         fields = {"text": str, "correct": bool, "format": bool, "length": (int, 0, 1 << 40),

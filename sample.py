@@ -306,6 +306,8 @@ def chat(model, tok, args):
             elif text.strip():
                 print("Assistant: ", end="", flush=True)
                 texts += [text, answer(model, tok, args, [*texts, text])]
+        except ValueError as e:  # past the model's positions
+            print(f"[{e}; /clear starts over]")
         except (EOFError, KeyboardInterrupt):
             print()
             return

@@ -228,6 +228,9 @@ def parse(command, argv):
     ValueError for what is refused; nothing is loaded or written."""
     named = given(command, argv).get("model", "tiny")
     args = parser(command, tiny=command == "train" and named == "tiny").parse_args(argv)
+    for name, value in vars(args).items():
+        if value == "" and name != "calib":  # --run $UNSET; no --calib undoes an adapter's own
+            raise ValueError(f"--{name.replace('_', '-')}: is empty; give a value or leave it out")
     if command != "train":
         take_policy(command, args)
     if args.awq and args.quant == "none":
@@ -285,6 +288,8 @@ def check_sample(args):
         raise ValueError("--file and --out go together")
     if args.file and args.prompt is not None:
         raise ValueError("--prompt and --file exclude each other")
+    if args.n > 1 and not args.file:
+        raise ValueError(f"--n {args.n}: goes with --file; a chat and --prompt have one answer")
     if args.out:
         check_out(args.out)
         if Path(args.out).resolve() == Path(args.file).resolve():

@@ -40,6 +40,8 @@ LIBRARIES = ("pytest", "torch", "torch._dynamo", "torch.utils.checkpoint", "nump
 # written as file::name without the two words "test_".
 MUTANTS = {
     "train.py": [
+        ("a prompt that leaves no room is met in its step", "if longest + args.max_new_tokens > room:",
+         "if False:", "train::a_prompt_that_leaves_no_room_is_refused_before_the_run"),
         ("the noise stays on in the update", 'args.aqn_scope == "rollout"', "False",
          "loop::noise_is_in_the_rollout_and_not_in_the_update"),
         ("the noise is off in the update of scope both", 'args.aqn_scope == "rollout"', "True",
@@ -416,6 +418,8 @@ MUTANTS = {
          "lora::same_seed_same_adapter_and_the_spread_of_a_is_pefts"),
     ],
     "sample.py": [
+        ("a question too long ends the chat", "except ValueError as e:  # past",
+         "except KeyError as e:  # past", "sample::a_chat_outlives_a_question_that_does_not_fit"),
         ("the stop token is cut off", "ids[: 1 + next(", "ids[: next(", "sample::stops"),
         ("no completion is finished", "sample.finished = True", "sample.finished = False",
          "sample::stops"),
@@ -1071,6 +1075,10 @@ MUTANTS = {
          "checkpoint::save_then_load_gives_the_same_logits_bit_for_bit"),
     ],
     "weights/convert.py": [
+        ("a merge forgets the adapter's format", 'args.trained_with.get("quant", "none")', '"none"',
+         "lora::a_merge_takes_the_adapters_own_format"),
+        ("a merge takes any base", "            check(model)\n", "            pass\n",
+         "bad_inputs::flags_and_places_are_checked_before_the_work"),
         ("a merge takes the weights before rounding", "device, dtype, quant):",
          'device, dtype, "none"):',
          "lora::the_merged_checkpoint_computes_what_base_and_adapter_do"),
@@ -1379,6 +1387,8 @@ MUTANTS = {
          "flags::the_line_to_continue_with_starts_as_many_ranks"),
     ],
     "runtime/flags.py": [
+        ("an empty flag is one left out", 'if value == "" and', "if False and",
+         "flags::flags_that_contradict_each_other_are_refused"),
         ("the tokenizer's last id is not set", "model.valid_vocab = len(tok)", "len(tok)",
          "loop::flags_reach_the_sampler"),
         ("another learning rate than the paper's", '0, 1, float), 1e-5', '0, 1, float), 1e-4',

@@ -407,6 +407,8 @@ OTHERS = [
     ("nvfp4 --model mine.txt --out new", nothing, "--model mine.txt"),
     ("nvfp4 --plan mine.txt", nothing, "mine.txt"),
     ("lora --merge --model model --adapter run --out new", nothing, "--adapter run"),
+    ("eval --data d.jsonl --adapter run", folder("run/adapter_best"), "--adapter run: adapter_config.json"),
+    (MERGE, raw("adapter/policy.json", '{"model": "other", "quant": "none", "base": "0"}'), "--model model|another base, other"),
     ("plot nowhere", nothing, "nowhere/metrics.jsonl"),
     ("plot run --out x.docx", nothing, "--out x.docx"),
     ("experiments", nothing, "gradient"),

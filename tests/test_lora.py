@@ -271,6 +271,22 @@ def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant
     assert "quantization_config" not in json.loads((tmp_path / "m" / "config.json").read_text())
 
 
+def test_a_merge_takes_the_adapters_own_format(tmp_path):
+    """Without --quant an adapter of NVFP4 was merged into 16 bits, which it was not fitted to, and nothing said so."""
+    shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
+    (tmp_path / "a" / "policy.json").write_text('{"quant": "nvfp4"}')
+    convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
+    convert.merge(BASE, tmp_path / "a", tmp_path / "want", quant="nvfp4")
+    got, want = (load_file(tmp_path / name / "model.safetensors") for name in ("m", "want"))
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_the_demos_model_has_one_name_for_all_commands(tmp_path):
+    """tiny was a model to train and sample from, and no such folder to quantize or merge."""
+    convert.quantize_command(["--model", "tiny", "--out", str(tmp_path / "q"), "--device", "cpu"])
+    assert (tmp_path / "q" / "model.safetensors").is_file()
+
+
 def test_merging_a_quantized_checkpoint_and_the_distance_it_reports(tmp_path):
     folder = FIXTURES / "compressed_nvfp4"
     r = convert.merge(folder, FIXTURES / "peft_all", tmp_path / "m")

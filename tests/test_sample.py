@@ -294,6 +294,15 @@ def test_a_chat_remembers_until_it_is_cleared(monkeypatch):
     assert asked == [["a"], ["a", "to a", "b\nc"], ["d"]]
 
 
+def test_a_chat_outlives_a_question_that_does_not_fit(monkeypatch, capsys):
+    """A conversation past the model's positions ended the program, and was lost."""
+    args, said = flags.parse("sample", ["--max-new-tokens", "4"]), iter(["x" * 9999, "hi", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    sample.chat(M.load(flags.TINY, "cpu", torch.float32), data.Tokenizer(flags.TINY), args)
+    out = capsys.readouterr().out
+    assert out.count("512 positions; /clear starts over]") == 1 and out.count("Assistant: ") == 2
+
+
 def test_command_prompt_streams_the_answer(capsys):
     """What is streamed piece by piece is the whole answer."""
     sample.main(["--prompt", "What is 2 + 3?", "--max-new-tokens", "8", "--device", "cpu", "--temperature", "0"])

@@ -24,7 +24,7 @@ import sample
 import train
 from runtime import batches, command, flags
 from runtime.run import Run, digest_of, settle, tracker, warnings_for
-from tests.conftest import adapted, drawn, first_blocks, parameters_of, rows_of
+from tests.conftest import adapted, drawn, exit_code, first_blocks, parameters_of, rows_of
 from weights.files import lock
 
 SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
@@ -421,6 +421,12 @@ def test_an_empty_model_folder_and_an_empty_data_set_are_errors(tmp_path, capsys
     for given, named in ((["--model", str(tmp_path / "m")], "json"), (["--data", str(tmp_path / "d.jsonl")], "d.jsonl")):
         assert run(tmp_path / "run", *given) == 2
         assert named in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_the_run(tmp_path, capsys):
+    """Its length was met hours later, in the step that drew it."""
+    assert exit_code(train.main, ["--max-new-tokens", "450", "--steps", "1", "--eval-n", "0", "--out", str(tmp_path / "r")]) == 2
+    assert "--max-new-tokens 450: after the longest prompt's 64 it passes" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_sampler_and_trainer_agree_on_every_token(policy):

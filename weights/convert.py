@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, C hidden.
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,8 +24,7 @@ from tqdm import tqdm
 import lora
 from model import PROJECTIONS, Linear
 from nvfp4 import QuantLinear
-from runtime import command
-from runtime.flags import place
+from runtime import command, flags
 from weights import awq, checkpoint, memory
 from weights.formats import FORMATS, dequantize, quantize
 
@@ -108,14 +108,14 @@ def streamed_logits(model, pieces, ids, device):
 
 
 @torch.no_grad()
-def merge(path_or_hub_id, adapter, out, device="cpu", quant="none"):
+def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", check=None):
     """Write base + adapter as a 16-bit checkpoint in Hugging Face layout; returns how far its
     logits are from base + adapter.
 
     quant: what the adapter was trained on, if the checkpoint is not quantized itself: w_hat, not w,
-    is what it was fitted to. The numbers are over 4 x 64 random ids: {"max", "mean"} of
-    |difference|, "same_top" (share of positions with the same best id), "adapter_max" (what the
-    adapter itself changes at most)."""
+    is what it was fitted to. check(model), which may raise, is shown the base's ends. The numbers
+    are over 4 x 64 random ids: {"max", "mean"} of |difference|, "same_top" (share of positions with
+    the same best id), "adapter_max" (what the adapter itself changes at most)."""
     folder, dtype = checkpoint.fetch(path_or_hub_id), torch.bfloat16
     config = checkpoint.read_config(folder)
     model = checkpoint.skeleton(config)
@@ -141,6 +141,8 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none"):
                 model.layers[int(path.split(".")[1])] = None
             for name, tensor in checkpoint.tensors(piece, path):
                 writer.add(name, tensor)
+        if check:
+            check(model)
         plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
     model = checkpoint.skeleton(checkpoint.read_config(out))
     written = checkpoint.stream(model, checkpoint.Checkpoint(out), device, dtype)
@@ -202,9 +204,9 @@ def quantize_body(args):
     if args.plan:
         print(memory.table(plan_config(args.plan), args.rank, args.tokens))
         return
-    device, _ = place(args.device)
-    report = convert(args.model, args.out, args.fmt, device, args.awq, args.calib,
-                     args.sequences, args.length)
+    device, _ = flags.place(args.device)
+    report = convert(flags.model_folder(args.model), args.out, args.fmt, device, args.awq,
+                     args.calib, args.sequences, args.length)
     if "perplexity" in report:
         p = report["perplexity"]
         print(f"perplexity of {p['tokens']} held-out tokens: {p['before']:.4f} before, "
@@ -231,11 +233,14 @@ def merge_body(argv):
     add("--model", required=True, help="checkpoint folder or hub id, 16-bit or quantized")
     add("--adapter", required=True, help="adapter folder, ours or PEFT's")
     add("--out", required=True, help="folder to write; must not exist")
-    add("--quant", default="none", choices=["none", *FORMATS],
-        help="format the adapter was trained on")
+    add("--quant", choices=["none", *FORMATS],
+        help="format the adapter was trained on (default: its own, by policy.json, or none)")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
     args = p.parse_args(argv)
-    r = merge(args.model, args.adapter, args.out, place(args.device)[0], args.quant)
+    args.trained_with, args.awq = flags.read_policy(args.adapter), False
+    args.quant = args.quant or args.trained_with.get("quant", "none")
+    r = merge(flags.model_folder(args.model), args.adapter, args.out,
+              flags.place(args.device)[0], args.quant, partial(flags.check_policy, args))
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
           f"{r['max']:.2e} at most (the adapter itself moves them by up to "
           f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions")
