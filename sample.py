@@ -225,8 +225,8 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
         if not p:
             raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
         if len(p) + m > room:
-            raise ValueError(f"prompt {i} has {len(p)} tokens, with --max-new-tokens {m} it passes "
-                             f"the model's {room} positions")
+            raise ValueError(f"prompt {i}: its {len(p)} tokens and {m} new ones pass the model's "
+                             f"{room} positions; shorten it, or lower --max-new-tokens")
         if min(p) < 0 or max(p) >= model.config.vocab_size:
             raise ValueError(f"prompt {i} holds the id {max(p)}, the model has "
                              f"{model.config.vocab_size}: wrong tokenizer?")

@@ -87,7 +87,9 @@ def rollout(run, model, tok, score, rows, name):
                for s in group] for i, group in zip(mine, groups, strict=True)]
     grade([*chain(*groups)], tok, score, args)
     run.phase("rollout")  # waiting for the longest completion of all ranks
-    return ranks.merge(groups)
+    groups = ranks.merge(groups)
+    run.drawn += sum(len(c.ids) for c in chain(*groups))
+    return groups
 
 
 def grade(completions, tok, score, args):
@@ -203,6 +205,9 @@ def train(args, argv):
             run.finish(after, model)
         except KeyboardInterrupt:
             return run.stop(model, optimizer)
+        except Exception:
+            run.fail(model, optimizer)
+            raise
     return 0
 
 

@@ -133,7 +133,8 @@ def number(low, below, kind=int):
     def parse(text):
         value = kind(text)
         if not low <= value < below:
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {low} and below {below:g}")
+            bounds = f"at least {low} and below {below:.7g}"
+            raise argparse.ArgumentTypeError(f"{text}: must be {bounds}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it when `kind` itself cannot read the text

@@ -77,8 +77,8 @@ TABLE = (
     Flag("aqn-scope", ("rollout", "both"), "rollout", "or in the update as well"),
     "data and prompt: train eval",
     Flag("data", str, "gsm8k",
-         "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a .jsonl, a folder, a hub "
-         "id; eval.py takes several with commas", "arithmetic", kept=True),
+         "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a .jsonl or .parquet, a "
+         "folder, a hub id; eval.py takes several with commas", "arithmetic", kept=True),
     Flag("levels", numbers, None, "keep rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.reward)"),
     "prompt: train eval sample",

@@ -21,6 +21,7 @@ import resource
 import shlex
 import shutil
 import sys
+import textwrap
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -95,7 +96,7 @@ class Run:
         self.args, self.argv, self.out, self.started = args, argv, Path(args.out), time.time()
         self.begin = [*ranks.launcher(), *command.script(argv)]
         self.state, self.clock, self.current, self.asked = State(), {}, None, False
-        self.warned, self.earlier, self.failed = set(), 0.0, 0
+        self.warned, self.earlier, self.failed, self.drawn = set(), 0.0, 0, 0
         self.held = ExitStack()  # the folder's lock, and the signals
 
     def __enter__(self):
@@ -133,7 +134,8 @@ class Run:
                 part.write_text(json.dumps(vars(self.args), indent=2) + "\n")
         self.earlier = self.state.seconds
         self.held.enter_context(command.signals(self.interrupt))
-        print("\n".join(f"{k:>20} {v}" for k, v in vars(self.args).items()))
+        told = "  ".join(f"{k}={v}" for k, v in vars(self.args).items())
+        print(textwrap.fill(told, 100, break_long_words=False, break_on_hyphens=False))
         return True
 
     # ---- signals and time
@@ -296,14 +298,27 @@ class Run:
         """The end of a run that was interrupted: saved where it stands, but for one that was told
         twice, whose parameters may be on their way from one step to the next."""
         ranks.stop()
-        again = shlex.join([*self.begin, "--resume", "--out", str(self.out)])
         if self.current in ("update", "log"):
             print(f"\nstopped within step {self.state.step}; the last checkpoint stands, continue "
-                  f"with: {again}")
+                  f"with: {self.again()}")
             return 130
         self.save(model, optimizer)
-        print(f"\nstopped after {self.state.step} steps; continue with: {again}")
+        print(f"\nstopped after {self.state.step} steps; continue with: {self.again()}")
         return 130
+
+    @ranks.first
+    def fail(self, model, optimizer):
+        """An error ends the run, in a reward of one's own, say, or for want of memory: what was
+        learned before it is saved, unless an update was on its way."""
+        try:
+            if self.state.step and self.current not in ("update", "log"):
+                self.save(model, optimizer)
+        finally:
+            if (self.out / "checkpoint" / "state.pt").is_file():
+                print(f"the last checkpoint stands, continue with: {self.again()}", file=sys.stderr)
+
+    def again(self):
+        return shlex.join([*self.begin, "--resume", "--out", str(self.out)])
 
     @ranks.first
     def finish(self, after, model):
@@ -436,13 +451,13 @@ def metrics_row(run, step, groups, kept, n_prompts, updates, sigma, lr, result):
         row |= {k: first[k] for k in first if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
         row["clip_first_frac"] = first["clip_low_frac"] + first["clip_high_frac"]
     s = {name: run.clock.pop(name, 0.0) for name in ("rollout", "reward", "update")}
-    tokens = n_prompts * len(groups[0]) * mean(lengths)
+    drawn, run.drawn = run.drawn, 0
     trained = sum(float(sums["tokens"]) for sums, _ in updates)
     return row | {"eval_accuracy": result and result["accuracy"],
                   "eval_stderr": result and result["stderr"], "seconds": run.seconds(),
                   "seconds_rollout": s["rollout"], "seconds_reward": s["reward"],
                   "seconds_update": s["update"], "seconds_step": sum(s.values()),
-                  "rollout_tok_s": tokens / s["rollout"], "update_tok_s": trained / s["update"],
+                  "rollout_tok_s": drawn / s["rollout"], "update_tok_s": trained / s["update"],
                   "peak_gib": peak_gib(), "reserved_gib": reserved_gib()}
 
 

@@ -372,9 +372,10 @@ def test_times_and_speeds_are_those_of_the_step(monkeypatch, tmp_path):
         for name, seconds in (("evaluate", 50), ("rollout", 3), ("reward", 1), ("rollout", 2), ("update", 4)):
             r.phase(name)
             clock[0] += seconds
+        r.drawn += 30
         row = step_of(r, NO_METRICS, (1.0, 1.0), 5)
     want = {"seconds": 120, "seconds_rollout": 5, "seconds_reward": 1, "seconds_update": 4, "seconds_step": 10,
-            "rollout_tok_s": 5 * 2 * 3 / 5, "update_tok_s": 12 / 4}
+            "rollout_tok_s": 30 / 5, "update_tok_s": 12 / 4}
     assert {name: row[name] for name in want} == pytest.approx(want)
 
 
@@ -383,11 +384,11 @@ def test_each_second_is_counted_where_it_is_spent(monkeypatch):
     told = []
     monkeypatch.setattr(sample, "generate", lambda *a, **kw: told.append("drawn") or [[sample.Sample([1], [-1.0], True)]])
     monkeypatch.setattr(train.evaluation, "evaluate", lambda *a, **kw: told.append("asked"))
-    this = SimpleNamespace(args=flags.parse("train", []), phase=told.append, evaluated=lambda *a: None)
+    this = SimpleNamespace(args=flags.parse("train", []), phase=told.append, evaluated=lambda *a: None, drawn=4)
     tok = SimpleNamespace(eos_ids=[2], decode=str)
     train.evaluate(this, None, tok, None, [])
     train.rollout(this, None, tok, lambda pairs: told.append("graded") or [{"reward": 1.0, "correct": True, "format": True}], [{"ids": [1]}], 0)
-    assert told == ["evaluate", "asked", "rollout", "drawn", "reward", "graded", "rollout"]
+    assert told == ["evaluate", "asked", "rollout", "drawn", "reward", "graded", "rollout"] and this.drawn == 5
 
 
 def test_an_update_that_was_skipped_is_not_in_the_means(tmp_path):

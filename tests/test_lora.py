@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import lora
 import model as M
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
-from weights import checkpoint, convert
+from weights import awq, checkpoint, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
 BASE = FIXTURES / "qwen2_tied"
@@ -279,6 +279,24 @@ def test_a_merge_takes_the_adapters_own_format(tmp_path):
     convert.merge(BASE, tmp_path / "a", tmp_path / "want", quant="nvfp4")
     got, want = (load_file(tmp_path / name / "model.safetensors") for name in ("m", "want"))
     assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch):
+    """It was merged into plainly rounded weights, which it was not fitted to."""
+    shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
+    (tmp_path / "a" / "policy.json").write_text('{"quant": "nvfp4", "awq": true, "calib": "its own"}')
+    ids, asked = torch.randint(0, 48, (4, 32), generator=torch.Generator().manual_seed(1)), []
+    monkeypatch.setattr(awq, "calibration", lambda text, *_: asked.append(text) or ids)
+    for more in ([], ["--calib", "mine"]):
+        convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / f"m{len(more)}"), *more])
+    assert asked == ["its own", "mine"]
+    model, merged = load_adapter(awq.load(BASE), tmp_path / "a"), M.load(tmp_path / "m0")
+    plain = load_adapter(M.load(BASE, quant="nvfp4"), tmp_path / "a")
+    for a, b, c in zip(model.layers, merged.layers, plain.layers, strict=True):
+        for name in M.PROJECTIONS:
+            want = a.get_submodule(name).dense().bfloat16()
+            assert torch.equal(b.get_submodule(name).weight, want) and not torch.equal(c.get_submodule(name).dense().bfloat16(), want)
+        assert torch.equal(a.input_layernorm.weight, b.input_layernorm.weight)
 
 
 def test_the_demos_model_has_one_name_for_all_commands(tmp_path):

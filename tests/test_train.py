@@ -105,6 +105,30 @@ def test_resume_is_exact(straight, tmp_path, monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("where, name, at, kept", [(sample, "generate", 4, 3), (grpo, "update", 8, 2)])
+def test_an_error_keeps_what_was_learned_before_it(straight, tmp_path, monkeypatch, capsys, where, name, at, kept):
+    """A reward that failed in the fourth step threw the third away, and nothing said how to go on. Within an update weights are on
+    their way: there the last checkpoint stands."""
+    out, works, calls = tmp_path / "run", getattr(where, name), []
+
+    def fails(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            raise ValueError("no room")
+        return works(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, fails)
+    assert run(out) == 2
+    told = capsys.readouterr().err.splitlines()[-2:]
+    assert told[0].endswith(f" --resume --out {out}") and told[1] == "train.py: error: no room"
+    assert torch.load(out / "checkpoint" / "state.pt")["step"] == kept
+    monkeypatch.setattr(where, name, works)
+    assert train.main(["--resume", "--out", str(out)]) == 0
+    assert rows_of(out) == rows_of(straight)
+    for a, b in zip(parameters_of(out), parameters_of(straight), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_resume_reads_every_flag_as_it_was_written(tmp_path):
     """A flag that comes back as its default, or not at all, is another run in the old one's folder."""
     argv = ["--model", "m", "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--no-aqn", "--levels", "3,4", "--eps-low", "0.1", "--seed",

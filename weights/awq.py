@@ -321,7 +321,7 @@ def texts(path):
     return out
 
 
-def calibration(path, folder, sequences, length):
+def calibration(path, folder, sequences=128, length=512):
     """ids (sequences, length) long of calibration text in the checkpoint's own tokens; documents
     follow one another, ended by EOS. Without a file: worked arithmetic problems in the checkpoint's
     chat template, as the embedded task has them."""

@@ -62,7 +62,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
         steps = rounded(model, pieces, fmt)
         if use_awq:
             ids = awq.calibration(calib, folder, sequences + 16, length)
-            kept = min(sequences, len(ids) * 7 // 8)
+            kept = min(sequences, max(len(ids) - 16, len(ids) * 7 // 8))
             if kept < 1:
                 raise ValueError(f"--calib {calib}: gives one sequence of {length} tokens; one "
                                  "more is needed to test on")
@@ -108,14 +108,15 @@ def streamed_logits(model, pieces, ids, device):
 
 
 @torch.no_grad()
-def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", check=None):
+def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, check=None):
     """Write base + adapter as a 16-bit checkpoint in Hugging Face layout; returns how far its
     logits are from base + adapter.
 
     quant: what the adapter was trained on, if the checkpoint is not quantized itself: w_hat, not w,
-    is what it was fitted to. check(model), which may raise, is shown the base's ends. The numbers
-    are over 4 x 64 random ids: {"max", "mean"} of |difference|, "same_top" (share of positions with
-    the same best id), "adapter_max" (what the adapter itself changes at most)."""
+    is what it was fitted to. calib: awq.calibration's ids if AWQ rounded it, in
+    bfloat16, as on a GPU. check(model), which may raise, is shown the base's ends. The numbers are
+    over 4 x 64 random ids: {"max", "mean"} of |difference|, "same_top" (share of positions with the
+    same best id), "adapter_max" (what the adapter itself changes at most)."""
     folder, dtype = checkpoint.fetch(path_or_hub_id), torch.bfloat16
     config = checkpoint.read_config(folder)
     model = checkpoint.skeleton(config)
@@ -125,7 +126,10 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", check=None):
     rope = model.rope(torch.arange(64, device=device)[None])
     with checkpoint.Writer(out, folder) as writer:
         source = checkpoint.Checkpoint(folder)
-        for path in checkpoint.stream(model, source, device, dtype, quant):
+        pieces = checkpoint.stream(model, source, device, dtype, quant if calib is None else "none")
+        if calib is not None:
+            pieces = (path for path, _ in awq.calibrated(model, pieces, quant, calib, device))
+        for path in pieces:
             piece = model.get_submodule(path)
             if path == "embed":
                 plain = adapted = piece(ids)  # (B, T, C)
@@ -235,12 +239,17 @@ def merge_body(argv):
     add("--out", required=True, help="folder to write; must not exist")
     add("--quant", choices=["none", *FORMATS],
         help="format the adapter was trained on (default: its own, by policy.json, or none)")
+    add("--calib", help="AWQ's text, where the adapter was trained with --awq (default: its own)")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
     args = p.parse_args(argv)
-    args.trained_with, args.awq = flags.read_policy(args.adapter), False
-    args.quant = args.quant or args.trained_with.get("quant", "none")
-    r = merge(flags.model_folder(args.model), args.adapter, args.out,
-              flags.place(args.device)[0], args.quant, partial(flags.check_policy, args))
+    policy, folder = flags.read_policy(args.adapter), flags.model_folder(args.model)
+    args.quant = args.quant or policy.get("quant", "none")
+    args.trained_with, args.awq = policy, policy.get("awq", False)
+    # a quantized checkpoint has its scales already
+    calibrate = args.awq and checkpoint.read_config(folder).quantization is None
+    ids = awq.calibration(args.calib or policy.get("calib"), folder) if calibrate else None
+    r = merge(folder, args.adapter, args.out, flags.place(args.device)[0], args.quant, ids,
+              partial(flags.check_policy, args))
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
           f"{r['max']:.2e} at most (the adapter itself moves them by up to "
           f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions")
