@@ -51,8 +51,9 @@ def script(argv):
 
 
 @contextmanager
-def signals(handler):
-    """`handler` for SIGNALS within the block, but for a SIGHUP that nohup has switched off."""
+def signals(handler, after=None):
+    """`handler` for SIGNALS within the block, but for a SIGHUP that nohup has switched off; then
+    `after`, or what was there before."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can be asked to handle signals
         return
@@ -63,7 +64,7 @@ def signals(handler):
         yield
     finally:
         for n, old in before:
-            signal.signal(n, old)
+            signal.signal(n, old if after is None else after)
 
 
 class Out:
@@ -97,7 +98,8 @@ def run(name, body):
     before, stop.asked = sys.stdout, False
     sys.stdout = before and Out(before)
     try:
-        with signals(stop):
+        # once all is done, the interpreter ends in peace
+        with signals(stop, signal.SIG_IGN if ALONE else None):
             code = body() or 0
             print(end="", flush=True)
             return code
@@ -113,8 +115,6 @@ def run(name, body):
         return 2
     finally:
         sys.stdout = before
-        for n in SIGNALS if ALONE else ():
-            signal.signal(n, signal.SIG_IGN)  # all is done: let the interpreter end in peace
 
 
 class Parser(argparse.ArgumentParser):

@@ -1123,6 +1123,8 @@ MUTANTS = {
          "train::a_run_leaves_every_file_it_promises"),
     ],
     "runtime/command.py": [
+        ("a signal after the end is the exit code", "signal.SIG_IGN if ALONE else None", "None",
+         "kill::a_signal_after_the_end_changes_nothing"),
         ("a terminal that closes ends what nohup keeps", "is signal.SIG_IGN",
          "is None", "kill::nohup_outlives_its_terminal"),
         ("a closed stdout is an error", "        except OSError:\n            os.dup2",

@@ -226,6 +226,20 @@ COMMANDS = {
 }
 
 
+def test_a_signal_after_the_end_changes_nothing(monkeypatch):
+    """Between a command's last line and the end of its process a SIGTERM made exit code -15 of a 0."""
+    monkeypatch.setattr(command, "ALONE", True)
+    before, seen = {n: signal.getsignal(n) for n in command.SIGNALS}, []
+    real = signal.signal
+    monkeypatch.setattr(signal, "signal", lambda n, handler: seen.append(handler) or real(n, handler))
+    try:
+        assert command.run("x.py", lambda: 0) == 0
+    finally:
+        for n, handler in before.items():
+            real(n, handler)
+    assert seen == [command.stop] * 3 + [signal.SIG_IGN] * 3  # nothing between
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE])
 def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeypatch, name, number):
@@ -245,8 +259,8 @@ def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeyp
     real = command.signals
 
     @contextmanager
-    def signals(handler):  # before it has handlers, a signal ends any process
-        with real(handler):
+    def signals(*handlers):  # before it has handlers, a signal ends any process
+        with real(*handlers):
             os.write(begun, b".")
             yield
 
