@@ -111,6 +111,13 @@ def test_the_readme_counts_lines():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/claims.md", "docs/measured.md", "docs/noise.md"])
+def test_what_is_linked_to_is_there(name):
+    """A figure whose rows were moved or renamed."""
+    links = re.findall(r"\]\((?!http|#)([^)#]+)", (ROOT / name).read_text())
+    assert links and not [link for link in links if not ((ROOT / name).parent / link).exists()]
+
+
 def test_defaults_are_what_the_readme_says():
     """Its table of differences from the paper, row by row; what is not in the table is the paper's own."""
     table = [line.strip("|").split("|") for line in section("Defaults, beside the paper's").splitlines() if line.startswith("| ")]
