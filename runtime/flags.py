@@ -96,7 +96,7 @@ TABLE = (
          "cut completions: as they are, left out of the loss, DAPO's length penalty", "mask"),
     Flag("overlong-buffer", number(1, 1e7), 512, "tokens over which soft falls from 0 to -1", 16),
     "objective: train",
-    Flag("loss", tuple(grpo.OBJECTIVES), "grpo", "objective", "dapo"),
+    Flag("loss", grpo.OBJECTIVES, "grpo", "objective", "dapo"),
     Flag("eps-low", number(0, 1e6, float), None, "ratio clip below 1 (0.2; gspo 3e-4, cispo none)"),
     Flag("eps-high", number(0, 1e6, float), None, "ratio clip above 1 (0.2; dapo 0.28, gspo 4e-4)"),
     Flag("beta", number(0, 1e3, float), 0.0, "weight of the KL to the adapter-off model"),
@@ -190,7 +190,7 @@ def parser(command, tiny=False, only_given=False):
         if f.kind is bool:
             how["action"] = argparse.BooleanOptionalAction
         else:
-            how["choices" if isinstance(f.kind, tuple) else "type"] = f.kind
+            how["choices" if isinstance(f.kind, tuple | dict) else "type"] = f.kind
         if title not in groups:
             groups[title] = p.add_argument_group(title)
         groups[title].add_argument(f"--{f.name}", **how)

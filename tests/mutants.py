@@ -1398,6 +1398,9 @@ MUTANTS = {
          "flags::the_line_to_continue_with_starts_as_many_ranks"),
     ],
     "runtime/flags.py": [
+        ("an objective of one's own is refused", 'Flag("loss", grpo.OBJECTIVES, "grpo"',
+         'Flag("loss", tuple(grpo.OBJECTIVES), "grpo"',
+         "flags::an_objective_of_ones_own_is_a_row_of_the_table"),
         ("an empty flag is one left out", 'if value == "" and', "if False and",
          "flags::flags_that_contradict_each_other_are_refused"),
         ("the tokenizer's last id is not set", "model.valid_vocab = len(tok)", "len(tok)",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import grpo
 import lora
 import model as qwen
 from runtime import command, flags, ranks
@@ -217,3 +218,9 @@ def test_the_line_to_continue_with_starts_as_many_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "world", 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ranks.launcher() == ["torchrun", "--nproc-per-node=2", "--"]
+
+
+def test_an_objective_of_ones_own_is_a_row_of_the_table(monkeypatch):
+    """Its name was refused by --loss unless the row had been added before train.py was imported."""
+    monkeypatch.setitem(grpo.OBJECTIVES, "mine", grpo.OBJECTIVES["grpo"])
+    assert flags.parse("train", ["--loss", "mine"]).loss == "mine"

@@ -154,7 +154,7 @@ def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
         if kinds[name] is bool:
             argv = [f"--no-{flag[2:]}" if value else flag]
         else:
-            argv = [flag, str(next(x for x in kinds[name] if x != value) if isinstance(kinds[name], tuple) else 2 if value != 2 else 3)]
+            argv = [flag, str(next(x for x in kinds[name] if x != value) if isinstance(kinds[name], tuple | dict) else 2 if value != 2 else 3)]
             argv = [flag, "0.7"] if name in ("lr", "beta1", "beta2", "warmup", "eval_top_p") else argv
         (tmp_path / "config.json").write_text(json.dumps(vars(old)))
         again = ["--resume", "--out", str(tmp_path), *argv]
