@@ -281,7 +281,7 @@ def test_a_merge_takes_the_adapters_own_format(tmp_path):
     assert all(torch.equal(got[k], want[k]) for k in want)
 
 
-def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch):
+def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, capsys):
     """It was merged into plainly rounded weights, which it was not fitted to."""
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
     (tmp_path / "a" / "policy.json").write_text('{"quant": "nvfp4", "awq": true, "calib": "its own"}')
@@ -290,6 +290,10 @@ def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch):
     for more in ([], ["--calib", "mine"]):
         convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / f"m{len(more)}"), *more])
     assert asked == ["its own", "mine"]
+    convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "none"), "--quant", "none"])
+    with pytest.raises(SystemExit):
+        convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_all"), "--out", str(tmp_path / "m3"), "--calib", "t"])
+    assert "--calib t: these weights are not AWQ's" in capsys.readouterr().err and len(asked) == 2
     model, merged = load_adapter(awq.load(BASE), tmp_path / "a"), M.load(tmp_path / "m0")
     plain = load_adapter(M.load(BASE, quant="nvfp4"), tmp_path / "a")
     for a, b, c in zip(model.layers, merged.layers, plain.layers, strict=True):

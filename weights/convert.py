@@ -113,10 +113,10 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, 
     logits are from base + adapter.
 
     quant: what the adapter was trained on, if the checkpoint is not quantized itself: w_hat, not w,
-    is what it was fitted to. calib: awq.calibration's ids if AWQ rounded it, in
-    bfloat16, as on a GPU. check(model), which may raise, is shown the base's ends. The numbers are
-    over 4 x 64 random ids: {"max", "mean"} of |difference|, "same_top" (share of positions with the
-    same best id), "adapter_max" (what the adapter itself changes at most)."""
+    is what it was fitted to. calib: awq.calibration's ids if AWQ rounded it, in bfloat16, as on a
+    GPU. check(model), which may raise, is shown the base's ends. The numbers are over 4 x 64 random
+    ids: {"max", "mean"} of |difference|, "same_top" (share of positions with the same best id),
+    "adapter_max" (what the adapter itself changes at most)."""
     folder, dtype = checkpoint.fetch(path_or_hub_id), torch.bfloat16
     config = checkpoint.read_config(folder)
     model = checkpoint.skeleton(config)
@@ -244,9 +244,11 @@ def merge_body(argv):
     args = p.parse_args(argv)
     policy, folder = flags.read_policy(args.adapter), flags.model_folder(args.model)
     args.quant = args.quant or policy.get("quant", "none")
-    args.trained_with, args.awq = policy, policy.get("awq", False)
+    args.trained_with, args.awq = policy, policy.get("awq", False) and args.quant != "none"
     # a quantized checkpoint has its scales already
     calibrate = args.awq and checkpoint.read_config(folder).quantization is None
+    if args.calib and not calibrate:
+        raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
     ids = awq.calibration(args.calib or policy.get("calib"), folder) if calibrate else None
     r = merge(folder, args.adapter, args.out, flags.place(args.device)[0], args.quant, ids,
               partial(flags.check_policy, args))
