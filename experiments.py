@@ -63,7 +63,7 @@ SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 ARMS = {
     "2x2": {f"{quant}{noise}": ["--quant", quant, noise]
             for quant in ("none", "nvfp4") for noise in ("--no-aqn", "--aqn")},
-    "format": {arm: ["--no-aqn", "--quant", arm] for arm in ("none", "nvfp4", "mxfp4", "nf4")} | {
+    "format": {arm: ["--no-aqn", "--quant", arm] for arm in flags.QUANTS} | {
         "nvfp4-awq": ["--no-aqn", "--quant", "nvfp4", "--awq"]},
     "noise": {"none": ["--no-aqn"]} | {
         f"{sigma}-{anchor}": ["--aqn", "--aqn-start", sigma, "--old-logp", anchor]

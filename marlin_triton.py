@@ -39,8 +39,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from model import HALVES
-from runtime.bits import TOUCH, arrange, extract, load_scales, unscaled, words
-from weights.formats import CHUNK, FORMATS, dequantize
+from runtime.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
+from weights.formats import CHUNK, FORMATS, dequantize, scale_bits
 
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
 # by one thread; nobody waits for what it would return
@@ -152,12 +152,13 @@ def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
 def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, N, K, sx, sc,
-         ss, sb, scaling, b0, b1, FMT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         SPLIT: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr,
-         R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
-         Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
+         ss, sb, scaling, b0, b1, FMT: tl.constexpr, BLOCK: tl.constexpr, DECODE: tl.constexpr,
+         ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
+         WHOLE: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+         RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr, Z: tl.constexpr,
+         ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
          BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
-         ASM: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr):
+         TMA: tl.constexpr, EARLY: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
     the weight, BM of x, and one of SPLIT splits of K or, of the first WHOLE rows of tiles, all of
     it; with an adapter, the first ones make x A^T (adapter_in).
@@ -165,15 +166,15 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
     gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
     splits; sums, flags, Z, ZR: adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0,
-    b1: the rows at which LoRA parts 1 and 2 begin; W warps, RP: R as the MMA wants it, 16 or a
-    larger power of two, AT: A's tiles of RA rows; FAST: tiles need no masks along K, and groups of
-    8 rows are full; TMA: x is copied by its unit, from the descriptor xd of tiles (BM, 64); EARLY:
-    the next kernel may begin when all programs of this one have."""
+    b1: the rows at which LoRA parts 1 and 2 begin; BLOCK, DECODE, ASM: decoder's; W warps, RP: R as
+    the MMA wants it, 16 or a larger power of two, AT: A's tiles of RA rows; FAST: tiles need no
+    masks along K, and groups of 8 rows are full; TMA: x is copied by its unit, from the descriptor
+    xd of tiles (BM, 64); EARLY: the next kernel may begin when all programs of this one have."""
     # the interpreter multiplies no bfloat16
     T: tl.constexpr = x.dtype.element_ty if ASM else tl.float32
     if FAST:
         sc = tl.multiple_of(sc, 64)
-        ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
+        ss = tl.multiple_of(ss, 128 // BLOCK)
     MT, pid = tl.cdiv(M, BM), tl.program_id(0)
     if R > 0:
         makers = MT * (BM // BA) * AT * Z
@@ -237,8 +238,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         else:
             xl = tl.load(xp, mask=(kc + j < K)[:, None], other=0.0)
             xh = tl.load(xp + 64, mask=(kc + 64 + j < K)[:, None], other=0.0)
-        s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, FAST, BN)
-        a, b, cc, d = extract(w, s, FMT, ASM, T, BN)
+        s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, BLOCK, FAST, BN)
+        a, b, cc, d = extract(w, s, FMT, DECODE, ASM, T, BN)
         low, high = arrange(a, b, BN, W, ASM), arrange(cc, d, BN, W, ASM)
         acc = tl.dot(low, xl.to(T), acc, input_precision="ieee")  # (BN, 64) @ (64, BM)
         acc = tl.dot(high, xh.to(T), acc, input_precision="ieee")
@@ -299,22 +300,23 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
 
 @triton.jit
 def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.constexpr,
+                    BLOCK: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
                     UNIT: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-                    FAST: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr):
+                    FAST: tl.constexpr, FOLD: tl.constexpr):
     """out (N, K + E), rows `so` apart: value * block scale in units of UNIT, or times global scale
     if FOLD, and behind it tail (N, E). A program does BN rows of one chunk, or of the tail."""
     T: tl.constexpr = out.dtype.element_ty if ASM else tl.float32
     if FAST:
         sc = tl.multiple_of(sc, 64)
-        ss = tl.multiple_of(ss, 8 if FMT == "nvfp4" else (4 if FMT == "mxfp4" else 2))
+        ss = tl.multiple_of(ss, 128 // BLOCK)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.program_id(1) * 128
     row = tl.minimum(n, N - 1).to(tl.int64)
     at = n[:, None].to(tl.int64) * so
     if k < K:
         w = tl.load(words(codes, row, k, N, sc, FAST))
-        s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, FAST, BN)
-        a, b, cc, d = extract(w, s, FMT, ASM, T, BN)
+        s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, BLOCK, FAST, BN)
+        a, b, cc, d = extract(w, s, FMT, DECODE, ASM, T, BN)
         v = tl.join(arrange(a, b, BN, 0, ASM), arrange(cc, d, BN, 0, ASM))  # (BN, 64, plane)
         v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
         v = unscaled(v, FMT, ASM, T)
@@ -437,21 +439,15 @@ def check_weight(q):
                          "it again")
     # e4m3 0x7F and 0xFF are NaN, E8M0 255 is; an E8M0 scale over 2^27 would not fit the 2^100 that
     # bfloat16 carries it at
-    bits = raw(q)
-    bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 154,
-           "nf4": lambda: ~bits.isfinite()}[q.fmt]()
-    if bad.any() or not q.global_scale.isfinite().all():
+    bits = scale_bits(q.scale)
+    bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 154}
+    if bad.get(q.fmt, lambda: ~bits.isfinite())().any() or not q.global_scale.isfinite().all():
         raise ValueError(f"marlin_triton: the {q.fmt} weight {N} x {K} has a NaN, infinite or too "
                          "large scale; quantize it again")
     if q.fmt == "nvfp4" and (bits > 128).any():
         raise ValueError(f"marlin_triton: the nvfp4 weight {N} x {K} has a negative block scale; "
                          "quantize it again")
     q.scale.checked = q.scale._version
-
-
-def raw(q):
-    """q's block scales in a type that Triton takes everywhere."""
-    return q.scale.view(torch.uint8) if q.fmt == "nvfp4" else q.scale
 
 
 NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # a kernel's without adapter
@@ -509,30 +505,31 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
     programs = makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"])
     gemm[(programs,)](
-        x, xd, q.codes, raw(q), q.global_scale, bias, A, B, residual, out, part, count, *work, M,
-        N, K, x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
-        *(*bounds, N, N)[:2], FMT=q.fmt, BM=t["BM"], BN=t["BN"], SPLIT=t["split"],
-        WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
+        x, xd, q.codes, scale_bits(q.scale), q.global_scale, bias, A, B, residual, out, part, count,
+        *work, M, N, K, x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
+        *(*bounds, N, N)[:2], FMT=q.fmt,
+        **decoder(FORMATS[q.fmt], x.dtype, cuda if asm is None else asm), BM=t["BM"], BN=t["BN"],
+        SPLIT=t["split"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
-        RES=residual is not None, FAST=fast, PDL=pdl, ASM=cuda if asm is None else asm,
-        TMA=tma, EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"],
-        **extra)
+        RES=residual is not None, FAST=fast, PDL=pdl, TMA=tma,
+        EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"], **extra)
     return out
 
 
 def to_16bit(q, fold=False, out=None, tail=None, asm=None, dtype=torch.bfloat16):
-    """w_hat / (global_scale * unit) (N, K) in bfloat16 or float16, which holds it exactly except
-    for nf4; with `fold`, w_hat, rounded once; behind it tail (N, E). On CPU tensors it needs
+    """w_hat / (global_scale * unit) (N, K) in bfloat16 or float16, which holds it exactly unless it
+    is looked up; with `fold`, w_hat, rounded once; behind it tail (N, E). On CPU tensors it needs
     TRITON_INTERPRET=1. out: a flat buffer to use."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     if out is None:
         out = torch.empty(N * (K + E), dtype=dtype, device=q.codes.device)
     w = out[: N * (K + E)].view(N, K + E)
     to_16bit_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
-        q.codes, raw(q), q.global_scale, w if tail is None else tail, w, N, K, q.codes.stride(0),
-        q.scale.stride(0), K + E, FMT=q.fmt, UNIT=unit(q, dtype), BN=64, E=E,
-        EP=max(16, triton.next_power_of_2(E)), FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
-        ASM=q.codes.is_cuda if asm is None else asm, num_warps=4)
+        q.codes, scale_bits(q.scale), q.global_scale, w if tail is None else tail, w, N, K,
+        q.codes.stride(0), q.scale.stride(0), K + E, FMT=q.fmt,
+        **decoder(FORMATS[q.fmt], dtype, q.codes.is_cuda if asm is None else asm),
+        UNIT=unit(q, dtype), BN=64, E=E, EP=max(16, triton.next_power_of_2(E)),
+        FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold, num_warps=4)
     return w
 
 

@@ -21,9 +21,9 @@ do not.)
 Where the scales go. E4M3's bits << 4 read as bfloat16 are the scale times 2^-120, subnormals
 included; times 2^127 that is 2^7 of it. One packed multiplication by the value's 2^-126 gives
 value * scale * 2^-119: 2 + 4 significant bits, which bfloat16 holds exactly. `unscaled` takes the
-2^-119 out of the sum. MXFP4's exponent is a bfloat16 exponent already, carried at 2^100. NF4's
-values come from byte permutes (PRMT is an 8-entry table, whose selector four codes side by side
-are), 21 instructions for 8 codes, and their products do round.
+2^-119 out of the sum. MXFP4's exponent is a bfloat16 exponent already, carried at 2^100. The values
+of a codebook, NF4's, come from byte permutes (PRMT is an 8-entry table, whose selector four codes
+side by side are), 21 instructions for 8 codes, and their products do round.
 
 float16 has five bits of exponent where bfloat16 has eight. Its s is in bit 15 as well, e, e, m in
 11, 10, 9: 8 instructions more for 8 codes. Codes read as 2^-14 of their value, the scale is taken
@@ -36,11 +36,11 @@ plain Triton, which the interpreter can run. A test plays the PTX on the CPU, wo
 
 Shapes: BN rows of the weight, chunks of 128 columns in two planes of 64, 16 words a chunk and row.
 """
+import functools
+
 import torch
 import triton
 import triton.language as tl
-
-from weights.formats import NF4
 
 TOUCH = tl.constexpr("// $0")  # no instruction
 MASK = tl.constexpr(0x81C081C0 - (1 << 32))  # s and e, e, m of two codes, where bfloat16 wants them
@@ -72,13 +72,13 @@ shl.b32 e, $4, 9;                      lop3.b32 d, e, 0x02000200, d, 0xea;
 """
 
 
-def lookup(dtype):
-    """PTX that turns a word of NF4 into its codebook's values, as pairs a to d: byte permutes as
+def lookup(codebook, dtype):
+    """PTX that turns a word of codes into values of a codebook, as pairs a to d: byte permutes as
     8-entry tables.
 
     s gets the 3-bit indices, four of which are a permute's selector, m each one's sign as a byte; l
     and h the low and high bytes of the values, the sign choosing the half of the table."""
-    table = torch.tensor(NF4).to(dtype).view(16, 1).view(torch.uint8)
+    table = torch.tensor(codebook).to(dtype).view(16, 1).view(torch.uint8)
     low, high = table.T.contiguous().view(torch.int32).tolist()  # 4 bytes a word
 
     def four(signs, x, y):
@@ -114,17 +114,23 @@ shr.b32 b, $4, {right};  and.b32 b, b, {mask};   fma.rn.{pair} b, b, p, z;   mov
 mov.b32 $0, {{u, u}};   mov.b32 $1, {{x, x}};   mov.b32 $2, {{v, v}};   mov.b32 $3, {{y, y}}; }}"""
 
 
-E2M1_ASM = tl.constexpr(EXTRACT + scaled("bf16x2"))
-E2M1_HALF = tl.constexpr(EXTRACT_HALF + scaled("f16x2"))
-NF4_ASM = tl.constexpr(lookup(torch.bfloat16) + scaled("bf16x2"))
-NF4_HALF = tl.constexpr(lookup(torch.float16) + scaled("f16x2"))
 # 2^7 of a scale: bits << 4, times 2^127; in float16 2^6: bits << 7, times 2^14
 E4M3_ASM = tl.constexpr(e4m3("bf16x2", 4, 4, "0x07f007f0", "0x7f007f00"))
 E4M3_HALF = tl.constexpr(e4m3("f16x2", 7, 1, "0x3f803f80", "0x74007400"))
-TABLE = tl.constexpr(NF4)
 # codes are read at 2^-126 of their value, E4M3 at 2^7, E8M0 at 2^100, so that the products of tiny
 # scales are not subnormal; in float16 codes at 2^-14, E4M3 at 2^6
 UNSCALE4, UNSCALE8, UNSCALE_HALF = (tl.constexpr(2.0**n) for n in (119, 26, 8))
+
+
+@functools.cache
+def decoder(f, dtype, asm):
+    """The constants by which a kernel decodes a Format in `dtype`. BLOCK: columns to a scale;
+    DECODE: PTX, or without ASM the codebook, None for E2M1."""
+    decode, half = f.codebook, dtype == torch.float16
+    if asm:
+        decode = lookup(decode, dtype) if decode else EXTRACT_HALF if half else EXTRACT
+        decode += scaled("f16x2" if half else "bf16x2")
+    return {"BLOCK": f.block, "DECODE": decode, "ASM": asm}
 
 
 @triton.jit
@@ -138,14 +144,14 @@ def words(codes, r, k, N, sc, FAST: tl.constexpr):
 
 
 @triton.jit
-def load_scales(p, k, K, keep, FMT: tl.constexpr, FAST: tl.constexpr, BN: tl.constexpr):
-    """The block scales (BN, 2 planes) of the chunk at column k as stored, bytes four to an int32;
-    p (BN,) points at rows."""
-    SB: tl.constexpr = 16 if FMT == "nvfp4" else (32 if FMT == "mxfp4" else 64)
+def load_scales(p, k, K, keep, FMT: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
+                BN: tl.constexpr):
+    """The block scales of the chunk at column k as stored: bytes four to an int32 (BN, 2 planes),
+    float32 as many as there are in a plane (BN, 2 planes * 1, 2 or 4); p (BN,) points at rows."""
     two = tl.arange(0, 2)
-    if FMT == "nf4":
-        at = k // SB + two
-        s = tl.load(p[:, None] + at[None, :], mask=keep & (at < K // SB)[None, :], other=0)
+    if p.dtype.element_ty == tl.float32:
+        at = k // BLOCK + tl.arange(0, max(2, 128 // BLOCK)) // max(1, BLOCK // 64)
+        s = tl.load(p[:, None] + at[None, :], mask=keep & (at < K // BLOCK)[None, :], other=0)
     elif FAST and FMT == "nvfp4":
         s = tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + (k // 64 + two)[None, :])
     elif FAST:
@@ -153,17 +159,16 @@ def load_scales(p, k, K, keep, FMT: tl.constexpr, FAST: tl.constexpr, BN: tl.con
     else:
         s = tl.zeros((BN, 2), tl.int32)
         for i in tl.static_range(4):
-            at = k // SB + (two * 4 if FMT == "nvfp4" else two * 0) + i
-            s |= tl.load(p[:, None] + at[None, :], mask=keep & (at < K // SB)[None, :],
+            at = k // BLOCK + (two * 4 if FMT == "nvfp4" else two * 0) + i
+            s |= tl.load(p[:, None] + at[None, :], mask=keep & (at < K // BLOCK)[None, :],
                          other=0).to(tl.int32) << 8 * i
     return s
 
 
 @triton.jit
-def quarters(a, b, c, d, BN: tl.constexpr):
-    """Scales (BN, 2 planes) of words w = 0..3 -> of all 16 words, (BN, 16) for each plane: every
-    lane takes the same."""
-    v = tl.join(tl.join(a, c), tl.join(b, d))  # (BN, plane, w // 2, w % 2)
+def quarters(v, BN: tl.constexpr):
+    """Scales of words w = 0..3, v (BN, plane, w) however its last are split, -> of all 16 words,
+    (BN, 16) for each plane: every lane takes the same."""
     lo, hi = tl.split(tl.permute(tl.reshape(v, (BN, 2, 4)), (0, 2, 1)))
     lo = tl.reshape(tl.broadcast_to(lo[:, None, :], (BN, 4, 4)), (BN, 16))
     hi = tl.reshape(tl.broadcast_to(hi[:, None, :], (BN, 4, 4)), (BN, 16))
@@ -171,7 +176,8 @@ def quarters(a, b, c, d, BN: tl.constexpr):
 
 
 @triton.jit
-def extract(w, s, FMT: tl.constexpr, ASM: tl.constexpr, T: tl.constexpr, BN: tl.constexpr):
+def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, T: tl.constexpr,
+            BN: tl.constexpr):
     """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale, in
     T, or without ASM in float32."""
     HALF: tl.constexpr = T == tl.float16
@@ -186,27 +192,27 @@ def extract(w, s, FMT: tl.constexpr, ASM: tl.constexpr, T: tl.constexpr, BN: tl.
             s1 = ((s << 12) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
             s2 = ((s << 4) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
             s3 = ((s >> 4) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
-        lo, hi = quarters(s0, s1, s2, s3, BN)
+        lo, hi = quarters(tl.join(tl.join(s0, s2), tl.join(s1, s3)), BN)
     elif FMT == "mxfp4":  # word w of a plane: block 2 * plane + w // 2
         even = exponent(s >> (tl.arange(0, 2) * 16)[None, :], ASM)
         odd = exponent(s >> (tl.arange(0, 2) * 16 + 8)[None, :], ASM)
-        lo, hi = quarters(even, even, odd, odd, BN)
+        s = tl.join(even, odd)
+        lo, hi = quarters(tl.join(s, s), BN)
     else:
         if ASM:
             s = s.to(T).to(tl.int16, bitcast=True).to(tl.int32)
             s = (s << 16) | (s & 0xFFFF)
-        lo, hi = quarters(s, s, s, s, BN)
+        for _ in tl.static_range(4 // s.shape[1]):  # to one for each word of a plane
+            s = tl.reshape(tl.join(s, s), (BN, 2 * s.shape[1]))
+        lo, hi = quarters(s, BN)
     if ASM:
-        if FMT == "nf4":
-            text: tl.constexpr = NF4_HALF if HALF else NF4_ASM
-        else:
-            text: tl.constexpr = E2M1_HALF if HALF else E2M1_ASM
         a, b, c, d = tl.inline_asm_elementwise(
-            text, "=r,=r,=r,=r,r,r,r", [w, lo, hi],
+            DECODE, "=r,=r,=r,=r,r,r,r", [w, lo, hi],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
         a, b, c, d = halves(a, T), halves(b, T), halves(c, T), halves(d, T)
-    elif FMT == "nf4":
-        a, b, c, d = found(w, lo), found(w >> 8, lo), found(w >> 16, hi), found(w >> 24, hi)
+    elif DECODE is not None:
+        a, b = found(w, lo, DECODE), found(w >> 8, lo, DECODE)
+        c, d = found(w >> 16, hi, DECODE), found(w >> 24, hi, DECODE)
     else:
         a = value(w & MASK, lo)
         b = value((w << 4) & MASK, lo)
@@ -250,12 +256,12 @@ def value(v, s):
 
 
 @triton.jit
-def found(v, s):
-    """The same for NF4: the pair in the low byte of words (BN, 16), looked up."""
+def found(v, s, BOOK: tl.constexpr):
+    """The same for a codebook: the pair in the low byte of words (BN, 16), looked up."""
     i = tl.join(v, v >> 4) & 15
     x = (i * 0).to(tl.float32)
     for j in tl.static_range(16):
-        x = tl.where(i == j, TABLE[j], x)
+        x = tl.where(i == j, BOOK[j], x)
     return x * s[:, :, None]
 
 

@@ -72,6 +72,17 @@ def shallow(tmp_path_factory):
     return first_blocks(2, tmp_path_factory.mktemp("models") / "shallow")
 
 
+@pytest.fixture(params=[16, 32, 64, 128])
+def own(request, monkeypatch):
+    """A number format of one's own: INT4, -8..7 with a float32 scale for each `param` columns."""
+    import torch
+
+    from weights.formats import FORMATS, Format
+
+    monkeypatch.setitem(FORMATS, "own", Format(request.param, torch.float32, tuple(range(-8, 8))))
+    return "own"
+
+
 def exit_code(main, argv):
     """What the shell would see of a command."""
     try:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
+
 import marlin_triton as mt
+from runtime import bits
+from weights.formats import FORMATS
 
 POINTERS = {**dict.fromkeys(("x", "bias", "A", "B", "res", "out"), "*bf16"), "codes": "*u8", "scale": "*u8",
             **dict.fromkeys(("g", "part", "sums"), "*fp32"), **dict.fromkeys(("count", "flags"), "*i32")}
@@ -25,9 +29,10 @@ def compiled(tile, glu, dtype):
     tma = tile["BM"] >= 128
     types = POINTERS | NUMBERS | ({"xd": f"tensordesc<bf16[{tile['BM']}, 64]>"} if tma else {})
     types = {name: t.replace("bf16", dtype) for name, t in types.items()}
-    constants = dict(FMT="nvfp4", BM=tile["BM"], BN=tile["BN"], SPLIT=1, WHOLE=0, STAGES=tile["stages"], W=tile["warps"],
+    decoder = bits.decoder(FORMATS["nvfp4"], {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], True)
+    constants = dict(FMT="nvfp4", **decoder, BM=tile["BM"], BN=tile["BN"], SPLIT=1, WHOLE=0, STAGES=tile["stages"], W=tile["warps"],
                      R=16, RP=16, P=1 + glu, RA=16 + 16 * glu, AT=1, Z=4, ZR=1, BA=min(tile["BM"], 16), ONE=not glu, GLU=glu, BIAS=False, RES=not glu,
-                     FAST=True, PDL=True, ASM=True, TMA=tma, EARLY=False, **({} if tma else {"xd": None}))
+                     FAST=True, PDL=True, TMA=tma, EARLY=False, **({} if tma else {"xd": None}))
     whole = [*POINTERS, "N", "K", "sx", "sc", "ss", "sb"]  # multiples of 16
     source = ASTSource(mt.gemm, {n: types.get(n, "constexpr") for n in names},
                        {(names.index(n),): value for n, value in constants.items()},

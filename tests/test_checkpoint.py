@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import model as M
-from nvfp4 import FORMATS, Quantized, QuantLinear
+from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize
 from weights import checkpoint, convert
 from weights.formats import pack
 
@@ -119,6 +119,22 @@ def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt, family)
     assert again.keys() == stored.keys()
     assert all(torch.equal(stored[k].view(torch.uint8), v.contiguous().view(torch.uint8)) for k, v in again.items())
     assert torch.equal(M.load(tmp_path / "q", quant=fmt)(IDS), at_load(IDS))  # saying --quant again is no contradiction
+
+
+def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own):
+    """Its scales as they are, chosen by AWQ among their neighbours; one that is no number is refused."""
+    convert.convert(shallow, tmp_path / "q", own, use_awq=True, sequences=4, length=16)
+    name, state = "model.layers.0.self_attn.o_proj.weight", load_file(tmp_path / "q" / "model.safetensors")
+    rows = json.loads((tmp_path / "q" / "quantization.json").read_text())["layers"]
+    assert all(row["awq"] < row["rtn"] for row in rows)
+    q = M.load(tmp_path / "q").layers[0].attn.o_proj.q
+    assert q.fmt == own and state[f"{name}_scale"].dtype == torch.float32
+    codes = torch.stack([state[f"{name}_packed"] & 15, state[f"{name}_packed"] >> 4], -1).flatten(1).float() - 8
+    assert torch.equal(dequantize(q), codes * state[f"{name}_scale"].repeat_interleave(FORMATS[own].block, 1))
+    state[f"{name}_scale"][1, 0] = float("inf")
+    save_file(state, tmp_path / "q" / "model.safetensors")
+    with pytest.raises(ValueError, match="the checkpoint is damaged"):
+        M.load(tmp_path / "q")
 
 
 def test_the_stored_reciprocal_never_drifts():
@@ -316,7 +332,7 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize("argv,message", [
     ([], "--model and --out are needed"),
     (["--model", "nowhere", "--out", "x"], "--model nowhere: no such folder"),
-    (["--model", "m", "--out", "x", "--fmt", "int4"], "argument --fmt: invalid choice"),
+    (["--model", "m", "--out", "x", "--fmt", "fp3"], "argument --fmt: invalid choice"),
     (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
     (["--model", "m", "--out", "x", "--awq", "--sequences", "0"], "--sequences: 0: must be at least 1"),
     (["--plan", "c.json", "--out", "x"], "--plan: prints only"),

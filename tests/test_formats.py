@@ -1,12 +1,15 @@
-"""The three number formats, code by code and scale by scale, against tables written out here; packing."""
+"""The number formats, code by code and scale by scale, against tables written out here; packing."""
 import itertools
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from weights import formats
-from weights.formats import FORMATS, Quantized, block_scales, dequantize, encode, quantize
+from weights.formats import FORMATS, Format, Quantized, block_scales, dequantize, encode, quantize
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 CODE_VALUE = E2M1 + [-v for v in E2M1]
@@ -139,13 +142,55 @@ def test_nf4_takes_the_nearest_codebook_entry():
     assert torch.equal(q.scale, w.view(4, 2, 64).abs().amax(-1))
 
 
+def test_a_codebook_of_ones_own_is_one_row(own):
+    """Each block size by its formula: INT4 was once rounded to E2M1, with E4M3's scales, because its name was not NF4."""
+    w, block = weights(9, 384), FORMATS[own].block
+    w[3, :block] = 0
+    q = quantize(w, own)
+    blocks = w.view(9, -1, block)
+    scale = blocks.abs().amax(-1) / 7
+    code = torch.where(scale[..., None] > 0, blocks / scale[..., None], 0).round().clamp(-8, 7)
+    assert torch.equal(q.scale, scale) and q.scale.dtype == torch.float32 and q.global_scale.eq(1).all()
+    assert torch.equal(dequantize(q), (code * scale[..., None]).view(9, 384))
+    assert torch.equal(unpacked(q).view(9, -1, block).float() - 8, code)
+    assert torch.equal(dequantize(quantize(dequantize(q), own)), dequantize(q))
+    assert torch.equal(formats.snap(w, own, *block_scales(w, own)), dequantize(q))
+
+
+def test_a_script_trains_on_a_format_of_its_own(tmp_path):
+    """A row that is there before the commands are imported is in their flags, and in what lies beside the adapter."""
+    script = """
+import sys, torch
+from weights.formats import FORMATS, Format
+FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
+import train
+train.main(sys.argv[1:])
+"""
+    argv = ["--quant", "int4", "--steps", "2", "--eval-n", "0", "--prompts-per-step", "4", "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", script, *argv], cwd=formats.__file__.rsplit("/", 2)[0], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and max(row["reward"] for row in rows) > 0.2  # of noise for weights it is 0
+    assert json.loads((tmp_path / "run" / "adapter" / "policy.json").read_text())["quant"] == "int4"
+
+
+@pytest.mark.parametrize("block, dtype, values", [
+    (8, torch.float32, formats.NF4), (256, torch.float32, formats.NF4), (96, torch.float32, formats.NF4),
+    (64, torch.float32, formats.NF4[:15]), (64, torch.float32, formats.NF4[::-1]), (16, torch.float32, formats.E2M1),
+    (64, torch.float8_e4m3fn, formats.NF4), (64, torch.uint8, formats.NF4)])
+def test_a_row_that_the_kernels_cannot_decode_is_refused(block, dtype, values):
+    """Half a step's scale, a table that is not searched in order, or bytes for a codebook's scales: wrong numbers, not an error."""
+    with pytest.raises(ValueError, match="a block has 16, 32, 64 or 128 columns"):
+        Format(block, dtype, values)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_relative_error_is_that_of_four_bits(fmt, dtype):
     """A decode in the wrong order or a missing scale is an error of order one, whatever the input's dtype."""
     w = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).mul(0.02).to(dtype)
     error = (dequantize(quantize(w, fmt)) - w.float()).norm() / w.float().norm()
-    assert {"nvfp4": 0.08, "mxfp4": 0.09, "nf4": 0.08}[fmt] < error < {"nvfp4": 0.11, "mxfp4": 0.15, "nf4": 0.11}[fmt]
+    assert {"mxfp4": 0.09}.get(fmt, 0.08) < error < {"mxfp4": 0.15}.get(fmt, 0.11)
 
 
 # ---- degenerate weights
@@ -193,8 +238,8 @@ def test_shapes_that_do_not_fit_and_unknown_formats_are_refused():
     for fmt, K in (("nvfp4", 24), ("mxfp4", 48), ("nf4", 96)):
         with pytest.raises(ValueError, match=f"up: K = {K} is not divisible by {fmt}'s block of {FORMATS[fmt].block}"):
             quantize(torch.ones(2, K), fmt, "up")
-    with pytest.raises(ValueError, match="--quant int4: unknown format"):
-        quantize(torch.ones(2, 64), "int4")
+    with pytest.raises(ValueError, match="--quant fp3: unknown format"):
+        quantize(torch.ones(2, 64), "fp3")
     for codes in (torch.ones(128, dtype=torch.uint8), torch.ones(8, 128, dtype=torch.int8)):
         with pytest.raises(ValueError, match=r"pack: codes must be a \(N, K\) uint8 tensor"):
             formats.pack(codes, "nvfp4")
@@ -208,8 +253,8 @@ def test_odd_shapes_pack_and_come_back(fmt, N, blocks):
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(N))
     q = quantize(w, fmt)
     assert len(q.codes) == N and K // 2 <= q.codes.shape[1] < K // 2 + 64 and q.codes.dtype == torch.uint8
-    assert q.scale.shape == (N, blocks) and q.scale.dtype == {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8,
-                                                              "nf4": torch.float32}[fmt]
+    assert q.scale.shape == (N, blocks)
+    assert q.scale.dtype == {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8}.get(fmt, torch.float32)
     assert torch.equal(encode(dequantize(q), fmt, q.scale, q.global_scale).codes, q.codes)
     assert dequantize(q).shape == (N, K)
 
@@ -278,7 +323,7 @@ def drawing():
 def test_codes_lie_where_the_docstring_draws_them(fmt):
     """The drawing is what another implementation of the layout would be written from: every bit of every column, and its rows."""
     where = drawing()
-    if fmt == "nf4":
+    if FORMATS[fmt].codebook:
         where = {(pair, p): [(8 * i + 4 * p + 3 - b, f) for b, f in enumerate("seem")] for i, pair in enumerate("abcd") for p in (0, 1)}
     assert len(where) == 8 and all([f for _, f in v] == ["s", "e", "e", "m"] for v in where.values())
     for row, column in [(r, c) for c in range(256) for r in (c % 16,)]:

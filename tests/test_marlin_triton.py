@@ -15,7 +15,7 @@ import marlin_triton as mt
 from model import Config
 from runtime import bits
 from weights import memory
-from weights.formats import FORMATS, Quantized, dequantize, pack
+from weights.formats import E2M1, FORMATS, NF4, Format, Quantized, dequantize, pack
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -59,16 +59,17 @@ def choose(a, b, c, table):
     return sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1) & 1) << i for i in range(32))
 
 
-@pytest.mark.parametrize(("fmt", "text", "dtype"), [
-    ("nvfp4", bits.EXTRACT, torch.bfloat16), ("nf4", bits.lookup(torch.bfloat16), torch.bfloat16),
-    ("nvfp4", bits.EXTRACT_HALF, torch.float16), ("nf4", bits.lookup(torch.float16), torch.float16)])
-def test_what_the_ptx_makes_of_a_word(fmt, text, dtype):
-    """The decoder that the interpreter cannot run: E2M1 at 2^-126 (float16: 2^-14), NF4 looked up, each pair where the tensor core
-    wants it."""
+@pytest.mark.parametrize("values", [E2M1, NF4, tuple(i / 3 for i in range(-8, 8))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_the_ptx_makes_of_a_word(values, dtype):
+    """The decoder that the interpreter cannot run: E2M1 at 2^-126 (float16: 2^-14), a codebook looked up, each pair where the tensor
+    core wants it."""
+    fmt, scale = ("nvfp4", torch.float8_e4m3fn) if values == E2M1 else ("nf4", torch.float32)
+    text = bits.decoder(Format(64, scale, values), dtype, True)["DECODE"]
     ops = {"mov": lambda a: a, "and": lambda a, b: a & b, "shl": lambda a, b: a << b, "shr": lambda a, b: a >> b,
            "shf.r.wrap": lambda a, b, n: (b << 32 | a) >> n, "prmt": permute, "lop3": choose}
     codes = torch.randint(0, 16, (8, 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    want = torch.tensor(FORMATS[fmt].values)[codes.int()].view(8, 2, 4, 2, 4, 2)  # (row, plane, w, h, t, p)
+    want = torch.tensor(values)[codes.int()].view(8, 2, 4, 2, 4, 2)  # (row, plane, w, h, t, p)
     words = pack(codes, fmt).view(torch.int32).view(8, 4, 4)  # (row, t, w)
     for row, t, w in itertools.product(range(2), range(4), range(4)):
         r = ptx(text, words[row, t, w].item(), ops)
@@ -111,6 +112,17 @@ def test_kernel_matches_the_float64_product(fmt, M, N, K):
     q, x, out = weight(fmt, N, K, seed=M), activations(M, K), poisoned(M, N)
     mt.gemm_few(x, q, out=out)
     assert error(out, x.double() @ exact(q).T) < BOUND
+
+
+def test_kernels_take_a_codebook_of_ones_own(own):
+    """Blocks of 16 to 128 columns; with and without a part of a chunk; a chunk's first scale was taken for all of a plane of 64."""
+    for M, N, K in ((3, 70, 384), (9, 33, 2 * FORMATS[own].block), (40, 72, 256)):
+        q, x = weight(own, N, K), activations(M, K)
+        assert error(mt.gemm_few(x, q, out=poisoned(M, N)), x.double() @ exact(q).T) < 1.2 * BOUND  # scale, product and sum are rounded
+        assert error(mt.to_16bit(q), exact(q) / 0.037) < BOUND
+    x.requires_grad_()
+    mt.matmul(x, q).backward(torch.ones(40, 72, dtype=x.dtype, device=DEVICE))
+    assert error(x.grad, torch.ones(40, 72, device=DEVICE).double() @ exact(q)) < BOUND
 
 
 @pytest.mark.parametrize("tile", [*mt.TILES, dict(BM=8, BN=32, stages=3, warps=2), dict(BM=16, BN=32, stages=3, warps=2)],
@@ -251,7 +263,7 @@ def test_dequantization_is_exact(fmt, N, K):
     """Value times block scale has 6 significant bits: the scratch holds NVFP4 and MXFP4 without rounding."""
     q = weight(fmt, N, K)
     got, want = mt.to_16bit(q).double(), exact(q) / q.global_scale[:, None].double()
-    assert torch.allclose(got, want, rtol=1e-6 if fmt != "nf4" else 1.2e-2, atol=0)
+    assert torch.allclose(got, want, rtol=1.2e-2 if FORMATS[fmt].codebook else 1e-6, atol=0)
 
 
 def check_float16(fmt, M, N, K, R=12):
@@ -465,7 +477,7 @@ def test_workspace_covers_the_buffers_and_the_largest_weight():
 @pytest.mark.parametrize("fmt, N, K", [(fmt, N, K) for fmt in FORMATS for N, K in [(4864, 896), (896, 4864), (1001, 272)]
                                        if K % FORMATS[fmt].block == 0])
 def test_gpu_matches_at_real_shapes(fmt, M, N, K):
-    for uniform in (True,) if fmt == "nf4" else (True, False):  # nf4 has no global scale
+    for uniform in (True,) if FORMATS[fmt].codebook else (True, False):  # those have no global scale
         q, x = weight(fmt, N, K, seed=M, uniform=uniform), activations(M, K)
         want, w = x.double() @ exact(q).T, exact(q)
         assert error(mt.gemm_few(x, q, out=poisoned(M, N)), want) < BOUND
@@ -483,7 +495,7 @@ def test_gpu_both_decoders_agree(fmt, M):
     """The PTX mixes four bytes at once; a compiler that regroups them would only show here."""
     q, x = weight(fmt, 256, 512), activations(M, 512)
     fast, slow = mt.gemm_few(x, q), mt.gemm_few(x, q, asm=False, BM=16, BN=64, warps=4, stages=1, split=1)
-    assert error(fast, slow.double()) < (4e-3 if fmt != "nf4" else 5e-3)
+    assert error(fast, slow.double()) < (5e-3 if FORMATS[fmt].codebook else 4e-3)
 
 
 @pytest.mark.parametrize("triton", ["this", pytest.param("the card's", marks=gpu)])

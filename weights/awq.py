@@ -1,5 +1,5 @@
 """
-AWQ: activation-aware weight quantization (Lin et al., arXiv 2306.00978), for all three formats.
+AWQ: activation-aware weight quantization (Lin et al., arXiv 2306.00978), for all formats.
 
 Rounding errors of a weight column are multiplied by that input channel's activations, and few
 channels are large. AWQ scales the columns up where activations are large, W diag(s), and the
@@ -44,7 +44,7 @@ from nvfp4 import QuantLinear
 from runtime.logprobs import token_logprobs
 from weights import checkpoint
 from weights.files import decode, read_jsonl
-from weights.formats import FORMATS, block_scales, encode, snap
+from weights.formats import FORMATS, block_scales, encode, scale_bits, snap
 
 GRID = 20  # exponents tried: 0, 1/20, ..., 1
 FINALISTS = 3  # exponents whose block scales are searched, besides 0
@@ -73,10 +73,10 @@ def output_error(D, H):
 
 def neighbours(scale, fmt):
     """Block scales near `scale`, in the stored type: what `search_blocks` tries."""
-    if fmt == "nf4":
+    if FORMATS[fmt].codebook:
         return [scale * f for f in (0.75, 0.8, 0.84, 0.88, 0.91, 0.94, 0.97, 1.03, 1.06, 1.1)]
     # neighbouring bytes are neighbouring values: E4M3 has eight to an octave
-    byte = scale.view(torch.uint8).int()
+    byte = scale_bits(scale).int()
     top, low, high = (254, -1, 1) if fmt == "mxfp4" else (126, -6, 8)
     return [(byte + d).clamp(1, top).to(torch.uint8).view(scale.dtype)
             for d in range(low, high + 1) if d]
@@ -93,12 +93,11 @@ def search_blocks(w, fmt, scale, global_scale, H):
         return ((d @ diagonal) * d).sum(-1).T  # (N, K/b)
 
     best, least = scale.clone(), errors(scale)
-    raw = best.view(torch.uint8) if fmt != "nf4" else best
     for s in neighbours(scale, fmt):
         e = errors(s)
         better = e < least
         least = torch.where(better, e, least)
-        raw[better] = (s.view(torch.uint8) if fmt != "nf4" else s)[better]
+        scale_bits(best)[better] = scale_bits(s)[better]
     return best
 
 

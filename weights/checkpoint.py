@@ -16,9 +16,9 @@ projection, q, k and v apart, becomes
                          w_hat = value[code] * weight_scale / weight_global_scale
 
 and config.json gets a `quantization_config`; lm_head and embeddings stay in 16 bits.
-compressed-tensors has no NF4, so that layout is our own (quant_method `qerl`, which makes other
-tools refuse rather than misread): weight_packed as above with codebook indices, weight_scale
-float32 (N, K/64), the absmax of a block.
+compressed-tensors has no NF4, so the layout of formats with a codebook is our own (quant_method
+`qerl`, which makes other tools refuse rather than misread): weight_packed as above with codebook
+indices, weight_scale float32 (N, K/block), a block's absmax over the codebook's last value.
 
 Left out: quantized activations (W4A4) and KV caches; asymmetric zero points; bitsandbytes' NF4.
 
@@ -42,7 +42,7 @@ from safetensors.torch import save_file
 from model import Config, RMSNorm, Transformer, prefix
 from nvfp4 import QuantLinear
 from weights.files import beside, check, check_out, read_json, whole
-from weights.formats import FORMATS, Quantized, pack, quantize, unpack
+from weights.formats import FORMATS, Quantized, pack, quantize, scale_bits, unpack
 
 FAMILIES = {"qwen2": {"qkv_bias": True}, "llama": {"qkv_bias": False},
             "qwen3": {"qkv_bias": False, "qk_norm": True}}
@@ -123,15 +123,16 @@ def quantization_config(fmt):
                "scale_dtype": str(f.scale_dtype)}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None,
              "output_activations": None}
-    return {"quant_method": f.quant_method, "format": f.layout, "ignore": ["lm_head"],
+    return {"quant_method": "qerl" if f.codebook else "compressed-tensors",
+            "format": f"{fmt}-pack-quantized", "ignore": ["lm_head"],
             "quantization_status": "compressed", "kv_cache_scheme": None,
             "config_groups": {"group_0": group}}
 
 
 def packed_format(raw, where):
-    """The format, nvfp4 | mxfp4 | nf4, that a `quantization_config` declares; ValueError for what
+    """The format, one of FORMATS, that a `quantization_config` declares; ValueError for what
     cannot be honoured."""
-    layouts = {f.layout: fmt for fmt, f in FORMATS.items()}
+    layouts = {f"{fmt}-pack-quantized": fmt for fmt in FORMATS}
 
     def refuse(what):
         raise ValueError(f"{where}/config.json: quantization_config has {what}; checkpoints with "
@@ -142,7 +143,7 @@ def packed_format(raw, where):
     groups = [check(g, path, {"format": str, "weights": dict})
               for g in (raw.get("config_groups") or {}).values()]
     found = {raw.get("format"), *(g.get("format") for g in groups)} - {None}
-    if raw.get("quant_method") not in {f.quant_method for f in FORMATS.values()}:
+    if raw.get("quant_method") not in ("compressed-tensors", "qerl"):
         refuse(f"quant_method {raw.get('quant_method')!r}")
     if len(found) != 1 or not found <= set(layouts):
         refuse(f"format {' and '.join(sorted(found)) or None}")
@@ -277,7 +278,7 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none"):
     """A model.Transformer from a Hugging Face folder or hub id, frozen, in eval mode.
 
     dtype: of embeddings, norms, biases and (unquantized) weights; None: as stored.
-    quant: none | nvfp4 | mxfp4 | nf4. Raises FileNotFoundError / ValueError with one line that
+    quant: none, or one of FORMATS. Raises FileNotFoundError / ValueError with one line that
     names the file or tensor."""
     folder = fetch(path_or_hub_id)
     return build(read_config(folder), Checkpoint(folder), device, dtype, quant)
@@ -383,8 +384,8 @@ def read_packed(source, path, m, fmt, device):
         name = f"{prefix(path)}.{part}.weight"
         codes = stored(source, f"{name}_packed", (n, K // 2), torch.uint8, device)
         scale = stored(source, f"{name}_scale", (n, K // f.block), f.scale_dtype, device)
-        raw = scale.view(torch.uint8) if fmt != "nf4" else scale
-        valid = {"nvfp4": raw < 127, "mxfp4": raw < 253, "nf4": (raw >= 0) & (raw < 1e38)}[fmt]
+        bits = scale_bits(scale)
+        valid = {"nvfp4": bits < 127, "mxfp4": bits < 253}.get(fmt, (bits >= 0) & (bits < 1e38))
         if not valid.all():
             raise ValueError(f"{source.folder}: {name}_scale holds negative numbers, NaN or "
                              "inf; the checkpoint is damaged")
@@ -397,9 +398,9 @@ def read_packed(source, path, m, fmt, device):
                 raise ValueError(f"{source.folder}: {name} is not a positive number; the "
                                  "checkpoint is damaged")
         codes = torch.stack([codes & 15, codes >> 4], -1).view(n, K)  # (n, K/2, 2) -> (n, K)
-        parts.append((codes, raw, top.expand(n)))
-    codes, raw, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return pack(codes, fmt), raw.view(f.scale_dtype), top
+        parts.append((codes, bits, top.expand(n)))
+    codes, bits, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return pack(codes, fmt), bits.view(f.scale_dtype), top
 
 
 def stored(source, name, shape, dtype, device):

@@ -24,14 +24,19 @@ first 64 columns (the low plane) and step w of its last 64 (the high plane).
     code    a0 c0 c0 c0 b0 d0 d0 a0 a0 a0 c1 b0 b0 b0 d1 d0
     field    s  e  e  m  s  e  e  e  e  m  s  e  e  m  s  m
 
-(s, e, e, m: a code's bits from the highest to the lowest, as E2M1 names them.) NF4, which is looked
-up, has the eight of a word in turn, a0 in bits 3..0, a1, b0, b1, c0, c1, d0, and d1 in 31..28. A
-lane reads its w0..w3, 16 bytes, and has its share of 8 steps: no shuffles, and activations stay in
-their natural order. Groups of 8 rows lie chunk by chunk, 8 x 64 bytes at a time, since DRAM
-dislikes strides. Nothing is lost: `unpack` gives the codes back in order.
+(s, e, e, m: a code's bits from the highest to the lowest, as E2M1 names them.) A format that is
+looked up, as NF4, has the eight of a word in turn, a0 in bits 3..0, a1, b0, b1, c0, c1, d0, and d1
+in 31..28. A lane reads its w0..w3, 16 bytes, and has its share of 8 steps: no shuffles, and
+activations stay in their natural order. Groups of 8 rows lie chunk by chunk, 8 x 64 bytes at a
+time, since DRAM dislikes strides. Nothing is lost: `unpack` gives the codes back in order.
 
     q = quantize(w, "nvfp4")
     dequantize(q), unpack(q.codes, K, "nvfp4")
+
+A codebook of your own is one more row of FORMATS, which all flags, files and kernels follow: 16
+ascending values, and a float32 scale for each 16, 32, 64 or 128 weights. INT4, say, is
+
+    "int4": Format(32, torch.float32, tuple(range(-8, 8))),
 
 Shapes: N rows (outputs), K columns (inputs), K/block scales a row.
 """
@@ -50,14 +55,24 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 @dataclass(frozen=True)
 class Format:
     """block: columns that share a scale. scale_dtype: what it is stored in (a uint8 is an E8M0
-    exponent byte, 2^(s-127)). values: of the 16 codes. bits: of a weight, its share of the scale
-    included. layout: `format` in a checkpoint's quantization_config, written by quant_method."""
+    exponent byte, 2^(s-127)). values: of the 16 codes; with float32 scales they are looked up, with
+    others they are E2M1's. bits: of a weight, its share of the scale included. ValueError for what
+    the kernels cannot decode."""
 
     block: int
     scale_dtype: torch.dtype
     values: tuple
-    layout: str
-    quant_method: str = "compressed-tensors"
+
+    def __post_init__(self):
+        values = tuple(sorted(self.codebook)) if self.codebook else E2M1
+        if self.block not in (16, 32, 64, 128) or len(values) != 16 or self.values != values:
+            raise ValueError(f"{self}: a block has 16, 32, 64 or 128 columns, a codebook 16 "
+                             "ascending values and float32 scales")
+
+    @property
+    def codebook(self):
+        """The values if codes are looked up, the last for a block's absmax; None for E2M1."""
+        return self.values if self.scale_dtype == torch.float32 else None
 
     @property
     def bits(self):
@@ -65,10 +80,9 @@ class Format:
 
 
 FORMATS = {
-    "nvfp4": Format(16, torch.float8_e4m3fn, E2M1, "nvfp4-pack-quantized"),
-    "mxfp4": Format(32, torch.uint8, E2M1, "mxfp4-pack-quantized"),
-    # compressed-tensors has no NF4: the layout is our own, and says so
-    "nf4": Format(64, torch.float32, NF4, "nf4-pack-quantized", "qerl"),
+    "nvfp4": Format(16, torch.float8_e4m3fn, E2M1),
+    "mxfp4": Format(32, torch.uint8, E2M1),
+    "nf4": Format(64, torch.float32, NF4),
 }
 PORTION = 1 << 25  # weights that are rounded at a time: the temporaries are several times that
 CHUNK = 128  # columns of K that a row's 64 packed bytes hold
@@ -116,8 +130,8 @@ def block_scales(w, fmt, name="weight"):
         raise ValueError(f"{name}: the weight holds NaN or inf, it cannot be quantized; "
                          "check the checkpoint")
     one = torch.ones(N, device=w.device)
-    if fmt == "nf4":
-        return amax, one
+    if book := FORMATS[fmt].codebook:
+        return amax / book[-1], one
     if fmt == "mxfp4":  # OCP: 2^(floor(log2 amax) - 2), 2 the exponent of E2M1's largest value
         _, exponent = torch.frexp(amax)  # amax = m * 2^exponent with m in [0.5, 1)
         return torch.where(amax > 0, exponent - 3 + 127, 1).clamp(min=1).to(torch.uint8), one
@@ -166,7 +180,7 @@ def nearest(w, fmt, scale, global_scale):
     # a block whose scale is zero holds nothing that the scale's format can hold: its codes are 0,
     # not 0/0
     x = torch.where(step > 0, w / step, 0).flatten(1)  # (N, K)
-    return round_nf4(x) if fmt == "nf4" else round_e2m1(x)
+    return round_to(FORMATS[fmt].codebook, x) if FORMATS[fmt].codebook else round_e2m1(x)
 
 
 def to_values(codes, fmt, scale, global_scale):
@@ -184,6 +198,11 @@ def scale_value(scale, fmt):
     return scale.float()
 
 
+def scale_bits(scale):
+    """Stored block scales in a type that all operations take: bytes, or float32 as it is."""
+    return scale.view(torch.uint8) if scale.itemsize == 1 else scale
+
+
 def round_e2m1(x):
     """Codes (uint8) of the E2M1 values nearest to x, ties to the even mantissa, saturating at 6."""
     a, code = x.abs(), torch.zeros_like(x, dtype=torch.uint8)
@@ -194,9 +213,9 @@ def round_e2m1(x):
     return code + ((x < 0) & (code > 0)).to(torch.uint8) * 8
 
 
-def round_nf4(x):
-    """Codes (uint8) of the NF4 codebook entries nearest to x, which lies in [-1, 1]."""
-    table = torch.tensor(NF4, device=x.device)
+def round_to(codebook, x):
+    """Codes (uint8) of the entries of an ascending codebook nearest to x."""
+    table = torch.tensor(codebook, device=x.device)
     return torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
 
 
@@ -219,7 +238,7 @@ def pack(codes, fmt):
         v = F.pad(codes[i:j], (0, -K % CHUNK)).int()
         v = v.view(-1, rows, chunks, 2, 4, 2, 4, 2)  # (group, row, chunk, plane, w, h, t, p)
         v = v.permute(0, 2, 1, 6, 4, 3, 5, 7)  # (group, chunk, row, t, w, plane, h, p)
-        if fmt == "nf4":
+        if FORMATS[fmt].codebook:
             places = torch.arange(0, 32, 4, device=v.device, dtype=torch.int32)
             word = (v.flatten(5) << places).sum(-1, dtype=torch.int32)
         else:
@@ -239,7 +258,7 @@ def unpack(packed, K, fmt):
     for i, j, rows in slices(N, K):
         w = packed[i:j].contiguous().view(torch.int32)
         w = w.view(-1, width * 2 // CHUNK, rows, 4, 4)  # (group, chunk, row, t, w)
-        if fmt == "nf4":
+        if FORMATS[fmt].codebook:
             v = w[..., None] >> torch.arange(0, 32, 4, device=w.device, dtype=torch.int32) & 15
             v = v.unflatten(-1, (2, 2, 2))  # (.., plane, h, p)
         else:
