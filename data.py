@@ -307,8 +307,8 @@ def _ask(rng, form, start, ops):
 # ---- rewards
 
 LAST_NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z.)])-)?"  # the minus of "10-3" is no sign
-    r"\$?[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?(?:/[0-9]+)?%?"
+    r"(?:(?<![0-9A-Za-z.)])-)?\$?"  # the minus of "10-3" is no sign
+    r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)(?:/[0-9]+)?%?"
 )
 
 
@@ -399,6 +399,7 @@ def _function(spec):
     if not Path(path).is_file():
         raise FileNotFoundError(f"--reward {path}: not found; name a Python file that defines "
                                 f"{name}(text, row)")
+    sys.path.append(str(Path(path).resolve().parent))  # as `python path` has it: its neighbours
     loader = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = sys.modules[loader.name] = importlib.util.module_from_spec(loader)
     try:
@@ -427,7 +428,7 @@ def main(argv=None):
         args = parser.parse_args(argv)
         tok = Tokenizer(args.model) if args.model else None
         for row in load(args.data, args.split, args.n, args.seed):
-            print(json.dumps(row, ensure_ascii=False))
+            print(json.dumps(row, ensure_ascii=False, default=str))  # a date of parquet's
             if tok:
                 ids = tok.prompt_ids(row["question"], args.prompt_style)
                 text = tok.tokenizer.decode(ids, skip_special_tokens=False)

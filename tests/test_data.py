@@ -2,7 +2,9 @@
 import json
 import random
 import re
+import sys
 import threading
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,14 @@ def test_boxed_braces_balance_and_the_last_box_counts():
     assert data.reward("so 50% of them", "1/2", "boxed")["correct"]
 
 
+@pytest.mark.parametrize(("text", "number"), [
+    ("it is .5.", ".5"), ("x=-.25", "-.25"), ("costs $.50", "$.50"), ("a .5% rise", ".5%"), ("10-.5", ".5"), ("v2.5", "2.5"),
+    ("wait...5", "5"), ("see Sec.3", "3"), ("12.", "12")])
+def test_the_last_number_may_begin_with_its_point(text, number):
+    """.5 counted as 5: wrong where 0.5 is right, and right where 5 is."""
+    assert data.reward(text, "0", "boxed")["given"] == number
+
+
 # ---- a reward of one's own
 
 def own(tmp_path, body, name="score"):
@@ -111,6 +121,14 @@ def score(text, row):
     return Score(data.reward(text, row["answer"], "boxed")["reward"]).r / 2
 """)
     assert grade("\\boxed{2}", {"answer": "2"})["reward"] == pytest.approx(0.6)
+
+
+def test_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):
+    """`python own.py` could, and so the error told to run what ran."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_it.py").write_text("TWO = 2\n")
+    grade = own(tmp_path, "from beside_it import TWO\ndef score(text, row):\n    return TWO\n")
+    assert grade("", {})["reward"] == 2
 
 
 @pytest.mark.parametrize(("spec", "body", "says"), [
@@ -407,6 +425,17 @@ def test_the_command_shows_the_rows_and_prompts_that_are_asked_for(capsys):
     shown = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert shown == data.load("arithmetic", "train", 2, 3)
     assert out.count(data.SUFFIX["boxed"]) == 2
+
+
+def test_the_command_shows_columns_that_json_does_not_know(tmp_path, capsys):
+    """Dates and bytes of a parquet file were a traceback."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"question": ["q"], "answer": ["1"], "day": [date(2025, 1, 2)], "raw": [b"x"]}), path)
+    assert data.main(["--data", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["day"] == "2025-01-02"
 
 
 # ---- tokenizer and prompts
