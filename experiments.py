@@ -75,17 +75,17 @@ ARMS = {
 }
 
 
-def drawn(model, tok, rows, args, seed):
+def drawn(model, tok, rows, score, args, seed):
     """Graded completions with their advantages, a list."""
     groups = sample.generate(
         model, [r["ids"] for r in rows], args.group_size, args.max_new_tokens, args.temperature,
         eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows)
     out = [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in g]
            for row, g in zip(rows, groups, strict=True)]
-    for c in chain(*out):
-        c.reward = data.reward(tok.decode(c.ids), c.row["answer"], args.prompt_style)["reward"]
+    completions = list(chain(*out))
+    train.grade(completions, tok, score, args)
     grpo.set_advantages(out, scale=args.loss != "dr_grpo")
-    return list(chain(*out))
+    return completions
 
 
 def gradient_of(model, params, completions, settings):
@@ -102,18 +102,20 @@ def gradient_of(model, params, completions, settings):
 
 
 def gradient(args):
+    score = data.scorer(args.prompt_style, args.reward)
     model, tok = flags.load_policy(args)
-    rows = data.load(args.data, "train", seed=args.seed)
+    rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
     engine.fit_update(args, model, params)
     out = []
     given = {k: getattr(args, k) for k in grpo.Settings.__annotations__}
     plain = grpo.Settings(**given | {"old_logp": "sampler"})
-    clean = gradient_of(model, params, drawn(model, tok, rows, args, 1), plain)[0]
+    draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
+    clean = gradient_of(model, params, draw(seed + 1), plain)[0]
     for sigma in SIGMAS:
-        aqn.set_noise(model, sigma, 7)
-        completions = drawn(model, tok, rows, args, 2)
+        aqn.set_noise(model, sigma, 7 + seed)
+        completions = draw(seed + 2)
         aqn.set_noise(model, 0.0)
         for anchor in ("sampler", "current"):
             settings = grpo.Settings(**given | {"old_logp": anchor})
