@@ -1077,7 +1077,7 @@ MUTANTS = {
     "weights/convert.py": [
         ("a merge forgets the adapter's format", 'policy.get("quant", "none")', '"none"',
          "lora::a_merge_takes_the_adapters_own_format"),
-        ("a merge takes any base", "            check(model)\n", "            pass\n",
+        ("a merge takes any base", "                check(model)\n", "                pass\n",
          "bad_inputs::flags_and_places_are_checked_before_the_work"),
         ("a merge takes the weights before rounding", "dtype, quant if calib is None",
          'dtype, "none" if calib is None',
