@@ -191,7 +191,8 @@ class Book:
 
     def __init__(self, args, sets):
         self.path, self.done, self.runs = args.out and Path(args.out), {}, {}
-        free = ("out", "run", "adapter", "device", "max_rows", "k", "data", "trained_with")
+        free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
+                "trained_with")
         weights = []  # a run that goes on leaves others under the same name
         if self.path and args.run and not args.adapter:
             for file in sorted(Path(args.model).glob("*.safetensors")):
@@ -244,6 +245,10 @@ def run(args, argv):
     names = names if len({*names}) == len(names) else wanted
     sets = [(name, data.load(file, args.split, args.limit, args.seed, args.levels))
             for name, file in zip(names, wanted, strict=True)]
+    trained = args.trained_with.get("data")
+    if trained in wanted and Path(trained).is_file():
+        print(f"warning: --data {trained}: most of its questions were trained on; those that were "
+              "held out are in eval_after.jsonl of the run", file=sys.stderr)
     score = data.scorer(args.prompt_style, args.reward)
     book = Book(args, sets)
     model, tok = flags.load_policy(args)
