@@ -1619,8 +1619,8 @@ MUTANTS = {
          "bench_quantization::each_method_is_called_as_it_is_named_and_asked_as_the_columns_say"),
         ("samples of all", "questions[: args.samples]", "questions",
          "bench_quantization::each_method_is_called_as_it_is_named_and_asked_as_the_columns_say"),
-        ("likelihoods of before are lost", '{"table": list}) if p.is_file() else {}',
-         '{"table": list}) if p == args.out and p.is_file() else {}',
+        ("likelihoods of before are lost", 'fields) if p.is_file() else {}',
+         'fields) if p == args.out and p.is_file() else {}',
          "bench_quantization::a_table_goes_on_with_the_likelihoods_of_before"),
     ],
     "eval.py": [
