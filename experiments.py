@@ -18,8 +18,9 @@ Measurements behind the README's choices.
                against the sampler or, with a truncated weight, against the trainer itself
 
 All but the first train: each arm with each seed, in a folder of --out of its own. A run that is
-there is not repeated, one that was stopped goes on. They print each arm's held-out accuracy with
-its standard error over the seeds, and for the 2x2 what either factor adds within a seed.
+there is not repeated, one that was stopped goes on, if the flags are the same. They print each
+arm's held-out accuracy with its standard error over the seeds, and for the 2x2 what either factor
+adds within a seed.
 
 Flags after the name are train.py's, and of the training ones --seeds 0,1,2,3,4 and --jobs 1: runs
 side by side, dealt out over the cards; one has room for several when the model is small. For
@@ -190,7 +191,7 @@ def trainings(name, seeds, jobs, args, argv):
         if (out / "summary.json").is_file():
             return 0
         again = (out / "config.json").is_file()
-        flags = [*(["--resume"] if again else [*argv, *ARMS[name][arm]]), *shared,
+        flags = [*argv, *ARMS[name][arm], *shared, *["--resume"] * again,
                  "--seed", str(seed), "--out", str(out)]
         two = name == "copies" and arm != "one"
         if jobs == 1:

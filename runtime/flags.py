@@ -98,7 +98,7 @@ TABLE = (
     "objective: train",
     Flag("loss", grpo.OBJECTIVES, "grpo", "objective", "dapo"),
     Flag("eps-low", number(0, 1e6, float), None, "ratio clip below 1 (0.2; gspo 3e-4, cispo none)"),
-    Flag("eps-high", number(0, 1e6, float), None, "ratio clip above 1 (0.2; dapo 0.28, gspo 4e-4)"),
+    Flag("eps-high", number(0, 1e6, float), None, "above 1 (0.2; dapo 0.28, gspo 4e-4, cispo 4)"),
     Flag("beta", number(0, 1e3, float), 0.0, "weight of the KL to the adapter-off model"),
     Flag("old-logp", ("sampler", "trainer", "current"), "sampler",
          "what the ratio is taken against: the log-probs of the sampler; of the trainer before "

@@ -22,8 +22,6 @@ def trained(monkeypatch):
     calls = []
 
     def main(argv):
-        if "--resume" in argv:
-            argv = [*argv, "--quant", "none", "--no-aqn"]
         args = flags.parse("train", argv)
         calls.append(args)
         out = Path(args.out)
@@ -50,8 +48,9 @@ def test_a_run_that_is_there_is_not_repeated_and_a_stopped_one_goes_on(trained, 
     stopped = tmp_path / "none--no-aqn-s3"
     stopped.mkdir()
     (stopped / "config.json").write_text("{}")
-    assert experiments.main(["2x2", "--out", str(tmp_path)]) == 0 and len(trained) == 20
-    assert [Path(a.out) for a in trained if a.resume] == [stopped]
+    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0 and len(trained) == 20
+    # with its flags, so that train.py refuses others than it began with
+    assert [(Path(a.out), a.lr, a.quant, a.aqn) for a in trained if a.resume] == [(stopped, 0.02, "none", False)]
     assert experiments.main(["2x2", "--out", str(tmp_path)]) == 0 and len(trained) == 20
 
 
