@@ -51,17 +51,16 @@ def evaluate(model, tok, rows, style="tags", n=4, temperature=0.6, top_p=0.95, m
     "accuracy", "samples": [{"text", "given", "correct", "format", "length", "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
     score, out = score or data.scorer(style), [*done]
-    if max_new_tokens is None:
-        longest = max(len(row["ids"]) for row in kept)
-        max_new_tokens = max(1, min(4096, model.config.max_position_embeddings - longest))
+    longest = max((row["ids"] for row in kept), key=len)
+    limit = sample.limit(model, longest, max_new_tokens)
     part = max(1, PART * (max_rows or sample.MAX_ROWS) // n) if keep else len(kept)
     for at in range(len(out), len(kept), part):
         mine = ranks.mine(range(at, min(at + part, len(kept))))
         some = [kept[i] for i in mine]
         with aqn.clean(model):
             groups = sample.generate(
-                model, [row["ids"] for row in some], n, max_new_tokens, temperature, top_p,
-                tok.eos_ids, seed, max_rows, progress, indices=mine)
+                model, [row["ids"] for row in some], n, limit, temperature, top_p, tok.eos_ids,
+                seed, max_rows, progress, indices=mine)
         out += ranks.merge(graded(tok, some, groups, score))
         if keep:
             keep(out)
