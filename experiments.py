@@ -102,7 +102,8 @@ def gradient_of(model, params, completions, settings):
     return flat, m["clip_low_frac"] + m["clip_high_frac"]
 
 
-def gradient(args):
+def gradient(args, argv):
+    check_out(args.out)
     score = data.scorer(args.prompt_style, args.reward)
     model, tok = flags.load_policy(args)
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
@@ -124,14 +125,8 @@ def gradient(args):
             cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
             out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})
             print(json.dumps(out[-1]), flush=True)
-    return out
-
-
-def gradients(args, argv):
-    check_out(args.out)
-    rows = gradient(args)
     with whole(args.out) as part:
-        part.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+        part.write_text("[\n" + ",\n".join(map(json.dumps, out)) + "\n]\n")
 
 
 @contextmanager
@@ -256,7 +251,7 @@ def main(argv=None):
         print(__doc__.strip())
         return 0
     if name == "gradient":
-        return flags.run_command("train", gradients, argv[1:])
+        return flags.run_command("train", gradient, argv[1:])
     if name == "two-copies":
         return apart(argv[1:])
     if name not in ARMS:
