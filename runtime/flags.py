@@ -240,6 +240,9 @@ def parse(command, argv):
     if args.dtype == "float16" and args.quant == "mxfp4":
         raise ValueError("--dtype float16: MXFP4's scales do not fit it; use bfloat16, or "
                          "--quant nvfp4")
+    if command != "sample" and args.prompt_style == "plain" and not args.reward:
+        raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
+                         "or boxed, or grade by --reward")
     {"train": check_train, "eval": check_eval, "sample": check_sample}[command](args)
     return args
 
@@ -248,9 +251,6 @@ def check_train(args):
     if args.aqn:
         # raises what it would raise later
         aqn.sigma(0, 1, args.aqn_start, args.aqn_end, args.aqn_stages, args.aqn_schedule)
-    if args.prompt_style == "plain":
-        raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
-                         "or boxed")
     if args.lora_rank == 0 and args.quant != "none":
         raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
                          f"{args.quant} cannot be trained")
