@@ -421,13 +421,14 @@ def main(argv=None):
     add("--split", default="test", choices=["train", "test"], help="which part of it")
     add("--n", type=command.number(1, 10**6), default=3, help="how many rows to show")
     add("--seed", type=command.number(0, 1 << 63), default=0, help="which rows")
+    add("--levels", type=lambda text: [int(n) for n in text.split(",")], help="as in 3,4,5")
     add("--model", help="show the prompt as this checkpoint folder's template writes it")
     add("--prompt-style", default="tags", choices=list(SUFFIX), help="what the user turn asks for")
 
     def body():
         args = parser.parse_args(argv)
         tok = Tokenizer(args.model) if args.model else None
-        for row in load(args.data, args.split, args.n, args.seed):
+        for row in load(args.data, args.split, args.n, args.seed, args.levels):
             print(json.dumps(row, ensure_ascii=False, default=str))  # a date of parquet's
             if tok:
                 ids = tok.prompt_ids(row["question"], args.prompt_style)

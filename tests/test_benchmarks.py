@@ -141,7 +141,7 @@ def test_the_real_sets_have_these_counts(name, rows):
 
 
 @pytest.mark.parametrize("levels", ["3,4,5", "4,5"])
-def test_big_math_comes_by_configuration_in_several_parts(monkeypatch, tmp_path, levels):
+def test_big_math_comes_by_configuration_in_several_parts(monkeypatch, tmp_path, capsys, levels):
     """The set it was made from asks for a login. Its rows have no level of their own: the configuration is the choice."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -157,6 +157,8 @@ def test_big_math_comes_by_configuration_in_several_parts(monkeypatch, tmp_path,
     rows, held = train.questions(args)
     assert [r["question"] for r in rows] == [f"{folder} 0", f"{folder} 1"] and rows[0]["answer"] == "\\frac{1}{2}" and held == []
     assert asked == [("open-r1/Big-Math-RL-Verified-Processed", [f"{folder}/*train{end}" for end in (".jsonl", ".parquet", "-*.parquet")])]
+    assert data.main(["--data", "bigmath", "--split", "train", "--levels", levels]) == 0  # which it could not be told
+    assert capsys.readouterr().out.count(f'"prompt": "{folder}') == 2
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the sets are not beside the repository")
