@@ -181,6 +181,11 @@ def gain(base, adapter):
     return mean(d), stderr(d)
 
 
+def plain(args):
+    """What the model is called without an adapter: a run that trained all of it is not its base."""
+    return "trained" if args.run and not args.adapter else "base"
+
+
 class Book:
     """--out: the rows that are done of each set and model. ValueError if the file holds anything
     but rows of this very evaluation.
@@ -201,7 +206,7 @@ class Book:
             what = [{k: v for k, v in vars(args).items() if k not in free},
                     [[row["question"], row["answer"]] for row in rows], *weights]
             digest = hashlib.sha256(json.dumps(what).encode())
-            self.runs[name, "base"] = digest.hexdigest()[:16]
+            self.runs[name, plain(args)] = digest.hexdigest()[:16]
             if args.adapter:
                 for file in sorted(Path(args.adapter).glob("adapter_*.*")):
                     digest.update(file.read_bytes())
@@ -263,7 +268,7 @@ def run(args, argv):
                             book.done.get((name, which), ()), book.keeper(name, which))
 
         with lora.disabled(model):
-            results.append((name, "base", arm("base")))
+            results.append((name, plain(args), arm(plain(args))))
         if args.adapter:
             results.append((name, "adapter", arm("adapter")))
             gains.append((name, *gain(results[-2][2], results[-1][2])))

@@ -286,6 +286,7 @@ def test_rows_of_a_run_that_went_on_are_refused(tmp_path, capsys, shallow):
     file.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
     argv = ["--run", str(folder.parent), "--data", str(file), "--quant", "none", "--n", "1", "--max-new-tokens", "2", "--out", str(out)]
     assert evaluation.main(argv) == evaluation.main(argv) == 0
+    assert capsys.readouterr().out.count('"model": "trained"') == 2  # not "base", which the run began from
     before, tensors = out.read_bytes(), load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
