@@ -7,7 +7,8 @@ QeRL in one loop: sample with a quantized, noisy policy; grade; advantages; upda
 
 The base model is frozen in NVFP4 and exists once: rollouts, log-probs and the update run the same
 modules. `learn` is the paper's Algorithm 1 in numbered paragraphs; what it calls is in aqn.py
-(noise), sample.py (rollouts), data.py (rewards), grpo.py (advantages, objectives, optimizer step).
+(noise), sample.py (rollouts), data.py (rewards), grpo.py (advantages, objectives, optimizer step);
+`run` is the run folder with its clock, its log and its checkpoints (runtime/run.py).
 Nothing draws from a global random state: samples, noise and data order are functions of (seed,
 step), so a run resumed from its folder repeats the uninterrupted one.
 
@@ -146,10 +147,12 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
             lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr, args.warmup)
             optimizer.param_groups[0]["lr"] = lr
             updates.append(grpo.update(model, optimizer, list(chain(*groups[i::n])), settings))
-        run.watch(updates, model)
+        run.check(updates, model)
 
         # 5. Log and save.
-        run.log(metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result), first)
+        run.phase("log")
+        row = metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
+        run.log(row, first)
         run.advance(step + 1, prompts.cursor, model, optimizer)
 
 

@@ -17,6 +17,7 @@ A rank that dies ends all: torchrun ends the others, with SIGTERM and half a min
 Left out: weights or optimizer state in parts (each rank has all), rollouts beside the update.
 """
 import os
+import pickle
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -126,12 +127,12 @@ def gather(item):
     if world == 1:
         return [item]
     parts = [None] * world
-    with together():
-        dist.all_gather_object(parts, (stopped, item))
+    with together():  # as bytes, so that no rank unpickles its own
+        dist.all_gather_object(parts, (stopped, pickle.dumps(item)))
     if not stopped and any(other for other, _ in parts):
         stopped = True
         raise KeyboardInterrupt
-    return [item for _, item in parts]
+    return [item if r == rank else pickle.loads(part) for r, (_, part) in enumerate(parts)]
 
 
 def stop():

@@ -20,7 +20,7 @@ import model as qwen
 import plot
 import sample
 import train
-from runtime import flags, run
+from runtime import console, flags, run
 from tests.conftest import adapted, drawn
 
 POLICY_LOSS = grpo.policy_loss
@@ -355,6 +355,7 @@ def step_of(r, sums, norms, prompts):
     """metrics_row of a step of this run: two groups of two completions of two and four tokens, `prompts` of them drawn."""
     groups = [[grpo.Completion({}, [1], [2] * n, [-1.0] * n, True, reward=float(n)) for n in (2, 4)] for _ in range(2)]
     updates = [({**sums, "tokens": torch.tensor(tokens)}, norm) for tokens, norm in zip((5.0, 7.0), norms, strict=True)]
+    r.phase("log")
     return run.metrics_row(r, 0, groups, groups, prompts, updates, 0.0, 1e-3, None)
 
 
@@ -694,6 +695,6 @@ def test_warnings_name_the_clip_that_noise_alone_reaches():
     """At sigma 5e-2 the first update already loses 4% of its tokens to the clip: nothing has been learned from them yet."""
     args = flags.parse("train", [])
     fine = dict.fromkeys(("reward", "format", "truncated_frac", "zero_var_frac", "logp_gap_mean", "sigma"), 0.02)
-    assert not list(run.warnings_for({**fine, "clip_first_frac": 0.01, "skipped": 0}, args))
-    [text] = run.warnings_for({**fine, "clip_first_frac": 0.04, "skipped": 0}, args)
+    assert not list(console.warnings_for({**fine, "clip_first_frac": 0.01, "skipped": 0}, args))
+    [text] = console.warnings_for({**fine, "clip_first_frac": 0.04, "skipped": 0}, args)
     assert "--old-logp current" in text

@@ -23,7 +23,8 @@ import plot
 import sample
 import train
 from runtime import batches, command, flags
-from runtime.run import Run, digest_of, settle, tracker, warnings_for
+from runtime.console import tracker, warnings_for
+from runtime.run import Run, digest_of, settle
 from tests.conftest import adapted, drawn, exit_code, first_blocks, parameters_of, rows_of
 from weights.files import lock
 
@@ -281,7 +282,6 @@ def test_an_extended_run_knows_its_best_adapter(tmp_path, monkeypatch):
         return {"accuracy": mean, "stderr": 0.01, "rows": [{"question": "?", "answer": "1", "accuracy": mean, "samples": []}]}
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
-    monkeypatch.setattr("runtime.run.show_learned", lambda *a: None)
     out, want = tmp_path / "run", {"step": 3, "accuracy": 0.8, "stderr": 0.01}
     assert run(out, "--steps", "3", "--eval-n", "1", "--eval-every", "2", "--eval-limit", "1") == 0
     assert json.loads((out / "summary.json").read_text())["best"] == want
@@ -768,9 +768,9 @@ def test_scattered_skips_do_not_end_a_run(tmp_path):
     r = Run(flags.parse("train", ["--out", str(tmp_path)]), [])
     model = torch.nn.Linear(1, 1)
     for norm in [*[math.nan] * 9, 1.0] * 3:
-        r.watch([({}, norm), None], model)
+        r.check([({}, norm), None], model)
     with pytest.raises(ValueError, match="10 updates in a row"):
-        r.watch([({}, math.nan)] * 10, model)
+        r.check([({}, math.nan)] * 10, model)
 
 
 def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
