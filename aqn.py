@@ -138,6 +138,7 @@ def clean(model):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Print the noise schedule, a line a stage.",
+                                     allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--aqn-start", type=float, default=1e-2, help="sigma of the first noisy stage")

@@ -26,7 +26,7 @@ from model import logits
 from runtime.flags import place
 from runtime.logprobs import token_logprobs
 from weights import awq, checkpoint
-from weights.files import check, check_out, read_json, whole
+from weights.files import check, check_out, read_json, shown, whole
 from weights.formats import FORMATS
 
 METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # of awq.Search
@@ -135,14 +135,22 @@ def run(args):
     tok, test = data.Tokenizer(checkpoint.fetch(args.model)), args.data / "test.jsonl"
     docs = [tok.encode(t) for t in awq.texts(test)[: args.documents]]
     questions = data.load(test, "test")
-    results, likelihoods = (read_json(p, {"table": list}) if p.is_file() else {}
-                            for p in (args.out, beside))
-    results["table_settings"] = {k: v if isinstance(v, (int, str, list)) else str(v)
-                                 for k, v in vars(args).items() if k != "out"}
+    fields = {"table": list, "table_settings": dict}
+    results, likelihoods = (read_json(p, fields) if p.is_file() else {} for p in (args.out, beside))
+    settings = {k: v if isinstance(v, (int, str, list)) else str(v)
+                for k, v in vars(args).items() if k != "out"}
+    for k, old in results.get("table_settings", {}).items():
+        if k not in ("formats", "methods") and old != settings.get(k, old):
+            raise ValueError(f"--{k.replace('_', '-')} {settings[k]}: the rows in {args.out} were "
+                             f"measured with {shown(old)}; choose another --out")
+    results["table_settings"] = settings
     rows = results.setdefault("table", [])
     for r in rows:
         check(r, args.out, {"format": str, "method": str, "perplexity": (float, 1, 1e300)},
               ["format", "method", "perplexity"])
+        if (name := f"{r['format']} {r['method']}") not in likelihoods:
+            raise ValueError(f"{beside}: the likelihoods of {name} are missing; choose another "
+                             "--out")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for fmt, method in [("none", "-")] + [(f, m) for f in args.formats for m in args.methods]:
         if any((r["format"], r["method"]) == (fmt, method) for r in rows):

@@ -148,10 +148,12 @@ def rollout_curves(rows, where):
 
 
 def scale(args):
-    """A step of 7B on many cards, on paper, from decode steps and updates of one
-    H100, and lengths drawn from a log-normal cut at --new."""
+    """A step of the 7B on many cards, on paper, from decode steps and updates of one H100, and
+    lengths drawn from a log-normal cut at --new."""
     decode = [r for r in json.loads((RESULTS / "decode_steps_h100.json").read_text())
               if (r["size"], r["quant"], r["lora_rank"]) == ("7b", "nvfp4", 16)]
+    if args.rows > (most := max(r["rows"] for r in decode)):
+        raise ValueError(f"--rows {args.rows}: a decode step is measured up to {most} rows")
     ms = np.interp(np.arange(args.rows + 1), *zip(*sorted(
         (r["rows"], r["replay_ms"]) for r in decode), strict=True))  # of a step, by live rows
     adapter = 4 * memory.lora_parameters(config("7b"), 16)  # bytes of its gradient
@@ -186,14 +188,14 @@ def parse_args(argv=None):
         c = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__, allow_abbrev=False,
                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         c.set_defaults(run=f)
-    add = c.add_argument
-    add("--cards", nargs="+", type=int, default=[1, 2, 8, 64, 512], help="the first: alone")
-    add("--rows", type=int, default=128, help="completions a card, all decoding at once")
-    add("--prompt", type=int, default=128, help="tokens of a prompt")
+    add, count = c.add_argument, command.number(1, 1e9)
+    add("--cards", nargs="+", type=count, default=[1, 2, 8, 64, 512], help="the first: alone")
+    add("--rows", type=count, default=128, help="completions a card, all decoding at once")
+    add("--prompt", type=count, default=128, help="tokens of a prompt")
     add("--median", type=float, default=1000, help="tokens of a completion")
     add("--spread", type=float, default=0.7, help="standard deviation of their logarithm")
-    add("--new", type=int, default=4096, help="tokens a completion is cut at")
-    add("--updates", type=int, default=4, help="of a rollout")
+    add("--new", type=count, default=4096, help="tokens a completion is cut at")
+    add("--updates", type=count, default=4, help="of a rollout")
     add("--update-tok-s", type=float, default=18400, help="of one card (step_h100.json)")
     add("--reduce-gb", type=float, default=25, help="GB/s of an all-reduce, each way")
     add("--gather-gb", type=float, default=1, help="GB/s at which a rank takes objects in")

@@ -15,30 +15,25 @@ Left out: learned reward models, and streaming sets that do not fit in memory.
 from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import hashlib
-import http.client
 import importlib.util
 import json
 import numbers
-import os
 import random
 import re
 import sys
 import traceback
-import urllib.request
 from pathlib import Path
 
 from runtime.grade import last_boxed, same_all
 from runtime.tokenizer import SUFFIX, Tokenizer, unknown_style
-from weights.files import read_jsonl, shown, whole
+from weights.files import read_jsonl, shown
 
-GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
-             "grade_school_math/data/{}.jsonl")
-GSM8K_ROWS = {"train": 7473, "test": 1319}
-HUB = {
-    "math500": "HuggingFaceH4/MATH-500", "aime24": "math-ai/aime24", "aime25": "math-ai/aime25",
-    "amc23": "math-ai/amc23", "bigmath": "open-r1/Big-Math-RL-Verified-Processed",
+HUB = {  # a repository, and where it holds several sets the folder
+    "gsm8k": "openai/gsm8k/main", "math500": "HuggingFaceH4/MATH-500",
+    "aime24": "math-ai/aime24", "aime25": "math-ai/aime25", "amc23": "math-ai/amc23",
+    "bigmath": "open-r1/Big-Math-RL-Verified-Processed",
 }
-TEST_ROWS = {"math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}  # of HUB's benchmarks
+TEST_ROWS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}
 MOST = 100_000  # arithmetic problems drawn at a time: there is an end to distinct ones
 
 
@@ -59,9 +54,8 @@ def prompts(tok, rows, style="tags", max_prompt=None):
 def load(name, split="train", n=None, seed=0, levels=None):
     """Rows of a data set: a list of {"question": str, "answer": str, ...other columns}.
 
-    name: arithmetic | gsm8k | math500 | aime24 | aime25 | amc23 | bigmath, a .jsonl or .parquet
-    file, a folder with {split}.jsonl or .parquet, or the id of a hub data set. A single file is the
-    same rows for each split.
+    name: arithmetic, a name of HUB, a .jsonl or .parquet file, a folder with {split}.jsonl or
+    .parquet, or the id of a hub data set. A single file is the same rows for each split.
     n: that many rows, drawn without replacement by `seed` and left in order.
     levels: keep rows whose "level" is in it, 5 the hardest (see _set_levels); bigmath comes in two
     configurations, 3, 4, 5 and 4, 5.
@@ -73,9 +67,6 @@ def load(name, split="train", n=None, seed=0, levels=None):
         raise ValueError(f"split {split!r}: unknown, choose train or test")
     if n is not None and n < 1:
         raise ValueError(f"--data {name}: asked for {n} rows; ask for at least 1")
-    if name == "arithmetic" and n is not None and n > MOST:
-        raise ValueError(f"--data {name}: asked for {n} rows; at most {MOST} distinct ones are "
-                         "drawn")
     if name == "arithmetic":
         rows, where = arithmetic(split, n or {"train": 2048, "test": 512}[split], seed), name
     else:
@@ -103,24 +94,21 @@ def _files(name, split, levels=None):
     """The files that hold a split of the set called `name`: one, or its parts."""
     if not name.strip():
         raise ValueError("--data: is empty; name a set, a file or a folder")
-    if name == "gsm8k":
-        return [_gsm8k(split)]
     if name == "bigmath":
         if split == "test":
             raise FileNotFoundError("bigmath has no test split")
-        if levels not in ([3, 4, 5], [4, 5]):
+        if (chosen := sorted(levels or ())) not in ([3, 4, 5], [4, 5]):
             raise ValueError("--levels: --data bigmath comes as 3,4,5 or 4,5; choose one")
-        folder = "level_" + "_".join(map(str, levels))
-        return _find_split(_hub(HUB[name], split, f"{folder}/") / folder, split)
+        return _hub("/".join([HUB[name], "_".join(["level", *map(str, chosen)])]), split)
     if name in HUB:
-        return _find_split(_hub(HUB[name], split), split)
+        return _hub(HUB[name], split)
     if Path(name).is_dir():
         return _find_split(Path(name), split)
     if Path(name).is_file():
         return [Path(name)]
     if re.fullmatch(r"[\w-]+/[\w.-]+", name) and not name.endswith((".jsonl", ".parquet")):
-        return _find_split(_hub(name, split), split)
-    raise FileNotFoundError(f"--data {name}: no such file or folder, nor one of arithmetic, gsm8k, "
+        return _hub(name, split)
+    raise FileNotFoundError(f"--data {name}: no such file or folder, nor one of arithmetic, "
                             f"{', '.join(HUB)}")
 
 
@@ -202,45 +190,21 @@ def _set_levels(rows):
             row["level"] = None if rate is None else 5 - sum(rate > edge for edge in edges)
 
 
-def _gsm8k(split):
-    cache = Path(os.environ.get("QERL_CACHE") or Path.home() / ".cache" / "qerl")
-    path, url = cache / "gsm8k" / f"{split}.jsonl", GSM8K_URL.format(split)
-    if path.is_file():
-        _check_gsm8k(path, split, path)
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as part:  # checked before it has its name: half a download is no set
-        try:
-            with urllib.request.urlopen(url, timeout=60) as r:
-                part.write_bytes(r.read())
-        except (OSError, http.client.HTTPException) as e:
-            raise ConnectionError(f"--data gsm8k: cannot download {url} ({e}); pass a local folder "
-                                  "with train.jsonl and test.jsonl") from None
-        _check_gsm8k(part, split, url)
-    return path
-
-
-def _check_gsm8k(path, split, source):
-    rows = list(_read_rows(path))
-    if len(rows) != GSM8K_ROWS[split]:
-        raise ValueError(f"{source}: {len(rows)} rows, GSM8K's {split} split has "
-                         f"{GSM8K_ROWS[split]}; delete it and try again")
-    for i, raw in enumerate(rows, 1):
-        if "####" not in str(raw.get("answer", "")):
-            raise ValueError(f"{source}, row {i}: no '####' before the answer, this is not GSM8K")
-
-
-def _hub(repo, split, under=""):
+def _hub(place, split):
+    """The files of a split of owner/name on the hub, or of owner/name/folder, downloaded once."""
     import huggingface_hub
 
-    wanted = [f"{under}*{split}.jsonl", f"{under}*{split}.parquet", f"{under}*{split}-*.parquet"]
+    owner, name, *folders = place.split("/")
+    under = "".join(f"{folder}/" for folder in folders)
+    wanted = [f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")]
     try:
-        return Path(huggingface_hub.snapshot_download(
-            repo, repo_type="dataset", allow_patterns=wanted))
+        home = huggingface_hub.snapshot_download(f"{owner}/{name}", repo_type="dataset",
+                                                 allow_patterns=wanted)
     except Exception as e:  # the hub's errors share no base class
         raise ConnectionError(
-            f"--data {repo}: not here, and the hub did not give it ({_line(e)}); pass a local "
+            f"--data {place}: not here, and the hub did not give it ({_line(e)}); pass a local "
             f"folder with {split}.jsonl") from None
+    return _find_split(Path(home) / under, split)
 
 
 def _line(error):
@@ -263,8 +227,11 @@ def arithmetic(split, n, seed=0):
 
     A chain such as "7+15*3-8" is worked from left to right. A hash of the chain says which split it
     is in, whatever the form it is put in and whatever the seed, so that no test problem can be met
-    in training.
+    in training. ValueError for more than MOST.
     """
+    if n > MOST:
+        raise ValueError(f"--data arithmetic: asked for {n} rows; at most {MOST} distinct ones are "
+                         "drawn")
     rng = random.Random(f"{split} {seed}")
     rows, seen = [], set()
     while len(rows) < n:
@@ -340,8 +307,8 @@ def _ask(rng, form, start, ops):
 # ---- rewards
 
 LAST_NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z.)])-)?"  # the minus of "10-3" is no sign
-    r"\$?[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?(?:/[0-9]+)?%?"
+    r"(?:(?<![0-9A-Za-z.)])-)?\$?"  # the minus of "10-3" is no sign
+    r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)(?:/[0-9]+)?%?"
 )
 
 
@@ -432,6 +399,7 @@ def _function(spec):
     if not Path(path).is_file():
         raise FileNotFoundError(f"--reward {path}: not found; name a Python file that defines "
                                 f"{name}(text, row)")
+    sys.path.append(str(Path(path).resolve().parent))  # as `python path` has it: its neighbours
     loader = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = sys.modules[loader.name] = importlib.util.module_from_spec(loader)
     try:
@@ -453,14 +421,15 @@ def main(argv=None):
     add("--split", default="test", choices=["train", "test"], help="which part of it")
     add("--n", type=command.number(1, 10**6), default=3, help="how many rows to show")
     add("--seed", type=command.number(0, 1 << 63), default=0, help="which rows")
+    add("--levels", type=lambda text: [int(n) for n in text.split(",")], help="as in 3,4,5")
     add("--model", help="show the prompt as this checkpoint folder's template writes it")
     add("--prompt-style", default="tags", choices=list(SUFFIX), help="what the user turn asks for")
 
     def body():
         args = parser.parse_args(argv)
         tok = Tokenizer(args.model) if args.model else None
-        for row in load(args.data, args.split, args.n, args.seed):
-            print(json.dumps(row, ensure_ascii=False))
+        for row in load(args.data, args.split, args.n, args.seed, args.levels):
+            print(json.dumps(row, ensure_ascii=False, default=str))  # a date of parquet's
             if tok:
                 ids = tok.prompt_ids(row["question"], args.prompt_style)
                 text = tok.tokenizer.decode(ids, skip_special_tokens=False)

@@ -51,17 +51,16 @@ def evaluate(model, tok, rows, style="tags", n=4, temperature=0.6, top_p=0.95, m
     "accuracy", "samples": [{"text", "given", "correct", "format", "length", "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
     score, out = score or data.scorer(style), [*done]
-    if max_new_tokens is None:
-        longest = max(len(row["ids"]) for row in kept)
-        max_new_tokens = max(1, min(4096, model.config.max_position_embeddings - longest))
+    longest = max((row["ids"] for row in kept), key=len)
+    limit = sample.limit(model, longest, max_new_tokens)
     part = max(1, PART * (max_rows or sample.MAX_ROWS) // n) if keep else len(kept)
     for at in range(len(out), len(kept), part):
         mine = ranks.mine(range(at, min(at + part, len(kept))))
         some = [kept[i] for i in mine]
         with aqn.clean(model):
             groups = sample.generate(
-                model, [row["ids"] for row in some], n, max_new_tokens, temperature, top_p,
-                tok.eos_ids, seed, max_rows, progress, indices=mine)
+                model, [row["ids"] for row in some], n, limit, temperature, top_p, tok.eos_ids,
+                seed, max_rows, progress, indices=mine)
         out += ranks.merge(graded(tok, some, groups, score))
         if keep:
             keep(out)
@@ -182,6 +181,11 @@ def gain(base, adapter):
     return mean(d), stderr(d)
 
 
+def plain(args):
+    """What the model is called without an adapter: a run that trained all of it is not its base."""
+    return "trained" if args.run and not args.adapter else "base"
+
+
 class Book:
     """--out: the rows that are done of each set and model. ValueError if the file holds anything
     but rows of this very evaluation.
@@ -191,7 +195,8 @@ class Book:
 
     def __init__(self, args, sets):
         self.path, self.done, self.runs = args.out and Path(args.out), {}, {}
-        free = ("out", "run", "adapter", "device", "max_rows", "k", "data", "trained_with")
+        free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
+                "trained_with")
         weights = []  # a run that goes on leaves others under the same name
         if self.path and args.run and not args.adapter:
             for file in sorted(Path(args.model).glob("*.safetensors")):
@@ -201,7 +206,7 @@ class Book:
             what = [{k: v for k, v in vars(args).items() if k not in free},
                     [[row["question"], row["answer"]] for row in rows], *weights]
             digest = hashlib.sha256(json.dumps(what).encode())
-            self.runs[name, "base"] = digest.hexdigest()[:16]
+            self.runs[name, plain(args)] = digest.hexdigest()[:16]
             if args.adapter:
                 for file in sorted(Path(args.adapter).glob("adapter_*.*")):
                     digest.update(file.read_bytes())
@@ -244,6 +249,10 @@ def run(args, argv):
     names = names if len({*names}) == len(names) else wanted
     sets = [(name, data.load(file, args.split, args.limit, args.seed, args.levels))
             for name, file in zip(names, wanted, strict=True)]
+    trained = args.trained_with.get("data")
+    if trained in wanted and Path(trained).is_file():
+        print(f"warning: --data {trained}: most of its questions were trained on; those that were "
+              "held out are in eval_after.jsonl of the run", file=sys.stderr)
     score = data.scorer(args.prompt_style, args.reward)
     book = Book(args, sets)
     model, tok = flags.load_policy(args)
@@ -259,7 +268,7 @@ def run(args, argv):
                             book.done.get((name, which), ()), book.keeper(name, which))
 
         with lora.disabled(model):
-            results.append((name, "base", arm("base")))
+            results.append((name, plain(args), arm(plain(args))))
         if args.adapter:
             results.append((name, "adapter", arm("adapter")))
             gains.append((name, *gain(results[-2][2], results[-1][2])))

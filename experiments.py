@@ -18,8 +18,9 @@ Measurements behind the README's choices.
                against the sampler or, with a truncated weight, against the trainer itself
 
 All but the first train: each arm with each seed, in a folder of --out of its own. A run that is
-there is not repeated, one that was stopped goes on. They print each arm's held-out accuracy with
-its standard error over the seeds, and for the 2x2 what either factor adds within a seed.
+there is not repeated, one that was stopped goes on, if the flags are the same. They print each
+arm's held-out accuracy with its standard error over the seeds, and for the 2x2 what either factor
+adds within a seed.
 
 Flags after the name are train.py's, and of the training ones --seeds 0,1,2,3,4 and --jobs 1: runs
 side by side, dealt out over the cards; one has room for several when the model is small. For
@@ -75,17 +76,17 @@ ARMS = {
 }
 
 
-def drawn(model, tok, rows, args, seed):
+def drawn(model, tok, rows, score, args, seed):
     """Graded completions with their advantages, a list."""
     groups = sample.generate(
         model, [r["ids"] for r in rows], args.group_size, args.max_new_tokens, args.temperature,
         eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows)
     out = [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in g]
            for row, g in zip(rows, groups, strict=True)]
-    for c in chain(*out):
-        c.reward = data.reward(tok.decode(c.ids), c.row["answer"], args.prompt_style)["reward"]
+    completions = list(chain(*out))
+    train.grade(completions, tok, score, args)
     grpo.set_advantages(out, scale=args.loss != "dr_grpo")
-    return list(chain(*out))
+    return completions
 
 
 def gradient_of(model, params, completions, settings):
@@ -101,19 +102,22 @@ def gradient_of(model, params, completions, settings):
     return flat, m["clip_low_frac"] + m["clip_high_frac"]
 
 
-def gradient(args):
+def gradient(args, argv):
+    check_out(args.out)
+    score = data.scorer(args.prompt_style, args.reward)
     model, tok = flags.load_policy(args)
-    rows = data.load(args.data, "train", seed=args.seed)
+    rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
     engine.fit_update(args, model, params)
     out = []
     given = {k: getattr(args, k) for k in grpo.Settings.__annotations__}
     plain = grpo.Settings(**given | {"old_logp": "sampler"})
-    clean = gradient_of(model, params, drawn(model, tok, rows, args, 1), plain)[0]
+    draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
+    clean = gradient_of(model, params, draw(seed + 1), plain)[0]
     for sigma in SIGMAS:
-        aqn.set_noise(model, sigma, 7)
-        completions = drawn(model, tok, rows, args, 2)
+        aqn.set_noise(model, sigma, 7 + seed)
+        completions = draw(seed + 2)
         aqn.set_noise(model, 0.0)
         for anchor in ("sampler", "current"):
             settings = grpo.Settings(**given | {"old_logp": anchor})
@@ -121,14 +125,8 @@ def gradient(args):
             cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
             out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})
             print(json.dumps(out[-1]), flush=True)
-    return out
-
-
-def gradients(args, argv):
-    check_out(args.out)
-    rows = gradient(args)
     with whole(args.out) as part:
-        part.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+        part.write_text("[\n" + ",\n".join(map(json.dumps, out)) + "\n]\n")
 
 
 @contextmanager
@@ -188,7 +186,7 @@ def trainings(name, seeds, jobs, args, argv):
         if (out / "summary.json").is_file():
             return 0
         again = (out / "config.json").is_file()
-        flags = [*(["--resume"] if again else [*argv, *ARMS[name][arm]]), *shared,
+        flags = [*argv, *ARMS[name][arm], *shared, *["--resume"] * again,
                  "--seed", str(seed), "--out", str(out)]
         two = name == "copies" and arm != "one"
         if jobs == 1:
@@ -253,7 +251,7 @@ def main(argv=None):
         print(__doc__.strip())
         return 0
     if name == "gradient":
-        return flags.run_command("train", gradients, argv[1:])
+        return flags.run_command("train", gradient, argv[1:])
     if name == "two-copies":
         return apart(argv[1:])
     if name not in ARMS:

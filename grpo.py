@@ -304,12 +304,11 @@ def completion_logprobs(model, completions, temperature):
     if packed := lora.packed(model):
         hidden = packed.hidden(model, *rows_end_to_end(families(model, completions)))  # (S, C)
     else:  # padded on the right
-        rows, take = [c.prompt + c.ids[:-1] for c in completions], []
+        rows = [c.prompt + c.ids[:-1] for c in completions]
         L = max(map(len, rows))
-        for b, (c, row) in enumerate(zip(completions, rows, strict=True)):
-            take += range(b * L + len(c.prompt) - 1, b * L + len(row))
         ids = to_device([row + [0] * (L - len(row)) for row in rows], device)  # (B, L)
-        hidden = model.hidden(ids).flatten(0, 1)[to_device(take, device)]  # (B*L, C) -> (S, C)
+        states = zip(completions, rows, model.hidden(ids), strict=True)  # the last: B x (L, C)
+        hidden = torch.cat([h[len(c.prompt) - 1 : len(row)] for c, row, h in states])  # (S, C)
     targets = to_device([i for c in completions for i in c.ids], device)  # (S,)
     logp, entropy = token_logprobs(hidden, model.lm_head.weight, targets, temperature,
                                    model.valid_vocab)
@@ -337,9 +336,8 @@ def record_trainer_logprobs(model, completions, settings):
         values = iter(logp[mask].tolist())  # of all at once: each look waits for the device
         for c in batch:
             c.trainer_logprobs = list(islice(values, len(c.ids)))
-    mine, *every = ([*chain(*share)] for share in (shares[ranks.rank], *shares))
-    found = ranks.gather([c.trainer_logprobs for c in mine])
-    for c, values in zip(chain(*every), chain(*found), strict=True):
+    found = ranks.gather([c.trainer_logprobs for c in chain(*shares[ranks.rank])])
+    for c, values in zip(chain(*chain(*shares)), chain(*found), strict=True):
         c.trainer_logprobs = values
 
 

@@ -32,15 +32,11 @@ from safetensors.torch import load_file, save_file
 from model import HALVES, prefix, projections
 from weights.files import read_json, whole
 
-# Fields of adapter_config.json with the values that leave plain LoRA plain. Which layers are
-# adapted is read off the tensors, so the fields that choose layers are free. A field that is in
-# neither list, and set, is something PEFT learned later.
-PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (), "lora_bias": (),
-         "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"), "use_dora": (),
-         "modules_to_save": (), "rank_pattern": (), "alpha_pattern": (), "layer_replication": (),
-         "trainable_token_indices": (), "target_parameters": (), "alora_invocation_tokens": (),
-         "use_qalora": (), "use_bdlora": (), "loftq_config": (), "corda_config": (),
-         "arrow_config": ()}
+# Fields of adapter_config.json that leave plain LoRA plain, with these values or with any. Which
+# layers are adapted is read off the tensors, so the fields that choose layers are free. Any other
+# field that is set (use_dora, rank_pattern, what PEFT learns later) makes it something else.
+PLAIN = {"peft_type": ("LORA",), "bias": ("none",),
+         "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 FREE = {"r", "lora_alpha", "use_rslora", "lora_dropout", "task_type", "base_model_name_or_path",
         "revision", "inference_mode", "auto_mapping", "peft_version", "target_modules",
         "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config",

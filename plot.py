@@ -177,6 +177,8 @@ def lines(runs):
     labels = [" ".join(f"{k.replace('_', '-')}={shown(f[k])}" for k in differ) for f in every]
     if not 1 <= len(differ) <= 4 or len({*labels}) < len(labels):
         labels = [commonprefix([name for _, name in m]) + "*" * (len(m) > 1) for m in many]
+    # matplotlib hides what begins with _, and reads TeX between two $
+    labels = [" " * label.startswith("_") + label.replace("$", r"\$") for label in labels]
     return [(label + (f" ({len(m)} seeds)" if len(m) > 1 else ""), [run for run, _ in m])
             for label, m in zip(labels, many, strict=True)]
 

@@ -264,10 +264,10 @@ def turns(args, *texts):
     return messages
 
 
-def limit(model, prompt, args):
-    """--max-new-tokens; without it, 4096 or what the model's positions leave."""
+def limit(model, prompt, wanted=None):
+    """New tokens at most: `wanted`, or 4096, or what the model's positions leave after a prompt."""
     room = model.config.max_position_embeddings - len(prompt)
-    return args.max_new_tokens or max(1, min(4096, room))
+    return max(1, min(4096, room)) if wanted is None else wanted
 
 
 def answer(model, tok, args, texts):
@@ -284,7 +284,8 @@ def answer(model, tok, args, texts):
             shown = text
 
     prompt = tok.encode(tok.chat(turns(args, *texts)))
-    [[sample]] = generate(model, [prompt], 1, limit(model, prompt, args), args.temperature,
+    most = limit(model, prompt, args.max_new_tokens)
+    [[sample]] = generate(model, [prompt], 1, most, args.temperature,
                           args.top_p, tok.eos_ids, args.seed, on_token=show)
     print("" if sample.finished else " [cut: raise --max-new-tokens]")
     return tok.decode(sample.ids)
@@ -316,7 +317,7 @@ def chat(model, tok, args):
 def batch(model, tok, args, prompts):
     """--file -> --out: one JSON row a sample, in order, written whole at the end."""
     ids = [tok.encode(tok.chat(turns(args, text))) for text in prompts]
-    limits = [limit(model, p, args) for p in ids]
+    limits = [limit(model, p, args.max_new_tokens) for p in ids]
     groups = generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids,
                       args.seed, args.max_rows, progress=sys.stderr.isatty())
     rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids),

@@ -105,4 +105,6 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
 if __name__ == "__main__":
     if sys.argv[1:] in (["-h"], ["--help"]):
         sys.exit(print(__doc__.strip()))
+    if len(sys.argv) == 2:
+        sys.exit('walk.py: error: the answer is missing; python walk.py "QUESTION" ANSWER')
     main(*sys.argv[1:3])

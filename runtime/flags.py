@@ -98,7 +98,7 @@ TABLE = (
     "objective: train",
     Flag("loss", grpo.OBJECTIVES, "grpo", "objective", "dapo"),
     Flag("eps-low", number(0, 1e6, float), None, "ratio clip below 1 (0.2; gspo 3e-4, cispo none)"),
-    Flag("eps-high", number(0, 1e6, float), None, "ratio clip above 1 (0.2; dapo 0.28, gspo 4e-4)"),
+    Flag("eps-high", number(0, 1e6, float), None, "above 1 (0.2; dapo 0.28, gspo 4e-4, cispo 4)"),
     Flag("beta", number(0, 1e3, float), 0.0, "weight of the KL to the adapter-off model"),
     Flag("old-logp", ("sampler", "trainer", "current"), "sampler",
          "what the ratio is taken against: the log-probs of the sampler; of the trainer before "
@@ -240,6 +240,9 @@ def parse(command, argv):
     if args.dtype == "float16" and args.quant == "mxfp4":
         raise ValueError("--dtype float16: MXFP4's scales do not fit it; use bfloat16, or "
                          "--quant nvfp4")
+    if command != "sample" and args.prompt_style == "plain" and not args.reward:
+        raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
+                         "or boxed, or grade by --reward")
     {"train": check_train, "eval": check_eval, "sample": check_sample}[command](args)
     return args
 
@@ -248,9 +251,6 @@ def check_train(args):
     if args.aqn:
         # raises what it would raise later
         aqn.sigma(0, 1, args.aqn_start, args.aqn_end, args.aqn_stages, args.aqn_schedule)
-    if args.prompt_style == "plain":
-        raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
-                         "or boxed")
     if args.lora_rank == 0 and args.quant != "none":
         raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
                          f"{args.quant} cannot be trained")

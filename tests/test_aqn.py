@@ -234,7 +234,7 @@ def test_command_prints_the_schedule(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10 and "0.000e+00" in lines[0] and "1.000e-02" in lines[1]
     assert lines[-1] == "steps    18 to    19  sigma 1.000e-04"
-    for bad in (["--aqn-end", "0"], ["--steps", "0"], ["--no-such-flag"]):
+    for bad in (["--aqn-end", "0"], ["--steps", "0"], ["--no-such-flag"], ["--step=9"]):
         with pytest.raises(SystemExit) as e:
             aqn.main(bad)
         assert e.value.code == 2 and bad[0] in capsys.readouterr().err

@@ -79,7 +79,6 @@ def refused(sound, tmp_path, monkeypatch, capsys):
     home = tmp_path / "home"
     shutil.copytree(sound, home, copy_function=os.link)
     monkeypatch.chdir(home)
-    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tokenizer, "SECONDS", 0.2)
 
     def check(line, spoil, words):

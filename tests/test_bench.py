@@ -182,6 +182,15 @@ def test_the_step_on_paper_is_that_of_its_terms(monkeypatch):
             sum(row[name] for name in ("rollout", "wait", "exchange", "update", "reduce")))
 
 
+def test_no_step_is_read_off_beyond_what_was_measured(monkeypatch, capsys):
+    """A thousand rows decoded as fast as the 128 that were measured; no cards at all were a traceback."""
+    with pytest.raises(ValueError, match="--rows 1000: a decode step is measured up to 128 rows"):
+        shown(monkeypatch, "--rows", "1000")
+    with pytest.raises(SystemExit):
+        bench_report.parse_args(["scale", "--cards", "0"])
+    assert "--cards: 0: must be at least 1" in capsys.readouterr().err
+
+
 def test_the_bound_of_a_queue_fills_each_slot_at_once(monkeypatch):
     """By hand, four requests through two slots: two at once for 4 steps, then the last one alone for 5 more."""
     batches = []

@@ -63,6 +63,23 @@ def test_a_table_goes_on_with_the_likelihoods_of_before(folder, shallow, monkeyp
     assert [(r["method"], r["gap"], r.get("gap_removed")) for r in rows] == [("-", 0, None), ("rtn", 0.25, None), ("awq", 0.125, 0.5)]
 
 
+def test_rows_of_other_settings_are_not_mixed_with_new_ones(folder, shallow, monkeypatch, capsys):
+    """They stood in one table under the new settings, or `zip` was told to be shorter; without likelihoods it was a KeyError."""
+    monkeypatch.setattr(bench, "row", lambda args, fmt, method, docs, *_: (
+        {"format": fmt, "method": method, "perplexity": 2.0}, [[4.0, 4] for _ in docs]))
+    out = folder / "q.json"
+    argv = ["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--device", "cpu", "--out", str(out), "--methods"]
+    bench.main([*argv, "rtn"])
+    before = out.read_bytes()
+    for change, says in ((["--documents", "2"], "--documents 2: the rows in"), (["--max-new-tokens", "9"], "measured with 400; choose another"),
+                         (None, "q.nll.json: the likelihoods of none - are missing")):
+        if change is None:
+            (folder / "q.nll.json").unlink()
+        with pytest.raises(SystemExit):
+            bench.main([*argv, "awq", *(change or [])])
+        assert says in capsys.readouterr().err and out.read_bytes() == before
+
+
 def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folder, shallow, monkeypatch):
     """Calibrated on the text that it is tested on, AWQ's halves with the other half in them, sampled answers called greedy."""
     loads, asked, tok = [], [], data.Tokenizer(shallow)

@@ -98,7 +98,7 @@ def test_results_of_another_evaluation_are_not_taken_for_this_one(sets, tmp_path
     for change in (["--temperature", "1"], ["--seed", "1"], ["--limit", "2"], ["--prompt-style", "boxed"], ["--data", sets.split(",")[0]]):
         assert cli(*argv, *change)[0] == 2
         assert f"--out {out}: holds something else" in capsys.readouterr().err and out.read_bytes() == before
-    assert cli(*argv, "--max-rows", "2", "--k", "1")[0] == 0  # neither changes what is drawn
+    assert cli(*argv, "--max-rows", "2", "--k", "1", "--card-share", "0.5", "--timeout", "9")[0] == 0  # none changes what is drawn
 
 
 def test_a_reward_of_ones_own_is_asked_once_a_sample(tmp_path, sets):
@@ -120,10 +120,11 @@ def hub(monkeypatch, folder):
     return asked
 
 
-@pytest.mark.parametrize(("name", "rows"), [("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40)])
+@pytest.mark.parametrize(("name", "rows"), [("gsm8k", 1319), ("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40)])
 def test_each_benchmark_is_counted(monkeypatch, tmp_path, name, rows):
     """A download that ends early is a smaller, easier or harder benchmark under the same name."""
     hub(monkeypatch, tmp_path)
+    monkeypatch.setitem(data.HUB, "gsm8k", "openai/gsm8k")  # whatever folder it is in
     for n in (rows, rows - 1, rows + 1):
         (tmp_path / "test.jsonl").write_text('{"problem": "q", "answer": "1"}\n' * n)
         if n == rows:
@@ -136,11 +137,11 @@ def test_each_benchmark_is_counted(monkeypatch, tmp_path, name, rows):
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the sets are not beside the repository")
 @pytest.mark.parametrize(("name", "rows"), [("gsm8k", 1319), ("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40)])
 def test_the_real_sets_have_these_counts(name, rows):
-    assert len(data.load(SHARED / name, "test")) == rows == {**data.TEST_ROWS, "gsm8k": data.GSM8K_ROWS["test"]}[name]
+    assert len(data.load(SHARED / name, "test")) == rows == data.TEST_ROWS[name]
 
 
 @pytest.mark.parametrize("levels", ["3,4,5", "4,5"])
-def test_big_math_comes_by_configuration_in_several_parts(monkeypatch, tmp_path, levels):
+def test_big_math_comes_by_configuration_in_several_parts(monkeypatch, tmp_path, capsys, levels):
     """The set it was made from asks for a login. Its rows have no level of their own: the configuration is the choice."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -156,6 +157,8 @@ def test_big_math_comes_by_configuration_in_several_parts(monkeypatch, tmp_path,
     rows, held = train.questions(args)
     assert [r["question"] for r in rows] == [f"{folder} 0", f"{folder} 1"] and rows[0]["answer"] == "\\frac{1}{2}" and held == []
     assert asked == [("open-r1/Big-Math-RL-Verified-Processed", [f"{folder}/*train{end}" for end in (".jsonl", ".parquet", "-*.parquet")])]
+    assert data.main(["--data", "bigmath", "--split", "train", "--levels", levels]) == 0  # which it could not be told
+    assert capsys.readouterr().out.count(f'"prompt": "{folder}') == 2
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the sets are not beside the repository")

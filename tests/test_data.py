@@ -1,9 +1,10 @@
 """Data sets, prompts and rewards. CPU, no network, no model."""
-import http.server
 import json
 import random
 import re
+import sys
 import threading
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,14 @@ def test_boxed_braces_balance_and_the_last_box_counts():
     assert data.reward("so 50% of them", "1/2", "boxed")["correct"]
 
 
+@pytest.mark.parametrize(("text", "number"), [
+    ("it is .5.", ".5"), ("x=-.25", "-.25"), ("costs $.50", "$.50"), ("a .5% rise", ".5%"), ("10-.5", ".5"), ("v2.5", "2.5"),
+    ("wait...5", "5"), ("see Sec.3", "3"), ("12.", "12")])
+def test_the_last_number_may_begin_with_its_point(text, number):
+    """.5 counted as 5: wrong where 0.5 is right, and right where 5 is."""
+    assert data.reward(text, "0", "boxed")["given"] == number
+
+
 # ---- a reward of one's own
 
 def own(tmp_path, body, name="score"):
@@ -112,6 +121,14 @@ def score(text, row):
     return Score(data.reward(text, row["answer"], "boxed")["reward"]).r / 2
 """)
     assert grade("\\boxed{2}", {"answer": "2"})["reward"] == pytest.approx(0.6)
+
+
+def test_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):
+    """`python own.py` could, and so the error told to run what ran."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_it.py").write_text("TWO = 2\n")
+    grade = own(tmp_path, "from beside_it import TWO\ndef score(text, row):\n    return TWO\n")
+    assert grade("", {})["reward"] == 2
 
 
 @pytest.mark.parametrize(("spec", "body", "says"), [
@@ -240,6 +257,8 @@ def test_unknown_data_and_bad_arguments_are_errors(tmp_path):
         data.load("arithmetic", "validation")
     with pytest.raises(ValueError, match="at least 1"):
         data.load("arithmetic", "test", 0)
+    with pytest.raises(ValueError, match="arithmetic: asked for 100001 rows; at most 100000"):
+        data.load("arithmetic", "train", 100001)
     with pytest.raises(ValueError, match="arithmetic: --levels needs a column level"):
         data.load("arithmetic", "test", 5, levels=[3])  # was the same as without
 
@@ -316,63 +335,21 @@ def test_hub_sets_come_from_a_snapshot_of_the_hub(monkeypatch, tmp_path):
         data.load("sets/mine.jsonl")  # by its name no set of the hub
 
 
-@pytest.fixture
-def gsm8k_server(tmp_path, monkeypatch):
-    """GSM8K's address, served from here: `files` holds what it sends, by name."""
-    files = {}
+def test_gsm8k_is_the_main_folder_of_its_repository(monkeypatch, tmp_path):
+    """Beside it lies another set, of the same questions asked step by step."""
+    import huggingface_hub
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = files.get(self.path.strip("/"))
-            self.send_response(200 if body is not None else 404)
-            self.send_header("Content-Length", str(len(body or b"") + files.get("missing", 0)))
-            self.end_headers()
-            self.wfile.write(body or b"")
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setattr(data, "GSM8K_URL", f"http://127.0.0.1:{server.server_port}/{{}}.jsonl")
-    monkeypatch.setattr(data, "GSM8K_ROWS", {"train": 20, "test": 5})
-    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    yield files
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def gsm8k_rows(n):
-    rows = ({"question": f"q{i}", "answer": f"so\n#### {i}"} for i in range(n))
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def test_gsm8k_is_downloaded_once_and_checked(gsm8k_server, tmp_path):
-    gsm8k_server["train.jsonl"] = gsm8k_rows(20)
-    assert [r["answer"] for r in data.load("gsm8k", "train")] == [str(i) for i in range(20)]
-    gsm8k_server.clear()  # from the cache now
-    assert len(data.load("gsm8k", "train")) == 20
-    cached = tmp_path / "cache" / "gsm8k" / "train.jsonl"
-    cached.write_bytes(gsm8k_rows(19))  # by an older version, or by hand
-    with pytest.raises(ValueError, match=f"{re.escape(str(cached))}: 19 rows.*delete it"):
-        data.load("gsm8k", "train")
-
-
-def test_half_a_download_is_never_taken_for_the_whole(gsm8k_server, tmp_path):
-    """A connection that ends early, a short file, another set and a page of HTML leave nothing in
-    the cache."""
-    cut, other = gsm8k_rows(20)[:-30], gsm8k_rows(20).replace(b"####", b"")
-    for body, missing in [(gsm8k_rows(7), 0), (cut, 0), (other, 0), (b"<html>", 0), (cut, 30)]:
-        gsm8k_server.update({"train.jsonl": body, "missing": missing})
-        with pytest.raises((ValueError, ConnectionError)):
-            data.load("gsm8k", "train")
-        assert list((tmp_path / "cache" / "gsm8k").iterdir()) == []
-    gsm8k_server.clear()
-    with pytest.raises(ConnectionError, match="pass a local folder"):
-        data.load("gsm8k", "train")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, repo_type, allow_patterns:
+                        asked.append((repo, repo_type, allow_patterns)) or str(tmp_path))
+    for folder, work in (("main", "so"), ("socratic", "why? so")):
+        (tmp_path / folder).mkdir()
+        table = pa.table({"question": [folder], "answer": [f"{work}\n#### 1,234"]})
+        pq.write_table(table, tmp_path / folder / "train-00000-of-00001.parquet")
+    assert data.load("gsm8k", "train") == [{"question": "main", "answer": "1,234"}]
+    assert asked == [("openai/gsm8k", "dataset", ["main/*train.jsonl", "main/*train.parquet", "main/*train-*.parquet"])]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real sets are not beside the repository")
@@ -448,6 +425,17 @@ def test_the_command_shows_the_rows_and_prompts_that_are_asked_for(capsys):
     shown = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert shown == data.load("arithmetic", "train", 2, 3)
     assert out.count(data.SUFFIX["boxed"]) == 2
+
+
+def test_the_command_shows_columns_that_json_does_not_know(tmp_path, capsys):
+    """Dates and bytes of a parquet file were a traceback."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"question": ["q"], "answer": ["1"], "day": [date(2025, 1, 2)], "raw": [b"x"]}), path)
+    assert data.main(["--data", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["day"] == "2025-01-02"
 
 
 # ---- tokenizer and prompts

@@ -67,6 +67,17 @@ def scripted(monkeypatch, tok, texts):
     monkeypatch.setattr(sample, "generate", generate)
 
 
+def test_a_file_that_was_trained_on_is_warned_of(tmp_path, capsys):
+    """All its rows are asked, and nine tenths of them are the training set: without a word that was called pass@1."""
+    path, home = tmp_path / "mine.jsonl", adapter(tmp_path / "a", 0.1)
+    path.write_text('{"question": "What is 1+1?", "answer": "2"}\n')
+    few = ["--adapter", home, "--quant", "none", "--n", "1", "--max-new-tokens", "1"]
+    for own, warned in (({}, False), ({"data": "arithmetic"}, False), ({"data": str(path)}, True)):
+        (tmp_path / "a" / "policy.json").write_text(json.dumps(own))
+        assert evaluation.main([*few, "--data", str(path)]) == 0
+        assert (f"--data {path}: most of its questions were trained on" in capsys.readouterr().err) == warned
+
+
 def test_the_whole_answer_is_scored(monkeypatch, tok, model):
     """Scoring the first character only takes 42 for 4, and 4 for 42."""
     scripted(monkeypatch, tok, [["<think>.</think><answer>42</answer>", "<think>.</think><answer>4</answer>"]])
@@ -275,6 +286,7 @@ def test_rows_of_a_run_that_went_on_are_refused(tmp_path, capsys, shallow):
     file.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
     argv = ["--run", str(folder.parent), "--data", str(file), "--quant", "none", "--n", "1", "--max-new-tokens", "2", "--out", str(out)]
     assert evaluation.main(argv) == evaluation.main(argv) == 0
+    assert capsys.readouterr().out.count('"model": "trained"') == 2  # not "base", which the run began from
     before, tensors = out.read_bytes(), load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

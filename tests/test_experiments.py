@@ -22,8 +22,6 @@ def trained(monkeypatch):
     calls = []
 
     def main(argv):
-        if "--resume" in argv:
-            argv = [*argv, "--quant", "none", "--no-aqn"]
         args = flags.parse("train", argv)
         calls.append(args)
         out = Path(args.out)
@@ -50,8 +48,9 @@ def test_a_run_that_is_there_is_not_repeated_and_a_stopped_one_goes_on(trained, 
     stopped = tmp_path / "none--no-aqn-s3"
     stopped.mkdir()
     (stopped / "config.json").write_text("{}")
-    assert experiments.main(["2x2", "--out", str(tmp_path)]) == 0 and len(trained) == 20
-    assert [Path(a.out) for a in trained if a.resume] == [stopped]
+    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0 and len(trained) == 20
+    # with its flags, so that train.py refuses others than it began with
+    assert [(Path(a.out), a.lr, a.quant, a.aqn) for a in trained if a.resume] == [(stopped, 0.02, "none", False)]
     assert experiments.main(["2x2", "--out", str(tmp_path)]) == 0 and len(trained) == 20
 
 
@@ -126,13 +125,13 @@ def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_pa
         asked.append((s.loss, s.temperature, s.tis_cap, s.eps_high))
         return backward(m, completions, s)
 
-    def graded(text, answer, style):
+    def graded(completions, style):
         asked.append(style)
-        return {"reward": len(text) % 2}
+        return [{"reward": len(text) % 2, "correct": False, "format": True} for text, _ in completions]
 
     monkeypatch.setattr(sample, "generate", draw)
     monkeypatch.setattr(grpo, "backward", taken)
-    monkeypatch.setattr(data, "reward", graded)
+    monkeypatch.setattr(data, "rewards", graded)
     out = tmp_path / "g.json"
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps({"question": f"What is {i}+1?", "answer": i + 1}) + "\n" for i in range(3)))
@@ -145,6 +144,29 @@ def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_pa
         (0.0, "sampler"), (0.0, "current"), (0.5, "sampler"), (0.5, "current")]
     # sampled and trained as the flags say, at one temperature
     assert {*asked} == {(2, 4, 0.7, True, 2), ("dapo", 0.7, 3.0, 0.5), "boxed"}
+
+
+def test_the_gradient_takes_the_flags_of_train(monkeypatch, shallow, tmp_path):
+    """--reward and --levels were passed over in silence, and each --seed drew the same samples."""
+    seeds, seen = set(), []
+
+    def draw(m, prompts, n, limit, temperature, *, seed, **kw):
+        seeds.add(seed)
+        return [[sample.Sample([1, 2], [-1.0, -1.0], True) for _ in range(n)] for _ in prompts]
+
+    def taken(m, completions, s):
+        seen.append([(c.row["question"], c.reward) for c in completions])
+
+    monkeypatch.setattr(sample, "generate", draw)
+    monkeypatch.setattr(grpo, "backward", taken)
+    (tmp_path / "own.py").write_text("def score(text, row):\n    return 10 * row['level']\n")
+    rows = [{"question": f"q{level}", "answer": "1", "level": level} for level in (1, 3, 5)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for seed in "01":  # ends at the first gradient, of which there is none
+        assert experiments.main(["gradient", "--model", str(shallow), "--data", str(tmp_path), "--levels", "3,5", "--group-size", "2",
+                                 "--max-new-tokens", "4", "--device", "cpu", "--reward", f"{tmp_path / 'own.py'}:score", "--seed", seed,
+                                 "--out", str(tmp_path / "g.json")]) == 2
+    assert seen == 2 * [2 * [("q3", 30.0)] + 2 * [("q5", 50.0)]] and len(seeds) == 2
 
 
 def test_a_share_is_of_tokens_clipped_on_either_side(monkeypatch):

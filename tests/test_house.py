@@ -2,6 +2,7 @@
 import ast
 import functools
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,13 @@ def test_the_walk_prints_what_it_promises(capsys):
     walk.main()
     out = capsys.readouterr().out
     assert all(f"{i}. " in out for i in range(1, 8)) and "B moved by at most 2.0e-03" in out  # Adam's first step is the learning rate
+
+
+def test_the_walk_needs_the_answer_to_its_question(monkeypatch):
+    """Another question was graded by the first one's answer."""
+    monkeypatch.setattr(sys, "argv", ["walk.py", "What is 1+1?"])
+    with pytest.raises(SystemExit, match="the answer is missing"):
+        runpy.run_path(str(ROOT / "walk.py"), run_name="__main__")
 
 
 def section(title):

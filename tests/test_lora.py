@@ -303,6 +303,16 @@ def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, 
         assert torch.equal(a.input_layernorm.weight, b.input_layernorm.weight)
 
 
+def test_a_merge_into_another_base_is_refused_before_its_blocks(tmp_path, monkeypatch, capsys):
+    """It went through all of them first: of a 32B, minutes."""
+    shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
+    (tmp_path / "a" / "policy.json").write_text('{"quant": "none", "base": "another"}')
+    monkeypatch.setattr(lora, "take_tensors", lambda *_: pytest.fail("a block came by"))
+    with pytest.raises(SystemExit):
+        convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m")])
+    assert "another base" in capsys.readouterr().err and not (tmp_path / "m").exists()
+
+
 def test_the_demos_model_has_one_name_for_all_commands(tmp_path):
     """tiny was a model to train and sample from, and no such folder to quantize or merge."""
     convert.quantize_command(["--model", "tiny", "--out", str(tmp_path / "q"), "--device", "cpu"])

@@ -224,6 +224,15 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
     assert plot.names([runs[2] / "metrics.jsonl"]) == ["z"]
 
 
+def test_any_folder_may_be_named_in_the_legend(tmp_path, axes):
+    """_old was left out of it, and alone was an error of matplotlib's, as was $\\q$."""
+    runs = [folder(tmp_path / name) for name in ("_old", "a", r"$\q$")]
+    for some in (runs, runs[:1], runs[2:]):
+        plot.plot(some, tmp_path / "p.png")
+        axes()["reward"].figure.canvas.draw()
+        assert [text.strip().replace(r"\$", "$") for text in legend(axes())] == [run.name for run in some]
+
+
 def test_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
     """A picture in another folder than the one printed."""
     a, b = (folder(tmp_path / name, [{"step": 0, "reward": 1.0}]) for name in "ab")

@@ -427,7 +427,7 @@ def test_an_existing_run_folder_is_not_overwritten(straight, capsys):
     (["--updates-per-rollout", "9"], "--updates-per-rollout"), (["--steps", "many"], "--steps"), (["--beta2", "1"], "--beta2"),
     (["--dtype", "float16"], "--dtype"), (["--dtype", "float16", "--quant", "mxfp4"], "--quant"),
     (["--dtype", "float16", "--quant", "none", "--lora-rank", "0"], "--lora-rank"),
-    (["--beta", "0.1", "--quant", "none", "--lora-rank", "0"], "--beta"), (["--prompt-style", "plain"], "--prompt-style plain"),
+    (["--beta", "0.1", "--quant", "none", "--lora-rank", "0"], "--beta"),
     (["--overlong", "soft", "--overlong-buffer", "999"], "--overlong-buffer"),
 ])
 def test_bad_input_is_one_line_naming_the_flag_and_writes_nothing(tmp_path, capsys, flags, named):

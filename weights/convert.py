@@ -133,6 +133,8 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, 
             piece = model.get_submodule(path)
             if path == "embed":
                 plain = adapted = piece(ids)  # (B, T, C)
+            elif path == "norm" and check:  # before the blocks come by
+                check(model)
             elif path.startswith("layers."):
                 plain = piece(plain, *rope)
                 for name in PROJECTIONS:
@@ -145,8 +147,6 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, 
                 model.layers[int(path.split(".")[1])] = None
             for name, tensor in checkpoint.tensors(piece, path):
                 writer.add(name, tensor)
-        if check:
-            check(model)
         plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
     model = checkpoint.skeleton(checkpoint.read_config(out))
     written = checkpoint.stream(model, checkpoint.Checkpoint(out), device, dtype)
