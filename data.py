@@ -421,7 +421,7 @@ def main(argv=None):
     add("--split", default="test", choices=["train", "test"], help="which part of it")
     add("--n", type=command.number(1, 10**6), default=3, help="how many rows to show")
     add("--seed", type=command.number(0, 1 << 63), default=0, help="which rows")
-    add("--levels", type=lambda text: [int(n) for n in text.split(",")], help="as in 3,4,5")
+    add("--levels", type=command.numbers(1, 1e4), help="as in 3,4,5")
     add("--model", help="show the prompt as this checkpoint folder's template writes it")
     add("--prompt-style", default="tags", choices=list(SUFFIX), help="what the user turn asks for")
 

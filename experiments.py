@@ -32,7 +32,7 @@ side by side, dealt out over the cards; one has room for several when the model 
     python experiments.py noise --seeds 0,1,2 --jobs 4 --out runs/noise --model DIR --data gsm8k
     python experiments.py two-copies --out runs/apart          # one run of train.py, so trained
 """
-import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
+from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import json
 import os
@@ -259,7 +259,7 @@ def main(argv=None):
               file=sys.stderr)
         return 2
     own = argparse.ArgumentParser(f"experiments.py {name}", add_help=False, allow_abbrev=False)
-    own.add_argument("--seeds", type=lambda t: [int(n) for n in t.split(",")], default=[*range(5)])
+    own.add_argument("--seeds", type=command.numbers(0, 1 << 63), default=[*range(5)])
     own.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", default=1)
     mine, rest = own.parse_known_args(argv[1:])
     return flags.run_command("train", partial(trainings, name, mine.seeds, mine.jobs), rest)

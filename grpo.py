@@ -85,6 +85,11 @@ def set_advantages(groups, scale=True):
             c.advantage = value
 
 
+def has_signal(group):
+    """Whether the rewards of a group differ: if not, its advantages are all 0."""
+    return len({c.reward for c in group}) > 1
+
+
 def soft_overlong_penalty(lengths, max_len, buffer):
     """DAPO's soft length penalty, added to the reward: 0 up to max_len - buffer tokens, then linear
     to -1 at max_len."""

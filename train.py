@@ -33,7 +33,7 @@ import grpo
 import lora
 import sample
 from runtime import engine, flags, ranks
-from runtime.run import Run, has_signal, metrics_row, settle
+from runtime.run import Run, metrics_row, settle
 
 
 class Prompts:
@@ -123,13 +123,14 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         first = draw(prompts.take(args.prompts_per_step), step)
         groups, n_prompts = first, len(first)
         if args.dynamic_sampling:  # DAPO: a group of equal rewards teaches nothing, draw another
-            groups = [g for g in first if has_signal(g)]
+            groups = [g for g in first if grpo.has_signal(g)]
             for again in range(args.max_resample):
                 missing = args.prompts_per_step - len(groups)
                 if not missing:
                     break
                 more = draw(prompts.take(missing), f"{step}/{again + 1}")
-                groups, n_prompts = groups + [g for g in more if has_signal(g)], n_prompts + missing
+                groups = groups + [g for g in more if grpo.has_signal(g)]
+                n_prompts += missing
 
         # 3. Advantages: good or bad beside the other completions of its group; no critic.
         run.phase("update")

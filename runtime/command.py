@@ -139,3 +139,13 @@ def number(low, below, kind=int):
 
     parse.__name__ = kind.__name__  # argparse names it when `kind` itself cannot read the text
     return parse
+
+
+def numbers(low, below):
+    """An argparse type: whole numbers in [low, below) as in 3,4,5, each once, in order."""
+
+    def parse(text):
+        return sorted({number(low, below)(part) for part in text.split(",")})
+
+    parse.__name__ = "comma-separated int"
+    return parse

@@ -25,18 +25,13 @@ import grpo
 import lora
 from runtime import command as commands
 from runtime import ranks
-from runtime.command import number
+from runtime.command import number, numbers
 from weights import awq, checkpoint
 from weights.files import check_out, read_json, shown, whole
 from weights.formats import FORMATS
 
 QUANTS = ("none", *FORMATS)
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
-
-
-def numbers(text):
-    """An argparse type: whole numbers as in 3,4,5."""
-    return sorted({number(1, 1e4)(part) for part in text.split(",")})
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ TABLE = (
     Flag("data", str, "gsm8k",
          "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a .jsonl or .parquet, a "
          "folder, a hub id; eval.py takes several with commas", "arithmetic", kept=True),
-    Flag("levels", numbers, None, "keep rows of these, 5 the hardest: 3,4,5 for Big-Math"),
+    Flag("levels", numbers(1, 1e4), None, "keep rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.reward)"),
     "prompt: train eval sample",
     Flag("prompt-style", (*data.SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
@@ -126,7 +121,7 @@ TABLE = (
     Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
     Flag("n", number(1, 1e4), None, "samples a question (default: 4; with --greedy 1)"),
     Flag("max-prompt", number(1, 1e7), None, "skip and count longer prompts, in tokens"),
-    Flag("k", numbers, None, "also pass@k and the majority of k, for these, as in 1,4,8"),
+    Flag("k", numbers(1, 1e4), None, "also pass@k and the majority of k, for these, as in 1,4,8"),
     Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
     Flag("out", str, None, "a row per question, to this .jsonl; one that was begun goes on"),
     "chat: sample",

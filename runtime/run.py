@@ -390,7 +390,7 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
            "reward_se": (rewards.std() / len(first) ** 0.5).item() if len(first) > 1 else 0.0,
            "accuracy": fmean(c.correct for c in flat), "format": fmean(c.format for c in flat),
            "reward_std": spread.std(1).mean().item(),
-           "zero_var_frac": fmean(not has_signal(g) for g in first),
+           "zero_var_frac": fmean(not grpo.has_signal(g) for g in first),
            "length_mean": fmean(lengths), "length_max": max(lengths),
            "truncated_frac": fmean(not c.finished for c in flat),
            # -log p of what was drawn: the entropy of the policy that sampled, its noise included
@@ -420,11 +420,6 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
                   "update_tok_s": trained / s["seconds_update"],
                   # what the allocator held at most is more: unused pieces, lost to other runs
                   "peak_gib": peak_gib(), "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
-
-
-def has_signal(group):
-    """Whether the rewards of a group differ: if not, its advantages are all 0."""
-    return len({c.reward for c in group}) > 1
 
 
 def peak_gib():
