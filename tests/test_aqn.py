@@ -1,6 +1,7 @@
 """Noise schedules and noise as separate state on the RMSNorms of a tiny random model."""
 import copy
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -275,4 +276,15 @@ def test_the_documented_idea_is_a_share_of_each_weight(monkeypatch):
     aqn.set_noise(m, 0.1, 5)
     assert all(torch.allclose(norm.noise, a * norm.weight.abs()) for norm, a in zip(pairs, absolute, strict=True))
     aqn.set_noise(m, 0.0)
+    assert not any(b.any() for b in aqn.buffers(m).values())
+
+
+def test_the_documented_evaluation_is_of_the_noisy_policy(monkeypatch):
+    """docs/noisy_eval.py: what eval.py samples clean elsewhere holds this noise, and none afterwards."""
+    m = tiny()
+    monkeypatch.setattr(aqn, "clean", aqn.clean)  # put back afterwards
+    monkeypatch.setattr(sys, "argv", ["noisy_eval.py", "0.3"])
+    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "noisy_eval.py"))
+    with aqn.clean(m):  # as eval.py samples
+        assert 0.2 < torch.cat([b for b in aqn.buffers(m).values()]).std() < 0.4
     assert not any(b.any() for b in aqn.buffers(m).values())
