@@ -1,44 +1,89 @@
-"""The FP4 GEMM as Triton compiles it for Hopper, no card needed, and what is wrong with its machine code.
+"""Every kernel as Triton compiles it for a card that is not there, and what is wrong with its machine code.
 
-    python tests/sass.py        # of five tiles: products by the tensor core, and registers that change while one may read them"""
+Decode steps, a prefill and an update of two small models run as on a GPU, on CPU tensors that say they are on one: each launch
+compiles, and nothing is computed. So a kernel that a card's compiler refuses, or that needs more shared memory than the card has,
+is found without the card; and on Hopper registers that change while the tensor core may still read them.
+
+    python tests/sass.py        # for an H100; a line a kernel
+    python tests/sass.py 89     # RTX 4090; 80 is an A100, 100 a B200, 120 an RTX 5090"""
 import json
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
+import lora
+import marlin_triton
+import model as M
+from nvfp4 import QuantLinear
+from runtime import decode, fused, packed
+from weights.formats import FORMATS, quantize
 
-import marlin_triton as mt
-from runtime import bits
-from weights.formats import FORMATS
-
-POINTERS = {**dict.fromkeys(("x", "bias", "A", "B", "res", "out"), "*bf16"), "codes": "*u8", "scale": "*u8",
-            **dict.fromkeys(("g", "part", "sums"), "*fp32"), **dict.fromkeys(("count", "flags"), "*i32")}
-NUMBERS = {**dict.fromkeys(("M", "N", "K", "sx", "sc", "ss", "sb", "b0", "b1"), "i32"), "scaling": "fp32"}
+SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a program may have
 
 
-def compiled(tile, glu, dtype):
-    """SASS of the GEMM of a tile of TILES, with LoRA; x and the result in `dtype`, bf16 or fp16."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+class Card:
+    """What Triton asks of a driver before it compiles."""
 
-    names = mt.gemm.arg_names
-    tma = tile["BM"] >= 128
-    types = POINTERS | NUMBERS | ({"xd": f"tensordesc<bf16[{tile['BM']}, 64]>"} if tma else {})
-    types = {name: t.replace("bf16", dtype) for name, t in types.items()}
-    decoder = bits.decoder(FORMATS["nvfp4"], {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], True)
-    constants = dict(FMT="nvfp4", **decoder, BM=tile["BM"], BN=tile["BN"], SPLIT=1, WHOLE=0, STAGES=tile["stages"], W=tile["warps"],
-                     R=16, RP=16, P=1 + glu, RA=16 + 16 * glu, AT=1, Z=4, ZR=1, BA=min(tile["BM"], 16), ONE=not glu, GLU=glu, BIAS=False, RES=not glu,
-                     FAST=True, PDL=True, TMA=tma, EARLY=False, **({} if tma else {"xd": None}))
-    whole = [*POINTERS, "N", "K", "sx", "sc", "ss", "sb"]  # multiples of 16
-    source = ASTSource(mt.gemm, {n: types.get(n, "constexpr") for n in names},
-                       {(names.index(n),): value for n, value in constants.items()},
-                       {(names.index(n),): [["tt.divisibility", 16]] for n in whole})
-    options = {"num_warps": tile["warps"]} | ({"maxnreg": tile["maxnreg"]} if "maxnreg" in tile else {})
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["sass"]
+    def __init__(self, arch):
+        self.get_current_target = lambda: GPUTarget("cuda", arch, 32)
+        self.get_current_device = self.get_current_stream = lambda *_: 0
+
+
+def pretend(arch):
+    """{kernel: {variant: what Triton made of it, or its error}} of all launches from here on."""
+    triton.runtime.driver.set_active(Card(arch))
+    torch.Tensor.is_cuda = property(lambda t: True)
+    torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10)
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+    packed.product32 = lambda a, b: a.float() @ b.float()  # has no CPU kernel
+    made, run = defaultdict(dict), JITFunction.run
+
+    def compiled(kernel, *args, grid, warmup, **options):
+        try:
+            out = run(kernel, *args, grid=grid, warmup=True, **options)
+            made[kernel.__name__][out.hash] = out
+        except Exception as e:  # the compilers' errors share no base class
+            made[kernel.__name__][str(e)] = e
+
+    JITFunction.run = compiled
+    return made
+
+
+def small(fmt, dtype, D, qk_norm):
+    """A random model of one block, its projections in `fmt` or, None, in 16 bits, with LoRA."""
+    m = M.Transformer(M.Config(1024, 512, 1536, 1, 4, 2, D, qk_norm=qk_norm)).to(dtype).requires_grad_(False)
+    for path, p in M.projections(m) if fmt else ():
+        q = QuantLinear(quantize(torch.randn(p.shape), fmt), p.parts, p.bias)
+        m.get_submodule(path.rpartition(".")[0]).__setattr__(path.rpartition(".")[2], q)
+    lora.add_lora(m, 16, 32)
+    return m
+
+
+def work(m, arch, *few):
+    """Steps of so many rows, each way of drawing, a prefill, an update."""
+    cache, dtype = M.KVCache(m, 256, 512), m.embed.weight.dtype
+    step = decode.Step(m, cache)
+    step.launch = {"PDL": True, "launch_pdl": True} if arch >= 90 else {"PDL": False}
+    for rows in few:
+        step.hidden(rows)
+        scores = torch.zeros(rows, m.config.vocab_size)
+        step.sample(scores)
+        step.sample(scores, greedy=True)
+        step.sample(scores, draw=lambda _, key, at: (torch.zeros_like(key), torch.zeros(len(at))))
+    prompts = [[*range(35)], [*range(200)]]
+    packed.Prefill(m, cache).run(m, prompts, [0, 1])
+    packed.hidden(m, [*prompts, [1, 2]], [0], of=[0, 1, 1]).sum().backward()
+    packed.hidden(m, prompts, [0]).sum().backward()
+    fused.score(scores, torch.zeros(rows, dtype=torch.long), 1.0, 1000, dtype)
 
 
 def unwaited(sass):
@@ -72,11 +117,26 @@ def unwaited(sass):
     return found
 
 
-def main():
-    for i, glu, dtype in ((1, False, "bf16"), (3, True, "bf16"), (3, True, "fp16"), (4, True, "bf16"), (5, False, "bf16")):
-        sass = compiled(mt.TILES[i], glu, dtype)
-        print(json.dumps({"BM": mt.TILES[i]["BM"], "x": dtype, "products": sass.count("HGMMA"), "unwaited": unwaited(sass)[:3]}))
+def main(arch=90):
+    made = pretend(arch)
+    work(small("nvfp4", torch.bfloat16, 128, False), arch, 1, 16, 32, 64, 256)
+    work(small(None, torch.float16, 64, True), arch, 1, 256)  # Qwen3's, in 16 bits
+    for fmt in FORMATS:
+        q = quantize(torch.randn(512, 512), fmt)
+        for rows, dtype in ((4, torch.bfloat16), (64, torch.bfloat16), (64, torch.float16)):
+            if (fmt, dtype) != ("mxfp4", torch.float16):
+                marlin_triton.to_16bit(q, dtype=dtype)
+                marlin_triton.gemm_few(torch.zeros(rows, 512, dtype=dtype), q)
+    for name, variants in sorted(made.items()):
+        good = [v for v in variants.values() if not isinstance(v, Exception)]
+        sass = [v.asm["sass"] for v in good if "wgmma" in v.asm["ptx"]]
+        print(json.dumps({
+            "arch": arch, "kernel": name, "variants": len(variants),
+            "errors": [str(v)[:300] for v in variants.values() if isinstance(v, Exception)],
+            "shared": max((v.metadata.shared for v in good), default=0), "of": SHARED[arch],
+            "products": sum(s.count("HGMMA") for s in sass),
+            "unwaited": [pair for s in sass for pair in unwaited(s)][:3]}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
