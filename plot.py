@@ -239,6 +239,8 @@ def plot(runs, out, x="step", smooth=1):
         dress(ax, title, x + (f", mean of the last {mean}" if mean > 1 else ""))
         if scale == "log":
             ax.set_yscale("log", nonpositive="mask")
+            if ax.get_ylim()[1] < 10 * ax.get_ylim()[0]:  # else ticks of a decade have no number
+                ax.yaxis.set_minor_formatter("{x:g}")
         if scale == "percent":
             ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         if scale == "count":

@@ -1509,6 +1509,8 @@ MUTANTS = {
          "flags::the_demos_defaults_are_the_demos"),
     ],
     "plot.py": [
+        ("a short log axis is told in powers", 'set_minor_formatter("{x:g}")', "get_scale()",
+         "plot::a_log_axis_of_less_than_a_decade_has_numbers_to_read"),
         ("the last accuracy has no error", '"eval_stderr": summary.get("stderr_after")',
          '"eval_stderr": None', "plot::held_out_accuracy_is_drawn_where_it_was_measured"),
         ("the last accuracy was at no time", '"seconds": summary.get("seconds")', '"seconds": None',

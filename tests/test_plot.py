@@ -70,6 +70,16 @@ def test_each_axis_reads_as_its_panel_says(tmp_path, axes):
     assert all(shared.joined(panels["reward"], ax) for ax in panels.values())
 
 
+@pytest.mark.parametrize(("top", "words"), [(0.0035, {"0.002", "0.003"}), (0.35, set())])
+def test_a_log_axis_of_less_than_a_decade_has_numbers_to_read(tmp_path, axes, top, words):
+    """Ten to the minus third, times 2.25, took a third of the panel."""
+    plot.plot([folder(tmp_path / "a", [{**r, "logp_gap_mean": (0.0021, top)[r["step"] % 2]} for r in ROWS])], tmp_path / "p.png")
+    axis = axes()["|log-prob gap|, sampler to trainer"].yaxis
+    axis.axes.figure.canvas.draw()
+    told = {t.get_text() for t in axis.get_minorticklabels()} - {""}
+    assert words <= told and (words or not any("0.00" in t for t in told)) and not any("times" in t for t in told)
+
+
 def test_means_are_drawn_only_when_asked_for_and_the_axis_says_so(tmp_path, axes):
     """A mean passed off as data: a jump of one step looks like a slope of five."""
     run = folder(tmp_path / "a")
