@@ -109,6 +109,7 @@ def measure(model, name, M, base, args, pool):
     some = [own, *(t for t in some if t != own)]
     # all of them first: they run on the card that is to be timed
     able = [*pool.map(compile_tile, [(M, name, args.rank, args.format, t) for t in some])]
+    step_us(model, M)  # not counted: the first after a pause is slower
     us = {" ".join(f"{k}={v}" for k, v in t.items()):
           round((step_us(model, M, shape, t) - base) / blocks, 2)
           for t, runs in zip(some, able, strict=True) if runs}
