@@ -99,7 +99,7 @@ def _files(name, split, levels=None):
             raise FileNotFoundError("bigmath has no test split")
         if (chosen := sorted(levels or ())) not in ([3, 4, 5], [4, 5]):
             raise ValueError("--levels: --data bigmath comes as 3,4,5 or 4,5; choose one")
-        return _hub("/".join([HUB[name], "_".join(["level", *map(str, chosen)])]), split)
+        return _hub(f"{HUB[name]}/level_{'_'.join(map(str, chosen))}", split)
     if name in HUB:
         return _hub(HUB[name], split)
     if Path(name).is_dir():

@@ -1,6 +1,7 @@
 """Does a noisier policy find answers that a clean one does not? Its pass@k says.
 
-eval.py clears AQN's noise; here one draw of it, of a given sigma, stays on. All else is eval.py:
+eval.py clears AQN's noise; here one draw of it, of a given sigma, stays on. All else is eval.py
+(an --out for each sigma, since it does not tell them apart):
 
     python docs/noisy_eval.py 0.05 --model tiny --quant none --data arithmetic \
         --temperature 1 --top-p 1 --n 64 --k 1,4,16,64
@@ -25,4 +26,6 @@ def noisy(model):
 aqn.clean = noisy
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"noisy_eval.py: error: SIGMA is missing\n\n{__doc__}")
     sys.exit(evaluation.main(sys.argv[2:]))

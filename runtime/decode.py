@@ -376,7 +376,7 @@ class Step:
         self.norms = [*chain(*norms), model.norm]
         self.head_norms = [(b.attn.q_norm, b.attn.k_norm) for b in model.layers]
         self.adapters = [p for p in linears if p.lora is not None]
-        hopper = dev.type == "cuda" and torch.cuda.get_device_capability(dev)[0] >= 9
+        hopper = cache.k.is_cuda and torch.cuda.get_device_capability(dev)[0] >= 9
         self.launch = {"PDL": hopper} | ({"launch_pdl": True} if hopper else {})
         self.sms = marlin_triton.sms(dev)
         self.refresh()

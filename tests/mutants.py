@@ -965,7 +965,7 @@ MUTANTS = {
          "formats::nf4_takes_the_nearest_codebook_entry"),
         ("a codebook's last value is taken for 1", "amax / book[-1]", "amax",
          "formats::a_codebook_of_ones_own_is_one_row"),
-        ("what is not NF4 is E2M1", "if FORMATS[fmt].codebook else round", 'if fmt == "nf4" else round',
+        ("what is not NF4 is E2M1", "if book else round", 'if fmt == "nf4" else round',
          "formats::a_codebook_of_ones_own_is_one_row"),
         ("negative weights become positive", ".to(torch.uint8) * 8", ".to(torch.uint8) * 0",
          "formats::nvfp4_follows_its_formula_element_by_element"),

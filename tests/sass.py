@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import lora
 import marlin_triton
 import model as M
-from nvfp4 import QuantLinear
 from runtime import decode, fused, packed
+from weights import checkpoint
 from weights.formats import FORMATS, quantize
 
 SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a program may have
@@ -39,7 +39,7 @@ class Card:
 
 
 def pretend(arch):
-    """{kernel: {variant: what Triton made of it, or its error}} of all launches from here on."""
+    """{kernel, the GEMM by tile: {variant: what Triton made of it, or its error}} of all launches from here on."""
     triton.runtime.driver.set_active(Card(arch))
     torch.Tensor.is_cuda = property(lambda t: True)
     torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10)
@@ -48,34 +48,26 @@ def pretend(arch):
     made, run = defaultdict(dict), JITFunction.run
 
     def compiled(kernel, *args, grid, warmup, **options):
+        name = kernel.__name__ if kernel is not marlin_triton.gemm else f"gemm {options['BM']}x{options['BN']}"
         try:
             out = run(kernel, *args, grid=grid, warmup=True, **options)
-            made[kernel.__name__][out.hash] = out
+            made[name][out.hash] = out
         except Exception as e:  # the compilers' errors share no base class
-            made[kernel.__name__][str(e)] = e
+            made[name][str(e)] = e
 
     JITFunction.run = compiled
     return made
 
 
-def small(fmt, dtype, D, qk_norm):
-    """A random model of one block, its projections in `fmt` or, None, in 16 bits, with LoRA."""
-    m = M.Transformer(M.Config(1024, 512, 1536, 1, 4, 2, D, qk_norm=qk_norm)).to(dtype).requires_grad_(False)
-    for path, p in M.projections(m) if fmt else ():
-        q = QuantLinear(quantize(torch.randn(p.shape), fmt), p.parts, p.bias)
-        m.get_submodule(path.rpartition(".")[0]).__setattr__(path.rpartition(".")[2], q)
+def work(quant, dtype, config, *few):
+    """Of a random model with LoRA: steps of so many rows, each way of drawing, a prefill, an update."""
+    m = checkpoint.build(config, checkpoint.RandomCheckpoint(), dtype=dtype, quant=quant)
     lora.add_lora(m, 16, 32)
-    return m
-
-
-def work(m, arch, *few):
-    """Steps of so many rows, each way of drawing, a prefill, an update."""
-    cache, dtype = M.KVCache(m, 256, 512), m.embed.weight.dtype
+    cache = M.KVCache(m, 256, 512)
     step = decode.Step(m, cache)
-    step.launch = {"PDL": True, "launch_pdl": True} if arch >= 90 else {"PDL": False}
     for rows in few:
         step.hidden(rows)
-        scores = torch.zeros(rows, m.config.vocab_size)
+        scores = torch.zeros(rows, config.vocab_size)
         step.sample(scores)
         step.sample(scores, greedy=True)
         step.sample(scores, draw=lambda _, key, at: (torch.zeros_like(key), torch.zeros(len(at))))
@@ -119,22 +111,28 @@ def unwaited(sass):
 
 def main(arch=90):
     made = pretend(arch)
-    work(small("nvfp4", torch.bfloat16, 128, False), arch, 1, 16, 32, 64, 256)
-    work(small(None, torch.float16, 64, True), arch, 1, 256)  # Qwen3's, in 16 bits
+    work("nvfp4", torch.bfloat16, M.Config(1024, 512, 1536, 1, 4, 2, 128), 1, 16, 32, 64, 256)
+    work("none", torch.float16, M.Config(1024, 512, 1536, 1, 4, 2, 64, qk_norm=True), 1, 256)  # Qwen3's
     for fmt in FORMATS:
         q = quantize(torch.randn(512, 512), fmt)
         for rows, dtype in ((4, torch.bfloat16), (64, torch.bfloat16), (64, torch.float16)):
             if (fmt, dtype) != ("mxfp4", torch.float16):
                 marlin_triton.to_16bit(q, dtype=dtype)
                 marlin_triton.gemm_few(torch.zeros(rows, 512, dtype=dtype), q)
+    q = quantize(torch.randn(512, 512), "nvfp4")
+    for tile in marlin_triton.TILES:
+        for dtype in (torch.bfloat16, torch.float16)[: 1 + (tile["BM"] == 64)]:
+            x = torch.zeros(512, 512, dtype=dtype)
+            marlin_triton.gemm_few(x[: tile["BM"]], q, A=x[:16], B=x[:, :16].contiguous(), **tile)
     for name, variants in sorted(made.items()):
         good = [v for v in variants.values() if not isinstance(v, Exception)]
-        sass = [v.asm["sass"] for v in good if "wgmma" in v.asm["ptx"]]
+        products = [v.asm["ptx"].count("wgmma.mma_async") for v in good]
+        sass = [v.asm["sass"] for v, n in zip(good, products, strict=True) if n]
         print(json.dumps({
             "arch": arch, "kernel": name, "variants": len(variants),
             "errors": [str(v)[:300] for v in variants.values() if isinstance(v, Exception)],
             "shared": max((v.metadata.shared for v in good), default=0), "of": SHARED[arch],
-            "products": sum(s.count("HGMMA") for s in sass),
+            "products": min(products, default=0),
             "unwaited": [pair for s in sass for pair in unwaited(s)][:3]}), flush=True)
 
 

@@ -508,10 +508,12 @@ def test_kernels_compile_for_a_card_that_is_not_there(triton):
     out = subprocess.run([sys.executable, "-W", "ignore", "tests/sass.py"], cwd=root, env=env, check=True, capture_output=True, text=True)
     kernels = {k["kernel"]: k for k in map(json.loads, out.stdout.splitlines())}
     files = [root / "marlin_triton.py", *(root / "runtime").glob("*.py")]
-    assert {"gemm", *re.findall(r"def (\w+_kernel)\(", "".join(f.read_text() for f in files))} == set(kernels)
+    tiles = {f"gemm {t['BM']}x{t['BN']}" for t in mt.TILES}
+    assert tiles | {*re.findall(r"def (\w+_kernel)\(", "".join(f.read_text() for f in files))} == set(kernels)
     for k in kernels.values():
         assert not k["errors"] and not k["unwaited"] and 0 <= k["shared"] <= k["of"]
-    assert kernels["gemm"]["variants"] >= 20 and kernels["gemm"]["products"] >= 100
+    assert sum(kernels[name]["variants"] for name in tiles) >= 20
+    assert all(kernels[name]["products"] >= 8 for name in tiles - {"gemm 8x64"})  # some Tritons take no wgmma for so few rows
 
 
 @gpu

@@ -180,7 +180,8 @@ def nearest(w, fmt, scale, global_scale):
     # a block whose scale is zero holds nothing that the scale's format can hold: its codes are 0,
     # not 0/0
     x = torch.where(step > 0, w / step, 0).flatten(1)  # (N, K)
-    return round_to(FORMATS[fmt].codebook, x) if FORMATS[fmt].codebook else round_e2m1(x)
+    book = FORMATS[fmt].codebook
+    return round_to(book, x) if book else round_e2m1(x)
 
 
 def to_values(codes, fmt, scale, global_scale):
