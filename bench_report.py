@@ -150,8 +150,8 @@ def rollout_curves(rows, where):
 def scale(args):
     """A step of the 7B on many cards, on paper, from decode steps and updates of one H100, and
     lengths drawn from a log-normal cut at --new."""
-    decode = [r for r in json.loads((RESULTS / "decode_steps_h100.json").read_text())
-              if (r["size"], r["quant"], r["lora_rank"]) == ("7b", "nvfp4", 16)]
+    decode = [r for r in json.loads((RESULTS / "rollout_h100.json").read_text())
+              if (r["size"], r["quant"], r["lora_rank"], r["kind"]) == ("7b", "nvfp4", 16, "rows")]
     if args.rows > (most := max(r["rows"] for r in decode)):
         raise ValueError(f"--rows {args.rows}: a decode step is measured up to {most} rows")
     ms = np.interp(np.arange(args.rows + 1), *zip(*sorted(

@@ -168,7 +168,7 @@ def shown(monkeypatch, *argv):
 def test_the_step_on_paper_is_that_of_its_terms(monkeypatch):
     """By hand, where all completions are equally long: a figure that is read off the wrong number of rows, an update without its
     prompts, an all-reduce for one of several updates."""
-    measured = json.loads((bench_report.RESULTS / "decode_steps_h100.json").read_text())
+    measured = json.loads((bench_report.RESULTS / "rollout_h100.json").read_text())
     [ms] = [r["replay_ms"] for r in measured if (r["size"], r["quant"], r["lora_rank"], r["rows"]) == ("7b", "nvfp4", 16, 8)]
     [row] = shown(monkeypatch, "--cards", "4", "--rows", "8", "--spread", "0", "--median", "500", "--prompt", "100",
                   "--updates", "3", "--update-tok-s", "1e4", "--reduce-gb", "20", "--gather-gb", "2", "--pickle-ns", "100")
