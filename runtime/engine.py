@@ -165,7 +165,7 @@ class Graphs:
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
         self.most_steps, self.most_eos = decode.STEPS, decode.EOS_SLOTS
-        self.graphs, self.pool, self.scratch = {}, None, []
+        self.graphs, self.refresh, self.pool, self.scratch = {}, None, None, []
         packed = lora.packed(model)
         self.prompts = packed and packed.Prefill(model, self.cache)
         if self.cache.k.is_cuda:
@@ -179,9 +179,9 @@ class Graphs:
             raise ValueError(f"{len(eos_ids)} stop tokens: the GPU engine compares with at most "
                              f"{self.most_eos}")
         st = self.step
-        st.refresh()
-        if self.prompts:
-            self.prompts.refresh()
+        if st.adapters:  # hundreds of small copies: one launch
+            self.refresh = self.refresh or self.capture(self.copy_adapters)
+            self.refresh()
         st.inverse_temperature.fill_(1 / temperature if temperature else 1.0)
         st.eos.fill_(-1)
         ids = torch.tensor(sorted(eos_ids), dtype=torch.long, device=st.eos.device)
@@ -193,6 +193,12 @@ class Graphs:
         self.mode = ("draw",) if top_p == 1 else ("top-p", temperature, top_p)
         if temperature == 0:
             self.mode = ("greedy",)
+
+    def copy_adapters(self):
+        """LoRA's parameters, as they are now, to where the kernels read them."""
+        self.step.refresh()
+        if self.prompts:
+            self.prompts.refresh()
 
     def start(self, slots, tokens, lengths, limits, keys):
         st = self.step

@@ -311,9 +311,10 @@ def refresh(linears):
     adapted = [p for block in linears for p in block if p.E]
     if adapted:
         A, to_A = zip(*(p.A_copy for p in adapted), strict=True)
-        B, to_B = zip(*(pair for p in adapted for pair in p.B_copies), strict=True)
-        scales = [p.adapter.scaling / p.alpha for p in adapted for _ in p.B_copies]
-        torch._foreach_copy_([*to_A, *to_B], [*A, *torch._foreach_mul(B, scales)])
+        torch._foreach_copy_(to_A, A)
+    for p in adapted:
+        for B, to_B in p.B_copies:
+            torch.mul(B, p.adapter.scaling / p.alpha, out=to_B)
 
 
 def project(prologue, p, x, residual=None):
