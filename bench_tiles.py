@@ -36,7 +36,7 @@ def candidates(M, N, K, cores):
     programs fit an SM: K is cut for all rows of tiles or, so that SMs have equal shares, for those
     beyond one, two ... whole tiles an SM."""
     blocks, top = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M)))
-    for BM in sorted({top, max(8, top // 2)}):
+    for BM in sorted({max(8, top // 2), top, min(128, 2 * top)}):
         for BN, warps in ((32, 2), (64, 4), (128, 4), (128, 8)):
             rows, MT = -(-N // BN), -(-M // BM)
             most = rows * MT // cores  # whole tiles that every SM may have
