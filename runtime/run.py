@@ -125,7 +125,8 @@ class Run:
         self.state.data = hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
         if self.args.resume:
             self.restore(optimizer)
-            if self.state.step >= self.args.steps and (self.out / "summary.json").is_file():
+            told = plot.beside(self.out, "summary.json").get("steps")  # may be of before it went on
+            if self.state.step >= self.args.steps and told == self.state.step:
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
         elif ranks.rank == 0:

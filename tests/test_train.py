@@ -209,6 +209,16 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_ends_when_it_is_resumed(t
     assert not (out / "adapter_best").exists()
 
 
+def test_an_extended_run_that_was_stopped_in_its_last_evaluation_ends_when_it_is_resumed(straight, tmp_path, monkeypatch):
+    """The summary that is there is of before it went on: with it alone the new steps were never evaluated."""
+    out = copy_of(straight, tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr(Run, "finish", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert train.main(["--resume", "--out", str(out), "--steps", "5"]) == 130
+    assert train.main(["--resume", "--out", str(out)]) == 0
+    assert json.loads((out / "summary.json").read_text())["steps"] == 5
+
+
 def test_resuming_a_finished_run_keeps_its_summary(straight, tmp_path, capsys):
     out = copy_of(straight, tmp_path)
     before = (out / "summary.json").read_bytes()
