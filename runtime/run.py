@@ -401,7 +401,7 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
     names = ("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean",
              "logp_gap_max", "sampler_kl", "ratio_outside_frac", "entropy", "padding_frac",
              "clip_first_frac")
-    row |= dict.fromkeys(names, 0.0)
+    row |= dict.fromkeys(names)  # null where nothing was trained: an entropy of 0 would be a claim
     if updates:
         each = [grpo.mean_metrics(sums) for sums, _ in updates]
         row |= grpo.mean_metrics(grpo.sum_metrics([sums for sums, _ in updates]))

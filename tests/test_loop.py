@@ -401,6 +401,17 @@ def test_an_update_that_was_skipped_is_not_in_the_means(tmp_path):
     assert row["entropy"] == pytest.approx(1 / 7)
 
 
+def test_a_step_without_an_update_has_no_entropy(tmp_path, capsys):
+    """Its groups all taught nothing, or every update was skipped: an entropy of 0 would be drawn as one that was measured."""
+    r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    r.clock.update(rollout=1.0, update=1.0)
+    row = step_of(r, NO_METRICS, (math.nan, math.nan), 2)
+    assert {row[name] for name in ("entropy", "kl", "grad_norm", "loss", "logp_gap_mean", "clip_first_frac")} == {None}
+    r.tracker = None
+    r.log(row, [])
+    assert "ent - | grad - | dlogp - | sigma" in capsys.readouterr().out
+
+
 def test_the_kl_is_of_all_updates(tmp_path):
     """Only sampler and trainer are compared before the first update moves one of them; then the KL to the base is still 0."""
     r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
