@@ -593,7 +593,7 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """A prompt without the instruction that the reward wants trains on zeros, silently."""
     args = flags.parse("train", [])
     fine = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
-            "clip_first_frac": 0.0, "skipped": 0}
+            "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
     assert not list(warnings_for(fine, args))
     assert any(told in text for text in warnings_for({**fine, **change}, args))
     args.aqn_scope = "both"  # sampler and trainer are as noisy, so that noise is no reason for a gap
@@ -601,13 +601,15 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
 
 
 FINE = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.99, "zero_var_frac": 0.99, "logp_gap_mean": 0.04, "sigma": 0.0,
-        "clip_first_frac": 0.0, "skipped": 0}
+        "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
 
 
 def test_warnings_say_no_more_than_the_row():
     """--gap-bound that is ignored, "every completion" where it is most of them, or two reasons for one reward of 0."""
     args = flags.parse("train", ["--gap-bound", "0.1"])
     assert not list(warnings_for(FINE, args)) and not list(warnings_for({**FINE, "logp_gap_mean": 0.09}, args))
+    assert not list(warnings_for({**FINE, "reward": 0.0, "reward_std": 1.0}, args))  # right is 1, wrong is -1
+    assert not list(warnings_for({**FINE, "zero_var_frac": 1.0, "groups": 3}, args))  # --dynamic-sampling drew others
     for change, told in (({"logp_gap_mean": 0.11}, "more than 0.1 nats"), ({"skipped": 1}, "an update was skipped"),
                          ({"reward": 0, "format": 0}, "every reward is 0")):
         [text] = warnings_for({**FINE, **change}, args)
