@@ -38,8 +38,8 @@ from runtime import command, console, flags, ranks
 from weights import checkpoint
 from weights.files import append, check_out, lines, lock, parse_json, read_json, whole
 
-# what --resume may change
-FREE = ("steps", *plot.IDLE)
+# what --resume may change: a card with less memory must be able to go on
+FREE = ("steps", *plot.IDLE, *plot.MINOR)
 NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
          "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
          "summary.json"}

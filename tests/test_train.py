@@ -148,7 +148,9 @@ def test_a_resume_with_other_flags_is_refused(straight, capsys):
 def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     """Half a run with another seed, prompt or rate would stand under the first half's flags."""
     old = flags.parse("train", ["--model", "m", "--out", str(tmp_path)])
-    free = {"steps", "resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share"}
+    free = {"steps", "resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share", "eval_every"}
+    free |= {"micro_batch_tokens", "checkpointing", "max_rows"}  # what "out of GPU memory" says to lower
+    lower = ["--micro-batch-tokens", "9", "--max-rows", "5", "--checkpointing", "on"]
     kinds = {flags.dest(f): f.kind for _, f in flags.flags_of("train")}
     for name in kinds.keys() - free:
         value, flag = getattr(old, name), f"--{name.replace('_', '-')}"
@@ -161,6 +163,8 @@ def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
         again = ["--resume", "--out", str(tmp_path), *argv]
         with pytest.raises(ValueError, match=f"{flag}: the run in .* used"):
             settle(SimpleNamespace(resume=True, out=str(tmp_path)), again)
+    new = settle(SimpleNamespace(resume=True, out=str(tmp_path)), ["--resume", "--out", str(tmp_path), *lower])
+    assert (new.micro_batch_tokens, new.max_rows, new.checkpointing) == (9, 5, "on")
 
 
 def copy_of(straight, tmp_path):
