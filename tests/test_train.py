@@ -683,6 +683,15 @@ def test_only_rows_of_the_levels_asked_for_are_trained_on(tmp_path, where):
     assert len(rows) == 8 and {row["level"] for row in rows} == {4, 5} and held == []
 
 
+def test_a_question_that_is_there_twice_is_not_on_both_sides(tmp_path):
+    """Files put together from several sources repeat questions: trained on and asked, they would be called held-out."""
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i % 20}+1?", "answer": i % 20 + 1}) + "\n" for i in range(60)))
+    rows, held = train.questions(flags.parse("train", ["--data", str(path)]))
+    assert len(held) == 6 and not {r["question"] for r in rows} & {r["question"] for r in held}
+    assert len({r["question"] for r in [*rows, *held]}) == 20
+
+
 def test_the_only_question_is_not_held_out(tmp_path):
     """Trained on and asked, it would be called held-out."""
     (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
