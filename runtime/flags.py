@@ -109,7 +109,7 @@ TABLE = (
     Flag("beta1", number(0, 1, float), 0.9, "AdamW's"),
     Flag("beta2", number(0, 1, float), 0.99, "AdamW's"),
     Flag("warmup", number(0, 1, float), 0.1, "share of the updates that warm up; then cosine to 0"),
-    Flag("grad-clip", number(0, 1e6, float), 0.2, "norm the gradient is clipped to", 1.0),
+    Flag("grad-clip", number(1e-9, 1e6, float), 0.2, "norm the gradient is clipped to", 1.0),
     "held-out questions: train",
     Flag("eval-n", number(0, 1e4), 1, "samples a question, 0 for no evaluation"),
     Flag("eval-every", number(0, 1e8), 0, "steps between evaluations; 0: before and after", 10),
