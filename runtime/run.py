@@ -184,7 +184,9 @@ class Run:
     def evaluated(self, result, model):
         """The accuracy before training, and later the best adapter so far, into adapter_best/."""
         s, found = self.state, {k: result[k] for k in ("accuracy", "stderr")}
-        print(f"held-out accuracy after {s.step} steps: {found['accuracy']:.1%}", flush=True)
+        long = result.get("skipped")
+        print(f"held-out accuracy after {s.step} steps: {found['accuracy']:.1%}"
+              + (f" ({long} questions longer than --max-prompt)" if long else ""), flush=True)
         if s.step == 0:
             s.before = found
             write(self.out / "eval_before.jsonl", *map(json.dumps, result["rows"]))

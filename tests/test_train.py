@@ -277,6 +277,15 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
     assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
 
 
+def test_held_out_questions_that_are_too_long_are_counted(tmp_path, capsys):
+    """An accuracy of fewer questions than the set has, and nobody is told."""
+    r = Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    for skipped in (0, 3):
+        r.evaluated({"accuracy": 0.5, "stderr": None, "skipped": skipped, "rows": []}, None)
+    a, b = capsys.readouterr().out.splitlines()
+    assert a.endswith("50.0%") and b.endswith("50.0% (3 questions longer than --max-prompt)")
+
+
 def test_of_adapters_that_are_as_good_the_first_is_the_best(tmp_path, monkeypatch):
     """A resume evaluates the step it begins with again: what is there must not become another step's."""
     saved = []
