@@ -382,6 +382,8 @@ def own_reward(spec):
                              ) from e
         score = value if isinstance(value, dict) else {"reward": value}
         r = score.get("reward")
+        if getattr(r, "ndim", None) == 0:  # numpy's or torch's; a bool of numpy's is no Real
+            r = r.item()
         if not isinstance(r, numbers.Real) or not abs(r) <= 1e9:  # its square must fit float32
             raise ValueError(f'{flag}: returned {value!r:.80}; return a number within +-1e9, or a '
                              'dict with one as "reward"')
