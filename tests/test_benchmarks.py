@@ -39,6 +39,15 @@ def test_a_majority_counts_answers_not_spellings():
     assert evaluation.summary([row(None, None, "7")], [3])["maj@3"][0] == 1
 
 
+def test_where_right_samples_name_no_answer_there_is_no_majority():
+    """A reward of one's own may return a number alone: a majority of 0% beside a pass@k of 100% would be said of no vote."""
+    rows = [row("7", "3", "7"), row("7", "7", "7")]
+    for s in rows[0]["samples"]:
+        s["given"] = None
+    r = evaluation.summary(rows, [2])
+    assert r["pass@2"][0] == 1 and "maj@2" not in r
+
+
 def cli(*argv):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
