@@ -1546,6 +1546,8 @@ MUTANTS = {
          "plot::command_writes_where_it_says"),
     ],
     "experiments.py": [
+        ("a run of other flags is taken for the one asked for", "had.get(flag, value) != value", "False",
+         "experiments::runs_of_other_flags_are_not_taken_for_those_asked_for"),
         ("no gradient is a traceback", "    if total is None:\n", "    if False:\n",
          "experiments::no_gradient_is_an_error"),
         ("two copies are one", 'name == "copies" and arm != "one"', "False",

@@ -1,5 +1,6 @@
 """experiments.py: the arms of the ablation, and what its table counts."""
 import json
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ def trained(monkeypatch):
         rows = [{"step": 0, "eval_accuracy": 0.25}, {"step": 1, "eval_accuracy": None}]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (out / "summary.json").write_text(json.dumps({"accuracy_after": after}))
+        (out / "config.json").write_text(json.dumps(vars(args)))
         return 0
 
     monkeypatch.setattr(train, "main", main)
@@ -52,6 +54,16 @@ def test_a_run_that_is_there_is_not_repeated_and_a_stopped_one_goes_on(trained, 
     # with its flags, so that train.py refuses others than it began with
     assert [(Path(a.out), a.lr, a.quant, a.aqn) for a in trained if a.resume] == [(stopped, 0.02, "none", False)]
     assert experiments.main(["2x2", "--out", str(tmp_path)]) == 0 and len(trained) == 20
+
+
+def test_runs_of_other_flags_are_not_taken_for_those_asked_for(trained, tmp_path, capsys):
+    """Twice the steps into the folder of the first experiment: its numbers were printed again, under the new flags."""
+    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0
+    for more, told in ((["--lr", "0.03"], "--lr 0.03: the run in .* used 0.02"), (["--steps", "60"], "--steps 60: the run in .* used 30")):
+        capsys.readouterr()
+        assert experiments.main(["2x2", "--out", str(tmp_path), *more]) == 2 and len(trained) == 20
+        said = capsys.readouterr()
+        assert re.search(told, said.err) and "|" not in said.out
 
 
 def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(trained, tmp_path, capsys):
