@@ -97,7 +97,8 @@ def summary(rows, ks=()):
     votes = all(s["given"] is not None for s in flat if s["correct"])
     for k in ks:
         passed = [pass_at(k, [s["correct"] for s in row["samples"]]) for row in rows]
-        voted = [majority(row["samples"][:k], same) for row in rows]
+        blocks = range(0, len(rows[0]["samples"]) - k + 1, k)  # so maj@1 is pass@1
+        voted = [mean(majority(row["samples"][i : i + k], same) for i in blocks) for row in rows]
         out[f"pass@{k}"] = mean(passed), stderr(passed)
         if votes:
             out[f"maj@{k}"] = mean(voted), stderr(voted)

@@ -1671,6 +1671,7 @@ MUTANTS = {
         ("pass@k counts with replacement", "math.comb(n - sum(correct), k) / math.comb(n, k)",
          "((n - sum(correct)) / n) ** k",
          "benchmarks::pass_at_k_is_unbiased_and_not_the_share_of_questions_with_a_right_sample"),
+        ("one vote of several", "- k + 1, k)", "- k + 1, len(flat))", "benchmarks::a_majority_counts_answers_not_spellings"),
         ("a majority counts spellings", "v == given or (v, given) in same", "v == given",
          "benchmarks::a_majority_counts_answers_not_spellings"),
         ("each part of a set draws the first part's samples", "progress, indices=mine)",
