@@ -17,8 +17,9 @@ so CUDA graphs that captured the buffers see it.
     with aqn.clean(model): update(...)                         # Algorithm 1: the update is clean
 
 To try a noise of your own, write to the buffers after set_noise (here: only the second half of the
-layers, and scaled by w). Any module's buffer called `noise` will do: set_noise(model, 0) and
-`clean` clear them all, so that none leaks into update or evaluation.
+layers, and scaled by w). Every RMSNorm has one, the last (model.norm, a temperature) and Qwen3's
+q_norm and k_norm too. On the CPU any module's buffer called `noise` will do. set_noise(model, 0)
+and `clean` clear them all, so that none leaks into update or evaluation.
 
     for pre, post in aqn.norms(model)[len(model.layers) // 2:]:
         for norm in (pre, post):

@@ -727,6 +727,8 @@ MUTANTS = {
          "packed::score_is_one_kernel_for_log_prob_entropy_and_slope"),
     ],
     "runtime/engine.py": [
+        ("a noise of one's own reaches no rollout", "if any(b.any() for b in aqn.buffers(m).values()):", "if False:",
+         "aqn::a_noise_in_a_linear_reaches_the_sampler"),
         ("a rank captures a size when it comes", "ranks.world > 1 and size < self.last", "False",
          "decode::ranks_capture_what_is_to_come_together"),
         ("a run of another call counts as the last batch", "        self.last = 0  # size of the last batch\n",
