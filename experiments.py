@@ -85,7 +85,7 @@ def drawn(model, tok, rows, score, args, seed):
            for row, g in zip(rows, groups, strict=True)]
     completions = list(chain(*out))
     train.grade(completions, tok, score, args)
-    grpo.set_advantages(out, scale=args.loss != "dr_grpo")
+    grpo.set_advantages(out, scale=grpo.OBJECTIVES[args.loss].scale)
     return completions
 
 

@@ -2,8 +2,8 @@
 The RL mathematics of QeRL: advantages, objectives, one optimizer step (update -> backward ->
 batch_loss -> completion_logprobs, policy_loss).
 
-An objective is a triple: at which level a ratio is taken, what of it is maximised, and what the sum
-over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one table
+An objective is three functions: at which level a ratio is taken, what of it is maximised, and what
+the sum over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one table
 (`OBJECTIVES`); one of your own is three functions or fewer. Beside it: clip-higher, a KL term (k3),
 truncated importance weights between sampler and trainer, DAPO's soft length penalty. Left out:
 value networks and GAE (a group's mean is the baseline) and entropy bonuses (the paper uses none:
@@ -159,12 +159,13 @@ class Objective:
     surrogate: Callable
     normaliser: Callable
     clip: tuple = (0.2, 0.2)  # eps_low, eps_high if none are given
+    scale: bool = True  # advantages are divided by their group's standard deviation
 
 
 OBJECTIVES = {
     "grpo": Objective(of_tokens, ppo_clip, completion_mean),
     "dapo": Objective(of_tokens, ppo_clip, token_mean, (0.2, 0.28)),
-    "dr_grpo": Objective(of_tokens, ppo_clip, constant),
+    "dr_grpo": Objective(of_tokens, ppo_clip, constant, scale=False),
     "gspo": Objective(of_completions, ppo_clip, completion_mean, (3e-4, 4e-4)),
     "cispo": Objective(of_tokens, clipped_weight, token_mean, (1.0, 4.0)),  # ratios in [0, 5]
 }

@@ -136,7 +136,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 3. Advantages: good or bad beside the other completions of its group; no critic.
         run.phase("update")
-        grpo.set_advantages(groups, scale=args.loss != "dr_grpo")
+        grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
 
         # 4. Optimizer steps, each on groups of its own. Algorithm 1 trains the clean policy; what
         #    sampled was a noisy one, so pi_old is the log-probs it recorded.

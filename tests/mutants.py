@@ -93,7 +93,7 @@ MUTANTS = {
          "loop::learning_rate_of_each_update"),
         ("every update on all groups", "groups[i::n]", "groups",
          "loop::each_group_is_in_exactly_one_update"),
-        ("Dr.GRPO divides by the standard deviation", 'scale=args.loss != "dr_grpo"', "scale=True",
+        ("Dr.GRPO divides by the standard deviation", "scale=grpo.OBJECTIVES[args.loss].scale", "scale=True",
          "loop::dr_grpo_does_not_divide_by_the_standard_deviation"),
         ("the overlong penalty is ignored", "c.reward += ", "c.reward += 0 * ",
          "loop::overlong_soft_lowers_the_reward_of_long_completions"),

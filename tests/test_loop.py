@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 from collections import namedtuple
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -632,8 +633,11 @@ def test_dr_grpo_divides_by_a_constant_also_where_completions_are_masked(policy,
         assert all(call["total_seqs"] == 8 and call["max_len"] == 40 for call in calls)
 
 
-def test_dr_grpo_does_not_divide_by_the_standard_deviation(tmp_path):
-    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--loss", "dr_grpo")
+@pytest.mark.parametrize("loss", ["dr_grpo", "own"])
+def test_dr_grpo_does_not_divide_by_the_standard_deviation(tmp_path, monkeypatch, loss):
+    """Nor does a row of one's own that says so."""
+    monkeypatch.setitem(grpo.OBJECTIVES, "own", replace(grpo.OBJECTIVES["dapo"], scale=False))
+    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--loss", loss)
     rewards = torch.tensor(r.updates[0]["rewards"]).view(4, 4)
     want = rewards - rewards.mean(1, keepdim=True)
     torch.testing.assert_close(torch.tensor(r.updates[0]["advantages"]).view(4, 4), want)
