@@ -256,6 +256,11 @@ def run(args, argv):
     if trained in wanted and Path(trained).is_file():
         print(f"warning: --data {trained}: most of its questions were trained on; those that were "
               "held out are in eval_after.jsonl of the run", file=sys.stderr)
+    own = args.trained_with.get("reward")
+    if own and not args.reward:  # it is code, which is not run unasked
+        print(f"warning: trained by --reward {own}, graded here by --prompt-style "
+              f"{args.prompt_style}; add --reward to compare with the run's own accuracy",
+              file=sys.stderr)
     score = data.scorer(args.prompt_style, args.reward)
     book = Book(args, sets)
     model, tok = flags.load_policy(args)
