@@ -192,7 +192,7 @@ def train(args, argv):
     engine.fit_update(args, model, params)  # settles --micro-batch-tokens and --checkpointing
 
     with Run(args, argv) as run:
-        if not run.open(optimizer, rows):  # a finished run that is not to be extended
+        if not run.open(optimizer, [*rows, *held_out]):  # a finished run that is not to be extended
             return 0
         prompts.cursor = run.state.cursor
         weight = model.embed.weight

@@ -55,7 +55,7 @@ class State:
     seconds: float = 0.0
     before: dict | None = None  # {"accuracy", "stderr"} of the held-out questions before training
     best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
-    data: str = ""  # digest of the training questions
+    data: str = ""  # digest of the questions
 
 
 def settle(args, argv):
@@ -115,7 +115,7 @@ class Run:
         False if there is nothing to do: the run has ended, and --steps asks for no more.
 
         ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
-        `rows`, the training questions, are not those the run began with."""
+        `rows`, all questions of training and evaluation, are not those the run began with."""
         if ranks.rank == 0:
             self.tracker = console.tracker(self.args) if self.args.log_to else None
             self.out.mkdir(parents=True, exist_ok=True)

@@ -103,6 +103,8 @@ MUTANTS = {
          '(f"{self.seed}")', "train::data_order_is_a_function_of_seed_and_cursor"),
         ("the cursor of the prompts stands still", "self.cursor += 1", "self.cursor += 0",
          "loop::each_step_draws_new_samples_of_new_prompts"),
+        ("a run goes on with other held-out questions", "[*rows, *held_out]", "rows",
+         "train::resume_needs_the_held_out_questions_it_began_with"),
         ("the cursor is not saved", "run.advance(step + 1, prompts.cursor,",
          "run.advance(step + 1, 0,", "train::resume_is_exact"),
         ("the cursor is not restored", "prompts.cursor = run.state.cursor", "prompts.cursor = 0",

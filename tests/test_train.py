@@ -740,6 +740,19 @@ def test_resume_needs_the_questions_it_began_with(tmp_path, capsys):
         assert "--data" in capsys.readouterr().err and len(rows_of(out)) == 1
 
 
+def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):
+    """Before and after are paired by question: with others the run trained to its end, and fell there."""
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(6)]
+        (tmp_path / "set" / f"{split}.jsonl").write_text("".join(rows))
+    argv = ["--data", str(tmp_path / "set"), "--steps", "1", "--eval-n", "1"]
+    assert run(tmp_path / "run", *argv) == 0
+    (tmp_path / "set" / "test.jsonl").write_text("".join(rows[:-1]))
+    assert train.main(["--resume", "--out", str(tmp_path / "run"), "--steps", "2"]) == 2
+    assert "--data" in capsys.readouterr().err and len(rows_of(tmp_path / "run")) == 1
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "broadcast", "text"])
 def test_a_damaged_checkpoint_is_one_line_and_never_a_resume(straight, tmp_path, capsys, damage):
     """A flipped bit is a number like any other to torch.load, and a tensor of one element fits every shape."""
