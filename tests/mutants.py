@@ -1550,6 +1550,8 @@ MUTANTS = {
          "plot::command_writes_where_it_says"),
     ],
     "experiments.py": [
+        ("a run of two copies goes on with one", 'mock.patch.object(sys, "argv", called):', "mock.patch.object(sys, 'argv', argv):",
+         "experiments::two_copies_sample_in_four_bits_and_train_in_sixteen"),
         ("a run of other flags is taken for the one asked for", "had.get(flag, value) != value", "False",
          "experiments::runs_of_other_flags_are_not_taken_for_those_asked_for"),
         ("no gradient is a traceback", "    if total is None:\n", "    if False:\n",

@@ -272,5 +272,7 @@ def test_two_copies_sample_in_four_bits_and_train_in_sixteen(tmp_path):
         assert main([*few, "--out", str(tmp_path / name)]) == 0
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         gaps[name], entropies[name] = rows[0]["logp_gap_mean"], [row["sampler_entropy"] for row in rows]
+        told = json.loads((tmp_path / name / "summary.json").read_text())["command"]
+        assert told.startswith(f"python {'experiments.py two-copies' if name == 'two' else 'train.py'} --steps")
     assert gaps["one"] < 1e-5 and gaps["two"] > 1e-3
     assert entropies["one"][0] == entropies["two"][0] and abs(entropies["two"][1] - entropies["two"][0]) > 0.1
