@@ -58,6 +58,13 @@ def test_every_schedule_decays_from_start_to_exactly_the_end(schedule):
     assert aqn.sigma(500, 100, 5e-2, 5e-4, 10, schedule) == 5e-4  # past the end: the last level
 
 
+def test_a_schedule_of_ones_own_is_a_row(monkeypatch):
+    """Half the way, noise; then as much as at the end: a script adds it, and the flag takes it."""
+    monkeypatch.setitem(aqn.SCHEDULES, "half", lambda start, end, x, n: start if x < 0.5 else end)
+    assert [aqn.sigma(s, 5, 0.3, 0.1, 5, "half") for s in range(5)] == [0.0, 0.3, 0.3, 0.1, 0.1]
+    assert flags.parse("train", ["--aqn-schedule", "half"]).aqn_schedule == "half"
+
+
 def test_schedules_by_hand_at_one_inner_stage():
     """A formula swapped for another one: they agree at both ends and differ only between."""
     got = {s: aqn.sigma(4, 10, 1.0, 0.01, 10, s) for s in aqn.SCHEDULES}  # noisy stage i = 3 of 0..8, x = 3/8
