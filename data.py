@@ -179,7 +179,10 @@ def _read_rows(path):
 
 def _set_levels(rows):
     """Big-Math has no level, but the rate at which an 8B model solves the row: level 5 is the
-    lowest fifth of the rates."""
+    lowest fifth of the rates. MATH's are called "Level 5"."""
+    for row in rows:
+        if m := re.fullmatch("Level ([1-5])", str(row.get("level"))):
+            row["level"] = int(m[1])
     rates = [row.get("llama8b_solve_rate") for row in rows]
     known = sorted(r for r in rates if r is not None)
     if not known:

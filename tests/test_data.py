@@ -109,6 +109,13 @@ def test_own_reward_may_return_a_dict(tmp_path):
     assert grade("", {"score": True})["reward"] == 1.0
 
 
+def test_the_levels_of_math_are_read(tmp_path):
+    """"Level 5" was none in [5]."""
+    levels = ["Level 5", "Level 1", 5, "Level ?"]
+    path = write(tmp_path / "a.jsonl", [{"problem": str(i), "solution": "1", "level": level} for i, level in enumerate(levels)])
+    assert [row["question"] for row in data.load(path, levels=[5])] == ["0", "2"]
+
+
 @pytest.mark.parametrize("value", ["numpy.float64(1) > 0", "numpy.float32(1)", "torch.tensor(True)", "torch.tensor(1.0)"])
 def test_own_reward_may_be_a_number_of_numpy_or_torch(tmp_path, value):
     """abs(given - gold) < 1e-6 of numpy's numbers is a bool of numpy's."""
