@@ -17,8 +17,9 @@ so CUDA graphs that captured the buffers see it.
     with aqn.clean(model): update(...)                         # Algorithm 1: the update is clean
 
 To try a noise of your own, write to the buffers after set_noise (here: only the second half of the
-layers, and scaled by w). Any module's buffer called `noise` will do: set_noise(model, 0) and
-`clean` clear them all, so that none leaks into update or evaluation.
+layers, and scaled by w). Every RMSNorm has one, the last (model.norm, a temperature) and Qwen3's
+q_norm and k_norm too. On the CPU any module's buffer called `noise` will do. set_noise(model, 0)
+and `clean` clear them all, so that none leaks into update or evaluation.
 
     for pre, post in aqn.norms(model)[len(model.layers) // 2:]:
         for norm in (pre, post):
@@ -37,7 +38,23 @@ import math
 
 import torch
 
-SCHEDULES = ("exponential", "linear", "cosine", "logarithmic", "eq8")
+
+def exponential(start, end, x, n):
+    """AQN, Eq. 8, in a form that hits both ends to the last bit."""
+    return start ** (1 - x) * end**x
+
+
+def between(start, end, f):
+    return start * (1 - f) + end * f
+
+
+SCHEDULES = {  # sigma of start, end and x, which goes from 0 to 1 in n steps, one a noisy stage
+    "exponential": exponential,
+    "linear": lambda start, end, x, n: between(start, end, x),
+    "cosine": lambda start, end, x, n: between(start, end, (1 - math.cos(math.pi * x)) / 2),
+    "logarithmic": lambda start, end, x, n: between(start, end, math.log1p(n * x) / math.log1p(n)),
+    "eq8": exponential,  # of Eq. 8 as printed: noisy from the first stage on
+}
 
 
 def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
@@ -45,12 +62,9 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
     `total_steps`: a pure function, so a resume cannot restart it.
 
     Training is cut into `stages` equal intervals. The first has no added noise (quantization noise
-    alone explores); the other stages - 1 go from start to exactly end: geometrically
-    ("exponential", the paper's best), or as start + (end - start) * f with f = x ("linear"), (1 -
-    cos pi x) / 2 ("cosine"), log(1 + i) / log(stages - 1) ("logarithmic"), where x = i / (stages -
-    2) and i counts the noisy stages from 0. (Two stages leave one noisy level: end.) "eq8" is the
-    paper's Eq. 8 as printed: all `stages` are noisy, geometric from start to end. Steps past the
-    end keep the last level. ValueError for bad arguments.
+    alone explores), but in "eq8"; the others go from start to exactly end, by a row of SCHEDULES.
+    A single noisy stage has end. Steps past the end keep the last level. ValueError for bad
+    arguments.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"--aqn-schedule {schedule}: choose one of {', '.join(SCHEDULES)}")
@@ -63,18 +77,11 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
         raise ValueError(f"step {step} of {total_steps}: --steps must be at least 1, no step is "
                          "negative")
     stage = min(step * stages // total_steps, stages - 1)
-    if schedule == "eq8":
-        i, last = stage, stages - 1
-    elif stage == 0:
+    silent = schedule != "eq8"  # the first stage
+    i, n = stage - silent, stages - 1 - silent  # the noisy stage, from 0; the last one
+    if i < 0:
         return 0.0
-    else:
-        i, last = stage - 1, stages - 2
-    x = i / last if last else 1.0
-    if schedule in ("exponential", "eq8"):  # AQN, Eq. 8; this form hits both ends to the last bit
-        return start ** (1 - x) * end**x
-    f = {"linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2,
-         "logarithmic": math.log1p(i) / math.log1p(last) if last else 1.0}[schedule]
-    return start * (1 - f) + end * f
+    return SCHEDULES[schedule](start, end, i / n, n) if n else end
 
 
 def norms(model):

@@ -179,7 +179,10 @@ def _read_rows(path):
 
 def _set_levels(rows):
     """Big-Math has no level, but the rate at which an 8B model solves the row: level 5 is the
-    lowest fifth of the rates."""
+    lowest fifth of the rates. MATH's are called "Level 5"."""
+    for row in rows:
+        if m := re.fullmatch("Level ([1-5])", str(row.get("level"))):
+            row["level"] = int(m[1])
     rates = [row.get("llama8b_solve_rate") for row in rows]
     known = sorted(r for r in rates if r is not None)
     if not known:
@@ -382,6 +385,8 @@ def own_reward(spec):
                              ) from e
         score = value if isinstance(value, dict) else {"reward": value}
         r = score.get("reward")
+        if getattr(r, "ndim", None) == 0:  # numpy's or torch's; a bool of numpy's is no Real
+            r = r.item()
         if not isinstance(r, numbers.Real) or not abs(r) <= 1e9:  # its square must fit float32
             raise ValueError(f'{flag}: returned {value!r:.80}; return a number within +-1e9, or a '
                              'dict with one as "reward"')

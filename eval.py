@@ -87,18 +87,21 @@ def graded(tok, rows, groups, score):
 def summary(rows, ks=()):
     """accuracy, stderr (of the mean over questions, None for a single one), format, length (mean
     tokens), truncated (share cut at the limit), questions; and for each k of ks pass@k and maj@k,
-    (mean, standard error)."""
+    (mean, standard error). No maj@k where a reward of one's own does not say what was given."""
     flat = [s for row in rows for s in row["samples"]]
     accuracies = [row["accuracy"] for row in rows]
     out = {"accuracy": mean(accuracies), "stderr": stderr(accuracies),
            "format": mean(s["format"] for s in flat), "length": mean(s["length"] for s in flat),
            "truncated": mean(not s["finished"] for s in flat), "questions": len(rows)}
     same = same_answers(rows) if ks else None
+    votes = all(s["given"] is not None for s in flat if s["correct"])
     for k in ks:
         passed = [pass_at(k, [s["correct"] for s in row["samples"]]) for row in rows]
-        voted = [majority(row["samples"][:k], same) for row in rows]
-        out |= {f"pass@{k}": (mean(passed), stderr(passed)),
-                f"maj@{k}": (mean(voted), stderr(voted))}
+        blocks = range(0, len(rows[0]["samples"]) - k + 1, k)  # so maj@1 is pass@1
+        voted = [mean(majority(row["samples"][i : i + k], same) for i in blocks) for row in rows]
+        out[f"pass@{k}"] = mean(passed), stderr(passed)
+        if votes:
+            out[f"maj@{k}"] = mean(voted), stderr(voted)
     return out
 
 
@@ -253,6 +256,11 @@ def run(args, argv):
     if trained in wanted and Path(trained).is_file():
         print(f"warning: --data {trained}: most of its questions were trained on; those that were "
               "held out are in eval_after.jsonl of the run", file=sys.stderr)
+    own = args.trained_with.get("reward")
+    if own and not args.reward:  # it is code, which is not run unasked
+        print(f"warning: trained by --reward {own}, graded here by --prompt-style "
+              f"{args.prompt_style}; add --reward to compare with the run's own accuracy",
+              file=sys.stderr)
     score = data.scorer(args.prompt_style, args.reward)
     book = Book(args, sets)
     model, tok = flags.load_policy(args)

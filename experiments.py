@@ -18,7 +18,7 @@ Measurements behind the README's choices.
                against the sampler or, with a truncated weight, against the trainer itself
 
 All but the first train: each arm with each seed, in a folder of --out of its own. A run that is
-there is not repeated, one that was stopped goes on, if the flags are the same. They print each
+there is not repeated, one that was stopped goes on; the flags must be the same. They print each
 arm's held-out accuracy with its standard error over the seeds, and for the 2x2 what either factor
 adds within a seed.
 
@@ -41,7 +41,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, stdev
@@ -85,7 +85,7 @@ def drawn(model, tok, rows, score, args, seed):
            for row, g in zip(rows, groups, strict=True)]
     completions = list(chain(*out))
     train.grade(completions, tok, score, args)
-    grpo.set_advantages(out, scale=args.loss != "dr_grpo")
+    grpo.set_advantages(out, scale=grpo.OBJECTIVES[args.loss].scale)
     return completions
 
 
@@ -163,7 +163,8 @@ def two_copies():
 
 
 def apart(argv):
-    with two_copies():
+    called = [__file__, "two-copies", *argv]  # what summary.json, plot.py and a resume go by
+    with two_copies(), mock.patch.object(sys, "argv", called):
         return train.main(argv)
 
 
@@ -183,8 +184,6 @@ def trainings(name, seeds, jobs, args, argv):
     def one(seed_arm):
         seed, arm = seed_arm
         out = Path(args.out) / f"{arm}-s{seed}"
-        if (out / "summary.json").is_file():
-            return 0
         again = (out / "config.json").is_file()
         flags = [*argv, *ARMS[name][arm], *shared, *["--resume"] * again,
                  "--seed", str(seed), "--out", str(out)]
@@ -204,7 +203,17 @@ def trainings(name, seeds, jobs, args, argv):
             cards.put(card)
 
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    todo = [(seed, arm) for seed in seeds for arm in ARMS[name]]
+    todo = []
+    for seed, arm in product(seeds, ARMS[name]):
+        out = Path(args.out) / f"{arm}-s{seed}"
+        if not (out / "summary.json").is_file():
+            todo.append((seed, arm))
+            continue
+        had = plot.beside(out, "config.json")
+        for flag, value in flags.given("train", [*argv, *ARMS[name][arm]]).items():
+            if flag not in plot.IDLE + plot.MINOR and had.get(flag, value) != value:
+                raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {out} used "
+                                 f"{had[flag]}; choose another --out")
     with ThreadPoolExecutor(jobs) as pool:
         for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
             if code:

@@ -2,8 +2,8 @@
 The RL mathematics of QeRL: advantages, objectives, one optimizer step (update -> backward ->
 batch_loss -> completion_logprobs, policy_loss).
 
-An objective is a triple: at which level a ratio is taken, what of it is maximised, and what the sum
-over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one table
+An objective is three functions: at which level a ratio is taken, what of it is maximised, and what
+the sum over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one table
 (`OBJECTIVES`); one of your own is three functions or fewer. Beside it: clip-higher, a KL term (k3),
 truncated importance weights between sampler and trainer, DAPO's soft length penalty. Left out:
 value networks and GAE (a group's mean is the baseline) and entropy bonuses (the paper uses none:
@@ -159,12 +159,13 @@ class Objective:
     surrogate: Callable
     normaliser: Callable
     clip: tuple = (0.2, 0.2)  # eps_low, eps_high if none are given
+    scale: bool = True  # advantages are divided by their group's standard deviation
 
 
 OBJECTIVES = {
     "grpo": Objective(of_tokens, ppo_clip, completion_mean),
     "dapo": Objective(of_tokens, ppo_clip, token_mean, (0.2, 0.28)),
-    "dr_grpo": Objective(of_tokens, ppo_clip, constant),
+    "dr_grpo": Objective(of_tokens, ppo_clip, constant, scale=False),
     "gspo": Objective(of_completions, ppo_clip, completion_mean, (3e-4, 4e-4)),
     "cispo": Objective(of_tokens, clipped_weight, token_mean, (1.0, 4.0)),  # ratios in [0, 5]
 }
@@ -342,8 +343,9 @@ def record_trainer_logprobs(model, completions, settings):
         for c in batch:
             c.trainer_logprobs = list(islice(values, len(c.ids)))
     found = ranks.gather([c.trainer_logprobs for c in chain(*shares[ranks.rank])])
-    for c, values in zip(chain(*chain(*shares)), chain(*found), strict=True):
-        c.trainer_logprobs = values
+    for share, lists in zip(shares, found, strict=True):
+        for c, values in zip(chain(*share), lists, strict=True):
+            c.trainer_logprobs = values
 
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
@@ -372,6 +374,18 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
         total_seqs=total_seqs, max_len=s.max_new_tokens, entropy=entropy)
 
 
+def half_scale(lengths):
+    """By what power of two a float16 loss is multiplied for its backward, for completions of these
+    lengths.
+
+    float16 holds 6e-5 to 65,504. Where a token's own gradient is 1, those of a 0.5B's activations
+    are 22 at most, and 1e-6 the median in its last layer. A token's own is 1 / sum(lengths) in the
+    mean, and in GRPO 1 / (len(lengths) * its completion's length): they become 64, and at most
+    1024."""
+    most = min(64 * sum(lengths), 1024 * min(lengths) * len(lengths))
+    return 2.0 ** math.floor(math.log2(most))
+
+
 def backward(model, completions, settings):
     """Leave the gradient of the loss of whole groups in the parameters, micro-batch by micro-batch
     -> summed metrics, or None if none is trained. Of several ranks, each leaves that of its share.
@@ -384,12 +398,8 @@ def backward(model, completions, settings):
     # Dr.GRPO divides by a constant: it counts the masked completions as well
     counted = completions if OBJECTIVES[settings.loss].normaliser is constant else learned
     lengths = [len(c.ids) for c in learned]
-    # float16 holds 6e-5 to 65,504. Where a token's own gradient is 1, those of a 0.5B's activations
-    # are 22 at most, and 1e-6 the median in its last layer. So it becomes 64 in the mean, and 1024
-    # at most in a short completion, whose tokens GRPO weighs more
     half = model.embed.weight.dtype == torch.float16
-    most = min(64 * sum(lengths), 1024 * min(lengths) * len(lengths))
-    scale = 2.0 ** math.floor(math.log2(most)) if half else 1.0
+    scale = half_scale(lengths) if half else 1.0
     budget = settings.micro_batch_tokens
     share = dealt(model, learned, budget)[ranks.rank]
     for batch in micro_batches(model, share, budget):

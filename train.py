@@ -56,16 +56,18 @@ class Prompts:
 
 
 def questions(args):
-    """(training rows, held-out rows): the set's own splits, or of a single file a tenth held
-    out."""
+    """(training rows, held-out rows): the set's own splits, or of a single file a tenth held out;
+    other rows that ask the same are not trained on."""
     if Path(args.data).is_file():
         rows = data.load(args.data, levels=args.levels)
         random.Random(f"{args.seed}/held out").shuffle(rows)
-        held = max(1, len(rows) // 10) if args.eval_n else 0
-        if held == len(rows):
+        held = rows[: max(1, len(rows) // 10)] if args.eval_n else []
+        asked = {row["question"] for row in held}
+        rows = [row for row in rows if row["question"] not in asked]
+        if not rows:
             raise ValueError(f"--data {args.data}: one question is too few to hold one out; "
                              "--eval-n 0 trains without")
-        return rows[held:], rows[:held][: args.eval_limit]
+        return rows, held[: args.eval_limit]
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     try:
         return rows, data.load(args.data, "test", n=args.eval_limit) if args.eval_n else []
@@ -134,7 +136,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 3. Advantages: good or bad beside the other completions of its group; no critic.
         run.phase("update")
-        grpo.set_advantages(groups, scale=args.loss != "dr_grpo")
+        grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
 
         # 4. Optimizer steps, each on groups of its own. Algorithm 1 trains the clean policy; what
         #    sampled was a noisy one, so pi_old is the log-probs it recorded.
@@ -190,7 +192,7 @@ def train(args, argv):
     engine.fit_update(args, model, params)  # settles --micro-batch-tokens and --checkpointing
 
     with Run(args, argv) as run:
-        if not run.open(optimizer, rows):  # a finished run that is not to be extended
+        if not run.open(optimizer, [*rows, *held_out]):  # a finished run that is not to be extended
             return 0
         prompts.cursor = run.state.cursor
         weight = model.embed.weight

@@ -22,8 +22,8 @@ def show_step(row, samples, args, warned):
     eta = (args.steps - row["step"] - 1) * row["seconds_step"]
     print(f"{row['step']:>5} | reward {row['reward']:.3f} | acc {row['accuracy']:.3f} | "
           f"len {row['length_mean']:.0f} | trunc {row['truncated_frac']:.0%} | "
-          f"ent {row['entropy']:.3f} | grad {row['grad_norm']:.3f} | "
-          f"dlogp {row['logp_gap_mean']:.4f} | sigma {row['sigma']:.1e} | "
+          f"ent {figure(row['entropy'])} | grad {figure(row['grad_norm'])} | "
+          f"dlogp {figure(row['logp_gap_mean'], 4)} | sigma {row['sigma']:.1e} | "
           f"{row['rollout_tok_s']:.0f} tok/s | {row['peak_gib']:.1f} GB | "
           f"{row['seconds_step']:.1f} s{held_out} | eta {eta / 60:.0f} min", flush=True)
     if args.show_every and row["step"] % args.show_every == 0:
@@ -38,7 +38,7 @@ def show_step(row, samples, args, warned):
 
 def warnings_for(row, args):
     """What a user of this row should be told, each with what to do."""
-    if row["reward"] == 0:
+    if row["reward"] == row["reward_std"] == 0:  # 1 and -1 have a mean of 0 as well
         yield ("every reward is 0: nothing can be learned; does --prompt-style fit the model, is "
                "--max-new-tokens long enough?")
     elif row["format"] == 0:
@@ -46,15 +46,16 @@ def warnings_for(row, args):
                "an instruction-tuned --model")
     if row["truncated_frac"] == 1:
         yield f"every completion was cut at {args.max_new_tokens} tokens: raise --max-new-tokens"
-    if row["zero_var_frac"] == 1:
+    if row["zero_var_frac"] == 1 and not (args.dynamic_sampling and row["groups"]):
         yield ("no group has rewards that differ, so there is no gradient: raise --group-size, or "
                "choose easier or harder --data")
-    if row["logp_gap_mean"] > args.gap_bound and (row["sigma"] == 0 or args.aqn_scope == "both"):
+    gap, alike = row["logp_gap_mean"] or 0, row["sigma"] == 0 or args.aqn_scope == "both"
+    if alike and gap > args.gap_bound:
         yield (f"sampler and trainer disagree by more than {args.gap_bound} nats a token: "
                "use --old-logp current, or --dtype float32")
     if row["skipped"]:
         yield "an update was skipped: its gradient was not finite; lower --lr, or check --model"
-    if row["clip_first_frac"] > 0.02:  # nothing has been learned from these completions yet
+    if (row["clip_first_frac"] or 0) > 0.02:  # nothing has been learned from these completions yet
         yield ("more than 2% of the tokens are clipped before the first update: the noise alone "
                "moves the ratio out of the clip; use --old-logp current, or lower --aqn-start")
 
@@ -75,6 +76,10 @@ def show_end(out, args, summary, before, after):
         s, error = summary, evaluation.error(summary["stderr_gain"])
         print(f"held-out accuracy: {s['accuracy_before']:.1%} before, {s['accuracy_after']:.1%} "
               f"after {s['steps']} steps ({100 * s['gain']:+.1f} +- {error} points)")
+
+
+def figure(value, digits=3):
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def one_line(text, width=160):

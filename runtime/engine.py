@@ -31,6 +31,7 @@ from itertools import accumulate
 
 import torch
 
+import aqn
 import lora
 import model as qwen
 from model import KVCache, projections, to_device
@@ -60,13 +61,16 @@ def onednn_linears(model):
 
     A few rows times a plain row-major weight is slow there; reordering costs as much as a few
     tokens. It is a second copy of the weights, for the one call, so an adapter can be merged into
-    it. Not in bfloat16, where rounding would take most of the adapter away."""
+    it. Not in bfloat16, where rounding would take most of the adapter away. A linear with a noise
+    of one's own stays: its weight is not all that its forward does."""
     swaps, w = [], model.embed.weight  # (path, what stands there, what will)
     able = w.device.type == "cpu" and torch.backends.mkldnn.is_available()
     if w.dtype == torch.bfloat16:  # some CPUs cannot: they take torch's own
         able = able and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if able:
         for path, m in [*projections(model), ("lm_head", model.lm_head)]:
+            if any(b.any() for b in aqn.buffers(m).values()):
+                continue
             weight = m.base.cpu_weight(w.dtype)
             if m.adapter is not None and w.dtype == torch.float32:
                 delta = [b @ a for a, b in m.by_part().values()]  # P x (N_p, R) @ (R, K)
@@ -370,7 +374,11 @@ def engine_for(model, slots, max_len, top_p):
     """The model's Graphs engine for (at most) `slots` rows of max_len tokens; the one of the last
     call if it serves.
 
-    ValueError if not even one row fits the free memory."""
+    ValueError if not even one row fits the free memory, or for a noise that no kernel reads."""
+    for name in aqn.buffers(model):
+        if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
+            raise ValueError(f"{name}: the GPU's kernels read the noise of the norms alone; give "
+                             "it a line in runtime/decode.py and runtime/packed.py, and allow it")
     mark = fingerprint(model)
     old_mark, old, wanted = ENGINES.get(model, (None, None, 0))
     if (old is not None and old_mark == mark and old.max_len >= max_len

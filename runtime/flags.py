@@ -109,7 +109,7 @@ TABLE = (
     Flag("beta1", number(0, 1, float), 0.9, "AdamW's"),
     Flag("beta2", number(0, 1, float), 0.99, "AdamW's"),
     Flag("warmup", number(0, 1, float), 0.1, "share of the updates that warm up; then cosine to 0"),
-    Flag("grad-clip", number(0, 1e6, float), 0.2, "norm the gradient is clipped to", 1.0),
+    Flag("grad-clip", number(1e-9, 1e6, float), 0.2, "norm the gradient is clipped to", 1.0),
     "held-out questions: train",
     Flag("eval-n", number(0, 1e4), 1, "samples a question, 0 for no evaluation"),
     Flag("eval-every", number(0, 1e8), 0, "steps between evaluations; 0: before and after", 10),
@@ -356,7 +356,7 @@ def load_policy(args):
 
 def save_policy(folder, model, args):
     """policy.json beside an adapter: what it was trained with, and by which it must be used."""
-    kept = [dest(f) for _, f in flags_of("train") if f.kept]
+    kept = [*(dest(f) for _, f in flags_of("train") if f.kept), "reward"]
     with whole(Path(folder) / "policy.json") as part:
         policy = {name: getattr(args, name) for name in kept} | {"base": base_hash(model)}
         part.write_text(json.dumps(policy, indent=2) + "\n")
@@ -365,7 +365,7 @@ def save_policy(folder, model, args):
 def read_policy(folder):
     """What save_policy wrote, {} where there is none (an adapter of another program)."""
     path = Path(folder) / "policy.json"
-    policy = read_json(path, {"base": str}) if path.is_file() else {}
+    policy = read_json(path, {"base": str, "reward": str}) if path.is_file() else {}
     kept = [(f.name, policy.get(dest(f))) for _, f in flags_of("train") if f.kept]
     from_file("train", kept, f"{path}; delete it to choose --model, --quant and --prompt-style "
                  "by hand")

@@ -38,8 +38,8 @@ from runtime import command, console, flags, ranks
 from weights import checkpoint
 from weights.files import append, check_out, lines, lock, parse_json, read_json, whole
 
-# what --resume may change
-FREE = ("steps", *plot.IDLE)
+# what --resume may change: a card with less memory must be able to go on
+FREE = ("steps", *plot.IDLE, *plot.MINOR)
 NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
          "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
          "summary.json"}
@@ -55,7 +55,7 @@ class State:
     seconds: float = 0.0
     before: dict | None = None  # {"accuracy", "stderr"} of the held-out questions before training
     best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
-    data: str = ""  # digest of the training questions
+    data: str = ""  # digest of the questions
 
 
 def settle(args, argv):
@@ -115,7 +115,7 @@ class Run:
         False if there is nothing to do: the run has ended, and --steps asks for no more.
 
         ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
-        `rows`, the training questions, are not those the run began with."""
+        `rows`, all questions of training and evaluation, are not those the run began with."""
         if ranks.rank == 0:
             self.tracker = console.tracker(self.args) if self.args.log_to else None
             self.out.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,8 @@ class Run:
         self.state.data = hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
         if self.args.resume:
             self.restore(optimizer)
-            if self.state.step >= self.args.steps and (self.out / "summary.json").is_file():
+            told = plot.beside(self.out, "summary.json").get("steps")  # may be of before it went on
+            if self.state.step >= self.args.steps and told == self.state.step:
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
         elif ranks.rank == 0:
@@ -183,7 +184,9 @@ class Run:
     def evaluated(self, result, model):
         """The accuracy before training, and later the best adapter so far, into adapter_best/."""
         s, found = self.state, {k: result[k] for k in ("accuracy", "stderr")}
-        print(f"held-out accuracy after {s.step} steps: {found['accuracy']:.1%}", flush=True)
+        long = result.get("skipped")
+        print(f"held-out accuracy after {s.step} steps: {found['accuracy']:.1%}"
+              + (f" ({long} questions longer than --max-prompt)" if long else ""), flush=True)
         if s.step == 0:
             s.before = found
             write(self.out / "eval_before.jsonl", *map(json.dumps, result["rows"]))
@@ -400,7 +403,7 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
     names = ("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean",
              "logp_gap_max", "sampler_kl", "ratio_outside_frac", "entropy", "padding_frac",
              "clip_first_frac")
-    row |= dict.fromkeys(names, 0.0)
+    row |= dict.fromkeys(names)  # null where nothing was trained: an entropy of 0 would be a claim
     if updates:
         each = [grpo.mean_metrics(sums) for sums, _ in updates]
         row |= grpo.mean_metrics(grpo.sum_metrics([sums for sums, _ in updates]))

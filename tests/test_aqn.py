@@ -9,7 +9,8 @@ import torch
 
 import aqn
 import model as qwen
-from runtime import flags
+import sample
+from runtime import engine, flags
 
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
@@ -55,6 +56,13 @@ def test_every_schedule_decays_from_start_to_exactly_the_end(schedule):
         assert noisy == sorted(noisy, reverse=True) and len(set(noisy)) == stages - (schedule != "eq8")
     assert aqn.sigma(1, 2, 5e-2, 5e-4, stages=2, schedule=schedule) == 5e-4
     assert aqn.sigma(500, 100, 5e-2, 5e-4, 10, schedule) == 5e-4  # past the end: the last level
+
+
+def test_a_schedule_of_ones_own_is_a_row(monkeypatch):
+    """Half the way, noise; then as much as at the end: a script adds it, and the flag takes it."""
+    monkeypatch.setitem(aqn.SCHEDULES, "half", lambda start, end, x, n: start if x < 0.5 else end)
+    assert [aqn.sigma(s, 5, 0.3, 0.1, 5, "half") for s in range(5)] == [0.0, 0.3, 0.3, 0.1, 0.1]
+    assert flags.parse("train", ["--aqn-schedule", "half"]).aqn_schedule == "half"
 
 
 def test_schedules_by_hand_at_one_inner_stage():
@@ -179,6 +187,30 @@ def test_noise_depends_on_seed_and_step_only():
     state = torch.get_rng_state()
     aqn.set_noise(a, 0.1, 1)
     assert torch.get_rng_state().equal(state)  # drawing leaves the sampler's stream alone
+
+
+def noisy_o_proj():
+    """The tiny model with a noise of one's own on what o_proj reads."""
+    m = tiny()
+    o = m.layers[0].attn.o_proj
+    o.register_buffer("noise", torch.full((32,), 0.5))
+    o.forward = lambda x: qwen.Linear.forward(o, x * (1 + o.noise))
+    return m
+
+
+def test_a_noise_in_a_linear_reaches_the_sampler():
+    """On the CPU the sampler puts linears of its own in the model's place: the noise was in no rollout, and nothing said so."""
+    m, prompt = noisy_o_proj(), [3, 1, 4]
+    [[s]] = sample.generate(m, [prompt], 1, 8)
+    logp = m(torch.tensor([prompt + s.ids]))[0, 2:-1].log_softmax(-1)  # (8, V)
+    torch.testing.assert_close(torch.tensor(s.logprobs), logp.gather(1, torch.tensor(s.ids)[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+    aqn.set_noise(m, 0.0)
+    assert (m(torch.tensor([prompt + s.ids]))[0, 2:-1].log_softmax(-1) - logp).abs().max() > 1e-2
+
+
+def test_a_noise_that_the_gpus_kernels_do_not_read_is_refused():
+    with pytest.raises(ValueError, match="layers.0.attn.o_proj.noise: the GPU's kernels read the noise of the norms alone"):
+        engine.engine_for(noisy_o_proj(), 1, 10, 1.0)
 
 
 def test_noise_equals_row_scaling_of_the_weights_behind_it():

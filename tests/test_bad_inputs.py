@@ -372,7 +372,7 @@ FLAGS = limits(
     (TRAIN, "lora-alpha", "0 nan inf"), (TRAIN, "max-new-tokens", "0 99999999999"), (TRAIN, "max-prompt", "0 1.5"),
     (TRAIN, "seed", "-1 99999999999999999999"), (TRAIN, "aqn-start", "-1 nan inf 1e9 0"), (TRAIN, "aqn-stages", "1 99999999999"),
     (TRAIN, "eps-low", "-1 nan"), (TRAIN, "beta", "-1 nan inf"), (TRAIN, "beta1", "1 -0.1"), (TRAIN, "warmup", "1.5 nan"),
-    (TRAIN, "grad-clip", "-1 nan"), (TRAIN, "weight-decay", "nan 1e9"), (TRAIN, "micro-batch-tokens", "-1 1e5"), (TRAIN, "save-every", "0"),
+    (TRAIN, "grad-clip", "-1 0 nan"), (TRAIN, "weight-decay", "nan 1e9"), (TRAIN, "micro-batch-tokens", "-1 1e5"), (TRAIN, "save-every", "0"),
     (TRAIN, "eval-n", "-1 999999999"), (TRAIN, "max-rows", "0 99999999"), (TRAIN, "card-share", "0 1.5 nan"), (TRAIN, "levels", "0 x 3,,4"), (TRAIN, "device", "tpu"),
     ("eval --data d.jsonl", "n", "0 -1 99999999 x"), ("eval --data d.jsonl", "limit", "0 -5 99999999999"),
     ("eval --data d.jsonl", "temperature", "-1 nan inf"), ("eval --data d.jsonl", "top-p", "0 2 nan"),

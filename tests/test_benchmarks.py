@@ -32,11 +32,21 @@ def test_pass_at_k_is_unbiased_and_not_the_share_of_questions_with_a_right_sampl
 def test_a_majority_counts_answers_not_spellings():
     """0.5 and 1/2 are one candidate with two votes; of candidates with as many votes the first wins; no answer is no vote."""
     r = evaluation.summary([row("0.5", "3", "\\frac{1}{2}", "3", "1/2", gold="0.5")], [1, 3, 5])
-    assert [r[f"maj@{k}"][0] for k in (1, 3, 5)] == [1.0, 1.0, 1.0]
+    assert [r[f"maj@{k}"][0] for k in (1, 3, 5)] == [pytest.approx(r["pass@1"][0]), 1.0, 1.0]  # of 5, 1 and 1 times k samples
+    assert evaluation.summary([row("7", "7", "8", "7", "8", "8", "7")], [3])["maj@3"][0] == 0.5  # the seventh is in no block
     assert evaluation.summary([row("3", "7", "3", "7")], [4])["maj@4"][0] == 0
     assert evaluation.summary([row("7", "3", "3", "7")], [4])["maj@4"][0] == 1
     assert evaluation.summary([row(None, None, "7")], [2, 3])["maj@2"][0] == 0
     assert evaluation.summary([row(None, None, "7")], [3])["maj@3"][0] == 1
+
+
+def test_where_right_samples_name_no_answer_there_is_no_majority():
+    """A reward of one's own may return a number alone: a majority of 0% beside a pass@k of 100% would be said of no vote."""
+    rows = [row("7", "3", "7"), row("7", "7", "7")]
+    for s in rows[0]["samples"]:
+        s["given"] = None
+    r = evaluation.summary(rows, [2])
+    assert r["pass@2"][0] == 1 and "maj@2" not in r
 
 
 def cli(*argv):

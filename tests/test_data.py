@@ -109,6 +109,20 @@ def test_own_reward_may_return_a_dict(tmp_path):
     assert grade("", {"score": True})["reward"] == 1.0
 
 
+def test_the_levels_of_math_are_read(tmp_path):
+    """"Level 5" was none in [5]."""
+    levels = ["Level 5", "Level 1", 5, "Level ?"]
+    path = write(tmp_path / "a.jsonl", [{"problem": str(i), "solution": "1", "level": level} for i, level in enumerate(levels)])
+    assert [row["question"] for row in data.load(path, levels=[5])] == ["0", "2"]
+
+
+@pytest.mark.parametrize("value", ["numpy.float64(1) > 0", "numpy.float32(1)", "torch.tensor(True)", "torch.tensor(1.0)"])
+def test_own_reward_may_be_a_number_of_numpy_or_torch(tmp_path, value):
+    """abs(given - gold) < 1e-6 of numpy's numbers is a bool of numpy's."""
+    grade = own(tmp_path, f"import numpy, torch\ndef score(text, row):\n    return {value}\n")
+    assert grade("", {}) == {"reward": 1.0, "correct": True, "format": True, "given": None}
+
+
 def test_own_reward_may_use_dataclasses_and_the_project(tmp_path):
     """A module outside sys.modules breaks dataclasses with postponed annotations."""
     grade = own(tmp_path, """from __future__ import annotations
@@ -149,7 +163,7 @@ def test_an_own_reward_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, spe
     assert str(e.value).startswith("--reward ") and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "-1e30", "None", "'1'", "{}", "[1]",
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "__import__('numpy').float64('nan')", "-1e30", "None", "'1'", "{}", "[1]",
                                    "{'reward': None}", "{'correct': True}", "1j"])
 def test_an_own_reward_that_is_no_finite_number_is_an_error(tmp_path, value):
     """One NaN among a group's rewards would make NaN of every advantage in it."""

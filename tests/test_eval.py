@@ -78,6 +78,17 @@ def test_a_file_that_was_trained_on_is_warned_of(tmp_path, capsys):
         assert (f"--data {path}: most of its questions were trained on" in capsys.readouterr().err) == warned
 
 
+def test_who_evaluates_by_another_reward_than_was_trained_by_is_warned(tmp_path, capsys):
+    """The run's accuracy is of its own reward, eval.py's of the style's: 80% there and 3% here are no change of the policy."""
+    home, own = adapter(tmp_path / "a", 0.1), tmp_path / "own.py"
+    own.write_text("def score(text, row):\n    return 1\n")
+    (tmp_path / "a" / "policy.json").write_text(json.dumps({"reward": f"{own}:score"}))
+    few = ["--adapter", home, "--quant", "none", "--data", "arithmetic", "--limit", "1", "--n", "1", "--max-new-tokens", "1"]
+    for more, warned in (([], True), (["--reward", f"{own}:score"], False)):
+        assert evaluation.main([*few, *more]) == 0
+        assert ("warning: trained by --reward" in capsys.readouterr().err) == warned
+
+
 def test_the_whole_answer_is_scored(monkeypatch, tok, model):
     """Scoring the first character only takes 42 for 4, and 4 for 42."""
     scripted(monkeypatch, tok, [["<think>.</think><answer>42</answer>", "<think>.</think><answer>4</answer>"]])

@@ -1,5 +1,6 @@
 """experiments.py: the arms of the ablation, and what its table counts."""
 import json
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ def trained(monkeypatch):
         rows = [{"step": 0, "eval_accuracy": 0.25}, {"step": 1, "eval_accuracy": None}]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (out / "summary.json").write_text(json.dumps({"accuracy_after": after}))
+        (out / "config.json").write_text(json.dumps(vars(args)))
         return 0
 
     monkeypatch.setattr(train, "main", main)
@@ -52,6 +54,16 @@ def test_a_run_that_is_there_is_not_repeated_and_a_stopped_one_goes_on(trained, 
     # with its flags, so that train.py refuses others than it began with
     assert [(Path(a.out), a.lr, a.quant, a.aqn) for a in trained if a.resume] == [(stopped, 0.02, "none", False)]
     assert experiments.main(["2x2", "--out", str(tmp_path)]) == 0 and len(trained) == 20
+
+
+def test_runs_of_other_flags_are_not_taken_for_those_asked_for(trained, tmp_path, capsys):
+    """Twice the steps into the folder of the first experiment: its numbers were printed again, under the new flags."""
+    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0
+    for more, told in ((["--lr", "0.03"], "--lr 0.03: the run in .* used 0.02"), (["--steps", "60"], "--steps 60: the run in .* used 30")):
+        capsys.readouterr()
+        assert experiments.main(["2x2", "--out", str(tmp_path), *more]) == 2 and len(trained) == 20
+        said = capsys.readouterr()
+        assert re.search(told, said.err) and "|" not in said.out
 
 
 def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(trained, tmp_path, capsys):
@@ -260,5 +272,7 @@ def test_two_copies_sample_in_four_bits_and_train_in_sixteen(tmp_path):
         assert main([*few, "--out", str(tmp_path / name)]) == 0
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         gaps[name], entropies[name] = rows[0]["logp_gap_mean"], [row["sampler_entropy"] for row in rows]
+        told = json.loads((tmp_path / name / "summary.json").read_text())["command"]
+        assert told.startswith(f"python {'experiments.py two-copies' if name == 'two' else 'train.py'} --steps")
     assert gaps["one"] < 1e-5 and gaps["two"] > 1e-3
     assert entropies["one"][0] == entropies["two"][0] and abs(entropies["two"][1] - entropies["two"][0]) > 0.1

@@ -93,11 +93,11 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     """AWQ's scales are part of the base as the format is: evaluated without them, an adapter meets another one."""
     m = qwen.load(shallow, dtype=torch.float32)
     lora.add_lora(m, 2, 2.0)
-    given = ["--model", str(shallow), "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--prompt-style", "boxed"]
+    given = ["--model", str(shallow), "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--prompt-style", "boxed", "--reward", "own.py:f"]
     lora.save_adapter(m, tmp_path)
     flags.save_policy(tmp_path, m, flags.parse("train", given))
     policy = json.loads((tmp_path / "policy.json").read_text())
-    assert policy["base"] == flags.base_hash(m)
+    assert policy["base"] == flags.base_hash(m) and policy["reward"] == "own.py:f"
     args = flags.parse("eval", ["--adapter", str(tmp_path)])
     assert (args.quant, args.awq, args.calib, args.prompt_style) == ("mxfp4", True, "t.txt", "boxed")
     args = flags.parse("eval", ["--adapter", str(tmp_path), "--no-awq", "--prompt-style", "tags"] + ["--calib", ""])

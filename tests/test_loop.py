@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 from collections import namedtuple
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -401,6 +402,17 @@ def test_an_update_that_was_skipped_is_not_in_the_means(tmp_path):
     assert row["entropy"] == pytest.approx(1 / 7)
 
 
+def test_a_step_without_an_update_has_no_entropy(tmp_path, capsys):
+    """Its groups all taught nothing, or every update was skipped: an entropy of 0 would be drawn as one that was measured."""
+    r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    r.clock.update(rollout=1.0, update=1.0)
+    row = step_of(r, NO_METRICS, (math.nan, math.nan), 2)
+    assert {row[name] for name in ("entropy", "kl", "grad_norm", "loss", "logp_gap_mean", "clip_first_frac")} == {None}
+    r.tracker = None
+    r.log(row, [])
+    assert "ent - | grad - | dlogp - | sigma" in capsys.readouterr().out
+
+
 def test_the_kl_is_of_all_updates(tmp_path):
     """Only sampler and trainer are compared before the first update moves one of them; then the KL to the base is still 0."""
     r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
@@ -621,8 +633,11 @@ def test_dr_grpo_divides_by_a_constant_also_where_completions_are_masked(policy,
         assert all(call["total_seqs"] == 8 and call["max_len"] == 40 for call in calls)
 
 
-def test_dr_grpo_does_not_divide_by_the_standard_deviation(tmp_path):
-    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--loss", "dr_grpo")
+@pytest.mark.parametrize("loss", ["dr_grpo", "own"])
+def test_dr_grpo_does_not_divide_by_the_standard_deviation(tmp_path, monkeypatch, loss):
+    """Nor does a row of one's own that says so."""
+    monkeypatch.setitem(grpo.OBJECTIVES, "own", replace(grpo.OBJECTIVES["dapo"], scale=False))
+    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--loss", loss)
     rewards = torch.tensor(r.updates[0]["rewards"]).view(4, 4)
     want = rewards - rewards.mean(1, keepdim=True)
     torch.testing.assert_close(torch.tensor(r.updates[0]["advantages"]).view(4, 4), want)
@@ -694,7 +709,7 @@ def test_a_few_steps_raise_the_reward_and_negated_rewards_lower_it(tmp_path, mon
 def test_warnings_name_the_clip_that_noise_alone_reaches():
     """At sigma 5e-2 the first update already loses 4% of its tokens to the clip: nothing has been learned from them yet."""
     args = flags.parse("train", [])
-    fine = dict.fromkeys(("reward", "format", "truncated_frac", "zero_var_frac", "logp_gap_mean", "sigma"), 0.02)
+    fine = dict.fromkeys(("reward", "reward_std", "format", "truncated_frac", "zero_var_frac", "logp_gap_mean", "sigma"), 0.02)
     assert not list(console.warnings_for({**fine, "clip_first_frac": 0.01, "skipped": 0}, args))
     [text] = console.warnings_for({**fine, "clip_first_frac": 0.04, "skipped": 0}, args)
     assert "--old-logp current" in text

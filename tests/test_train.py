@@ -148,7 +148,9 @@ def test_a_resume_with_other_flags_is_refused(straight, capsys):
 def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     """Half a run with another seed, prompt or rate would stand under the first half's flags."""
     old = flags.parse("train", ["--model", "m", "--out", str(tmp_path)])
-    free = {"steps", "resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share"}
+    free = {"steps", "resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share", "eval_every"}
+    free |= {"micro_batch_tokens", "checkpointing", "max_rows"}  # what "out of GPU memory" says to lower
+    lower = ["--micro-batch-tokens", "9", "--max-rows", "5", "--checkpointing", "on"]
     kinds = {flags.dest(f): f.kind for _, f in flags.flags_of("train")}
     for name in kinds.keys() - free:
         value, flag = getattr(old, name), f"--{name.replace('_', '-')}"
@@ -161,6 +163,8 @@ def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
         again = ["--resume", "--out", str(tmp_path), *argv]
         with pytest.raises(ValueError, match=f"{flag}: the run in .* used"):
             settle(SimpleNamespace(resume=True, out=str(tmp_path)), again)
+    new = settle(SimpleNamespace(resume=True, out=str(tmp_path)), ["--resume", "--out", str(tmp_path), *lower])
+    assert (new.micro_batch_tokens, new.max_rows, new.checkpointing) == (9, 5, "on")
 
 
 def copy_of(straight, tmp_path):
@@ -207,6 +211,16 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_ends_when_it_is_resumed(t
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["accuracy_after"], summary["best"], summary["steps"]) == (0.5, None, 1) and len(calls) == 3
     assert not (out / "adapter_best").exists()
+
+
+def test_an_extended_run_that_was_stopped_in_its_last_evaluation_ends_when_it_is_resumed(straight, tmp_path, monkeypatch):
+    """The summary that is there is of before it went on: with it alone the new steps were never evaluated."""
+    out = copy_of(straight, tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr(Run, "finish", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert train.main(["--resume", "--out", str(out), "--steps", "5"]) == 130
+    assert train.main(["--resume", "--out", str(out)]) == 0
+    assert json.loads((out / "summary.json").read_text())["steps"] == 5
 
 
 def test_resuming_a_finished_run_keeps_its_summary(straight, tmp_path, capsys):
@@ -261,6 +275,15 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
     assert summary["best"] == {"step": 1, "accuracy": 0.6, "stderr": 0.06}
     best, last = (load_file(out / name / "adapter_model.safetensors") for name in ("adapter_best", "adapter"))
     assert all(torch.equal(best[k], adapters[1][k]) for k in best) and any(not torch.equal(best[k], last[k]) for k in best)
+
+
+def test_held_out_questions_that_are_too_long_are_counted(tmp_path, capsys):
+    """An accuracy of fewer questions than the set has, and nobody is told."""
+    r = Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    for skipped in (0, 3):
+        r.evaluated({"accuracy": 0.5, "stderr": None, "skipped": skipped, "rows": []}, None)
+    a, b = capsys.readouterr().out.splitlines()
+    assert a.endswith("50.0%") and b.endswith("50.0% (3 questions longer than --max-prompt)")
 
 
 def test_of_adapters_that_are_as_good_the_first_is_the_best(tmp_path, monkeypatch):
@@ -583,7 +606,7 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """A prompt without the instruction that the reward wants trains on zeros, silently."""
     args = flags.parse("train", [])
     fine = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
-            "clip_first_frac": 0.0, "skipped": 0}
+            "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
     assert not list(warnings_for(fine, args))
     assert any(told in text for text in warnings_for({**fine, **change}, args))
     args.aqn_scope = "both"  # sampler and trainer are as noisy, so that noise is no reason for a gap
@@ -591,13 +614,15 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
 
 
 FINE = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.99, "zero_var_frac": 0.99, "logp_gap_mean": 0.04, "sigma": 0.0,
-        "clip_first_frac": 0.0, "skipped": 0}
+        "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
 
 
 def test_warnings_say_no_more_than_the_row():
     """--gap-bound that is ignored, "every completion" where it is most of them, or two reasons for one reward of 0."""
     args = flags.parse("train", ["--gap-bound", "0.1"])
     assert not list(warnings_for(FINE, args)) and not list(warnings_for({**FINE, "logp_gap_mean": 0.09}, args))
+    assert not list(warnings_for({**FINE, "reward": 0.0, "reward_std": 1.0}, args))  # right is 1, wrong is -1
+    assert not list(warnings_for({**FINE, "zero_var_frac": 1.0, "groups": 3}, args))  # --dynamic-sampling drew others
     for change, told in (({"logp_gap_mean": 0.11}, "more than 0.1 nats"), ({"skipped": 1}, "an update was skipped"),
                          ({"reward": 0, "format": 0}, "every reward is 0")):
         [text] = warnings_for({**FINE, **change}, args)
@@ -667,6 +692,15 @@ def test_only_rows_of_the_levels_asked_for_are_trained_on(tmp_path, where):
     assert len(rows) == 8 and {row["level"] for row in rows} == {4, 5} and held == []
 
 
+def test_a_question_that_is_there_twice_is_not_on_both_sides(tmp_path):
+    """Files put together from several sources repeat questions: trained on and asked, they would be called held-out."""
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i % 20}+1?", "answer": i % 20 + 1}) + "\n" for i in range(60)))
+    rows, held = train.questions(flags.parse("train", ["--data", str(path)]))
+    assert len(held) == 6 and not {r["question"] for r in rows} & {r["question"] for r in held}
+    assert len({r["question"] for r in [*rows, *held]}) == 20
+
+
 def test_the_only_question_is_not_held_out(tmp_path):
     """Trained on and asked, it would be called held-out."""
     (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
@@ -704,6 +738,19 @@ def test_resume_needs_the_questions_it_began_with(tmp_path, capsys):
         file.write_text("".join(edited))
         assert edited != rows and train.main(["--resume", "--out", str(out), "--steps", "2"]) == 2
         assert "--data" in capsys.readouterr().err and len(rows_of(out)) == 1
+
+
+def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):
+    """Before and after are paired by question: with others the run trained to its end, and fell there."""
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(6)]
+        (tmp_path / "set" / f"{split}.jsonl").write_text("".join(rows))
+    argv = ["--data", str(tmp_path / "set"), "--steps", "1", "--eval-n", "1"]
+    assert run(tmp_path / "run", *argv) == 0
+    (tmp_path / "set" / "test.jsonl").write_text("".join(rows[:-1]))
+    assert train.main(["--resume", "--out", str(tmp_path / "run"), "--steps", "2"]) == 2
+    assert "--data" in capsys.readouterr().err and len(rows_of(tmp_path / "run")) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "broadcast", "text"])
