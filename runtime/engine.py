@@ -375,15 +375,15 @@ def engine_for(model, slots, max_len, top_p):
     call if it serves.
 
     ValueError if not even one row fits the free memory, or for a noise that no kernel reads."""
-    for name in aqn.buffers(model):
-        if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
-            raise ValueError(f"{name}: the GPU's kernels read the noise of the norms alone; give "
-                             "it a line in runtime/decode.py and runtime/packed.py, and allow it")
     mark = fingerprint(model)
     old_mark, old, wanted = ENGINES.get(model, (None, None, 0))
     if (old is not None and old_mark == mark and old.max_len >= max_len
             and max(old.slots, wanted) >= slots and (old.top_p < 1 or top_p == 1)):
         return old
+    for name in aqn.buffers(model):
+        if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
+            raise ValueError(f"{name}: the GPU's kernels read the noise of the norms alone; give "
+                             "it a line in runtime/decode.py and runtime/packed.py, and allow it")
     if old is not None:  # training and evaluation take turns: make one that serves both
         slots, max_len = max(slots, wanted), max(max_len, old.max_len)
         top_p = min(top_p, old.top_p)

@@ -733,6 +733,7 @@ MUTANTS = {
     "runtime/engine.py": [
         ("a noise of one's own reaches no rollout", "if any(b.any() for b in aqn.buffers(m).values()):", "if False:",
          "aqn::a_noise_in_a_linear_reaches_the_sampler"),
+        ("an engine copies the adapter once", "            self.refresh()\n", "", "decode::each_call_copies_the_adapter_as_it_is_then"),
         ("a rank captures a size when it comes", "ranks.world > 1 and size < self.last", "False",
          "decode::ranks_capture_what_is_to_come_together"),
         ("a run of another call counts as the last batch", "        self.last = 0  # size of the last batch\n",

@@ -18,7 +18,7 @@ import lora
 import model as M
 import nvfp4
 import sample
-from runtime import decode, draw, engine, logprobs, ranks
+from runtime import decode, draw, engine, logprobs, packed, ranks
 from weights import checkpoint, memory
 
 gpu = pytest.mark.gpu
@@ -341,6 +341,21 @@ def test_ranks_capture_what_is_to_come_together(monkeypatch):
                 e.run(n, 1)
         assert asked == want
         asked.clear()
+
+
+def test_each_call_copies_the_adapter_as_it_is_then():
+    """By one graph, captured on the first: kernels of the decode step and of the prefill read copies."""
+    m = build(rank=4)
+    e, captured = engine.Graphs(m, 2, 64), []
+    e.prompts, e.capture = packed.Prefill(m, e.cache), lambda launch: captured.append(launch) or launch
+    (_, layer), p, q = lora.lora_layers(m)[0], e.step.layers[0][0], e.prompts.linears[0][0]
+    for _ in range(2):
+        layer.A.data.mul_(-3)
+        layer.B.data.mul_(0.5)
+        e.begin(1.0, 1.0, [])
+        assert p.A.equal(layer.A) and p.B.equal(layer.B) and q.A[: q.PR].equal(layer.A)
+        assert q.blocks(q.tail)[0].equal(layer.B[: q.parts[0]] * layer.scaling)
+    assert len(captured) == 1
 
 
 def test_a_fingerprint_is_of_all_that_a_graph_holds_on_to():
