@@ -317,7 +317,8 @@ def refresh(linears):
 
 
 def project(prologue, p, x, residual=None):
-    a = p.adapter
+    # needs_input_grad is true of a parameter under no_grad too
+    a = p.adapter if torch.is_grad_enabled() else None
     A, B = (None, None) if a is None else (a.A, a.B)
     return Project.apply(prologue, p, x, residual, A, B)
 

@@ -272,6 +272,18 @@ def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
         assert (a[:, [1, 2, 4]] == 0).all()
 
 
+@torch.no_grad()
+def test_few_tokens_without_gradient_are_one_kernel_a_linear(monkeypatch):
+    """A short prefill: the GEMM makes x A^T itself, though A and B are parameters that an update asks gradients of."""
+    m, alone, passes = build(ONE, "nvfp4"), packed.Projection.alone, []
+    monkeypatch.setattr(packed.Projection, "few", lambda p, rows: True)
+    monkeypatch.setattr(packed.Projection, "alone", lambda p, *args: passes.append(p) or alone(p, *args))
+    got = packed.hidden(m, ROWS, everything(ROWS))
+    assert len(passes) == 4 and torch.allclose(got, padded(m, ROWS), rtol=0, atol=1e-4)
+    with torch.enable_grad():
+        assert packed.hidden(m, ROWS[:1], [0]).requires_grad and len(passes) == 4
+
+
 def test_a_graph_is_replayed_for_the_prompts_of_its_call():
     """Captured once for a size: what it reads must be this call's prompts, places and slots, and fewer rows than before."""
     m = build(ONE)
