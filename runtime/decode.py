@@ -300,6 +300,7 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
     whole = tl.sum(mass, 0)
     if GREEDY:
         ids = tl.min(tl.where(m == peak, best_of, 1 << 30), 0)
+        ids = tl.minimum(ids, V - 1)  # of NaN none is the largest
         x = peak
     else:
         z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # draw.uniform(key, length + 1)

@@ -205,6 +205,15 @@ def test_fused_sampler_greedy():
     torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's
+@pytest.mark.parametrize("greedy", [True, False])
+def test_an_id_is_drawn_of_nan_too(greedy):
+    """The next step would look up an id beyond the embedding, a device-side assert, where generate tells of the NaN."""
+    for V in (50, 4096):
+        ids, logp, _ = drawn(torch.full((2, V), torch.nan), greedy=greedy)
+        assert (ids >= 0).all() and (ids < V).all() and logp.isnan().all()
+
+
 def test_rows_that_ended_stand_still():
     """A row past its end must not run off its slot; the others go on."""
     logits = torch.full((3, 50), -30.0)
