@@ -556,8 +556,8 @@ def decoded(q, tail=None, dtype=torch.bfloat16):
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     buffers = space(q.codes.device)
     if buffers[2].numel() < N * (K + E):
-        buffers[2] = None  # let go of the smaller one first
-        buffers[2] = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
+        buffers[2] = buffers[2].new_empty(0)  # let go of the smaller one first
+        buffers[2] = buffers[2].new_empty(N * (K + E))
     alpha = common_scale(q, dtype)
     w = to_16bit(q, alpha is None, buffers[2].view(dtype), tail, dtype=dtype)
     return w, 1.0 if alpha is None else alpha

@@ -1,4 +1,5 @@
 """The FP4 GEMM: the kernels (in the interpreter here, compiled with -m gpu), gradients, errors."""
+import dataclasses
 import itertools
 import json
 import os
@@ -335,6 +336,15 @@ def test_an_adapter_stands_behind_the_decoded_weight(monkeypatch, N, K):
         want = x.double() @ whole.T + (0 if start is None else start.double())
         assert error(mt.many(x, q, False, tail, start), want) < BOUND
     assert error(mt.many(dy, q, True, tail), dy.double() @ whole) < BOUND
+
+
+def test_a_weight_may_be_decoded_after_one_that_did_not_fit(monkeypatch):
+    """bench.py goes on with the next size."""
+    monkeypatch.setattr(mt, "SPACE", {})
+    q = weight("nvfp4", 8, 128)
+    with pytest.raises(RuntimeError, match="memory"):
+        mt.decoded(dataclasses.replace(q, shape=(1 << 30, 1 << 28)))
+    assert torch.equal(mt.decoded(q)[0], mt.to_16bit(q))
 
 
 def test_rows_of_their_own_global_scales_are_decoded_with_them():
