@@ -376,14 +376,14 @@ def engine_for(model, slots, max_len, top_p):
         del old
         release(model)
     max_len = -(-max_len // 64) * 64
+    free, fixed = free_bytes(), working_bytes(model, 0, top_p)
     row = max_len * memory.kv_per_token(model.config, model.embed.weight.element_size())
-    free, working = free_bytes(), working_bytes(model, slots, top_p)
-    fit = int((free - working) // row)
+    row += working_bytes(model, 1, top_p) - fixed
+    fit = int((free - fixed) // row)
     if fit < 1:
         raise ValueError(f"--max-new-tokens: one row of {max_len} tokens needs "
-                         f"{(row + working) / 2**30:.1f} GiB, {free / 2**30:.1f} are free; lower "
-                         "it, shorten the prompts, lower --max-rows, or choose a smaller --model "
-                         "or another --quant")
+                         f"{(row + fixed) / 2**30:.1f} GiB, {free / 2**30:.1f} are free; lower "
+                         "it, shorten the prompts, or choose a smaller --model or another --quant")
     engine = Graphs(model, min(slots, fit), max_len, top_p)
     ENGINES[model] = (mark, engine, slots)
     return engine

@@ -408,6 +408,17 @@ def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
     assert engine.working_bytes(quantized, 8, 1.0) - engine.working_bytes(plain, 8, 1.0) == want - held
 
 
+def test_rows_are_planned_by_what_each_of_them_takes(monkeypatch):
+    """Logits and the sort of top_p are of the rows that fit, not of those asked for: they took memory from keys and values, and
+    were called the needs of one row."""
+    monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, top_p: SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p))
+    for top_p in (1.0, 0.9):
+        m = build(rank=0)
+        need = engine.working_bytes(m, 5, top_p) + 5 * 64 * memory.kv_per_token(CPU, 4)
+        monkeypatch.setattr(engine, "free_bytes", lambda need=need: need)
+        assert engine.engine_for(m, 10**6, 64, top_p).slots == 5
+
+
 @pytest.fixture(scope="module")
 def exact():
     """A float32 model: engines differ in the order of sums alone, so tokens are equal."""
@@ -687,7 +698,7 @@ def test_rows_queue_when_memory_is_short_and_an_error_when_none_fits(exact, monk
     sample.release(exact)
     kw = dict(n=4, max_new_tokens=20, seed=3)
     want = sample.generate(exact, PROMPTS, eager=True, **kw)
-    free = engine.working_bytes(exact, 20, 1.0) + 3 * 64 * memory.kv_per_token(GPU, 4)
+    free = engine.working_bytes(exact, 3, 1.0) + 3 * 64 * memory.kv_per_token(GPU, 4)
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free - cached, 0))
     same_draws(exact, sample.generate(exact, PROMPTS, **kw), want, **kw)
