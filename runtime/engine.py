@@ -312,16 +312,16 @@ def free_bytes():
 
 
 def make_room(model, need):
-    """Free the engine on `model` if `need` bytes (of memory.update_bytes) would not fit beside it;
-    nothing to do without a GPU."""
+    """Free the engine on `model` if the `need` bytes of an update would not fit beside it; nothing
+    to do without a GPU."""
     if model in ENGINES and free_bytes() < need:
         release(model)
 
 
 def fit_update(args, model, params):
     """Settle train.py's --micro-batch-tokens and --checkpointing by the memory that is free, and
-    say what goes where; model.update_bytes is what a rollout must leave of it. A resumed run keeps
-    what it began with: another cut into micro-batches rounds differently."""
+    say what goes where; model.update_bytes is what an update takes of it. A resumed run keeps what
+    it began with: another cut into micro-batches rounds differently."""
     longest, packed = args.max_prompt + args.max_new_tokens, args.lora_rank > 0
     tokens, recompute = args.micro_batch_tokens or 16384, args.checkpointing != "off"
     if model.embed.weight.is_cuda:
@@ -330,10 +330,10 @@ def fit_update(args, model, params):
         free = min(ranks.gather(free_bytes())) - later
         tokens, recompute = memory.fit_update(model.config, args.quant, free, longest,
                                               args.micro_batch_tokens, args.checkpointing, packed)
-        model.update_bytes = sum(memory.update_bytes(
-            model.config, args.quant, max(tokens, longest), recompute, packed))
-        gib = [n / memory.GIB for n in (torch.cuda.memory_allocated(), later, model.update_bytes,
-                                        free)]
+        peak = sum(memory.update_bytes(model.config, args.quant, max(tokens, longest), recompute,
+                                       packed))
+        model.update_bytes = later + peak
+        gib = [n / memory.GIB for n in (torch.cuda.memory_allocated(), later, peak, free)]
         print("GiB: {:.1f} model and adapter, {:.1f} gradients and moments, {:.1f} at the peak of "
               "an update, {:.1f} free for it and for rollouts".format(*gib))
     args.micro_batch_tokens, args.checkpointing = tokens, "on" if recompute else "off"
