@@ -237,8 +237,14 @@ def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl
     marlin_triton.adapter_awaited(flags + pid % MT, AT * ZR, tl.cdiv(N, BN), ASM)
     # a block that straddles two parts takes both
     for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
-        h = marlin_triton.adapter_out(sums, pid % MT, MT, i, R, RP, PR, Z, ZR, RB, T)
-        term = tl.dot(bt.to(T), h, input_precision="ieee")  # (BN, RB)
+        term = tl.zeros((BN, RB), tl.float32)
+        for r in tl.static_range(0, R, RP):
+            h = marlin_triton.adapter_out(sums, pid % MT, MT, i, r, R, RP, PR, Z, ZR, RB, T)
+            piece = bt
+            if r > 0:
+                piece = tl.load(b + n[:, None] * R + (r + k)[None, :],
+                                mask=(n[:, None] < N) & (r + k < R)[None, :], other=0)
+            term = tl.dot(piece.to(T), h, term, input_precision="ieee")  # (BN, RB)
         acc += tl.where((part == i)[:, None], term * scaling, 0)
     tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
 

@@ -96,11 +96,12 @@ def check_linears(m, B, rank):
         assert error < 1e-2, f"{name}, {B} rows: {error:.4f}"
 
 
-@pytest.mark.parametrize(("quant", "rank", "rows"), [("nvfp4", 16, 5), ("nvfp4", 0, 5), ("mxfp4", 3, 5), ("none", 0, 5), ("none", 3, 19)])
+@pytest.mark.parametrize(("quant", "rank", "rows"), [("nvfp4", 16, 5), ("nvfp4", 0, 5), ("mxfp4", 3, 5), ("none", 0, 5), ("none", 3, 19),
+                                                   ("nvfp4", 70, 5), ("none", 70, 5)])
 @torch.no_grad()
 def test_linear_equals_the_modules_in_bfloat16(quant, rank, rows):
     """What the GPU's dtype takes: bias, LoRA and residual in one call of the FP4 GEMM; the residual's memory is the result's. Beside
-    16-bit weights LoRA's kernel takes 16 rows at a time."""
+    16-bit weights LoRA's kernel takes 16 rows at a time, and a rank in pieces of 64."""
     check_linears(build(quant=quant, rank=rank, dtype=torch.bfloat16), rows, rank)
 
 
