@@ -548,12 +548,12 @@ def unit(q, dtype):
 
 
 def common_scale(q, dtype):
-    """alpha of `decoded`: global scale times unit, a float, if all rows of q share one, else None;
-    read from the device once for each weight."""
+    """alpha of `decoded`: global scale times unit, a float, if all rows of q share one in which an
+    adapter fits 16 bits, else None; read from the device once for each weight."""
     g = q.global_scale
     if getattr(g, "common", (None,))[0] != g._version:
         low, high = (v.item() for v in torch.aminmax(g))
-        g.common = g._version, low if low == high else None
+        g.common = g._version, low if 2**-20 < low == high else None
     return g.common[1] and g.common[1] * unit(q, dtype)
 
 

@@ -535,7 +535,7 @@ MUTANTS = {
          "marlin_triton::dequantization_is_exact"),
         ("the first row's global scale for all", "v *= tl.load(g + row)[:, None]", "v *= tl.load(g)",
          "marlin_triton::rows_of_their_own_global_scales_are_decoded_with_them"),
-        ("the smallest global scale for all", "low if low == high else None", "low",
+        ("the smallest global scale for all", "low if 2**-20 < low == high else None", "low",
          "marlin_triton::rows_of_their_own_global_scales_are_decoded_with_them"),
         ("a global scale that was replaced lives on", '[0] != g._version:', '[0] is None:',
          "marlin_triton::rows_of_their_own_global_scales_are_decoded_with_them"),

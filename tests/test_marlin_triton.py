@@ -16,7 +16,7 @@ import marlin_triton as mt
 from model import Config
 from runtime import bits
 from weights import memory
-from weights.formats import E2M1, FORMATS, NF4, Format, Quantized, dequantize, pack
+from weights.formats import E2M1, FORMATS, NF4, Format, Quantized, dequantize, pack, quantize
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -315,6 +315,15 @@ def test_an_adapter_fits_float16_in_the_weights_units():
     w, alpha = mt.decoded(q, tail, torch.float16)
     assert error(w[:, :256].double() * alpha, exact(q)) < 1e-6
     assert error(w[:, 256:].double() * alpha, torch.full((16, 8), 1.2)) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_adapter_behind_a_weight_of_zeros_does_not_overflow(dtype):
+    """A block that was added to a model begins so: in units of its global scale the adapter would be infinite."""
+    q = quantize(torch.zeros(16, 128, device=DEVICE))
+    tail = (torch.full((16, 8), 3.0, device=DEVICE) / (mt.common_scale(q, dtype) or 1.0)).to(dtype)
+    y = mt.many(torch.ones(5, 136, dtype=dtype, device=DEVICE), q, False, tail)
+    assert (y == 24).all()
 
 
 def test_mxfp4_is_refused_in_float16():
