@@ -394,7 +394,7 @@ def prefill(model, engine, prompts, slots):
     step reads; at most PREFILL_TOKENS at a time.
 
     On the GPU prompts run laid end to end. On the CPU, and where one is longer than that, they run
-    padded on the right, a long one in chunks."""
+    padded on the right, a long one in parts."""
     most = memory.PREFILL_TOKENS
     todo = sorted(((p[:-1], s) for p, s in zip(prompts, slots, strict=True) if len(p) > 1),
                   key=lambda t: -len(t[0]))
@@ -410,14 +410,22 @@ def prefill(model, engine, prompts, slots):
 
 
 def prefill_padded(model, engine, batch, most):
-    """prefill of [(tokens, slot)], the longest first, by the model's modules."""
-    cache = KVCache(model, len(batch), len(batch[0][0]))
-    ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
+    """prefill of [(tokens, slot)], the longest first, by the model's modules. One alone goes where
+    it belongs at once: beside a long one there may be no room for a second cache."""
+    slot, longest, alone = batch[0][1], len(batch[0][0]), len(batch) == 1
+    cache = copy.copy(engine.cache) if alone else KVCache(model, len(batch), longest)
+    if alone:
+        cache.k, cache.v = (t[:, slot : slot + 1] for t in (cache.k, cache.v))
+        cache.length, cache.used = torch.zeros_like(cache.length[:1]), 0
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
     for i, (p, _) in enumerate(batch):
         ids[i, : len(p)] = torch.tensor(p)
-    for part in ids.to(cache.k.device).split(most, dim=1):
+    # of a part that sees earlier ones attention on the GPU keeps the scores, in float32
+    later = max(1, min(most, 512 * most // longest))
+    first, *parts = ids.to(cache.k.device).split(most, dim=1)
+    for part in (first, *(p for t in parts for p in t.split(later, dim=1))):
         model.hidden(part, cache)
         cache.length += part.shape[1]
-    for i, (p, s) in enumerate(batch):
+    for i, (p, s) in enumerate(() if alone else batch):
         engine.cache.k[:, s, :, : len(p)] = cache.k[:, i, :, : len(p)]
         engine.cache.v[:, s, :, : len(p)] = cache.v[:, i, :, : len(p)]
