@@ -682,7 +682,7 @@ MUTANTS = {
          "packed::packed_equals_the_modules_in_value_and_gradient"),
         ("B's gradient lacks the scale", ".mul_(p.adapter.scaling)", "",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
-        ("no gradient through x A^T", "            h.addmm_(dxa, p.A)", "            pass",
+        ("no gradient through x A^T", "            d[:, : p.K].addmm_(dxa, p.A)", "            pass",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
         ("blocks keep their activations", "keep = not (model.checkpointing and torch.is_grad_enabled())", "keep = True",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
