@@ -158,6 +158,15 @@ def test_edges(model):
     torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, long, s.ids), atol=1e-4, rtol=0)
 
 
+def test_greedy_decoding_sorts_nothing(model, monkeypatch):
+    """The GPU's engine was made anew, for fewer rows, with room for the sort of --eval-top-p's default."""
+    asked, begin = [], engine.Eager.begin
+    monkeypatch.setattr(engine.Eager, "begin", lambda self, *args: asked.append(args[:2]) or begin(self, *args))
+    for temperature in (0, 0.6):
+        sample.generate(model, PROMPTS, max_new_tokens=2, temperature=temperature, top_p=0.95)
+    assert asked == [(0, 1.0), (0.6, 0.95)]
+
+
 def test_long_prompts_go_through_in_chunks(model, monkeypatch):
     """A prompt longer than the prefill budget must see all of itself, not its last chunk."""
     want = tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6))
