@@ -129,10 +129,11 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
 
 
 @triton.jit
-def adapter_out(sums, mt, MT, part, R: tl.constexpr, RP: tl.constexpr, PR: tl.constexpr,
-                Z: tl.constexpr, ZR: tl.constexpr, BM: tl.constexpr, T: tl.constexpr):
-    """x A^T (RP, BM) of the rows `mt` and a part of A, rounded."""
-    i, r = tl.arange(0, BM)[None, :], tl.arange(0, RP)[:, None]
+def adapter_out(sums, mt, MT, part, R0: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+                PR: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, BM: tl.constexpr,
+                T: tl.constexpr):
+    """x A^T (RP, BM) of the rows `mt` and of a part of A its rows from R0 on, rounded."""
+    i, r = tl.arange(0, BM)[None, :], R0 + tl.arange(0, RP)[:, None]
     if ZR < Z:
         sums += MT * BM * PR * Z
     return added(sums + ((mt * BM + i) * PR + part * R + r) * ZR, r < R, ZR, ZR).to(T)
@@ -166,8 +167,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
     gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
     splits; sums, flags, Z, ZR: adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0,
-    b1: the rows at which LoRA parts 1 and 2 begin; BLOCK, DECODE, ASM: decoder's; W warps, RP: R as
-    the MMA wants it, 16 or a larger power of two, AT: A's tiles of RA rows; FAST: tiles need no
+    b1: the rows at which LoRA parts 1 and 2 begin; BLOCK, DECODE, ASM: decoder's; W warps; RP: how
+    many of R a product takes, 16, 32 or 64; AT: A's tiles of RA rows; FAST: tiles need no
     masks along K, and groups of 8 rows are full; TMA: x is copied by its unit, from the descriptor
     xd of tiles (BM, 64); EARLY: the next kernel may begin when all programs of this one have."""
     # the interpreter multiplies no bfloat16
@@ -273,10 +274,16 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             own = (n >= b0).to(tl.int32) + (n >= b1).to(tl.int32)
             acc *= 1 / scaling  # a second sum would not fit the registers
             for p in tl.static_range(1 if ONE else P):
-                h = adapter_out(sums, pid % MT, MT, own if ONE else p, R, RP, P * R, Z, ZR, BM, T)
-                part_b = bt if ONE else tl.where((own == p)[:, None], bt, 0.0)
-                # (BN, RP) @ (RP, BM)
-                acc = tl.dot(part_b.to(T), h, acc, input_precision="ieee")
+                for r0 in tl.static_range(0, R, RP):
+                    h = adapter_out(sums, pid % MT, MT, own if ONE else p, r0, R, RP, P * R, Z, ZR,
+                                    BM, T)
+                    b = bt
+                    if r0 > 0:
+                        b = tl.load(B + row[:, None] * sb + (r0 + rr)[None, :],
+                                    mask=ok[:, None] & (r0 + rr < R)[None, :], other=0.0)
+                    part_b = b if ONE else tl.where((own == p)[:, None], b, 0.0)
+                    # (BN, RP) @ (RP, BM)
+                    acc = tl.dot(part_b.to(T), h, acc, input_precision="ieee")
             acc *= scaling
         if BIAS:
             acc += bs.to(tl.float32)[:, None]
@@ -458,20 +465,21 @@ def adapter_work(x, A, parts, BM):
     program: its arguments sums and flags; its constants; and how many programs it adds."""
     (M, K), PR = x.shape, A.shape[0]
     R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
-    RP, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
+    wide, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
     # slices of two chunks, so that they are there before the weight is through; of large tiles few,
     # that their programs do not crowd out the weight's
     most = max(1, min(16, 2048 // (MT * AT * BM)))
     Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
     # each reader adds up what is little; it saves a step, which counts where kernels are short
-    ZR = Z if RP * BM * Z <= 4096 else 1
+    ZR = Z if wide * BM * Z <= 4096 else 1
     # a piece of a slice; of many rows whole ones, that their programs do not crowd out the weight's
     BA = min(BM, 16) if M <= 64 else BM
     if MT * (1 + BM // BA * AT) > FLAGS:
         raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
                          "flags")
     sums, flags = x.new_empty(MT * BM * PR * (Z + 1), dtype=torch.float32), space(x.device)[1]
-    constants = {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z, "ZR": ZR, "BA": BA}
+    # of a wide adapter a part at a time: all of it would not fit the registers, nor shared memory
+    constants = {"R": R, "RP": min(64, wide), "RA": RA, "AT": AT, "Z": Z, "ZR": ZR, "BA": BA}
     return (sums, flags[COUNTERS:]), constants, MT * (BM // BA) * AT * Z
 
 
@@ -540,12 +548,12 @@ def unit(q, dtype):
 
 
 def common_scale(q, dtype):
-    """alpha of `decoded`: global scale times unit, a float, if all rows of q share one, else None;
-    read from the device once for each weight."""
+    """alpha of `decoded`: global scale times unit, a float, if all rows of q share one in which an
+    adapter fits 16 bits, else None; read from the device once for each weight."""
     g = q.global_scale
     if getattr(g, "common", (None,))[0] != g._version:
         low, high = (v.item() for v in torch.aminmax(g))
-        g.common = g._version, low if low == high else None
+        g.common = g._version, low if 2**-20 < low == high else None
     return g.common[1] and g.common[1] * unit(q, dtype)
 
 
@@ -556,8 +564,8 @@ def decoded(q, tail=None, dtype=torch.bfloat16):
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     buffers = space(q.codes.device)
     if buffers[2].numel() < N * (K + E):
-        buffers[2] = None  # let go of the smaller one first
-        buffers[2] = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
+        buffers[2] = buffers[2].new_empty(0)  # let go of the smaller one first
+        buffers[2] = buffers[2].new_empty(N * (K + E))
     alpha = common_scale(q, dtype)
     w = to_16bit(q, alpha is None, buffers[2].view(dtype), tail, dtype=dtype)
     return w, 1.0 if alpha is None else alpha

@@ -82,7 +82,7 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     out = [[Sample() for _ in range(n)] for _ in prompts]
     if not prompts:
         return out
-    eos = set(eos_ids)
+    eos, top_p = set(eos_ids), top_p if temperature else 1.0  # greedy: no sort to keep memory for
     numbers = torch.tensor(range(len(prompts)) if indices is None else indices)
     index = torch.cartesian_prod(numbers, torch.arange(n)).view(-1, 2)
     keys = row_keys(seed, index[:, 0], index[:, 1]).view(len(prompts), n).tolist()

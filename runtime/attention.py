@@ -91,9 +91,9 @@ def seen_keys(x, j, at, stop, earlier, other, B: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(q, k, v, y, lse, blocks, S, scale, G: tl.constexpr, D: tl.constexpr,
+def forward_kernel(q, k, v, y, lse, blocks, S, sy, scale, G: tl.constexpr, D: tl.constexpr,
                    B: tl.constexpr):
-    h, H = tl.program_id(0), tl.num_programs(0)
+    h = tl.program_id(0)
     begin, end, at, first, stop, _ = entry(blocks, tl.program_id(1))
     if at >= end:
         return
@@ -111,8 +111,9 @@ def forward_kernel(q, k, v, y, lse, blocks, S, scale, G: tl.constexpr, D: tl.con
         V = v.load([j, col])  # (B, D)
         acc = tl.dot(p.to(V.dtype), V, acc * fade[:, None])
     queries = at + tl.arange(0, B)
-    out = y + (queries.to(tl.int64) * H + h)[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(out, (acc / total[:, None]).to(y.dtype.element_ty), mask=queries[:, None] < end)
+    out = y + (queries.to(tl.int64) * tl.multiple_of(sy, 8) + h * D)[:, None]
+    tl.store(out + tl.arange(0, D)[None, :], (acc / total[:, None]).to(y.dtype.element_ty),
+             mask=queries[:, None] < end)
     tl.store(lse + h * S + queries, top + tl.log2(total), mask=queries < end)
 
 
@@ -183,13 +184,14 @@ def options(q, stages):
     return {"num_stages": stages, "num_warps": 4}
 
 
-def forward(q, k, v, blocks):
-    """y (S, H, D), attention of q (S, H, D) to k and v (S, Hkv, D), and lse (H, S) float32."""
+def forward(q, k, v, y, blocks):
+    """Attention of q (S, H, D) to k and v (S, Hkv, D) into y (S, H, D), rows a multiple of 8 apart;
+    returns lse (H, S) float32."""
     (S, H, D), n = q.shape, len(blocks)
-    y, lse = q.new_empty(q.shape), q.new_empty(H, S, dtype=torch.float32)
-    forward_kernel[H, n](tile(q), tile(k), tile(v), y, lse, blocks, S, D**-0.5 * log2(e),
-                         G=H // k.shape[1], D=D, B=B, **options(q, 3))
-    return y, lse
+    lse = q.new_empty(H, S, dtype=torch.float32)
+    forward_kernel[H, n](tile(q), tile(k), tile(v), y, lse, blocks, S, y.stride(0),
+                         D**-0.5 * log2(e), G=H // k.shape[1], D=D, B=B, **options(q, 3))
+    return lse
 
 
 def backward(dy, q, k, v, y, lse, blocks, shared=False):

@@ -237,8 +237,14 @@ def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl
     marlin_triton.adapter_awaited(flags + pid % MT, AT * ZR, tl.cdiv(N, BN), ASM)
     # a block that straddles two parts takes both
     for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
-        h = marlin_triton.adapter_out(sums, pid % MT, MT, i, R, RP, PR, Z, ZR, RB, T)
-        term = tl.dot(bt.to(T), h, input_precision="ieee")  # (BN, RB)
+        term = tl.zeros((BN, RB), tl.float32)
+        for r in tl.static_range(0, R, RP):
+            h = marlin_triton.adapter_out(sums, pid % MT, MT, i, r, R, RP, PR, Z, ZR, RB, T)
+            piece = bt
+            if r > 0:
+                piece = tl.load(b + n[:, None] * R + (r + k)[None, :],
+                                mask=(n[:, None] < N) & (r + k < R)[None, :], other=0)
+            term = tl.dot(piece.to(T), h, term, input_precision="ieee")  # (BN, RB)
         acc += tl.where((part == i)[:, None], term * scaling, 0)
     tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
 
@@ -300,6 +306,7 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
     whole = tl.sum(mass, 0)
     if GREEDY:
         ids = tl.min(tl.where(m == peak, best_of, 1 << 30), 0)
+        ids = tl.minimum(ids, V - 1)  # of NaN none is the largest
         x = peak
     else:
         z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # draw.uniform(key, length + 1)

@@ -322,16 +322,16 @@ def free_bytes():
 
 
 def make_room(model, need):
-    """Free the engine on `model` if `need` bytes (of memory.update_bytes) would not fit beside it;
-    nothing to do without a GPU."""
+    """Free the engine on `model` if the `need` bytes of an update would not fit beside it; nothing
+    to do without a GPU."""
     if model in ENGINES and free_bytes() < need:
         release(model)
 
 
 def fit_update(args, model, params):
     """Settle train.py's --micro-batch-tokens and --checkpointing by the memory that is free, and
-    say what goes where; model.update_bytes is what a rollout must leave of it. A resumed run keeps
-    what it began with: another cut into micro-batches rounds differently."""
+    say what goes where; model.update_bytes is what an update takes of it. A resumed run keeps what
+    it began with: another cut into micro-batches rounds differently."""
     longest, packed = args.max_prompt + args.max_new_tokens, args.lora_rank > 0
     tokens, recompute = args.micro_batch_tokens or 16384, args.checkpointing != "off"
     if model.embed.weight.is_cuda:
@@ -340,10 +340,10 @@ def fit_update(args, model, params):
         free = min(ranks.gather(free_bytes())) - later
         tokens, recompute = memory.fit_update(model.config, args.quant, free, longest,
                                               args.micro_batch_tokens, args.checkpointing, packed)
-        model.update_bytes = sum(memory.update_bytes(
-            model.config, args.quant, max(tokens, longest), recompute, packed))
-        gib = [n / memory.GIB for n in (torch.cuda.memory_allocated(), later, model.update_bytes,
-                                        free)]
+        peak = sum(memory.update_bytes(model.config, args.quant, max(tokens, longest), recompute,
+                                       packed))
+        model.update_bytes = later + peak
+        gib = [n / memory.GIB for n in (torch.cuda.memory_allocated(), later, peak, free)]
         print("GiB: {:.1f} model and adapter, {:.1f} gradients and moments, {:.1f} at the peak of "
               "an update, {:.1f} free for it and for rollouts".format(*gib))
     args.micro_batch_tokens, args.checkpointing = tokens, "on" if recompute else "off"
@@ -390,14 +390,14 @@ def engine_for(model, slots, max_len, top_p):
         del old
         release(model)
     max_len = -(-max_len // 64) * 64
+    free, fixed = free_bytes(), working_bytes(model, 0, top_p)
     row = max_len * memory.kv_per_token(model.config, model.embed.weight.element_size())
-    free, working = free_bytes(), working_bytes(model, slots, top_p)
-    fit = int((free - working) // row)
+    row += working_bytes(model, 1, top_p) - fixed
+    fit = int((free - fixed) // row)
     if fit < 1:
         raise ValueError(f"--max-new-tokens: one row of {max_len} tokens needs "
-                         f"{(row + working) / 2**30:.1f} GiB, {free / 2**30:.1f} are free; lower "
-                         "it, shorten the prompts, lower --max-rows, or choose a smaller --model "
-                         "or another --quant")
+                         f"{(row + fixed) / 2**30:.1f} GiB, {free / 2**30:.1f} are free; lower "
+                         "it, shorten the prompts, or choose a smaller --model or another --quant")
     engine = Graphs(model, min(slots, fit), max_len, top_p)
     ENGINES[model] = (mark, engine, slots)
     return engine
@@ -408,7 +408,7 @@ def prefill(model, engine, prompts, slots):
     step reads; at most PREFILL_TOKENS at a time.
 
     On the GPU prompts run laid end to end. On the CPU, and where one is longer than that, they run
-    padded on the right, a long one in chunks."""
+    padded on the right, a long one in parts."""
     most = memory.PREFILL_TOKENS
     todo = sorted(((p[:-1], s) for p, s in zip(prompts, slots, strict=True) if len(p) > 1),
                   key=lambda t: -len(t[0]))
@@ -424,14 +424,22 @@ def prefill(model, engine, prompts, slots):
 
 
 def prefill_padded(model, engine, batch, most):
-    """prefill of [(tokens, slot)], the longest first, by the model's modules."""
-    cache = KVCache(model, len(batch), len(batch[0][0]))
-    ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
+    """prefill of [(tokens, slot)], the longest first, by the model's modules. One alone goes where
+    it belongs at once: beside a long one there may be no room for a second cache."""
+    slot, longest, alone = batch[0][1], len(batch[0][0]), len(batch) == 1
+    cache = copy.copy(engine.cache) if alone else KVCache(model, len(batch), longest)
+    if alone:
+        cache.k, cache.v = (t[:, slot : slot + 1] for t in (cache.k, cache.v))
+        cache.length, cache.used = torch.zeros_like(cache.length[:1]), 0
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
     for i, (p, _) in enumerate(batch):
         ids[i, : len(p)] = torch.tensor(p)
-    for part in ids.to(cache.k.device).split(most, dim=1):
+    # of a part that sees earlier ones attention on the GPU keeps the scores, in float32
+    later = max(1, min(most, 512 * most // longest))
+    first, *parts = ids.to(cache.k.device).split(most, dim=1)
+    for part in (first, *(p for t in parts for p in t.split(later, dim=1))):
         model.hidden(part, cache)
         cache.length += part.shape[1]
-    for i, (p, s) in enumerate(batch):
+    for i, (p, s) in enumerate(() if alone else batch):
         engine.cache.k[:, s, :, : len(p)] = cache.k[:, i, :, : len(p)]
         engine.cache.v[:, s, :, : len(p)] = cache.v[:, i, :, : len(p)]

@@ -51,7 +51,7 @@ from runtime.decode import norm_kernel, swiglu_kernel
 from runtime.fused import norm_back_kernel, rope_back_kernel, rope_kernel, swiglu_back_kernel
 
 # ---- prologues: forward(x, E) -> (wide h (S, K + E), what backward needs beside x);
-# ---- backward(x, kept, d): the gradient of x, and h in the first K columns of d instead of its own
+# ---- backward(x, kept, d): the gradient of x, and h, for which it may take d's first K columns
 
 
 class Norm:
@@ -71,7 +71,7 @@ class Norm:
     def backward(self, x, kept, d):
         dx = torch.empty_like(x)
         self.launch(norm_back_kernel, x, d, dx)
-        return dx
+        return dx, d[:, : x.shape[1]]
 
 
 class SwiGLU:
@@ -85,7 +85,7 @@ class SwiGLU:
     def backward(self, x, kept, d):
         S, width, dx = x.shape[0], x.shape[1] // 2, torch.empty_like(x)
         swiglu_back_kernel[S, triton.cdiv(width, 1024)](x, d, dx, width, d.stride(0), BLOCK=1024)
-        return dx
+        return dx, d[:, :width]
 
 
 class Attend:
@@ -115,21 +115,19 @@ class Attend:
             cache = [self.rows.slot, k, v, k.stride(0), k.stride(1)]
         rope_kernel[(len(x),)](x, out, *self.args, *cache, **self.shape,
                                CACHE=self.cache is not None)
-        y, lse = attention.forward(*self.split(out), self.rows.blocks)
-        wide = x.new_empty(len(x), y[0].numel() + E)
-        wide[:, : y[0].numel()] = y.flatten(1)
-        return wide, (out, y, lse)
+        q, k, v = self.split(out)
+        wide = x.new_empty(len(x), q[0].numel() + E)
+        y = wide[:, : q[0].numel()].unflatten(1, q.shape[1:])
+        return wide, (out, y, attention.forward(q, k, v, y, self.rows.blocks))
 
     def backward(self, x, kept, d):
         qkv, y, lse = kept
-        h = d[:, : y[0].numel()]
-        dy = h.unflatten(1, y.shape[1:])
+        dy = d[:, : y[0].numel()].unflatten(1, y.shape[1:])
         grads = attention.backward(dy, *self.split(qkv), y, lse, self.rows.blocks,
                                    self.rows.shared)
         dx = torch.empty_like(x)
         rope_back_kernel[(len(x),)](*grads, x, dx, *self.args, **self.shape)
-        h.copy_(y.flatten(1))
-        return dx
+        return dx, y.flatten(1)
 
 
 # ---- a linear
@@ -218,7 +216,7 @@ class Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, prologue, p, x, residual, A, B):
-        # a wider tail would not fit the GEMM's registers
+        # wider ones, which the GEMM takes in pieces, were not timed
         if 0 < p.E <= 64 and p.few(len(x)) and not any(ctx.needs_input_grad):
             return p.alone(prologue.forward(x, 0)[0], residual)
         wide, kept = prologue.forward(x, p.E)
@@ -236,10 +234,10 @@ class Project(torch.autograd.Function):
         (x, xa, *kept), p, dA, dB = ctx.saved_tensors, ctx.p, None, None
         dy = dy.contiguous()
         d = p.backward(dy)
-        h, dxa = d[:, : p.K], d[:, p.K :]
+        dxa = d[:, p.K :]
         if p.E:
-            h.addmm_(dxa, p.A)
-        dx = ctx.prologue.backward(x, kept, d)
+            d[:, : p.K].addmm_(dxa, p.A)
+        dx, h = ctx.prologue.backward(x, kept, d)
         if p.E:
             dA = product32(dxa.T, h)[: p.PR]
             dB = torch.cat(p.blocks(product32(dy.T, xa))).mul_(p.adapter.scaling)
@@ -256,7 +254,7 @@ class FinalNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return None, ctx.norm.backward(*ctx.saved_tensors, (), dy.clone())
+        return None, ctx.norm.backward(*ctx.saved_tensors, (), dy.clone())[0]
 
 
 # ---- the model
@@ -318,7 +316,8 @@ def refresh(linears):
 
 
 def project(prologue, p, x, residual=None):
-    a = p.adapter
+    # needs_input_grad is true of a parameter under no_grad too
+    a = p.adapter if torch.is_grad_enabled() else None
     A, B = (None, None) if a is None else (a.A, a.B)
     return Project.apply(prologue, p, x, residual, A, B)
 

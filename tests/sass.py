@@ -121,9 +121,10 @@ def main(arch=90):
                 marlin_triton.gemm_few(torch.zeros(rows, 512, dtype=dtype), q)
     q = quantize(torch.randn(512, 512), "nvfp4")
     for tile in marlin_triton.TILES:
-        for dtype in (torch.bfloat16, torch.float16)[: 1 + (tile["BM"] == 64)]:
+        for dtype, R in ((torch.bfloat16, 16), (torch.bfloat16, 256), (torch.float16, 16)):
             x = torch.zeros(512, 512, dtype=dtype)
-            marlin_triton.gemm_few(x[: tile["BM"]], q, A=x[:16], B=x[:, :16].contiguous(), **tile)
+            if dtype == torch.bfloat16 or tile["BM"] == 64:
+                marlin_triton.gemm_few(x[: tile["BM"]], q, A=x[:R], B=x[:, :R].contiguous(), **tile)
     for name, variants in sorted(made.items()):
         good = [v for v in variants.values() if not isinstance(v, Exception)]
         products = [v.asm["ptx"].count("wgmma.mma_async") for v in good]

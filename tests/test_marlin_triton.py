@@ -1,4 +1,5 @@
 """The FP4 GEMM: the kernels (in the interpreter here, compiled with -m gpu), gradients, errors."""
+import dataclasses
 import itertools
 import json
 import os
@@ -15,7 +16,7 @@ import marlin_triton as mt
 from model import Config
 from runtime import bits
 from weights import memory
-from weights.formats import E2M1, FORMATS, NF4, Format, Quantized, dequantize, pack
+from weights.formats import E2M1, FORMATS, NF4, Format, Quantized, dequantize, pack, quantize
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -316,6 +317,15 @@ def test_an_adapter_fits_float16_in_the_weights_units():
     assert error(w[:, 256:].double() * alpha, torch.full((16, 8), 1.2)) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_adapter_behind_a_weight_of_zeros_does_not_overflow(dtype):
+    """A block that was added to a model begins so: in units of its global scale the adapter would be infinite."""
+    q = quantize(torch.zeros(16, 128, device=DEVICE))
+    tail = (torch.full((16, 8), 3.0, device=DEVICE) / (mt.common_scale(q, dtype) or 1.0)).to(dtype)
+    y = mt.many(torch.ones(5, 136, dtype=dtype, device=DEVICE), q, False, tail)
+    assert (y == 24).all()
+
+
 def test_mxfp4_is_refused_in_float16():
     with pytest.raises(ValueError, match="MXFP4's scales go beyond float16"):
         mt.matmul(activations(3, 64).half(), weight("mxfp4", 8, 64))
@@ -335,6 +345,15 @@ def test_an_adapter_stands_behind_the_decoded_weight(monkeypatch, N, K):
         want = x.double() @ whole.T + (0 if start is None else start.double())
         assert error(mt.many(x, q, False, tail, start), want) < BOUND
     assert error(mt.many(dy, q, True, tail), dy.double() @ whole) < BOUND
+
+
+def test_a_weight_may_be_decoded_after_one_that_did_not_fit(monkeypatch):
+    """bench.py goes on with the next size."""
+    monkeypatch.setattr(mt, "SPACE", {})
+    q = weight("nvfp4", 8, 128)
+    with pytest.raises(RuntimeError, match="memory"):
+        mt.decoded(dataclasses.replace(q, shape=(1 << 30, 1 << 28)))
+    assert torch.equal(mt.decoded(q)[0], mt.to_16bit(q))
 
 
 def test_rows_of_their_own_global_scales_are_decoded_with_them():

@@ -132,7 +132,8 @@ def test_a_run_settles_its_micro_batches_by_what_is_free_and_says_so(monkeypatch
     monkeypatch.setattr(engine, "free_bytes", lambda: 72 * memory.GIB)
     engine.fit_update(args, model, params)
     assert (args.micro_batch_tokens, args.checkpointing, model.checkpointing) == (9216, "off", False)
-    assert model.update_bytes == sum(memory.update_bytes(model.config, "nvfp4", 9216, False))
+    # the first update of all makes them while keys and values stand by, each later one the gradients
+    assert model.update_bytes == 12 * memory.GIB + sum(memory.update_bytes(model.config, "nvfp4", 9216, False))
     assert "12.0 gradients and moments" in capsys.readouterr().out
     args = SimpleNamespace(**{**vars(args), "micro_batch_tokens": 0, "checkpointing": "auto"})
     monkeypatch.setattr(engine, "free_bytes", lambda: 32 * memory.GIB)  # a row of 4,352 does not fit 10 GiB without recomputing

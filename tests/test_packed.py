@@ -64,7 +64,7 @@ def test_norms_of_rows_that_are_no_power_of_two_long():
     wide, d = (torch.full((5, 88), torch.nan)[:3] for _ in range(2))  # what is written behind the last row is nobody's
     packed.Norm(norm).launch(packed.norm_kernel, x, wide, PDL=False)
     d[:, :80] = dy
-    torch.testing.assert_close(packed.Norm(norm).backward(x, (), d), dx)
+    torch.testing.assert_close(packed.Norm(norm).backward(x, (), d)[0], dx)
     for h in (wide, d):
         torch.testing.assert_close(h[:, :80], want)
         assert h[:, 80:].isnan().all()
@@ -83,7 +83,7 @@ def test_silu_of_more_columns_than_a_program_takes(dtype):
     (dx,), x = torch.autograd.grad(want, x, d[:, :1100]), x.detach()
     wide, _ = packed.SwiGLU().forward(x, 8)
     step = decode.Step.silu(SimpleNamespace(launch={"PDL": False}), x)
-    torch.testing.assert_close(packed.SwiGLU().backward(x, (), d), dx, atol=1e-2 if dtype == torch.float16 else 1e-5, rtol=1e-3)
+    torch.testing.assert_close(packed.SwiGLU().backward(x, (), d)[0], dx, atol=1e-2 if dtype == torch.float16 else 1e-5, rtol=1e-3)
     for h in (wide[:, :1100], step, d[:, :1100]):
         torch.testing.assert_close(h, want)
         assert (h != want).float().mean() < (0.01 if dtype == torch.float16 else 1)
@@ -270,6 +270,18 @@ def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
             assert torch.allclose(a[:, slot, :, :n], b[:, slot, :, :n], rtol=0, atol=1e-5)
             assert (a[:, slot, :, n:] == 0).all()
         assert (a[:, [1, 2, 4]] == 0).all()
+
+
+@torch.no_grad()
+def test_few_tokens_without_gradient_are_one_kernel_a_linear(monkeypatch):
+    """A short prefill: the GEMM makes x A^T itself, though A and B are parameters that an update asks gradients of."""
+    m, alone, passes = build(ONE, "nvfp4"), packed.Projection.alone, []
+    monkeypatch.setattr(packed.Projection, "few", lambda p, rows: True)
+    monkeypatch.setattr(packed.Projection, "alone", lambda p, *args: passes.append(p) or alone(p, *args))
+    got = packed.hidden(m, ROWS, everything(ROWS))
+    assert len(passes) == 4 and torch.allclose(got, padded(m, ROWS), rtol=0, atol=1e-4)
+    with torch.enable_grad():
+        assert packed.hidden(m, ROWS[:1], [0]).requires_grad and len(passes) == 4
 
 
 def test_a_graph_is_replayed_for_the_prompts_of_its_call():

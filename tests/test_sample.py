@@ -11,7 +11,7 @@ import data
 import lora
 import model as M
 import sample
-from runtime import draw, flags
+from runtime import draw, engine, flags
 from tests.conftest import exit_code
 from weights import checkpoint, memory
 
@@ -63,13 +63,23 @@ def test_a_thousand_prompts_through_four_slots(small):
 
 
 def test_a_prompt_of_one_token_beside_one_of_four_thousand(small):
-    """Nothing to fill beside more than a prefill holds at once: chunks, and the short row's own positions."""
+    """Nothing to fill beside more than a prefill holds at once: chunks, and the short row's own positions. Where a chunk sees others,
+    the GPU's attention keeps all its scores; and long keys and values have no room beside the cache that was planned."""
     long, kw = [i * i % 97 for i in range(4000)], dict(max_new_tokens=4, temperature=0)
+    attention, scores, caches = M.F.scaled_dot_product_attention, [], []
+
+    def attend(q, k, v, attn_mask, **kw):
+        scores.append(0 if attn_mask is None else q.shape[2] * k.shape[2])
+        return attention(q, k, v, attn_mask=attn_mask, **kw)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "PREFILL_TOKENS", 1024)
+        patch.setattr(M.F, "scaled_dot_product_attention", attend)
+        patch.setattr(engine, "KVCache", lambda m, rows, length: caches.append((rows, length)) or M.KVCache(m, rows, length))
         both = sample.generate(small, [[5], long], **kw)
     alone = sample.generate(small, [[5]], **kw) + sample.generate(small, [long], **kw)
     assert tokens(both) == tokens(alone)
+    assert 0 < max(scores) <= 512 * 1024 and caches == [(2, 4004)]
 
 
 def test_samples_do_not_depend_on_the_other_prompts(model):
@@ -146,6 +156,15 @@ def test_edges(model):
     long = [i % 90 for i in range(63)]
     [[s], [t]] = sample.generate(model, [long, [3]], max_new_tokens=1)
     torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, long, s.ids), atol=1e-4, rtol=0)
+
+
+def test_greedy_decoding_sorts_nothing(model, monkeypatch):
+    """The GPU's engine was made anew, for fewer rows, with room for the sort of --eval-top-p's default."""
+    asked, begin = [], engine.Eager.begin
+    monkeypatch.setattr(engine.Eager, "begin", lambda self, *args: asked.append(args[:2]) or begin(self, *args))
+    for temperature in (0, 0.6):
+        sample.generate(model, PROMPTS, max_new_tokens=2, temperature=temperature, top_p=0.95)
+    assert asked == [(0, 1.0), (0.6, 0.95)]
 
 
 def test_long_prompts_go_through_in_chunks(model, monkeypatch):
