@@ -42,6 +42,8 @@ from model import HALVES
 from runtime.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
 from weights.formats import CHUNK, FORMATS, dequantize, scale_bits
 
+# cuBLAS multiplies by alpha behind its sums: of parts of K, in float16, one might overflow before
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
 # by one thread; nobody waits for what it would return
 COUNT_ROUND = tl.constexpr("{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; "

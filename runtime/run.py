@@ -56,6 +56,7 @@ class State:
     before: dict | None = None  # {"accuracy", "stderr"} of the held-out questions before training
     best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
     data: str = ""  # digest of the questions
+    script: str = "train.py"  # or one that changes what it does
 
 
 def settle(args, argv):
@@ -97,7 +98,8 @@ class Run:
         begin = [*ranks.launcher(), *command.script(argv)]
         self.called = shlex.join([*begin, *argv])  # what was typed, and what goes on with it
         self.again = shlex.join([*begin, "--resume", "--out", str(self.out)])
-        self.state, self.started = State(), time.time()
+        self.state = State(script=Path(command.script(argv)[0]).name)
+        self.started = time.time()
         self.clock, self.current = {}, None  # seconds of each phase of a step; the one it is in
         self.drawn = 0  # tokens sampled in this step, those of groups that were replaced included
         self.failed, self.warned = 0, set()  # updates skipped in a row; warnings given
@@ -258,7 +260,7 @@ class Run:
     def restore(self, optimizer):
         """checkpoint/ into the optimizer and its parameters; what was logged after it is
         dropped."""
-        path, data = self.out / "checkpoint" / "state.pt", self.state.data
+        path, now = self.out / "checkpoint" / "state.pt", self.state
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             if state.pop("digest") != digest_of(state):
@@ -276,9 +278,12 @@ class Run:
             why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
             raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
                              ) from None
-        if self.state.data != data:
+        if self.state.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
+        if self.state.script != now.script:
+            raise ValueError(f"--resume: the run in {self.out} was begun by {self.state.script}, "
+                             f"which {now.script} does not know; go on with that")
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self.cut(self.out / name)
 
@@ -420,7 +425,7 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
                   "eval_stderr": result and result["stderr"], "seconds": run.seconds(),
                   **s, "seconds_step": sum(s.values()),
                   "rollout_tok_s": drawn / s["seconds_rollout"],
-                  "update_tok_s": trained / s["seconds_update"],
+                  "update_tok_s": trained / s["seconds_update"] if updates else None,
                   # what the allocator held at most is more: unused pieces, lost to other runs
                   "peak_gib": peak_gib(), "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
 

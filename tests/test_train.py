@@ -753,6 +753,18 @@ def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):
     assert "--data" in capsys.readouterr().err and len(rows_of(tmp_path / "run")) == 1
 
 
+def test_a_resume_is_by_the_script_that_began_the_run(tmp_path, capsys, monkeypatch):
+    """A noise of one's own, say, that train.py does not know: it would go on without."""
+    out, began = tmp_path / "run", [*SMALL, "--steps", "1", "--out", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["docs/my_noise.py", *began])
+    assert train.main(began) == 0
+    again = ["--resume", "--out", str(out), "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *again])
+    assert train.main(again) == 2 and "my_noise.py" in capsys.readouterr().err and len(rows_of(out)) == 1
+    monkeypatch.setattr(sys, "argv", ["my_noise.py", *again])
+    assert train.main(again) == 0 and len(rows_of(out)) == 2
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "broadcast", "text"])
 def test_a_damaged_checkpoint_is_one_line_and_never_a_resume(straight, tmp_path, capsys, damage):
     """A flipped bit is a number like any other to torch.load, and a tensor of one element fits every shape."""
