@@ -231,6 +231,7 @@ def test_a_signal_after_the_end_changes_nothing(monkeypatch):
     monkeypatch.setattr(command, "ALONE", True)
     before, seen = {n: signal.getsignal(n) for n in command.SIGNALS}, []
     real = signal.signal
+    real(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and left so
     monkeypatch.setattr(signal, "signal", lambda n, handler: seen.append(handler) or real(n, handler))
     try:
         assert command.run("x.py", lambda: 0) == 0
