@@ -480,8 +480,10 @@ def adapter_work(x, A, parts, BM):
         raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
                          "flags")
     sums, flags = x.new_empty(MT * BM * PR * (Z + 1), dtype=torch.float32), space(x.device)[1]
-    # of a wide adapter a part at a time: all of it would not fit the registers, nor shared memory
-    constants = {"R": R, "RP": min(64, wide), "RA": RA, "AT": AT, "Z": Z, "ZR": ZR, "BA": BA}
+    # of a wide adapter a part at a time: all of it would not fit the registers, nor 64 columns the
+    # shared memory of as many programs as should be on an SM, of two tiles
+    RP = min(32 if BM in (16, 128) else 64, wide)
+    constants = {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z, "ZR": ZR, "BA": BA}
     return (sums, flags[COUNTERS:]), constants, MT * (BM // BA) * AT * Z
 
 
