@@ -171,7 +171,7 @@ class Graphs:
         self.most_steps, self.most_eos = decode.STEPS, decode.EOS_SLOTS
         self.graphs, self.refresh, self.pool, self.scratch = {}, None, None, []
         packed = lora.packed(model)
-        self.prompts = packed and packed.Prefill(model, self.cache)
+        self.prompts = packed and packed.Prefill(model, self.step)
         if self.cache.k.is_cuda:
             # steps launched ahead may outlive generate. Their memory goes with the graphs, and the
             # allocator waits for the stream of the capture, not for that of the replay

@@ -176,11 +176,6 @@ class Projection:
         return self.cuda and marlin_triton.few(rows, self.N, self.K,
                                                marlin_triton.sms(self.q.codes.device))
 
-    def alone(self, h, residual):
-        """What `forward` gives, by one kernel, which makes x A^T itself."""
-        return marlin_triton.gemm_few(h, self.q, self.base.bias, self.A, self.tail,
-                                      scaling=self.alpha, residual=residual)
-
     def forward(self, wide, residual):
         """wide [h | x A^T] (S, K + E) -> y (S, N) = residual + bias + h w^T + s x A^T B^T."""
         h, bias = wide[:, : self.K], self.base.bias
@@ -216,9 +211,6 @@ class Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, prologue, p, x, residual, A, B):
-        # wider ones, which the GEMM takes in pieces, were not timed
-        if 0 < p.E <= 64 and p.few(len(x)) and not any(ctx.needs_input_grad):
-            return p.alone(prologue.forward(x, 0)[0], residual)
         wide, kept = prologue.forward(x, p.E)
         xa = None
         if p.E:
@@ -316,8 +308,7 @@ def refresh(linears):
 
 
 def project(prologue, p, x, residual=None):
-    # needs_input_grad is true of a parameter under no_grad too
-    a = p.adapter if torch.is_grad_enabled() else None
+    a = p.adapter
     A, B = (None, None) if a is None else (a.A, a.B)
     return Project.apply(prologue, p, x, residual, A, B)
 
@@ -331,13 +322,12 @@ def block(layer, linears, rows, cache, x):
     return project(SwiGLU(), down_proj, gate_up, x)
 
 
-def states(model, linears, ids, rows, cache=None):
+def states(model, linears, ids, rows):
     """The residual stream behind the last block, (S, C), of the tokens ids (S,). Causal within each
-    of `rows`; differentiable in the adapter; keys and values also go to `cache`, a
-    model.KVCache."""
+    of `rows`; differentiable in the adapter."""
     x = F.embedding(ids, model.embed.weight)  # (S, C)
     for layer, four in zip(model.layers, linears, strict=True):
-        run = partial(block, layer, four, rows, cache)
+        run = partial(block, layer, four, rows, None)
         keep = not (model.checkpointing and torch.is_grad_enabled())
         x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
     return x
@@ -360,17 +350,18 @@ def hidden(model, rows, take, of=None):
 
 
 class Prefill:
-    """Fills a model.KVCache with rows' keys and values, from position 0 on.
+    """Fills the cache of a decode.Step with rows' keys and values, from position 0 on.
 
     A few hundred tokens are less work for the GPU than for the host that launches their kernels,
     and while they run all other rows wait. So up to the last of SIZES tokens are one CUDA graph,
-    padded to the next size; more are launched."""
+    padded to the next size; more are launched. And where the GEMM that decodes as it multiplies is
+    the faster one, it is the step's, which takes in LoRA and silu."""
 
     SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 
-    def __init__(self, model, cache):
+    def __init__(self, model, step):
         # not the model: an engine lasts as long as its model, and must not keep it
-        self.cache, self.linears = cache, linears_of(model)
+        self.step, self.cache, self.linears = step, step.cache, linears_of(model)
         self.graphs = {}  # size -> (graph, its input)
 
     def refresh(self):
@@ -401,4 +392,19 @@ class Prefill:
     def launch(self, model, ids, places, slots, borders, longest):
         blocks = attention.blocks(borders, len(ids))
         rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
-        states(model, self.linears, ids, rows, self.cache)
+        x = F.embedding(ids, model.embed.weight)  # (S, C)
+        few = all(p.few(len(ids)) for p in self.linears[0])
+        for i, layer in enumerate(model.layers[:-1]):
+            x = (self.block_of_few(layer, self.step.layers[i], rows, x) if few
+                 else block(layer, self.linears[i], rows, self.cache, x))
+        last = model.layers[-1]  # nobody needs more of it than keys and values
+        qkv = project(Norm(last.input_layernorm), self.linears[-1][0], x)
+        Attend(last.attn, rows, self.cache).forward(qkv, 0)
+
+    def block_of_few(self, layer, linears, rows, x):
+        step, (qkv_proj, o_proj, gate_up_proj, down_proj) = self.step, linears
+        qkv = step.linear(qkv_proj, step.normed(x, layer.input_layernorm))
+        y, _ = Attend(layer.attn, rows, self.cache).forward(qkv, 0)
+        x = step.linear(o_proj, y, x)
+        y = step.linear(gate_up_proj, step.normed(x, layer.post_attention_layernorm), glu=True)
+        return step.linear(down_proj, y, x)

@@ -72,7 +72,7 @@ def work(quant, dtype, config, *few):
         step.sample(scores, greedy=True)
         step.sample(scores, draw=lambda _, key, at: (torch.zeros_like(key), torch.zeros(len(at))))
     prompts = [[*range(35)], [*range(200)]]
-    packed.Prefill(m, cache).run(m, prompts, [0, 1])
+    packed.Prefill(m, step).run(m, prompts, [0, 1])
     packed.hidden(m, [*prompts, [1, 2]], [0], of=[0, 1, 1]).sum().backward()
     packed.hidden(m, prompts, [0]).sum().backward()
     fused.score(scores, torch.zeros(rows, dtype=torch.long), 1.0, 1000, dtype)

@@ -357,7 +357,7 @@ def test_each_call_copies_the_adapter_as_it_is_then():
     """By one graph, captured on the first: kernels of the decode step and of the prefill read copies."""
     m = build(rank=4)
     e, captured = engine.Graphs(m, 2, 64), []
-    e.prompts, e.capture = packed.Prefill(m, e.cache), lambda launch: captured.append(launch) or launch
+    e.prompts, e.capture = packed.Prefill(m, e.step), lambda launch: captured.append(launch) or launch
     (_, layer), p, q = lora.lora_layers(m)[0], e.step.layers[0][0], e.prompts.linears[0][0]
     for _ in range(2):
         layer.A.data.mul_(-3)

@@ -249,7 +249,7 @@ def filled(m, prompts, slots, capture, calls=1):
     """The cache that Prefill fills, and the one of the modules."""
     room = max(6, len(prompts))
     ours, theirs = M.KVCache(m, room, 64), engine.Eager(m, room, 64)
-    prefill = packed.Prefill(m, ours)
+    prefill = packed.Prefill(m, decode.Step(m, ours))
     prefill.refresh()
     for _ in range(calls):
         prefill.run(m, [p[:-1] for p in prompts], slots, capture)
@@ -272,23 +272,22 @@ def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
         assert (a[:, [1, 2, 4]] == 0).all()
 
 
-@torch.no_grad()
-def test_few_tokens_without_gradient_are_one_kernel_a_linear(monkeypatch):
-    """A short prefill: the GEMM makes x A^T itself, though A and B are parameters that an update asks gradients of."""
-    m, alone, passes = build(ONE, "nvfp4"), packed.Projection.alone, []
+def test_a_short_prefill_takes_the_linears_of_a_step(monkeypatch):
+    """One kernel each, LoRA and silu included; of the last block only keys and values are computed."""
+    m, calls, linear = build(CPU, "nvfp4"), [], decode.Step.linear
     monkeypatch.setattr(packed.Projection, "few", lambda p, rows: True)
-    monkeypatch.setattr(packed.Projection, "alone", lambda p, *args: passes.append(p) or alone(p, *args))
-    got = packed.hidden(m, ROWS, everything(ROWS))
-    assert len(passes) == 4 and torch.allclose(got, padded(m, ROWS), rtol=0, atol=1e-4)
-    with torch.enable_grad():
-        assert packed.hidden(m, ROWS[:1], [0]).requires_grad and len(passes) == 4
+    monkeypatch.setattr(decode.Step, "linear", lambda step, p, x, *args, **kw: calls.append(p.N) or linear(step, p, x, *args, **kw))
+    ours, theirs = filled(m, ROWS[1:], [0, 3, 5], None)
+    assert len(calls) == 4 * (CPU.num_hidden_layers - 1)
+    for a, b in ((ours.k, theirs.k), (ours.v, theirs.v)):
+        assert torch.allclose(a, b, rtol=0, atol=1e-4)
 
 
 def test_a_graph_is_replayed_for_the_prompts_of_its_call():
     """Captured once for a size: what it reads must be this call's prompts, places and slots, and fewer rows than before."""
     m = build(ONE)
     ours, theirs = M.KVCache(m, 6, 64), engine.Eager(m, 6, 64)
-    prefill, captured = packed.Prefill(m, ours), []
+    prefill, captured = packed.Prefill(m, decode.Step(m, ours)), []
     prefill.refresh()
     for prompts, slots in ((ROWS[1:], [0, 3, 5]), ([[9, 8, 7], [30] * 5], [4, 1])):
         prefill.run(m, [p[:-1] for p in prompts], slots, lambda launch: captured.append(launch) or launch)
