@@ -21,6 +21,7 @@ import torch
 
 import model as qwen
 import plot
+from runtime.command import cell
 from weights import memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -66,10 +67,6 @@ def marlins(where):
 def vllms(where):
     """{size:format:LoRA rank: {rows, as text: vLLM's tokens/s}}, likewise."""
     return peers(where).get("vllm", {"tok_s": {}})["tok_s"]
-
-
-def cell(value, spec):
-    return "-" if value is None else format(value, spec)
 
 
 def show(columns, row=None):

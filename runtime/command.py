@@ -127,6 +127,11 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (--help lists the flags)")
 
 
+def cell(value, spec):
+    """A number for the terminal; "-" for None."""
+    return "-" if value is None else format(value, spec)
+
+
 def number(low, below, kind=int):
     """An argparse type: a number of `kind` in [low, below), never NaN."""
 

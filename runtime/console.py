@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import eval as evaluation
+from runtime.command import cell
 
 
 def show_flags(args):
@@ -22,8 +23,8 @@ def show_step(row, samples, args, warned):
     eta = (args.steps - row["step"] - 1) * row["seconds_step"]
     print(f"{row['step']:>5} | reward {row['reward']:.3f} | acc {row['accuracy']:.3f} | "
           f"len {row['length_mean']:.0f} | trunc {row['truncated_frac']:.0%} | "
-          f"ent {figure(row['entropy'])} | grad {figure(row['grad_norm'])} | "
-          f"dlogp {figure(row['logp_gap_mean'], 4)} | sigma {row['sigma']:.1e} | "
+          f"ent {cell(row['entropy'], '.3f')} | grad {cell(row['grad_norm'], '.3f')} | "
+          f"dlogp {cell(row['logp_gap_mean'], '.4f')} | sigma {row['sigma']:.1e} | "
           f"{row['rollout_tok_s']:.0f} tok/s | {row['peak_gib']:.1f} GB | "
           f"{row['seconds_step']:.1f} s{held_out} | eta {eta / 60:.0f} min", flush=True)
     if args.show_every and row["step"] % args.show_every == 0:
@@ -76,10 +77,6 @@ def show_end(out, args, summary, before, after):
         s, error = summary, evaluation.error(summary["stderr_gain"])
         print(f"held-out accuracy: {s['accuracy_before']:.1%} before, {s['accuracy_after']:.1%} "
               f"after {s['steps']} steps ({100 * s['gain']:+.1f} +- {error} points)")
-
-
-def figure(value, digits=3):
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def one_line(text, width=160):

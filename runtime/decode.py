@@ -30,6 +30,7 @@ against, on the CPU too (TRITON_INTERPRET=1).
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
 S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.
 """
+from functools import partial
 from itertools import accumulate, chain
 
 import torch
@@ -456,14 +457,19 @@ class Step:
     def hidden(self, rows):
         """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are
         in the cache after it."""
-        x, norms = F.embedding(self.token[:rows], self.embed), iter(self.norms)  # (B, C)
-        for i, (qkv_proj, o_proj, gate_up_proj, down_proj) in enumerate(self.layers):
-            qkv = self.linear(qkv_proj, self.normed(x, next(norms)), early=True)
-            y = self.attention(i, qkv)  # (B, (H + 2 Hkv) D) -> (B, H*D)
-            x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
-            y = self.linear(gate_up_proj, self.normed(x, next(norms)), glu=True)  # (B, C) -> (B, F)
-            x = self.linear(down_proj, y, x)  # (B, F) -> (B, C)
-        return self.normed(x, next(norms))
+        x = F.embedding(self.token[:rows], self.embed)  # (B, C)
+        for i in range(len(self.layers)):
+            x = self.block(i, x, partial(self.attention, i))
+        return self.normed(x, self.norms[-1])
+
+    def block(self, i, x, attend):
+        """Block i on x (B, C), which is overwritten. attend: qkv (B, (H + 2 Hkv) D) -> (B, H*D)."""
+        qkv_proj, o_proj, gate_up_proj, down_proj = self.layers[i]
+        before, between = self.norms[2 * i : 2 * i + 2]
+        y = attend(self.linear(qkv_proj, self.normed(x, before), early=True))
+        x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
+        y = self.linear(gate_up_proj, self.normed(x, between), glu=True)  # (B, C) -> (B, F)
+        return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
 
     def step(self, rows, greedy=False, draw=None):
         """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs

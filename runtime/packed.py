@@ -120,6 +120,10 @@ class Attend:
         y = wide[:, : q[0].numel()].unflatten(1, q.shape[1:])
         return wide, (out, y, attention.forward(q, k, v, y, self.rows.blocks))
 
+    def __call__(self, qkv):
+        """Attention's output (S, H D) of qkv, which is overwritten."""
+        return self.forward(qkv, 0)[0]
+
     def backward(self, x, kept, d):
         qkv, y, lse = kept
         dy = d[:, : y[0].numel()].unflatten(1, y.shape[1:])
@@ -313,11 +317,11 @@ def project(prologue, p, x, residual=None):
     return Project.apply(prologue, p, x, residual, A, B)
 
 
-def block(layer, linears, rows, cache, x):
-    """One block on x (S, C)."""
+def block(layer, linears, attend, x):
+    """One block on x (S, C), of which attend is the Attend."""
     qkv_proj, o_proj, gate_up_proj, down_proj = linears
     qkv = project(Norm(layer.input_layernorm), qkv_proj, x)  # (S, C) -> (S, (H + 2 Hkv) D)
-    x = project(Attend(layer.attn, rows, cache), o_proj, qkv, x)
+    x = project(attend, o_proj, qkv, x)
     gate_up = project(Norm(layer.post_attention_layernorm), gate_up_proj, x)  # (S, C) -> (S, 2F)
     return project(SwiGLU(), down_proj, gate_up, x)
 
@@ -327,7 +331,7 @@ def states(model, linears, ids, rows):
     of `rows`; differentiable in the adapter."""
     x = F.embedding(ids, model.embed.weight)  # (S, C)
     for layer, four in zip(model.layers, linears, strict=True):
-        run = partial(block, layer, four, rows, None)
+        run = partial(block, layer, four, Attend(layer.attn, rows))
         keep = not (model.checkpointing and torch.is_grad_enabled())
         x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
     return x
@@ -361,7 +365,7 @@ class Prefill:
 
     def __init__(self, model, step):
         # not the model: an engine lasts as long as its model, and must not keep it
-        self.step, self.cache, self.linears = step, step.cache, linears_of(model)
+        self.step, self.linears = step, linears_of(model)
         self.graphs = {}  # size -> (graph, its input)
 
     def refresh(self):
@@ -371,7 +375,7 @@ class Prefill:
     def run(self, model, rows, slots, capture=None):
         """rows (lists of ids) into `slots`. capture(launch): a replay of launch() as a graph; None:
         launch."""
-        device, (ids, places, where, borders) = self.cache.k.device, end_to_end(rows, slots)
+        device, (ids, places, where, borders) = self.step.cache.k.device, end_to_end(rows, slots)
         size = next((s for s in self.SIZES if s >= len(ids)), None)
         most = size and max(8, size // 32)  # rows that a graph of this size takes
         if capture is None or size is None or len(rows) > most:
@@ -394,17 +398,11 @@ class Prefill:
         rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
         x = F.embedding(ids, model.embed.weight)  # (S, C)
         few = all(p.few(len(ids)) for p in self.linears[0])
-        for i, layer in enumerate(model.layers[:-1]):
-            x = (self.block_of_few(layer, self.step.layers[i], rows, x) if few
-                 else block(layer, self.linears[i], rows, self.cache, x))
-        last = model.layers[-1]  # nobody needs more of it than keys and values
-        qkv = project(Norm(last.input_layernorm), self.linears[-1][0], x)
-        Attend(last.attn, rows, self.cache).forward(qkv, 0)
-
-    def block_of_few(self, layer, linears, rows, x):
-        step, (qkv_proj, o_proj, gate_up_proj, down_proj) = self.step, linears
-        qkv = step.linear(qkv_proj, step.normed(x, layer.input_layernorm))
-        y, _ = Attend(layer.attn, rows, self.cache).forward(qkv, 0)
-        x = step.linear(o_proj, y, x)
-        y = step.linear(gate_up_proj, step.normed(x, layer.post_attention_layernorm), glu=True)
-        return step.linear(down_proj, y, x)
+        for i, layer in enumerate(model.layers):
+            attend = Attend(layer.attn, rows, self.step.cache)
+            if i == len(model.layers) - 1:  # nobody needs more of it than keys and values
+                attend(project(Norm(layer.input_layernorm), self.linears[i][0], x))
+            elif few:
+                x = self.step.block(i, x, attend)
+            else:
+                x = block(layer, self.linears[i], attend, x)

@@ -95,10 +95,11 @@ class Run:
 
     def __init__(self, args, argv):
         self.args, self.out = args, Path(args.out)
-        begin = [*ranks.launcher(), *command.script(argv)]
+        script = command.script(argv)
+        begin = [*ranks.launcher(), *script]
         self.called = shlex.join([*begin, *argv])  # what was typed, and what goes on with it
         self.again = shlex.join([*begin, "--resume", "--out", str(self.out)])
-        self.state = State(script=Path(command.script(argv)[0]).name)
+        self.state = State(script=Path(script[0]).name)
         self.started = time.time()
         self.clock, self.current = {}, None  # seconds of each phase of a step; the one it is in
         self.drawn = 0  # tokens sampled in this step, those of groups that were replaced included
@@ -127,8 +128,8 @@ class Run:
         self.state.data = hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
         if self.args.resume:
             self.restore(optimizer)
-            told = plot.beside(self.out, "summary.json").get("steps")  # may be of before it went on
-            if self.state.step >= self.args.steps and told == self.state.step:
+            summed = plot.beside(self.out, "summary.json").get("steps")  # of before it went on, say
+            if self.state.step >= self.args.steps and summed == self.state.step:
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
         elif ranks.rank == 0:
