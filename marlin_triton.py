@@ -21,9 +21,9 @@ lets a kernel start while the one before finishes. A kernel of a decode step tha
 costs 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA, whose
 x A^T the first programs of the grid make while the others stream the weight, which wait for it in
 their epilogue.
-`plan` picks tile and splits by times measured on an H200 (python bench_tiles.py); other cards from
-Ampere on run the same kernel, without dependent launch before Hopper. What was tried and lost
-stands in results/LOG.md.
+`plan` picks tile and splits by times measured on an H200 (python bench_tiles.py) and, beyond 128
+rows, an H100; other cards from Ampere on run the same kernel, without dependent launch before
+Hopper. What was tried and lost stands in results/LOG.md.
 
     y = matmul(x, quantize(w))                                  # any M, differentiable in x
     python bench.py kernels
@@ -345,14 +345,16 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
 
 # What a program takes: BM rows of x and BN of w; stages of the loop, warps. Of such programs `fit`
 # are on an SM at once, which takes about `wave` ns and, a chunk of K, `alone` ns where one is,
-# `each` for every program where many are. At most 111 KB of shared memory.
+# `each` for every program where many are, and `more` of that a row of x. At most 111 KB of shared
+# memory.
 TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1350, alone=320, each=170),
          dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=225,
               maxnreg=80),
          dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1350, alone=300, each=220),
          dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1350, alone=390, each=290),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=2400, alone=480, each=375),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=3000, alone=1160, each=675,
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=2400, alone=480, each=320,
+              more=0.00028),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=2400, alone=1570, each=310,
               maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
@@ -384,18 +386,19 @@ def plan(M, N, K, cores):
     so many SMs, and its time.
 
     Programs come in waves of what fits. Splits make one wave fuller, and cost the partial sums that
-    they write and read. The times were fitted to kernels timed alone, and then to what tiles cost
-    in a decode step with an adapter of rank 16 (results/tiles_h200.json)."""
+    they write and read. The times were fitted to kernels timed alone, then to what tiles cost in a
+    decode step with an adapter of rank 16 (results/tiles_h200.json), and those of 128 rows to
+    prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
     found, blocks, most = [], -(-K // CHUNK), max(8, triton.next_power_of_2(M))
     for t in (t for t in TILES if t["BM"] <= most):
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
         tiles = -(-N // t["BN"]) * MT
         waves = tiles // slots
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
-        rest = tiles - whole * MT
+        rest, each = tiles - whole * MT, t["each"] * (1 + M * t.get("more", 0))
 
-        def wave(chunks, programs, t=t):  # on an SM
-            return t["wave"] + chunks * math.hypot(t["alone"], programs * t["each"])
+        def wave(chunks, programs, t=t, each=each):  # on an SM
+            return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
 
         # only the splits that leave no program idle
         for split in sorted({-(-blocks // -(-blocks // split)) for split in range(1, 17)}):
@@ -413,8 +416,8 @@ def plan(M, N, K, cores):
 
 def few(M, N, K, cores):
     """Whether M rows go through the decoding kernel, rather than, after a kernel that dequantizes
-    at 3.8 TB/s, cuBLAS at 700 TFLOP/s: measured on an H200; other cards shift all three."""
-    dense = 5000 + N * K * (2.56 / 3800 + 2 * M / 700e3)
+    at 2.6 TB/s, cuBLAS at 780 TFLOP/s: measured on an H100; other cards shift all three."""
+    dense = 5000 + N * K * (2.56 / 2600 + 2 * M / 780e3)
     return M <= FEW or plan(M, N, K, cores)[0] * cores / 132 < dense
 
 
