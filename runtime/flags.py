@@ -340,6 +340,10 @@ def load_policy(args):
     if device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.card_share))
     folder = model_folder(args.model)
+    stored = checkpoint.read_config(folder).quantization
+    if stored and args.quant == "none":  # nor could --lora-rank 0 train them
+        raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
+                         f"--quant {checkpoint.packed_format(stored, folder)}")
     tok = data.Tokenizer(folder)
     if args.awq:
         model = awq.load(folder, device, dtype, args.quant, args.calib)

@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ import lora
 import model as qwen
 from runtime import command, flags, ranks
 from weights import checkpoint
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 @pytest.mark.parametrize(("name", "argv", "says"), [
@@ -106,6 +109,14 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
     with pytest.raises(ValueError, match="another base"):
         flags.check_policy(SimpleNamespace(**vars(args) | {"trained_with": policy | {"base": "0"}}), m)
+
+
+def test_four_bits_are_not_taken_for_sixteen():
+    """--lora-rank 0 "trained all parameters" of a quantized checkpoint, which were its embedding and norms, and wrote a model/ that did
+    not load; the update's memory was planned without the GEMM's scratch."""
+    args = flags.parse("train", ["--model", str(FIXTURES / "compressed_nvfp4"), "--quant", "none", "--lora-rank", "0", "--device", "cpu"])
+    with pytest.raises(ValueError, match="--quant none: .*compressed_nvfp4 have four bits already; use --quant nvfp4"):
+        flags.load_policy(args)
 
 
 def test_questions_are_asked_for_a_format_and_chats_are_not():
