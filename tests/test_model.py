@@ -239,6 +239,8 @@ def test_an_index_that_lies_is_named(tmp_path):
     ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding layer in layer_types is not supported"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": ...}, "rope scaling 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope scaling 'llama3' is not supported"),
+    ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters for each type of layer is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"mlp_bias": True}, "mlp_bias is not supported"),
@@ -286,6 +288,9 @@ def test_fields_that_are_left_out_are_what_transformers_takes(tmp_path):
         c = checkpoint.read_config(folder)
         assert (c.rms_norm_eps, c.rope_theta, c.tie_word_embeddings, c.head_dim) == (1e-6, 1e4, False, head_dim)
         assert c.num_key_value_heads == c.num_attention_heads == 4 and c.hidden_size == 32
+        assert c.max_position_embeddings == (2048 if family == "llama" else 32768)
+        nulls = {"rope_theta": None, "rope_type": None, "partial_rotary_factor": None}
+        assert checkpoint.read_config(copy(tmp_path / f"{family}-null", rope_theta=1e6, rope_parameters=nulls)).rope_theta == 1e6
 
 
 def test_a_changed_config_is_caught_by_shapes(tmp_path):

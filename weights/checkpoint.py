@@ -73,7 +73,9 @@ def read_config(folder):
         raise FileNotFoundError(f"{path}: no such file; --model takes a Hugging Face checkpoint "
                                 "folder or a hub id")
     raw = {k: v for k, v in read_json(path, FIELDS).items() if v is not None}
-    rope = check(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, path, FIELDS)
+    # the newer field and the older one, which people add to files that have the newer
+    rope = {k: v for name in ("rope_parameters", "rope_scaling")
+            for k, v in check(raw.get(name) or {}, path, FIELDS).items() if v is not None}
     for what, bad in unsupported(raw, rope).items():
         if bad:
             raise ValueError(f"{path}: {what} is not supported (Qwen2.5, Qwen3 and Llama-shaped "
@@ -84,16 +86,16 @@ def read_config(folder):
     if heads % kv_heads:
         raise ValueError(f"{path}: {heads} attention heads do not divide among {kv_heads} "
                          "key-value heads")
-    head_dim = 128 if raw["model_type"] == "qwen3" else raw["hidden_size"] // heads
-    head_dim = raw.get("head_dim", head_dim)
+    family, room = raw["model_type"], 2048 if raw["model_type"] == "llama" else 32768
+    head_dim = raw.get("head_dim", 128 if family == "qwen3" else raw["hidden_size"] // heads)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"{path}: a head_dim of {head_dim} must be even, for rotary positions")
     return Config(
         **sizes, num_key_value_heads=kv_heads, head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False), **FAMILIES[raw["model_type"]],
-        max_position_embeddings=raw.get("max_position_embeddings", 32768),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False), **FAMILIES[family],
+        max_position_embeddings=raw.get("max_position_embeddings", room),
         quantization=raw.get("quantization_config"))
 
 
@@ -101,13 +103,15 @@ def unsupported(raw, rope):
     """{what: whether config.json asks for it} of all that would make it another model."""
     family = raw.get("model_type")
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    scaling = next((rope[k] for k in ("rope_type", "type") if rope.get(k, "default") != "default"),
+                   None)
     layers = raw.get("layer_types") or []
     return {
         f"model_type {family!r}": family not in FAMILIES,
         "use_sliding_window": raw.get("use_sliding_window", False),
         "a sliding layer in layer_types": any(t != "full_attention" for t in layers),
-        f"rope scaling {rope_type!r}": rope_type != "default",
+        f"rope scaling {scaling!r}": scaling is not None,
+        "rope_parameters for each type of layer": any(isinstance(v, dict) for v in rope.values()),
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "attention_bias": family != "qwen2" and raw.get("attention_bias", False),
         "mlp_bias": raw.get("mlp_bias", False),
