@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import model as M
 from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize
 from weights import checkpoint, convert
+from weights.files import read_json
 from weights.formats import pack
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -168,6 +169,17 @@ def test_what_is_not_rounded_stays_as_it_is_stored(tmp_path):
     convert.convert(folder, tmp_path / "q")
     kept = {k: t for k, t in load_file(tmp_path / "q" / "model.safetensors").items() if k in state}
     assert len(kept) > 6 and all(t.dtype == torch.float32 and torch.equal(t, state[k]) for k, t in kept.items())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_projection_of_zeros_is_no_nan(tmp_path, fmt):
+    """Its weight error was 0 / 0, and quantization.json no JSON."""
+    folder, name = base(tmp_path), "model.layers.1.mlp.down_proj.weight"
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {name: state[name] * 0}, folder / "model.safetensors")
+    convert.convert(folder, tmp_path / "q", fmt)
+    assert read_json(tmp_path / "q" / "quantization.json")["layers"][-1] == {"layer": 1, "linear": "down_proj", "weight_error": 0.0}
+    assert not M.load(tmp_path / "q").layers[1].mlp.down_proj.dense().any()
 
 
 def test_what_a_tokenizer_reads_comes_along(tmp_path):

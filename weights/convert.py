@@ -38,7 +38,8 @@ def rounded(model, pieces, fmt):
         for name in PROJECTIONS if path.startswith("layers.") else ():
             m = model.get_submodule(f"{path}.{name}")
             q = quantize(m.weight, fmt, f"{path}.{name}")
-            error = (dequantize(q) - m.weight).norm() / m.weight.float().norm()
+            # a projection of zeros, as of blocks put in to be trained, has no error
+            error = (dequantize(q) - m.weight).norm() / m.weight.float().norm().clamp(min=1e-30)
             rows.append({"linear": name.rsplit(".", 1)[-1], "weight_error": error.item()})
             model.set_submodule(f"{path}.{name}", QuantLinear(q, m.parts, m.bias))
             del m
