@@ -11,7 +11,7 @@ exact. What is alive for a moment is an estimate, for train.py with 16-bit activ
 
 Shapes: C hidden, F intermediate, L layers, N rows, K columns, V vocabulary.
 """
-from weights.formats import FORMATS
+from weights.formats import CHUNK, FORMATS
 
 GIB = 2**30
 BITS = {"none": 16} | {name: f.bits for name, f in FORMATS.items()}
@@ -38,7 +38,9 @@ def weights(c, fmt):
     """Bytes of the frozen model by part; 16-bit embeddings, head, norms and biases in every
     format. A norm also has its float32 noise, a quantized row a float32 global scale."""
     shapes, L = linears(c), c.num_hidden_layers
-    size = {name: L * n * k * BITS[fmt] / 8 for name, (n, k, _) in shapes.items()}
+    padding = 4 * (fmt != "none")  # bits a column: codes lie in whole chunks of a row
+    size = {name: L * n * (k * BITS[fmt] + -k % CHUNK * padding) / 8
+            for name, (n, k, _) in shapes.items()}
     norms = (2 * L + 1) * c.hidden_size + 2 * L * c.head_dim * c.qk_norm
     small = norms * (2 + 4) + L * shapes["qkv_proj"][0] * 2 * c.qkv_bias
     if fmt != "none":
