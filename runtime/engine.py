@@ -65,8 +65,9 @@ def onednn_linears(model):
     of one's own stays: its weight is not all that its forward does."""
     swaps, w = [], model.embed.weight  # (path, what stands there, what will)
     able = w.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if w.dtype == torch.bfloat16:  # some CPUs cannot: they take torch's own
-        able = able and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if w.dtype != torch.float32:  # some CPUs cannot: they, and other dtypes, take torch's own
+        able = (able and w.dtype == torch.bfloat16
+                and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if able:
         for path, m in [*projections(model), ("lm_head", model.lm_head)]:
             if any(b.any() for b in aqn.buffers(m).values()):

@@ -119,6 +119,14 @@ def test_what_is_drawn_is_a_function_of_seed_prompt_sample_and_position(model, t
             assert s.ids == draw.sample_ids(logits, u, 1.0, top_p)[0].tolist()
 
 
+@pytest.mark.parametrize(("dtype", "quant", "atol"), [(torch.float64, "none", 1e-6), (torch.float64, "nvfp4", 1e-6), (torch.float16, "none", 2e-2)])
+def test_a_dtype_that_onednn_does_not_take(dtype, quant, atol):
+    """What model.load and a forward take was an error of oneDNN's here."""
+    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=dtype, quant=quant)
+    [[s]] = sample.generate(m, PROMPTS[1:2], max_new_tokens=5)
+    torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(m, PROMPTS[1], s.ids), atol=atol, rtol=0)
+
+
 def test_top_p_logprobs_are_of_the_whole_distribution(model):
     """RL needs log-probs of the policy, not of its truncated copy."""
     [[s]] = sample.generate(model, PROMPTS[1:2], max_new_tokens=20, temperature=0.8, top_p=0.5)
