@@ -333,16 +333,17 @@ def fit_update(args, model, params):
     """Settle train.py's --micro-batch-tokens and --checkpointing by the memory that is free, and
     say what goes where; model.update_bytes is what an update takes of it. A resumed run keeps what
     it began with: another cut into micro-batches rounds differently."""
-    longest, packed = args.max_prompt + args.max_new_tokens, args.lora_rank > 0
+    longest, w = args.max_prompt + args.max_new_tokens, model.embed.weight
     tokens, recompute = args.micro_batch_tokens or 16384, args.checkpointing != "off"
-    if model.embed.weight.is_cuda:
+    if w.is_cuda:
+        way = lora.packed(model) is not None, w.dtype.itemsize
         # gradient and two moments; of several ranks, also the buffer that gradients are summed in
         later = (12 if ranks.world == 1 else 16) * sum(p.numel() for p in params)
         free = min(ranks.gather(free_bytes())) - later
         tokens, recompute = memory.fit_update(model.config, args.quant, free, longest,
-                                              args.micro_batch_tokens, args.checkpointing, packed)
+                                              args.micro_batch_tokens, args.checkpointing, *way)
         peak = sum(memory.update_bytes(model.config, args.quant, max(tokens, longest), recompute,
-                                       packed))
+                                       *way))
         model.update_bytes = later + peak
         gib = [n / memory.GIB for n in (torch.cuda.memory_allocated(), later, peak, free)]
         print("GiB: {:.1f} model and adapter, {:.1f} gradients and moments, {:.1f} at the peak of "

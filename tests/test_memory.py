@@ -127,7 +127,8 @@ def test_an_update_takes_the_largest_micro_batches_that_fit(gib, given, settled)
 
 def test_a_run_settles_its_micro_batches_by_what_is_free_and_says_so(monkeypatch, capsys):
     """Gradients and Adam's moments come later, and rows may be longer than a micro-batch: both must be counted before."""
-    model = SimpleNamespace(config=config("7b"), embed=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
+    w = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, requires_grad=False)
+    model = SimpleNamespace(config=config("7b"), embed=SimpleNamespace(weight=w))
     args = SimpleNamespace(quant="nvfp4", max_prompt=256, max_new_tokens=4096, lora_rank=32, micro_batch_tokens=0, checkpointing="auto")
     params = [torch.empty(2**30, device="meta")]
     monkeypatch.setattr(engine, "free_bytes", lambda: 72 * memory.GIB)
@@ -140,6 +141,13 @@ def test_a_run_settles_its_micro_batches_by_what_is_free_and_says_so(monkeypatch
     monkeypatch.setattr(engine, "free_bytes", lambda: 32 * memory.GIB)  # a row of 4,352 does not fit 10 GiB without recomputing
     engine.fit_update(args, model, params)
     assert (args.micro_batch_tokens, args.checkpointing) == (22528, "on")
+    # all parameters, or an adapter in float32: by the modules, in the latter case with twice the bytes a number
+    for trains, dtype, tokens in ((True, torch.bfloat16, 32768), (False, torch.float32, 24576)):
+        w.requires_grad, w.dtype = trains, dtype
+        args = SimpleNamespace(**{**vars(args), "micro_batch_tokens": 0, "checkpointing": "auto"})
+        monkeypatch.setattr(engine, "free_bytes", lambda: 92 * memory.GIB)
+        engine.fit_update(args, model, params)
+        assert (args.micro_batch_tokens, args.checkpointing) == (tokens, "on")
 
 
 def test_making_room_frees_the_engine_only_if_the_update_needs_it(monkeypatch):

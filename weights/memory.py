@@ -4,7 +4,7 @@ what an update and a rollout need beside it. `python nvfp4.py --plan` prints it;
 its rows by it, and frees them by it when the update would not fit (engine.make_room).
 
 Counted from the configuration alone; nothing is loaded. Weights, adapter, keys and values are
-exact. What is alive for a moment is an estimate, for train.py with 16-bit activations.
+exact. What is alive for a moment is an estimate; the table's is for 16-bit activations.
 
     python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
     python nvfp4.py --plan config.json --rank 16 --tokens 8192
@@ -72,7 +72,7 @@ def gemm_scratch(c, fmt):
 # ---- training
 
 
-def update_bytes(c, fmt, tokens, checkpointing=True, packed=True):
+def update_bytes(c, fmt, tokens, checkpointing=True, packed=True, itemsize=2):
     """(kept, momentary): bytes that an update with `tokens` in a micro-batch needs beside weights
     and adapter.
 
@@ -80,7 +80,8 @@ def update_bytes(c, fmt, tokens, checkpointing=True, packed=True):
     Momentary: the decoded copy of a weight, and the larger of what the LM head makes of a chunk of
     tokens and of the gradients on their way through an MLP (with checkpointing beside all that this
     block keeps). `packed`: by runtime/packed.py, to 5% of what was measured; else by model.py's
-    modules (full training), careful on purpose: a step that runs out of memory is lost."""
+    modules (full training, float32), careful on purpose: a step that runs out of memory is lost.
+    `itemsize`: bytes of an activation."""
     C, F, L = c.hidden_size, c.intermediate_size, c.num_hidden_layers
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     if packed:
@@ -90,18 +91,18 @@ def update_bytes(c, fmt, tokens, checkpointing=True, packed=True):
         moment = max(2 * tokens * moment, head + 2 * tokens * 6 * C)
     else:
         block = 14 * C + 8 * F
-        kept, moment = 2 * C if checkpointing else block, 2 * tokens * block + (3 << 29)
-    return 2 * tokens * L * kept, moment + gemm_scratch(c, fmt)
+        kept, moment = 2 * C if checkpointing else block, itemsize * tokens * block + (3 << 29)
+    return itemsize * tokens * L * kept, moment + gemm_scratch(c, fmt)
 
 
-def fit_update(c, fmt, free, longest, tokens=0, checkpointing="auto", packed=True):
+def fit_update(c, fmt, free, longest, tokens=0, checkpointing="auto", packed=True, itemsize=2):
     """(tokens, checkpointing) of an update's micro-batches in `free` bytes: the most tokens without
     recomputing, else with it, that leave half to keys and values. What is given stays. Rows have up
     to `longest` tokens."""
     modes = {"auto": (False, True), "on": (True,), "off": (False,)}[checkpointing]
     sizes = (tokens,) if tokens else range(32768, 1024, -1024)
     fits = [(t, mode) for mode in modes for t in sizes
-            if sum(update_bytes(c, fmt, max(t, longest), mode, packed)) <= free / 2]
+            if sum(update_bytes(c, fmt, max(t, longest), mode, packed, itemsize)) <= free / 2]
     return fits[0] if fits else (sizes[-1], modes[-1])
 
 
