@@ -179,6 +179,24 @@ def test_an_own_reward_that_raises_is_named_with_its_line(tmp_path):
         grade("text", {"level": 1})
 
 
+def test_a_completion_that_an_own_reward_runs_cannot_end_the_run(tmp_path):
+    """exec of a completion that says exit() ended train.py without a word and without a checkpoint."""
+    grade = own(tmp_path, "def score(text, row):\n    exec(text)\n    return 1\n")
+    with pytest.raises(ValueError, match=r"own\.py:score: raised SystemExit: 3"):
+        grade("import sys; sys.exit(3)", {})
+
+
+@pytest.mark.parametrize("value", ["'False'", "None", "0.7", "__import__('torch').tensor([True, False])", "[]"])
+@pytest.mark.parametrize("name", ["correct", "format"])
+def test_an_own_reward_says_true_or_false(tmp_path, name, value):
+    """"False" counted as right, None as wrong, and a tensor of two ended the run with a traceback."""
+    grade = own(tmp_path, f"def score(text, row):\n    return {{'reward': 1, '{name}': {value}}}\n")
+    with pytest.raises(ValueError, match=rf'own\.py:score: returned .* as "{name}"'):
+        grade("", {})
+    grade = own(tmp_path, f"import numpy\ndef score(text, row):\n    return {{'reward': 1, '{name}': numpy.bool_(False)}}\n")
+    assert grade("", {})[name] is False
+
+
 # ---- data sets
 
 def test_jsonl_columns_of_the_usual_sets(tmp_path):
