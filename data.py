@@ -310,7 +310,7 @@ def _ask(rng, form, start, ops):
 # ---- rewards
 
 LAST_NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z.)])-)?\$?"  # the minus of "10-3" is no sign
+    r"(?:(?<![0-9A-Za-z.)])[-\u2212])?\$?"  # the minus of "10-3" is no sign
     r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)(?:/[0-9]+)?%?"
 )
 

@@ -75,6 +75,13 @@ def test_boxed_braces_balance_and_the_last_box_counts():
     assert data.reward("so 50% of them", "1/2", "boxed")["correct"]
 
 
+def test_unicodes_minus_is_a_sign_of_the_last_number():
+    """The answer is \u22125 was right where 5 was asked for, and wrong where -5 was."""
+    assert data.reward("The answer is \u22125", "-5", "boxed")["correct"]
+    assert not data.reward("it lost \u2212$5.", "5", "boxed")["correct"]
+    assert data.reward("10\u22123 = 7, less 4 is 10\u22127", "7", "boxed")["correct"]
+
+
 @pytest.mark.parametrize(("text", "number"), [
     ("it is .5.", ".5"), ("x=-.25", "-.25"), ("costs $.50", "$.50"), ("a .5% rise", ".5%"), ("10-.5", ".5"), ("v2.5", "2.5"),
     ("wait...5", "5"), ("see Sec.3", "3"), ("12.", "12")])
