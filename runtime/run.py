@@ -419,6 +419,7 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
         start = each[0]
         row |= {k: start[k] for k in start if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
         row["clip_first_frac"] = start["clip_low_frac"] + start["clip_high_frac"]
+        row["kl"] = row["kl"] if run.args.beta else None  # else the base was not asked
     s = {f"seconds_{k}": run.clock.pop(k, 0.0) for k in ("rollout", "reward", "update")}
     drawn, run.drawn = run.drawn, 0
     trained = sum(float(sums["tokens"]) for sums, _ in updates)
