@@ -133,8 +133,11 @@ class Run:
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
         elif ranks.rank == 0:
-            for name in ("metrics.jsonl", "rollouts.jsonl"):
+            if (self.out / "checkpoint" / "state.pt").is_file():  # it has stopped since `settle`
+                raise ValueError(busy)
+            for name in ("metrics.jsonl", "rollouts.jsonl", "eval_before.jsonl"):
                 (self.out / name).unlink(missing_ok=True)  # of a start that came to nothing
+            shutil.rmtree(self.out / "adapter_best", ignore_errors=True)
         write(self.out / "config.json", json.dumps(vars(self.args), indent=2))
         self.started -= self.state.seconds
         gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
