@@ -310,7 +310,7 @@ def _ask(rng, form, start, ops):
 # ---- rewards
 
 LAST_NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z.)])-)?\$?"  # the minus of "10-3" is no sign
+    r"(?:(?<![0-9A-Za-z.)])[-\u2212])?\$?"  # the minus of "10-3" is no sign
     r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)(?:/[0-9]+)?%?"
 )
 
@@ -379,22 +379,30 @@ def own_reward(spec):
     def grade(text, row):
         try:
             value = function(text, dict(row))
-        except Exception as e:  # the user's own code
+        except (Exception, SystemExit) as e:  # the user's own code, or a completion that it ran
             place = traceback.extract_tb(e.__traceback__)[-1]
             raise ValueError(f"{flag}: raised {_line(e)} ({place.filename}, line {place.lineno})"
                              ) from e
         score = value if isinstance(value, dict) else {"reward": value}
-        r = score.get("reward")
-        if getattr(r, "ndim", None) == 0:  # numpy's or torch's; a bool of numpy's is no Real
-            r = r.item()
+        r = _plain(score.get("reward"))
         if not isinstance(r, numbers.Real) or not abs(r) <= 1e9:  # its square must fit float32
             raise ValueError(f'{flag}: returned {value!r:.80}; return a number within +-1e9, or a '
                              'dict with one as "reward"')
-        return {"reward": float(r), "correct": bool(score.get("correct", r >= 1)),
-                "format": bool(score.get("format", True)),
+        said = {"correct": score.get("correct", r >= 1), "format": score.get("format", True)}
+        for name, mark in said.items():
+            if not isinstance(mark := _plain(mark), numbers.Real) or mark not in (0, 1):
+                raise ValueError(f'{flag}: returned {mark!r:.40} as "{name}"; it is True or False, '
+                                 "or left out")
+            said[name] = bool(mark)
+        return {"reward": float(r), **said,
                 "given": None if score.get("given") is None else str(score["given"])}
 
     return grade
+
+
+def _plain(value):
+    """A number of numpy's or torch's as Python's: a bool of numpy's is no Real."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _function(spec):

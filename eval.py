@@ -193,22 +193,27 @@ class Book:
     """--out: the rows that are done of each set and model. ValueError if the file holds anything
     but rows of this very evaluation.
 
-    A row's `run` is a digest of what its samples follow from: flags, questions, adapter, or the
-    weights of a --run that trained all of them."""
+    A row's `run` is a digest of what it follows from: flags, questions, the file of --reward and of
+    --calib, adapter, or the weights of a --run that trained all of them."""
 
     def __init__(self, args, sets):
         self.path, self.done, self.runs = args.out and Path(args.out), {}, {}
         free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
                 "trained_with")
-        weights = []  # a run that goes on leaves others under the same name
-        if self.path and args.run and not args.adapter:
-            for file in sorted(Path(args.model).glob("*.safetensors")):
+        files = [Path(f) for f in ((args.reward or "").rpartition(":")[0], args.calib or "")]
+        if args.run and not args.adapter:  # a run that goes on leaves others under the same name
+            files += sorted(Path(args.model).glob("*.safetensors"))
+        read = []
+        for file in files if self.path else ():
+            if file.is_file():
                 with open(file, "rb") as f:
-                    weights.append(hashlib.file_digest(f, "sha256").hexdigest())
+                    read.append(hashlib.file_digest(f, "sha256").hexdigest())
         for name, rows in sets:
+            # a reward of one's own sees all columns
             what = [{k: v for k, v in vars(args).items() if k not in free},
-                    [[row["question"], row["answer"]] for row in rows], *weights]
-            digest = hashlib.sha256(json.dumps(what).encode())
+                    [row if args.reward else [row["question"], row["answer"]] for row in rows],
+                    *read]
+            digest = hashlib.sha256(json.dumps(what, default=str).encode())
             self.runs[name, plain(args)] = digest.hexdigest()[:16]
             if args.adapter:
                 for file in sorted(Path(args.adapter).glob("adapter_*.*")):

@@ -17,10 +17,10 @@ Measurements behind the README's choices.
                inference engine beside a trainer, four bits to sample and 16 to train, the ratio
                against the sampler or, with a truncated weight, against the trainer itself
 
-All but the first train: each arm with each seed, in a folder of --out of its own. A run that is
-there is not repeated, one that was stopped goes on; the flags must be the same. They print each
-arm's held-out accuracy with its standard error over the seeds, and for the 2x2 what either factor
-adds within a seed.
+All but the first train: each arm with each seed, in a folder of its own in --out (runs/NAME). A run
+that is there is not repeated, one that was stopped goes on; the flags must be the same, and may be
+left out where only the table is wanted. They print each arm's held-out accuracy with its standard
+error over the seeds, and for the 2x2 what either factor adds within a seed.
 
 Flags after the name are train.py's, and of the training ones --seeds 0,1,2,3,4 and --jobs 1: runs
 side by side, dealt out over the cards; one has room for several when the model is small. For
@@ -203,15 +203,16 @@ def trainings(name, seeds, jobs, args, argv):
             cards.put(card)
 
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    todo = []
-    for seed, arm in product(seeds, ARMS[name]):
-        out = Path(args.out) / f"{arm}-s{seed}"
-        if not (out / "summary.json").is_file():
-            todo.append((seed, arm))
-            continue
-        had = plot.beside(out, "config.json")
-        for flag, value in flags.given("train", [*argv, *ARMS[name][arm]]).items():
-            if flag not in plot.IDLE + plot.MINOR and had.get(flag, value) != value:
+    every = [(seed, arm, Path(args.out) / f"{arm}-s{seed}")
+             for seed, arm in product(seeds, ARMS[name])]
+    todo = [(seed, arm) for seed, arm, out in every if not (out / "summary.json").is_file()]
+    for seed, arm, out in every:
+        own, had = [*argv, *ARMS[name][arm], "--seed", str(seed)], plot.beside(out, "config.json")
+        # beside those that are there, runs of default flags would be others
+        wanted = vars(flags.parse("train", own)) if todo else flags.given("train", own)
+        for flag, value in wanted.items():
+            counts = flag not in plot.IDLE + plot.MINOR and (flag, value) != ("steps", None)
+            if counts and had.get(flag, value) != value:
                 raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {out} used "
                                  f"{had[flag]}; choose another --out")
     with ThreadPoolExecutor(jobs) as pool:
@@ -260,7 +261,7 @@ def main(argv=None):
         print(__doc__.strip())
         return 0
     if name == "gradient":
-        return flags.run_command("train", gradient, argv[1:])
+        return flags.run_command("train", gradient, ["--out", "gradient.json", *argv[1:]])
     if name == "two-copies":
         return apart(argv[1:])
     if name not in ARMS:
@@ -271,6 +272,7 @@ def main(argv=None):
     own.add_argument("--seeds", type=command.numbers(0, 1 << 63), default=[*range(5)])
     own.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", default=1)
     mine, rest = own.parse_known_args(argv[1:])
+    rest = ["--out", f"runs/{name}", *rest]  # train.py's own default is another run's folder
     return flags.run_command("train", partial(trainings, name, mine.seeds, mine.jobs), rest)
 
 

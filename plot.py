@@ -36,7 +36,8 @@ PANELS = [  # title, columns (the second drawn thin), how the y axis reads
     ("noise $\\sigma$", ["sigma"], "log"),
     ("tokens/s of rollout (thin: update)", ["rollout_tok_s", "update_tok_s"], "count"),
 ]
-COLUMNS = {c: (float, -1e15, 1e15) for p in PANELS for c in (*p[1], "seconds", "eval_stderr")}
+# what float32 may hold: a gradient's norm, say
+COLUMNS = {c: (float, -1e39, 1e39) for p in PANELS for c in (*p[1], "seconds", "eval_stderr")}
 # Okabe and Ito's colours without the yellow, which is lost on white; in grey print line styles and
 # markers tell runs apart. Seven and four have no common divisor, so 28 looks before one returns.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000"]

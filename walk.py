@@ -7,6 +7,7 @@ names; change a line and run it again.
     python walk.py
     python walk.py "Start with 38, add 2, add 3, add one." 44
 """
+from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import sys
 
 import torch
@@ -105,6 +106,7 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
 if __name__ == "__main__":
     if sys.argv[1:] in (["-h"], ["--help"]):
         sys.exit(print(__doc__.strip()))
-    if len(sys.argv) == 2:
-        sys.exit('walk.py: error: the answer is missing; python walk.py "QUESTION" ANSWER')
-    main(*sys.argv[1:3])
+    if len(sys.argv) not in (1, 3):  # an answer is missing, or the quotes
+        sys.exit('walk.py: error: it takes a question and its answer; python walk.py "QUESTION" '
+                 "ANSWER")
+    sys.exit(command.run("walk.py", lambda: main(*sys.argv[1:])))

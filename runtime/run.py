@@ -133,8 +133,11 @@ class Run:
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
         elif ranks.rank == 0:
-            for name in ("metrics.jsonl", "rollouts.jsonl"):
+            if (self.out / "checkpoint" / "state.pt").is_file():  # it has stopped since `settle`
+                raise ValueError(busy)
+            for name in ("metrics.jsonl", "rollouts.jsonl", "eval_before.jsonl"):
                 (self.out / name).unlink(missing_ok=True)  # of a start that came to nothing
+            shutil.rmtree(self.out / "adapter_best", ignore_errors=True)
         write(self.out / "config.json", json.dumps(vars(self.args), indent=2))
         self.started -= self.state.seconds
         gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
@@ -419,6 +422,7 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
         start = each[0]
         row |= {k: start[k] for k in start if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
         row["clip_first_frac"] = start["clip_low_frac"] + start["clip_high_frac"]
+        row["kl"] = row["kl"] if run.args.beta else None  # else the base was not asked
     s = {f"seconds_{k}": run.clock.pop(k, 0.0) for k in ("rollout", "reward", "update")}
     drawn, run.drawn = run.drawn, 0
     trained = sum(float(sums["tokens"]) for sums, _ in updates)

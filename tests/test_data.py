@@ -75,6 +75,13 @@ def test_boxed_braces_balance_and_the_last_box_counts():
     assert data.reward("so 50% of them", "1/2", "boxed")["correct"]
 
 
+def test_unicodes_minus_is_a_sign_of_the_last_number():
+    """The answer is \u22125 was right where 5 was asked for, and wrong where -5 was."""
+    assert data.reward("The answer is \u22125", "-5", "boxed")["correct"]
+    assert not data.reward("it lost \u2212$5.", "5", "boxed")["correct"]
+    assert data.reward("10\u22123 = 7, less 4 is 10\u22127", "7", "boxed")["correct"]
+
+
 @pytest.mark.parametrize(("text", "number"), [
     ("it is .5.", ".5"), ("x=-.25", "-.25"), ("costs $.50", "$.50"), ("a .5% rise", ".5%"), ("10-.5", ".5"), ("v2.5", "2.5"),
     ("wait...5", "5"), ("see Sec.3", "3"), ("12.", "12")])
@@ -177,6 +184,24 @@ def test_an_own_reward_that_raises_is_named_with_its_line(tmp_path):
     with pytest.raises(ValueError, match=r"own\.py:score: raised KeyError: 'levle' \(.*own\.py, "
                                          r"line 2\)"):
         grade("text", {"level": 1})
+
+
+def test_a_completion_that_an_own_reward_runs_cannot_end_the_run(tmp_path):
+    """exec of a completion that says exit() ended train.py without a word and without a checkpoint."""
+    grade = own(tmp_path, "def score(text, row):\n    exec(text)\n    return 1\n")
+    with pytest.raises(ValueError, match=r"own\.py:score: raised SystemExit: 3"):
+        grade("import sys; sys.exit(3)", {})
+
+
+@pytest.mark.parametrize("value", ["'False'", "None", "0.7", "__import__('torch').tensor([True, False])", "[]"])
+@pytest.mark.parametrize("name", ["correct", "format"])
+def test_an_own_reward_says_true_or_false(tmp_path, name, value):
+    """"False" counted as right, None as wrong, and a tensor of two ended the run with a traceback."""
+    grade = own(tmp_path, f"def score(text, row):\n    return {{'reward': 1, '{name}': {value}}}\n")
+    with pytest.raises(ValueError, match=rf'own\.py:score: returned .* as "{name}"'):
+        grade("", {})
+    grade = own(tmp_path, f"import numpy\ndef score(text, row):\n    return {{'reward': 1, '{name}': numpy.bool_(False)}}\n")
+    assert grade("", {})[name] is False
 
 
 # ---- data sets

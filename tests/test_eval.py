@@ -198,6 +198,20 @@ def test_rows_belong_to_every_flag_that_they_follow_from():
     assert {run_of(**{name: "other"}) for name in ("max_rows", "k", "device", "data", "adapter")} == {run_of()}
 
 
+def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path):
+    """A reward that was mended told the accuracy of before; it also sees columns that are no question and no answer."""
+    reward, text = tmp_path / "r.py", tmp_path / "c.txt"
+    args = flags.parse("eval", ["--reward", f"{reward}:score", "--awq", "--calib", str(text), "--out", str(tmp_path / "out.jsonl")])
+
+    def run_of(code, calib, worth):
+        reward.write_text(code)
+        text.write_text(calib)
+        return evaluation.Book(args, [("s", [{"question": "q", "answer": "1", "worth": worth}])]).runs["s", "base"]
+
+    assert len({run_of("1", "1", 1), run_of("2", "1", 1), run_of("1", "2", 1), run_of("1", "1", 2)}) == 4
+    assert run_of("1", "1", 1) == run_of("1", "1", 1)
+
+
 def test_files_of_one_name_are_two_sets(tmp_path):
     """Two folders' test.jsonl: the second's rows were taken for the first's."""
     for name in "ab":

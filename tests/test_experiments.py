@@ -66,6 +66,23 @@ def test_runs_of_other_flags_are_not_taken_for_those_asked_for(trained, tmp_path
         assert re.search(told, said.err) and "|" not in said.out
 
 
+def test_runs_of_default_flags_do_not_join_those_of_others(trained, tmp_path, capsys):
+    """More seeds without the flags of the first: one table row was the mean of two learning rates."""
+    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02", "--seeds", "0"]) == 0
+    assert experiments.main(["2x2", "--out", str(tmp_path), "--seeds", "0,1"]) == 2 and len(trained) == 4
+    assert "--lr 0.001: the run in" in capsys.readouterr().err
+    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02", "--seeds", "0,1"]) == 0 and len(trained) == 8
+
+
+def test_experiments_have_folders_of_their_own(trained, tmp_path, monkeypatch):
+    """Without --out they went into the folder of the demo's run, which train.py then refused, or all into one another's."""
+    monkeypatch.chdir(tmp_path)
+    assert experiments.main(["rank", "--seeds", "0"]) == 0
+    assert [a.out for a in trained] == [f"runs/rank/{r}-s0" for r in (16, 32, 64, 128)]
+    monkeypatch.setattr(experiments, "gradient", lambda args, argv: trained.append(args))
+    assert experiments.main(["gradient"]) == 0 and trained[-1].out == "gradient.json"
+
+
 def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(trained, tmp_path, capsys):
     """Seeds 0 to 4 add 0 to 4 points: mean 2, standard error sqrt(2.5 / 5); within a seed they cancel."""
     experiments.main(["2x2", "--out", str(tmp_path)])

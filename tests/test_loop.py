@@ -414,11 +414,13 @@ def test_a_step_without_an_update_has_no_entropy(tmp_path, capsys):
 
 
 def test_the_kl_is_of_all_updates(tmp_path):
-    """Only sampler and trainer are compared before the first update moves one of them; then the KL to the base is still 0."""
-    r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
-    r.clock.update(rollout=1.0, update=1.0)
-    row = step_of(r, NO_METRICS, (1.0, 1.0), 2)
-    assert (row["kl"], row["sampler_kl"]) == pytest.approx((2 / 12, 1 / 5))
+    """Only sampler and trainer are compared before the first update moves one of them; then the KL to the base is still 0.
+    Without --beta it is not measured: a 0 there said that the policy had not moved."""
+    for beta, kl in (("0.1", pytest.approx(2 / 12)), ("0", None)):
+        r = run.Run(flags.parse("train", ["--out", str(tmp_path), "--beta", beta]), [])
+        r.clock.update(rollout=1.0, update=1.0)
+        row = step_of(r, NO_METRICS, (1.0, 1.0), 2)
+        assert (row["kl"], row["sampler_kl"]) == (kl, pytest.approx(1 / 5))
 
 
 # ---- the optimizer step

@@ -195,6 +195,12 @@ def test_missing_columns_and_values_are_tolerated(tmp_path, axes):
     assert point.get_marker() == "o" and point.get_markevery() is None
 
 
+def test_a_norm_that_float32_holds_is_drawn(tmp_path, axes):
+    """A gradient of 3e15 before it is clipped ended a run that was done with an error, and without its picture."""
+    plot.plot([folder(tmp_path / "a", [row | {"grad_norm": 3e38} for row in ROWS])], tmp_path / "p.png")
+    assert list(axes()["gradient norm"].lines[0].get_ydata()) == [3e38] * len(ROWS)
+
+
 def test_trailing_mean_skips_nan():
     """One nan blanking `smooth` steps of the curve, or the future leaking into the present."""
     got = plot.trailing_mean([1.0, math.nan, 3.0, 5.0, 100.0], 3)

@@ -247,9 +247,11 @@ def test_a_start_that_came_to_nothing_does_not_block_the_next(straight, tmp_path
         assert (out / "config.json").exists() and not (out / "checkpoint").exists()
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             (out / name).write_text('{"step": 0}\n')  # of a step that no checkpoint knows
+        (out / "adapter_best").mkdir()  # of other flags: a run that has no best one kept it
         assert (train.main(["--resume", "--out", str(out)]) if again else run(out)) == 0
         assert rows_of(out) == rows_of(straight)
         assert (out / "rollouts.jsonl").read_text() == (straight / "rollouts.jsonl").read_text()
+        assert (out / "adapter_best").exists() == (straight / "adapter_best").exists() is False
 
 
 def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
@@ -726,6 +728,20 @@ def test_two_runs_never_write_to_one_folder(tmp_path, capsys):
     assert [p.name for p in out.iterdir()] == ["lock"]
     held.close()
     assert run(out, "--steps", "1") == 0
+
+
+def test_a_run_that_stops_while_another_is_loaded_is_kept(tmp_path, capsys, monkeypatch):
+    """The other had looked into the folder before the first checkpoint, found its lock free, and began over it."""
+    out, load = tmp_path / "run", flags.load_policy
+
+    def meanwhile(args):
+        monkeypatch.setattr(flags, "load_policy", load)
+        assert run(out, "--steps", "2") == 0
+        return load(args)
+
+    monkeypatch.setattr(flags, "load_policy", meanwhile)
+    assert run(out, "--steps", "1") == 2 and "another run is at work" in capsys.readouterr().err
+    assert len(rows_of(out)) == 2
 
 
 def test_resume_needs_the_questions_it_began_with(tmp_path, capsys):
