@@ -51,6 +51,9 @@ def evaluate(model, tok, rows, style="tags", n=4, temperature=0.6, top_p=0.95, m
     "accuracy", "samples": [{"text", "given", "correct", "format", "length", "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
     score, out = score or data.scorer(style), [*done]
+    if [row["question"] for row in out] != [row["question"] for row in kept[: len(out)]]:
+        raise ValueError("--out: its rows are not of the first questions in their order; choose "
+                         "another name")
     longest = max((row["ids"] for row in kept), key=len)
     limit = sample.limit(model, longest, max_new_tokens)
     part = max(1, PART * (max_rows or sample.MAX_ROWS) // n) if keep else len(kept)

@@ -99,6 +99,19 @@ def test_an_evaluation_goes_on_where_it_was_stopped_and_ends_the_same(sets, tmp_
     assert cli(*argv, "--out", str(out))[0] == 0 and len(calls) == n and out.read_bytes() == before
 
 
+@pytest.mark.parametrize("kept", [(0, 2, 3), (1, 0), (*range(10), 6)], ids=["a hole", "shuffled", "twice"])
+def test_rows_are_known_by_their_questions_not_by_their_place(sets, tmp_path, capsys, kept):
+    """With a line deleted its question was never asked, the next one twice, and the mean was of those."""
+    out = tmp_path / "out.jsonl"
+    argv = ["--data", sets, "--n", "1", "--max-new-tokens", "4", "--quant", "none", "--out", str(out)]
+    assert cli(*argv)[0] == 0
+    rows = out.read_text().splitlines(keepends=True)
+    before = "".join(rows[i] for i in kept)
+    out.write_text(before)
+    assert cli(*argv)[0] == 2 and "--out: its rows are not of the first questions" in capsys.readouterr().err
+    assert out.read_text() == before
+
+
 def test_results_of_another_evaluation_are_not_taken_for_this_one(sets, tmp_path, capsys):
     """Another temperature, other questions, or a file that is something else: kept, and refused."""
     out = tmp_path / "out.jsonl"

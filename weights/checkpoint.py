@@ -268,6 +268,7 @@ class RandomCheckpoint:
         self.seed, self.unused = seed, set()
 
     def get(self, name, shape, dtype, device="cpu"):
+        dtype = dtype or torch.bfloat16  # as stored
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
         self.seed += 1
@@ -315,7 +316,7 @@ def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
     is done. The embedding is there from the beginning.
 
     One tensor at a time moves to the device: what is held is the pieces that the caller has not let
-    go of (model.layers[i] = None) and one projection in 16 bits. quant != none turns each
+    go of (model.layers[i] = None) and one projection as stored. quant != none turns each
     projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
     so in its config.json). dtype None: as stored. ends: the device of embedding, norm and head, if
     it is another. ValueError at the end if tensors are left that fit nowhere."""
@@ -356,9 +357,11 @@ def read_projection(source, path, m, config, quant, dtype, device):
     """The linear for the fused projection at `path` (a meta model.Linear `m` tells its shape), its
     parts read in row order.
 
-    16-bit weights are rounded to `quant`; in a checkpoint that is quantized already they are taken
-    as they are, and a projection that it left in 16 bits stays a model.Linear."""
-    def get(part, n, suffix, *shape):
+    Weights are rounded to `quant` from what is stored, whatever `dtype` is: so an adapter meets the
+    same four bits on all devices, in a converted checkpoint and in a merge. In a checkpoint that is
+    quantized already they are taken as they are, and a projection that it left in 16 bits stays a
+    model.Linear."""
+    def get(part, n, suffix, *shape, dtype=dtype):
         return source.get(f"{prefix(path)}.{part}.{suffix}", (n, *shape), dtype, device)
 
     stored_fmt = config.quantization and packed_format(config.quantization, source.folder)
@@ -369,8 +372,10 @@ def read_projection(source, path, m, config, quant, dtype, device):
     if stored_fmt and not all(f"{prefix(path)}.{p}.weight" in source for p in m.parts):
         q = Quantized(stored_fmt, m.shape, *read_packed(source, path, m, stored_fmt, device))
         return QuantLinear(q, m.parts, bias)
-    weight = torch.cat([get(p, n, "weight", m.shape[1]) for p, n in m.parts.items()])
-    if quant != "none" and not stored_fmt:
+    rounds = quant != "none" and not stored_fmt
+    weight = torch.cat([get(p, n, "weight", m.shape[1], dtype=None if rounds else dtype)
+                        for p, n in m.parts.items()])
+    if rounds:
         return QuantLinear(quantize(weight, quant, path), m.parts, bias)
     m.weight = nn.Parameter(weight, requires_grad=False)
     m.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
