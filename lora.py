@@ -19,7 +19,6 @@ never merged into four-bit weights: rounding would erase it. `--merge` (weights/
 Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
 """
 import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
-import json
 import math
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import HALVES, prefix, projections
-from weights.files import read_json, whole
+from weights.files import read_json, whole, write_json
 
 # Fields of adapter_config.json that leave plain LoRA plain, with these values or with any. Which
 # layers are adapted is read off the tensors, so the fields that choose layers are free. Any other
@@ -182,8 +181,7 @@ def save_adapter(model, folder, base_model=""):
     state = {k: v.cpu().contiguous() for k, v in adapter_state(model).items()}
     with whole(folder / "adapter_model.safetensors") as part:
         save_file(state, part, metadata={"format": "pt"})
-    with whole(folder / "adapter_config.json") as part:
-        part.write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "adapter_config.json", config)
 
 
 def read_config(path):

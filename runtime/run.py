@@ -36,7 +36,7 @@ import lora
 import plot
 from runtime import command, console, flags, ranks
 from weights import checkpoint
-from weights.files import append, check_out, lines, lock, parse_json, read_json, whole
+from weights.files import append, cause, check_out, lines, lock, parse_json, read_json, whole
 
 # what --resume may change: a card with less memory must be able to go on
 FREE = ("steps", *plot.IDLE, *plot.MINOR)
@@ -276,9 +276,8 @@ class Run:
             optimizer.load_state_dict(state.pop("optimizer"))
             self.state = State(**state)
         except Exception as e:  # torch's unpickler raises many kinds
-            why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
-            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
-                             ) from None
+            raise ValueError(f"{path}: cannot be resumed ({cause(e)}); start anew in another "
+                             "--out") from None
         if self.state.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
