@@ -40,6 +40,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -54,7 +55,6 @@ import data
 import grpo
 import lora
 import plot
-import sample
 import train
 from runtime import engine, flags
 from weights.files import check_out, whole
@@ -78,14 +78,10 @@ ARMS = {
 
 def drawn(model, tok, rows, score, args, seed):
     """Graded completions with their advantages, a list."""
-    groups = sample.generate(
-        model, [r["ids"] for r in rows], args.group_size, args.max_new_tokens, args.temperature,
-        eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows)
-    out = [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in g]
-           for row, g in zip(rows, groups, strict=True)]
-    completions = list(chain(*out))
+    groups = train.complete(model, tok, rows, args, seed)
+    completions = [*chain(*groups)]
     train.grade(completions, tok, score, args)
-    grpo.set_advantages(out, scale=grpo.OBJECTIVES[args.loss].scale)
+    grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
     return completions
 
 
@@ -110,18 +106,16 @@ def gradient(args, argv):
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
     engine.fit_update(args, model, params)
-    out = []
-    given = {k: getattr(args, k) for k in grpo.Settings.__annotations__}
-    plain = grpo.Settings(**given | {"old_logp": "sampler"})
+    out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
+                         for anchor in ("sampler", "current")}
     draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
-    clean = gradient_of(model, params, draw(seed + 1), plain)[0]
+    clean = gradient_of(model, params, draw(seed + 1), settings["sampler"])[0]
     for sigma in SIGMAS:
         aqn.set_noise(model, sigma, 7 + seed)
         completions = draw(seed + 2)
         aqn.set_noise(model, 0.0)
-        for anchor in ("sampler", "current"):
-            settings = grpo.Settings(**given | {"old_logp": anchor})
-            g, clipped = gradient_of(model, params, completions, settings)
+        for anchor in settings:
+            g, clipped = gradient_of(model, params, completions, settings[anchor])
             cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
             out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})
             print(json.dumps(out[-1]), flush=True)

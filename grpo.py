@@ -22,7 +22,7 @@ Shapes: P prompts, G completions a prompt, B rows, L tokens of a row (padded), T
 import math
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain, islice
 
@@ -300,6 +300,10 @@ class Settings:
     temperature: float = 1.0
     micro_batch_tokens: int = 16384
     grad_clip: float = 0.2
+
+    @classmethod
+    def of(cls, args):
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
 
 
 def completion_logprobs(model, completions, temperature):
