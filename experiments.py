@@ -177,18 +177,18 @@ def trainings(name, seeds, jobs, args, argv):
 
     def one(seed_arm):
         seed, arm = seed_arm
-        out = Path(args.out) / f"{arm}-s{seed}"
+        out = folder(args.out, arm, seed)
         again = (out / "config.json").is_file()
-        flags = [*argv, *ARMS[name][arm], *shared, *["--resume"] * again,
+        given = [*argv, *ARMS[name][arm], *shared, *["--resume"] * again,
                  "--seed", str(seed), "--out", str(out)]
         two = name == "copies" and arm != "one"
         if jobs == 1:
-            return apart(flags) if two else train.main(flags)
+            return apart(given) if two else train.main(given)
         print(out, flush=True)
-        command, card = [__file__, "two-copies"] if two else [train.__file__], cards.get()
+        script, card = [__file__, "two-copies"] if two else [train.__file__], cards.get()
         try:
             with open(f"{out}.log", "a") as log:
-                code = subprocess.run([sys.executable, *command, *flags], stdout=log, stderr=log,
+                code = subprocess.run([sys.executable, *script, *given], stdout=log, stderr=log,
                                       env=os.environ | {"CUDA_VISIBLE_DEVICES": card}).returncode
             if code:
                 print(f"{out}: ended with exit code {code}, see {out}.log", file=sys.stderr)
@@ -197,17 +197,8 @@ def trainings(name, seeds, jobs, args, argv):
             cards.put(card)
 
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    todo = []
-    for seed, arm in product(seeds, ARMS[name]):
-        out = Path(args.out) / f"{arm}-s{seed}"
-        if not (out / "summary.json").is_file():
-            todo.append((seed, arm))
-            continue
-        had = plot.beside(out, "config.json")
-        for flag, value in flags.given("train", [*argv, *ARMS[name][arm]]).items():
-            if flag not in plot.IDLE + plot.MINOR and had.get(flag, value) != value:
-                raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {out} used "
-                                 f"{had[flag]}; choose another --out")
+    todo = [(seed, arm) for seed, arm in product(seeds, ARMS[name])
+            if not ended(folder(args.out, arm, seed), [*argv, *ARMS[name][arm]])]
     with ThreadPoolExecutor(jobs) as pool:
         for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
             if code:
@@ -215,12 +206,28 @@ def trainings(name, seeds, jobs, args, argv):
     print(table(name, seeds, args.out))
 
 
-def table(name, seeds, folder):
+def folder(out, arm, seed):
+    return Path(out) / f"{arm}-s{seed}"
+
+
+def ended(out, given):
+    """Whether the run in the folder `out` is done; ValueError if its flags are not those given."""
+    if not (out / "summary.json").is_file():
+        return False
+    had = plot.beside(out, "config.json")
+    for flag, value in flags.given("train", given).items():
+        if flag not in plot.IDLE + plot.MINOR and had.get(flag, value) != value:
+            raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {out} used "
+                             f"{had[flag]}; choose another --out")
+    return True
+
+
+def table(name, seeds, out):
     """Markdown: held-out accuracy after each evaluation by arm; of the 2x2 also the two factors'
     effects on the last one."""
     at, last, arms = {}, {}, ARMS[name]  # {arm: {steps: [accuracy by seed]}}
     for arm in arms:
-        runs, at[arm] = [Path(folder) / f"{arm}-s{seed}" for seed in seeds], {}
+        runs, at[arm] = [folder(out, arm, seed) for seed in seeds], {}
         for run in runs:
             for row in plot.read(run):
                 if row["eval_accuracy"] is not None:
