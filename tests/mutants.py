@@ -1714,7 +1714,7 @@ MUTANTS = {
          'data.load(file, "test",', "eval::flags_reach_the_evaluation"),
         ("rows of another adapter are kept", "digest.update(file.read_bytes())", "pass",
          "eval::rows_of_an_adapter_or_answers_that_have_changed_are_refused"),
-        ("rows of the shorter run are kept", "if self.path and args.run and not args.adapter:",
+        ("rows of the shorter run are kept", "if args.run and not args.adapter:",
          "if False:", "eval::rows_of_a_run_that_went_on_are_refused"),
         ("rows graded by other answers are kept", '[row["question"], row["answer"]]',
          '[row["question"]]', "eval::rows_of_an_adapter_or_answers_that_have_changed_are_refused"),
