@@ -109,7 +109,7 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
     waiting = deque((p, j) for p, group in enumerate(out) for j in range(len(group)))
     # live[s]: the (prompt, sample) in slot s, None for a hole; held[s]: the prompt whose cache lies
     # there; idle: the slots that have stood empty, times steps
-    live, held, free, idle = [], [None] * slots, list(range(slots)), 0
+    live, held, idle = [None] * slots, [None] * slots, 0
     # what is launched and not fetched yet. While an engine works ahead, the host reads what came
     # before; a row that has ended meanwhile is decoded a few more times, which changes nothing
     flight = grounded = Flight(0, {}, None)
@@ -119,12 +119,13 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
         # Waiting rows take the free slots, lowest first, once these have stood empty for as long
         # as a prefill makes the others wait: sooner, and all wait too often; later, and they decode
         # too few. When none waits, the last rows move into the holes.
-        starts, busy = [], len(live) - live.count(None)
+        free = [s for s, row in enumerate(live) if row is None]
+        starts, busy = [], len(live) - len(free)
         if waiting and free and idle >= engine.stall * busy:
             starts, idle = free[: len(waiting)], 0
             free = free[len(starts) :]
             for s in starts:
-                live[s : s + 1] = [waiting.popleft()]
+                live[s] = waiting.popleft()
         if not waiting:
             for s in reversed(free):
                 row = live.pop()
@@ -132,7 +133,6 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
                     p, j = row
                     engine.move(len(live), s, len(prompts[p]) + len(out[p][j].ids) + flight.steps)
                     live[s], held[s] = row, p
-            free = []
         if not live:
             break
         if starts:
@@ -170,11 +170,10 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
             if on_token:
                 for t in ids:
                     on_token(p, j, t)
-        free = [s for s, row in enumerate(live) if row is None]
-        idle += len(free) * landed.steps
+        idle += live.count(None) * landed.steps
         if progress:
             speed = tokens / (time.perf_counter() - begin)
-            bar.set_postfix_str(f"{len(live) - len(free)} live, {speed:.0f} tokens/s")
+            bar.set_postfix_str(f"{len(live) - live.count(None)} live, {speed:.0f} tokens/s")
     bar.close()
 
 
