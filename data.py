@@ -75,10 +75,8 @@ def load(name, split="train", n=None, seed=0, levels=None):
         if split == "test" and len(rows) != TEST_ROWS.get(name, len(rows)):
             raise ValueError(f"{where}: {len(rows)} rows, {name} has {TEST_ROWS[name]}; delete it "
                              "and try again")
-    if name == "bigmath":
-        levels = None  # chosen with the configuration
     _set_levels(rows)
-    if levels is not None:
+    if levels is not None and name != "bigmath":  # whose configuration was chosen by them
         if any(row.get("level") is None for row in rows):
             raise ValueError(f"{where}: --levels needs a column level or llama8b_solve_rate in "
                              "each row")
