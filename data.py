@@ -88,7 +88,7 @@ def load(name, split="train", n=None, seed=0, levels=None):
     return rows
 
 
-def _files(name, split, levels=None):
+def _files(name, split, levels):
     """The files that hold a split of the set called `name`: one, or its parts."""
     if not name.strip():
         raise ValueError("--data: is empty; name a set, a file or a folder")

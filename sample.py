@@ -275,7 +275,7 @@ def turns(args, *texts):
     return messages
 
 
-def limit(model, prompt, wanted=None):
+def limit(model, prompt, wanted):
     """New tokens at most: `wanted`, or 4096, or what the model's positions leave after a prompt."""
     room = model.config.max_position_embeddings - len(prompt)
     return max(1, min(4096, room)) if wanted is None else wanted
