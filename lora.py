@@ -76,12 +76,13 @@ class LoRALinear(nn.Module):
         A, B = self.A.detach().split(self.rank), self.B.detach().split([*self.parts.values()])
         return dict(zip(self.parts, zip(A, B, strict=True), strict=True))
 
+    def delta(self):
+        """What the adapter adds to the weight: (N, K)."""
+        parts = [b @ a for a, b in self.by_part().values()]  # P x (N_p, R) @ (R, K)
+        return self.scaling * torch.cat(parts)
+
     def dense(self):
-        w = self.base.dense()
-        if self.enabled:
-            delta = [b @ a for a, b in self.by_part().values()]  # P x (N_p, R) @ (R, K)
-            w = w + self.scaling * torch.cat(delta)
-        return w
+        return self.base.dense() + self.delta() if self.enabled else self.base.dense()
 
     def forward(self, x):
         y = self.base(x)

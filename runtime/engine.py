@@ -73,8 +73,7 @@ def onednn_linears(model):
                 continue
             weight = m.base.cpu_weight(w.dtype)
             if m.adapter is not None and w.dtype == torch.float32:
-                delta = [b @ a for a, b in m.by_part().values()]  # P x (N_p, R) @ (R, K)
-                weight = weight + m.scaling * torch.cat(delta)
+                weight = weight + m.adapter.delta()
             elif m is not m.base:
                 path, m = f"{path}.base", m.base
             swaps.append((path, m, OneDNNLinear(weight, m.bias)))
