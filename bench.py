@@ -70,7 +70,7 @@ def timed(f):
     return time.perf_counter() - begin, out
 
 
-def graph_time(f, things, at_least=20, repeats=5):
+def graph_time(f, things, at_least=20):
     """Median microseconds of f on one of `things`, all of them in turn in one CUDA graph. A few
     replays: under seconds of load the card lowers its clock, which the peers' figures never saw."""
     calls = [partial(f, t) for t in things * math.ceil(at_least / len(things))]
@@ -84,7 +84,7 @@ def graph_time(f, things, at_least=20, repeats=5):
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return event_us(graph.replay, 1, repeats) / len(calls)
+    return event_us(graph.replay, 1) / len(calls)
 
 
 def event_us(f, calls, repeats=5):
@@ -100,6 +100,14 @@ def event_us(f, calls, repeats=5):
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / calls)
     return statistics.median(times[1:])
+
+
+def gpu_events(f):
+    """torch.profiler's events of what f() does on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        f()
+        torch.cuda.synchronize()
+    return [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def peak_gib():
@@ -332,12 +340,8 @@ def profile(model, rows, tokens, floors, ceiling, steps=20):
     since with dependent launch kernels overlap and durations would count that twice; then the time
     that the bytes of each part need at the ceiling."""
     step = replayer(model, rows, tokens)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    spans = sorted((e.time_range.end, e.name) for e in prof.events()
-                   if e.device_type == torch.autograd.DeviceType.CUDA)
+    events = gpu_events(lambda: [step() for _ in range(steps)])
+    spans = sorted((e.time_range.end, e.name) for e in events)
     took, last, gemms = {}, spans[0][0], 0
     for end, name in spans:
         if name == "gemm":
@@ -390,18 +394,19 @@ def phases(row, c, ceiling, args):
         c, row["quant"], engine.free_bytes() * args.share, length, args.micro_batch_tokens,
         args.checkpointing)
     row["checkpointing"] = model.checkpointing
-    prompts = random_prompts(rows, length)
+    texts = random_prompts(rows, length)
+    prompts = [ids[: args.prompt] for ids in texts]
     if args.rollout:
         torch.cuda.reset_peak_memory_stats()
-        draw(model, [p[: args.prompt] for p in prompts], 1, 2)  # compiles and captures
-        row["rollout_s"] = draw(model, [p[: args.prompt] for p in prompts], 1, args.new)[0]
+        draw(model, prompts, 1, 2)  # compiles and captures
+        row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
         row["rollout_gib"] = peak_gib()
         engine.make_room(model, sum(memory.update_bytes(
             c, row["quant"], max(row["micro_batch"], length), model.checkpointing)))
     settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
-    completions = [grpo.Completion({}, prompts[i - i % args.group][: args.prompt],
-                                   ids[args.prompt :], [-12.0] * args.new, True,
-                                   advantage=i % 3 - 1.0) for i, ids in enumerate(prompts)]
+    completions = [grpo.Completion({}, prompts[i - i % args.group], ids[args.prompt :],
+                                   [-12.0] * args.new, True, advantage=i % 3 - 1.0)
+                   for i, ids in enumerate(texts)]
     # a prompt's states are computed once for several of its completions
     row["tokens"] = sum(map(batches.size, batches.families(model, completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
@@ -411,12 +416,9 @@ def phases(row, c, ceiling, args):
     row["update_s"] = statistics.median(
         timed(lambda: grpo.update(model, optimizer, completions, settings))[0] for _ in range(3))
     row["update_gib"], row["peak_gib"] = peak_gib(), max(peak_gib(), row.get("rollout_gib", 0))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        grpo.backward(model, completions, settings)
-        torch.cuda.synchronize()
-    spans = [e.time_range.elapsed_us() for e in prof.events()
-             if e.device_type == torch.autograd.DeviceType.CUDA]
-    row |= {"launches": len(spans), "busy_s": sum(spans) / 1e6}
+    events = gpu_events(lambda: grpo.backward(model, completions, settings))
+    busy = sum(e.time_range.elapsed_us() for e in events)
+    row |= {"launches": len(events), "busy_s": busy / 1e6}
     optimizer.step()
     row["optimizer_s"], _ = timed(optimizer.step)
     # forward and dL/dx of the blocks, and of the head on the completions; no recomputation counted

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from runtime.grade import last_boxed, same_all
 from runtime.tokenizer import SUFFIX, Tokenizer, unknown_style
-from weights.files import read_jsonl, shown
+from weights.files import cause, read_jsonl, shown
 
 HUB = {  # a repository, and where it holds several sets the folder
     "gsm8k": "openai/gsm8k/main", "math500": "HuggingFaceH4/MATH-500",
@@ -75,10 +75,8 @@ def load(name, split="train", n=None, seed=0, levels=None):
         if split == "test" and len(rows) != TEST_ROWS.get(name, len(rows)):
             raise ValueError(f"{where}: {len(rows)} rows, {name} has {TEST_ROWS[name]}; delete it "
                              "and try again")
-    if name == "bigmath":
-        levels = None  # chosen with the configuration
     _set_levels(rows)
-    if levels is not None:
+    if levels is not None and name != "bigmath":  # whose configuration was chosen by them
         if any(row.get("level") is None for row in rows):
             raise ValueError(f"{where}: --levels needs a column level or llama8b_solve_rate in "
                              "each row")
@@ -90,7 +88,7 @@ def load(name, split="train", n=None, seed=0, levels=None):
     return rows
 
 
-def _files(name, split, levels=None):
+def _files(name, split, levels):
     """The files that hold a split of the set called `name`: one, or its parts."""
     if not name.strip():
         raise ValueError("--data: is empty; name a set, a file or a folder")
@@ -205,13 +203,9 @@ def _hub(place, split):
                                                  allow_patterns=wanted)
     except Exception as e:  # the hub's errors share no base class
         raise ConnectionError(
-            f"--data {place}: not here, and the hub did not give it ({_line(e)}); pass a local "
+            f"--data {place}: not here, and the hub did not give it ({cause(e)}); pass a local "
             f"folder with {split}.jsonl") from None
     return _find_split(Path(home) / under, split)
-
-
-def _line(error):
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 # ---- arithmetic: procedural problems for a model of a million parameters
@@ -381,7 +375,7 @@ def own_reward(spec):
             value = function(text, dict(row))
         except (Exception, SystemExit) as e:  # the user's own code, or a completion that it ran
             place = traceback.extract_tb(e.__traceback__)[-1]
-            raise ValueError(f"{flag}: raised {_line(e)} ({place.filename}, line {place.lineno})"
+            raise ValueError(f"{flag}: raised {cause(e)} ({place.filename}, line {place.lineno})"
                              ) from e
         score = value if isinstance(value, dict) else {"reward": value}
         r = _plain(score.get("reward"))
@@ -418,7 +412,7 @@ def _function(spec):
     try:
         loader.loader.exec_module(module)
     except (Exception, SystemExit) as e:  # the user's own code
-        raise ValueError(f"--reward {path}: import fails with {_line(e)}; `python {path}` shows "
+        raise ValueError(f"--reward {path}: import fails with {cause(e)}; `python {path}` shows "
                          "where") from e
     if not callable(function := getattr(module, name, None)):
         state = "is not a function" if hasattr(module, name) else "is not in it"

@@ -192,39 +192,43 @@ def plain(args):
     return "trained" if args.run and not args.adapter else "base"
 
 
-class Book:
-    """--out: the rows that are done of each set and model. ValueError if the file holds anything
-    but rows of this very evaluation.
+def digests(args, sets):
+    """{(set, model): digest} of what a row follows from: flags, questions, the files of --reward
+    and --calib, adapter, or the weights of a --run that trained all of them."""
+    free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
+            "trained_with")
+    files = [Path(f) for f in ((args.reward or "").rpartition(":")[0], args.calib or "")]
+    if args.run and not args.adapter:  # a run that goes on leaves others under the same name
+        files += sorted(Path(args.model).glob("*.safetensors"))
+    read, found = [], {}
+    for file in filter(Path.is_file, files):
+        with open(file, "rb") as f:
+            read.append(hashlib.file_digest(f, "sha256").hexdigest())
+    for name, rows in sets:
+        # a reward of one's own sees all columns
+        what = [{k: v for k, v in vars(args).items() if k not in free},
+                [row if args.reward else [row["question"], row["answer"]] for row in rows], *read]
+        digest = hashlib.sha256(json.dumps(what, default=str).encode())
+        found[name, plain(args)] = digest.hexdigest()[:16]
+        if args.adapter:
+            for file in sorted(Path(args.adapter).glob("adapter_*.*")):
+                digest.update(file.read_bytes())
+            found[name, "adapter"] = digest.hexdigest()[:16]
+    return found
 
-    A row's `run` is a digest of what it follows from: flags, questions, the file of --reward and of
-    --calib, adapter, or the weights of a --run that trained all of them."""
+
+class Book:
+    """--out: the rows that are done of each set and model, each under the digest of what it follows
+    from, `run`. ValueError if the file holds anything but rows of this very evaluation."""
 
     def __init__(self, args, sets):
-        self.path, self.done, self.runs = args.out and Path(args.out), {}, {}
-        free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
-                "trained_with")
-        files = [Path(f) for f in ((args.reward or "").rpartition(":")[0], args.calib or "")]
-        if args.run and not args.adapter:  # a run that goes on leaves others under the same name
-            files += sorted(Path(args.model).glob("*.safetensors"))
-        read = []
-        for file in files if self.path else ():
-            if file.is_file():
-                with open(file, "rb") as f:
-                    read.append(hashlib.file_digest(f, "sha256").hexdigest())
-        for name, rows in sets:
-            # a reward of one's own sees all columns
-            what = [{k: v for k, v in vars(args).items() if k not in free},
-                    [row if args.reward else [row["question"], row["answer"]] for row in rows],
-                    *read]
-            digest = hashlib.sha256(json.dumps(what, default=str).encode())
-            self.runs[name, plain(args)] = digest.hexdigest()[:16]
-            if args.adapter:
-                for file in sorted(Path(args.adapter).glob("adapter_*.*")):
-                    digest.update(file.read_bytes())
-                self.runs[name, "adapter"] = digest.hexdigest()[:16]
+        self.path, self.done = args.out and Path(args.out), {}
+        self.runs = digests(args, sets) if self.path else {}
+        if not self.path or not self.path.exists():
+            return
         fields = {"text": str, "correct": bool, "format": bool, "length": (int, 0, 1 << 40),
                   "finished": bool}
-        for where, row in read_jsonl(self.path) if self.path and self.path.exists() else ():
+        for where, row in read_jsonl(self.path):
             check(row, where, {"data": str, "model": str, "samples": list, "question": str,
                                "accuracy": (float, 0, 1)})
             key = row.get("data"), row.get("model")
@@ -275,18 +279,19 @@ def run(args, argv):
     if args.adapter:
         kept, _ = data.prompts(tok, sets[0][1][:1], args.prompt_style)
         check_adapter(model, kept[0]["ids"], args.adapter)
+
+    def arm(name, rows, which):
+        return evaluate(model, tok, rows, args.prompt_style, args.n, args.temperature,
+                        args.top_p, args.max_new_tokens, args.max_prompt, args.max_rows,
+                        args.seed, score, sys.stderr.isatty(), args.k or (),
+                        book.done.get((name, which), ()), book.keeper(name, which))
+
     results, gains = [], []
     for name, rows in sets:
-        def arm(which, name=name, rows=rows):
-            return evaluate(model, tok, rows, args.prompt_style, args.n, args.temperature,
-                            args.top_p, args.max_new_tokens, args.max_prompt, args.max_rows,
-                            args.seed, score, sys.stderr.isatty(), args.k or (),
-                            book.done.get((name, which), ()), book.keeper(name, which))
-
         with lora.disabled(model):
-            results.append((name, plain(args), arm(plain(args))))
+            results.append((name, plain(args), arm(name, rows, plain(args))))
         if args.adapter:
-            results.append((name, "adapter", arm("adapter")))
+            results.append((name, "adapter", arm(name, rows, "adapter")))
             gains.append((name, *gain(results[-2][2], results[-1][2])))
     print("\n".join(table(results)))
     for name, d, se in gains:

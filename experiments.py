@@ -40,6 +40,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -54,7 +55,6 @@ import data
 import grpo
 import lora
 import plot
-import sample
 import train
 from runtime import engine, flags
 from weights.files import check_out, whole
@@ -78,14 +78,10 @@ ARMS = {
 
 def drawn(model, tok, rows, score, args, seed):
     """Graded completions with their advantages, a list."""
-    groups = sample.generate(
-        model, [r["ids"] for r in rows], args.group_size, args.max_new_tokens, args.temperature,
-        eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows)
-    out = [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in g]
-           for row, g in zip(rows, groups, strict=True)]
-    completions = list(chain(*out))
+    groups = train.complete(model, tok, rows, args, seed)
+    completions = [*chain(*groups)]
     train.grade(completions, tok, score, args)
-    grpo.set_advantages(out, scale=grpo.OBJECTIVES[args.loss].scale)
+    grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
     return completions
 
 
@@ -110,18 +106,16 @@ def gradient(args, argv):
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
     engine.fit_update(args, model, params)
-    out = []
-    given = {k: getattr(args, k) for k in grpo.Settings.__annotations__}
-    plain = grpo.Settings(**given | {"old_logp": "sampler"})
+    out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
+                         for anchor in ("sampler", "current")}
     draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
-    clean = gradient_of(model, params, draw(seed + 1), plain)[0]
+    clean = gradient_of(model, params, draw(seed + 1), settings["sampler"])[0]
     for sigma in SIGMAS:
         aqn.set_noise(model, sigma, 7 + seed)
         completions = draw(seed + 2)
         aqn.set_noise(model, 0.0)
-        for anchor in ("sampler", "current"):
-            settings = grpo.Settings(**given | {"old_logp": anchor})
-            g, clipped = gradient_of(model, params, completions, settings)
+        for anchor in settings:
+            g, clipped = gradient_of(model, params, completions, settings[anchor])
             cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
             out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})
             print(json.dumps(out[-1]), flush=True)
@@ -183,18 +177,18 @@ def trainings(name, seeds, jobs, args, argv):
 
     def one(seed_arm):
         seed, arm = seed_arm
-        out = Path(args.out) / f"{arm}-s{seed}"
+        out = folder(args.out, arm, seed)
         again = (out / "config.json").is_file()
-        flags = [*argv, *ARMS[name][arm], *shared, *["--resume"] * again,
+        given = [*argv, *ARMS[name][arm], *shared, *["--resume"] * again,
                  "--seed", str(seed), "--out", str(out)]
         two = name == "copies" and arm != "one"
         if jobs == 1:
-            return apart(flags) if two else train.main(flags)
+            return apart(given) if two else train.main(given)
         print(out, flush=True)
-        command, card = [__file__, "two-copies"] if two else [train.__file__], cards.get()
+        script, card = [__file__, "two-copies"] if two else [train.__file__], cards.get()
         try:
             with open(f"{out}.log", "a") as log:
-                code = subprocess.run([sys.executable, *command, *flags], stdout=log, stderr=log,
+                code = subprocess.run([sys.executable, *script, *given], stdout=log, stderr=log,
                                       env=os.environ | {"CUDA_VISIBLE_DEVICES": card}).returncode
             if code:
                 print(f"{out}: ended with exit code {code}, see {out}.log", file=sys.stderr)
@@ -203,18 +197,14 @@ def trainings(name, seeds, jobs, args, argv):
             cards.put(card)
 
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    every = [(seed, arm, Path(args.out) / f"{arm}-s{seed}")
-             for seed, arm in product(seeds, ARMS[name])]
-    todo = [(seed, arm) for seed, arm, out in every if not (out / "summary.json").is_file()]
-    for seed, arm, out in every:
-        own, had = [*argv, *ARMS[name][arm], "--seed", str(seed)], plot.beside(out, "config.json")
-        # beside those that are there, runs of default flags would be others
+    every = [*product(seeds, ARMS[name])]
+    todo = [(seed, arm) for seed, arm in every
+            if not (folder(args.out, arm, seed) / "summary.json").is_file()]
+    for seed, arm in every:
+        own = [*argv, *ARMS[name][arm], "--seed", str(seed)]
+        # beside runs that are there, runs of default flags would be others
         wanted = vars(flags.parse("train", own)) if todo else flags.given("train", own)
-        for flag, value in wanted.items():
-            counts = flag not in plot.IDLE + plot.MINOR and (flag, value) != ("steps", None)
-            if counts and had.get(flag, value) != value:
-                raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {out} used "
-                                 f"{had[flag]}; choose another --out")
+        check_flags(folder(args.out, arm, seed), wanted)
     with ThreadPoolExecutor(jobs) as pool:
         for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
             if code:
@@ -222,12 +212,26 @@ def trainings(name, seeds, jobs, args, argv):
     print(table(name, seeds, args.out))
 
 
-def table(name, seeds, folder):
+def folder(out, arm, seed):
+    return Path(out) / f"{arm}-s{seed}"
+
+
+def check_flags(out, wanted):
+    """ValueError if a run in the folder `out` has other flags than those wanted."""
+    had = plot.beside(out, "config.json")
+    for flag, value in wanted.items():
+        counts = flag not in plot.IDLE + plot.MINOR and (flag, value) != ("steps", None)
+        if counts and had.get(flag, value) != value:
+            raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {out} used "
+                             f"{had[flag]}; choose another --out")
+
+
+def table(name, seeds, out):
     """Markdown: held-out accuracy after each evaluation by arm; of the 2x2 also the two factors'
     effects on the last one."""
     at, last, arms = {}, {}, ARMS[name]  # {arm: {steps: [accuracy by seed]}}
     for arm in arms:
-        runs, at[arm] = [Path(folder) / f"{arm}-s{seed}" for seed in seeds], {}
+        runs, at[arm] = [folder(out, arm, seed) for seed in seeds], {}
         for run in runs:
             for row in plot.read(run):
                 if row["eval_accuracy"] is not None:

@@ -22,7 +22,7 @@ Shapes: P prompts, G completions a prompt, B rows, L tokens of a row (padded), T
 import math
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain, islice
 
@@ -155,9 +155,9 @@ def constant(per_token, mask, tokens, seqs, max_len):
 
 @dataclass(frozen=True)
 class Objective:
-    level: Callable
-    surrogate: Callable
-    normaliser: Callable
+    level: Callable  # log-ratios (B, T), mask -> log-ratios (B, T)
+    surrogate: Callable  # ratio, advantages, logp, low, high -> gain (B, T)
+    normaliser: Callable  # per_token, mask, tokens, seqs, max_len -> the loss
     clip: tuple = (0.2, 0.2)  # eps_low, eps_high if none are given
     scale: bool = True  # advantages are divided by their group's standard deviation
 
@@ -301,6 +301,10 @@ class Settings:
     micro_batch_tokens: int = 16384
     grad_clip: float = 0.2
 
+    @classmethod
+    def of(cls, args):
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
+
 
 def completion_logprobs(model, completions, temperature):
     """(logp (B, T), entropy (B, T), mask (B, T)) of B completions, under the model as it is now:
@@ -316,13 +320,13 @@ def completion_logprobs(model, completions, temperature):
         states = zip(completions, rows, model.hidden(ids), strict=True)  # the last: B x (L, C)
         hidden = torch.cat([h[len(c.prompt) - 1 : len(row)] for c, row, h in states])  # (S, C)
     targets = to_device([i for c in completions for i in c.ids], device)  # (S,)
-    logp, entropy = token_logprobs(hidden, model.lm_head.weight, targets, temperature,
-                                   model.valid_vocab)
+    flat = token_logprobs(hidden, model.lm_head.weight, targets, temperature, model.valid_vocab)
     mask = lengths_to_mask(to_device([len(c.ids) for c in completions], device), T)  # (B, T)
+    # where the mask is true, counted here: to find it on the GPU the host would wait
     places = to_device([b * T + t for b, c in enumerate(completions) for t in range(len(c.ids))],
-                       device)
-    blank = torch.zeros(mask.numel(), dtype=logp.dtype, device=device)
-    logp, entropy = (blank.index_copy(0, places, v).view_as(mask) for v in (logp, entropy))
+                       device)  # (S,)
+    blank = torch.zeros(mask.numel(), dtype=flat[0].dtype, device=device)
+    logp, entropy = (blank.index_copy(0, places, v).view_as(mask) for v in flat)  # (S,) -> (B, T)
     return logp, entropy, mask
 
 

@@ -19,7 +19,6 @@ never merged into four-bit weights: rounding would erase it. `--merge` (weights/
 Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
 """
 import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
-import json
 import math
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import HALVES, prefix, projections
-from weights.files import read_json, whole
+from weights.files import read_json, whole, write_json
 
 # Fields of adapter_config.json that leave plain LoRA plain, with these values or with any. Which
 # layers are adapted is read off the tensors, so the fields that choose layers are free. Any other
@@ -77,12 +76,13 @@ class LoRALinear(nn.Module):
         A, B = self.A.detach().split(self.rank), self.B.detach().split([*self.parts.values()])
         return dict(zip(self.parts, zip(A, B, strict=True), strict=True))
 
+    def delta(self):
+        """What the adapter adds to the weight: (N, K)."""
+        parts = [b @ a for a, b in self.by_part().values()]  # P x (N_p, R) @ (R, K)
+        return self.scaling * torch.cat(parts)
+
     def dense(self):
-        w = self.base.dense()
-        if self.enabled:
-            delta = [b @ a for a, b in self.by_part().values()]  # P x (N_p, R) @ (R, K)
-            w = w + self.scaling * torch.cat(delta)
-        return w
+        return self.base.dense() + self.delta() if self.enabled else self.base.dense()
 
     def forward(self, x):
         y = self.base(x)
@@ -182,8 +182,7 @@ def save_adapter(model, folder, base_model=""):
     state = {k: v.cpu().contiguous() for k, v in adapter_state(model).items()}
     with whole(folder / "adapter_model.safetensors") as part:
         save_file(state, part, metadata={"format": "pt"})
-    with whole(folder / "adapter_config.json") as part:
-        part.write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "adapter_config.json", config)
 
 
 def read_config(path):

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,18 @@ class Sample:
     ids: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     finished: bool = False
+
+
+@dataclass(eq=False)  # equal to itself alone: a key of Flight.places
+class Row:
+    """A Sample in the making."""
+
+    p: int  # its prompt's number
+    j: int  # its own among that prompt's
+    prompt: list  # ids
+    limit: int  # new tokens at most
+    key: int  # of its random numbers
+    sample: Sample
 
 
 class Flight(NamedTuple):
@@ -85,8 +98,10 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     eos, top_p = set(eos_ids), top_p if temperature else 1.0  # greedy: no sort to keep memory for
     numbers = torch.tensor(range(len(prompts)) if indices is None else indices)
     index = torch.cartesian_prod(numbers, torch.arange(n)).view(-1, 2)
-    keys = row_keys(seed, index[:, 0], index[:, 1]).view(len(prompts), n).tolist()
-    slots = min(len(index), max_rows or MAX_ROWS)
+    keys = row_keys(seed, index[:, 0], index[:, 1]).tolist()
+    rows = [Row(p, j, prompts[p], limits[p], key, out[p][j])
+            for (p, j), key in zip(product(range(len(prompts)), range(n)), keys, strict=True)]
+    slots = min(len(rows), max_rows or MAX_ROWS)
     max_len = max(len(p) + m for p, m in zip(prompts, limits, strict=True))
     with torch.cuda.device_of(model.embed.weight):  # streams and Triton go by the current device
         if eager or not model.embed.weight.is_cuda:
@@ -95,21 +110,19 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
             engine = engine_for(model, slots, max_len, top_p)
         engine.begin(temperature, top_p, eos)
         with onednn_linears(model):
-            decode_all(model, engine, prompts, out, limits, keys, eos, min(slots, engine.slots),
-                       progress, on_token)
+            decode_all(model, engine, rows, eos, min(slots, engine.slots), progress, on_token)
     if lost := sum(not math.isfinite(sum(s.logprobs)) for group in out for s in group):
-        raise ValueError(f"{lost} of {len(index)} samples have log-probs that are NaN or inf: the "
+        raise ValueError(f"{lost} of {len(rows)} samples have log-probs that are NaN or inf: the "
                          "model overflows; check --model and --adapter, or train with a lower --lr")
     return out
 
 
-def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, on_token):
-    """generate's loop: every (prompt, sample) through a slot of the engine, its tokens into
-    out[prompt][sample]."""
-    waiting = deque((p, j) for p, group in enumerate(out) for j in range(len(group)))
-    # live[s]: the (prompt, sample) in slot s, None for a hole; held[s]: the prompt whose cache lies
+def decode_all(model, engine, rows, eos, slots, progress, on_token):
+    """generate's loop: every row through one of the engine's slots, its tokens into its sample."""
+    waiting = deque(rows)
+    # live[s]: the row in slot s, None for a hole; held[s]: the prompt (its number) whose cache lies
     # there; idle: the slots that have stood empty, times steps
-    live, held, free, idle = [], [None] * slots, list(range(slots)), 0
+    live, held, idle = [None] * slots, [None] * slots, 0
     # what is launched and not fetched yet. While an engine works ahead, the host reads what came
     # before; a row that has ended meanwhile is decoded a few more times, which changes nothing
     flight = grounded = Flight(0, {}, None)
@@ -119,31 +132,30 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
         # Waiting rows take the free slots, lowest first, once these have stood empty for as long
         # as a prefill makes the others wait: sooner, and all wait too often; later, and they decode
         # too few. When none waits, the last rows move into the holes.
-        starts, busy = [], len(live) - live.count(None)
+        free = [s for s, row in enumerate(live) if row is None]
+        starts, busy = [], len(live) - len(free)
         if waiting and free and idle >= engine.stall * busy:
             starts, idle = free[: len(waiting)], 0
             free = free[len(starts) :]
             for s in starts:
-                live[s : s + 1] = [waiting.popleft()]
+                live[s] = waiting.popleft()
         if not waiting:
             for s in reversed(free):
                 row = live.pop()
                 if s < len(live):
-                    p, j = row
-                    engine.move(len(live), s, len(prompts[p]) + len(out[p][j].ids) + flight.steps)
-                    live[s], held[s] = row, p
-            free = []
+                    length = len(row.prompt) + len(row.sample.ids) + flight.steps
+                    engine.move(len(live), s, length)
+                    live[s], held[s] = row, row.p
         if not live:
             break
         if starts:
-            bring_prompts(model, engine, prompts, starts, live, held)
-            rows = [live[s] for s in starts]
-            row_key = to_device([keys[p][j] for p, j in rows], engine.cache.k.device)
-            engine.start(starts, [prompts[p][-1] for p, _ in rows],
-                         [len(prompts[p]) - 1 for p, _ in rows], [limits[p] for p, _ in rows],
-                         row_key)
-        left = max(limits[p] - len(out[p][j].ids) - flight.steps * ((p, j) in flight.places)
-                   for p, j in filter(None, live))
+            bring_prompts(model, engine, starts, live, held)
+            new = [live[s] for s in starts]
+            engine.start(starts, [row.prompt[-1] for row in new],
+                         [len(row.prompt) - 1 for row in new], [row.limit for row in new],
+                         to_device([row.key for row in new], engine.cache.k.device))
+        left = max(row.limit - len(row.sample.ids) - flight.steps * (row in flight.places)
+                   for row in live if row)
         landed, flight = flight, grounded
         if left > 0:
             steps, fetch = engine.run(len(live), left)
@@ -156,29 +168,28 @@ def decode_all(model, engine, prompts, out, limits, keys, eos, slots, progress, 
         for s, row in enumerate(live):
             if row not in landed.places:
                 continue
-            (p, j), i = row, landed.places[row]
-            sample, ids = out[p][j], new_ids[i][: limits[p] - len(out[p][j].ids)]
+            i, sample = landed.places[row], row.sample
+            ids = new_ids[i][: row.limit - len(sample.ids)]
             if not eos.isdisjoint(ids):
                 ids = ids[: 1 + next(i for i, t in enumerate(ids) if t in eos)]
                 sample.finished = True
             sample.ids += ids
             sample.logprobs += new_logprobs[i][: len(ids)]
             tokens += len(ids)
-            if sample.finished or len(sample.ids) == limits[p]:
+            if sample.finished or len(sample.ids) == row.limit:
                 live[s] = None
                 bar.update()
             if on_token:
                 for t in ids:
-                    on_token(p, j, t)
-        free = [s for s, row in enumerate(live) if row is None]
-        idle += len(free) * landed.steps
+                    on_token(row.p, row.j, t)
+        idle += live.count(None) * landed.steps
         if progress:
             speed = tokens / (time.perf_counter() - begin)
-            bar.set_postfix_str(f"{len(live) - len(free)} live, {speed:.0f} tokens/s")
+            bar.set_postfix_str(f"{len(live) - live.count(None)} live, {speed:.0f} tokens/s")
     bar.close()
 
 
-def bring_prompts(model, engine, prompts, starts, live, held):
+def bring_prompts(model, engine, starts, live, held):
     """Bring the prompt of each starting row into its slot: it may lie there already, or in the slot
     of another row of its group, else it is prefilled. While a prompt has rows waiting, some slot
     always holds it, since freed slots go to them."""
@@ -186,7 +197,7 @@ def bring_prompts(model, engine, prompts, starts, live, held):
     where = {p: s for s, p in enumerate(held) if p is not None}
     copies = []  # [prompt, first slot, end]: neighbours go at once
     for s in starts:
-        p = live[s][0]
+        p = live[s].p
         if held[s] == p:
             continue
         if p not in where:
@@ -199,13 +210,13 @@ def bring_prompts(model, engine, prompts, starts, live, held):
     # are overwritten
     for p, first, end in copies:
         if p not in fresh:
-            engine.copy_row(where[p], first, end, len(prompts[p]) - 1)
-    prefill(model, engine, [prompts[p] for p in fresh], list(fresh.values()))
+            engine.copy_row(where[p], first, end, len(live[first].prompt) - 1)
+    prefill(model, engine, [live[s].prompt for s in fresh.values()], list(fresh.values()))
     for p, first, end in copies:
         if p in fresh:
-            engine.copy_row(fresh[p], first, end, len(prompts[p]) - 1)
+            engine.copy_row(fresh[p], first, end, len(live[first].prompt) - 1)
     for s in starts:
-        held[s] = live[s][0]
+        held[s] = live[s].p
 
 
 def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
@@ -264,7 +275,7 @@ def turns(args, *texts):
     return messages
 
 
-def limit(model, prompt, wanted=None):
+def limit(model, prompt, wanted):
     """New tokens at most: `wanted`, or 4096, or what the model's positions leave after a prompt."""
     room = model.config.max_position_embeddings - len(prompt)
     return max(1, min(4096, room)) if wanted is None else wanted

@@ -77,22 +77,28 @@ def questions(args):
 
 
 def rollout(run, model, tok, score, rows, name):
-    """G graded completions of each row's prompt, by the policy as it is now: a list of groups.
-    Another `name`, other samples."""
-    args, mine = run.args, ranks.mine(range(len(rows)))
+    """G graded completions of each row's prompt, by the policy as it is now: P groups, on all ranks
+    the same. Another `name`, other samples."""
+    args, mine = run.args, ranks.mine(range(len(rows)))  # the prompts that this rank draws for
+    seed = aqn.noise_seed(args.seed, f"samples/{name}")
     run.phase("rollout")
-    groups = sample.generate(
-        model, [rows[i]["ids"] for i in mine], args.group_size, args.max_new_tokens,
-        args.temperature, eos_ids=tok.eos_ids, seed=aqn.noise_seed(args.seed, f"samples/{name}"),
-        max_rows=args.max_rows, progress=sys.stderr.isatty(), indices=mine)
+    groups = complete(model, tok, [rows[i] for i in mine], args, seed, indices=mine)
     run.phase("reward")
-    groups = [[grpo.Completion(rows[i], rows[i]["ids"], s.ids, s.logprobs, s.finished)
-               for s in group] for i, group in zip(mine, groups, strict=True)]
     grade([*chain(*groups)], tok, score, args)
     run.phase("rollout")  # waiting for the longest completion of all ranks
     groups = ranks.merge(groups)
     run.drawn += sum(len(c.ids) for c in chain(*groups))
     return groups
+
+
+def complete(model, tok, rows, args, seed, indices=None):
+    """G completions of each row's prompt, not graded yet; indices as sample.generate's."""
+    groups = sample.generate(
+        model, [row["ids"] for row in rows], args.group_size, args.max_new_tokens,
+        args.temperature, eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows,
+        progress=sys.stderr.isatty(), indices=indices)
+    return [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in group]
+            for row, group in zip(rows, groups, strict=True)]
 
 
 def grade(completions, tok, score, args):
@@ -111,7 +117,7 @@ def grade(completions, tok, score, args):
 def learn(run, model, tok, optimizer, prompts, score, held_out):
     """The training loop, Algorithm 1 of the paper, from step run.state.step on."""
     args, draw = run.args, partial(rollout, run, model, tok, score)
-    settings = grpo.Settings(**{k: getattr(args, k) for k in grpo.Settings.__annotations__})
+    settings = grpo.Settings.of(args)
     for step in range(run.state.step, args.steps):
         result = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
@@ -123,7 +129,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 2. Sample and grade. The sampler records the log-prob of each token as it draws it.
         first = draw(prompts.take(args.prompts_per_step), step)
-        groups, n_prompts = first, len(first)
+        groups, n_prompts = first, len(first)  # trained on; drawn
         if args.dynamic_sampling:  # DAPO: a group of equal rewards teaches nothing, draw another
             groups = [g for g in first if grpo.has_signal(g)]
             for again in range(args.max_resample):
@@ -142,15 +148,15 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         #    sampled was a noisy one, so pi_old is the log-probs it recorded.
         if args.aqn_scope == "rollout":
             aqn.set_noise(model, 0.0)
-        engine.make_room(model, model.update_bytes)
+        engine.make_room(model, model.update_bytes)  # the sampler's cache may have to go
         if args.old_logp == "trainer":
             grpo.record_trainer_logprobs(model, chain(*groups), settings)
-        updates, n = [], args.updates_per_rollout
+        updates, n = [], args.updates_per_rollout  # (summed metrics, gradient norm) of each
         for i in range(n):  # each on every n-th group
             lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr, args.warmup)
             optimizer.param_groups[0]["lr"] = lr
             updates.append(grpo.update(model, optimizer, list(chain(*groups[i::n])), settings))
-        run.check(updates, model)
+        run.check(updates, model)  # ValueError if ten in a row were not finite
 
         # 5. Log and save.
         run.phase("log")

@@ -410,8 +410,10 @@ class Step:
             return marlin_triton.linear_decode(
                 x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu,
                 early)
-        if residual is None or p.quantized or p.base.bias is not None:
-            y = p.base(x) if residual is None else residual.add_(p.base(x))
+        if residual is None:
+            y = p.base(x)
+        elif p.quantized or p.base.bias is not None:
+            y = residual.add_(p.base(x))
         else:
             y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
         if p.A is not None:

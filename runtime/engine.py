@@ -74,8 +74,7 @@ def onednn_linears(model):
                 continue
             weight = m.base.cpu_weight(w.dtype)
             if m.adapter is not None and w.dtype == torch.float32:
-                delta = [b @ a for a, b in m.by_part().values()]  # P x (N_p, R) @ (R, K)
-                weight = weight + m.scaling * torch.cat(delta)
+                weight = weight + m.adapter.delta()
             elif m is not m.base:
                 path, m = f"{path}.base", m.base
             swaps.append((path, m, OneDNNLinear(weight, m.bias)))
@@ -169,7 +168,6 @@ class Graphs:
         self.top_p = top_p  # if < 1 the memory planned has room for its sort
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
-        self.most_steps, self.most_eos = decode.STEPS, decode.EOS_SLOTS
         self.graphs, self.refresh, self.pool, self.scratch = {}, None, None, []
         packed = lora.packed(model)
         self.prompts = packed and packed.Prefill(model, self.step)
@@ -180,10 +178,10 @@ class Graphs:
             end.atexit = False
 
     def begin(self, temperature, top_p, eos_ids):
-        if len(eos_ids) > self.most_eos:
-            raise ValueError(f"{len(eos_ids)} stop tokens: the GPU engine compares with at most "
-                             f"{self.most_eos}")
         st = self.step
+        if len(eos_ids) > len(st.eos):
+            raise ValueError(f"{len(eos_ids)} stop tokens: the GPU engine compares with at most "
+                             f"{len(st.eos)}")
         if st.adapters:  # hundreds of small copies: one launch
             self.refresh = self.refresh or self.capture(self.copy_adapters)
             self.refresh()
@@ -194,10 +192,9 @@ class Graphs:
         st.alive.zero_()
         st.cache.length.zero_()
         self.last = 0  # size of the last batch
+        self.greedy = temperature == 0
         # temperature is read from memory, except by the sort that top_p takes
-        self.mode = ("draw",) if top_p == 1 else ("top-p", temperature, top_p)
-        if temperature == 0:
-            self.mode = ("greedy",)
+        self.nucleus = (temperature, top_p) if top_p < 1 and not self.greedy else None
 
     def copy_adapters(self):
         """LoRA's parameters, as they are now, to where the kernels read them."""
@@ -223,7 +220,8 @@ class Graphs:
         st.alive[source], st.cache.length[source] = 0, 0
 
     def run(self, rows, steps):
-        steps, st = min(steps, self.most_steps), self.step
+        st = self.step
+        steps = min(steps, len(st.out_ids))
         size = next(s for s in self.sizes if s >= rows)
         if ranks.world > 1 and size < self.last:
             # rows end, and by and by all will: what each rank captures now, at the same time, the
@@ -251,14 +249,12 @@ class Graphs:
     def launcher(self, rows):
         """A function that decodes `rows` slots once: the replay of a graph, captured now if it is
         the first time."""
-        if (rows, self.mode) in self.graphs:
-            return self.graphs[rows, self.mode]
-        st, greedy, draw = self.step, self.mode[0] == "greedy", None
-        if self.mode[0] == "top-p":
-            _, temperature, top_p = self.mode
-
+        st, greedy, nucleus, draw = self.step, self.greedy, self.nucleus, None
+        if (rows, greedy, nucleus) in self.graphs:
+            return self.graphs[rows, greedy, nucleus]
+        if nucleus:
             def draw(logits, key, position):
-                return sample_ids(logits, uniform(key, position), temperature, top_p)
+                return sample_ids(logits, uniform(key, position), *nucleus)
 
         # The rehearsal changes nothing but results that are overwritten: no row is alive in it.
         alive = st.alive.clone()
@@ -266,7 +262,7 @@ class Graphs:
         st.count.zero_()
         launch = self.capture(lambda: st.step(rows, greedy, draw))
         st.alive.copy_(alive)
-        self.graphs[rows, self.mode] = launch
+        self.graphs[rows, greedy, nucleus] = launch
         return launch
 
     def capture(self, launch):

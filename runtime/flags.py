@@ -12,7 +12,6 @@ and sample.py when they are given the adapter or its run.
 """
 import argparse
 import hashlib
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from runtime import command as commands
 from runtime import ranks
 from runtime.command import number, numbers
 from weights import awq, checkpoint
-from weights.files import check_out, read_json, shown, whole
+from weights.files import check_out, read_json, shown, write_json
 from weights.formats import FORMATS
 
 QUANTS = ("none", *FORMATS)
@@ -361,9 +360,8 @@ def load_policy(args):
 def save_policy(folder, model, args):
     """policy.json beside an adapter: what it was trained with, and by which it must be used."""
     kept = [*(dest(f) for _, f in flags_of("train") if f.kept), "reward"]
-    with whole(Path(folder) / "policy.json") as part:
-        policy = {name: getattr(args, name) for name in kept} | {"base": base_hash(model)}
-        part.write_text(json.dumps(policy, indent=2) + "\n")
+    policy = {name: getattr(args, name) for name in kept} | {"base": base_hash(model)}
+    write_json(Path(folder) / "policy.json", policy)
 
 
 def read_policy(folder):

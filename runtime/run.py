@@ -36,7 +36,7 @@ import lora
 import plot
 from runtime import command, console, flags, ranks
 from weights import checkpoint
-from weights.files import append, check_out, lines, lock, parse_json, read_json, whole
+from weights.files import append, cause, check_out, lines, lock, parse_json, read_json, whole
 
 # what --resume may change: a card with less memory must be able to go on
 FREE = ("steps", *plot.IDLE, *plot.MINOR)
@@ -279,9 +279,8 @@ class Run:
             optimizer.load_state_dict(state.pop("optimizer"))
             self.state = State(**state)
         except Exception as e:  # torch's unpickler raises many kinds
-            why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
-            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
-                             ) from None
+            raise ValueError(f"{path}: cannot be resumed ({cause(e)}); start anew in another "
+                             "--out") from None
         if self.state.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
@@ -390,29 +389,48 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
     """A step's row of metrics.jsonl. first: the groups of the first rollout, whole, for honest
     statistics; groups: those trained on; n_prompts: how many were drawn; updates: (summed metrics,
     gradient norm) of each, None where it had nothing to train on; result: the evaluation before
-    this step, if there was one."""
+    this step, if there was one. Takes the step's seconds and tokens from `run`, for the next to
+    begin at 0."""
     updates = [u for u in updates if u]
     skipped = sum(not math.isfinite(norm) for _, norm in updates)
     updates = [u for u in updates if math.isfinite(u[1])]
-    flat = [*chain(*first)]
+    s = {f"seconds_{k}": run.clock.pop(k, 0.0) for k in ("rollout", "reward", "update")}
+    drawn, run.drawn = run.drawn, 0
+    trained = sum(float(sums["tokens"]) for sums, _ in updates)
+    return {"step": step, **of_samples(first), "groups": len(groups), "prompts_sampled": n_prompts,
+            "updates": len(updates), "lr": lr, "sigma": sigma, "skipped": skipped,
+            **of_updates(updates, run.args.beta),
+            "eval_accuracy": result and result["accuracy"],
+            "eval_stderr": result and result["stderr"], "seconds": run.seconds(),
+            **s, "seconds_step": sum(s.values()), "rollout_tok_s": drawn / s["seconds_rollout"],
+            "update_tok_s": trained / s["seconds_update"] if updates else None,
+            # what the allocator held at most is more: unused pieces, lost to other runs
+            "peak_gib": peak_gib(), "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
+
+
+def of_samples(groups):
+    """The columns of a row that are of a rollout: P groups of G Completions."""
+    flat = [*chain(*groups)]
     lengths = [len(c.ids) for c in flat]
-    spread = torch.tensor([[c.reward for c in g] for g in first])  # (P, G)
-    rewards = spread.mean(1)  # (P,): the groups are the independent draws
-    row = {"step": step, "reward": fmean(c.reward for c in flat),
-           "reward_se": (rewards.std() / len(first) ** 0.5).item() if len(first) > 1 else 0.0,
-           "accuracy": fmean(c.correct for c in flat), "format": fmean(c.format for c in flat),
-           "reward_std": spread.std(1).mean().item(),
-           "zero_var_frac": fmean(not grpo.has_signal(g) for g in first),
-           "length_mean": fmean(lengths), "length_max": max(lengths),
-           "truncated_frac": fmean(not c.finished for c in flat),
-           # -log p of what was drawn: the entropy of the policy that sampled, its noise included
-           "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths),
-           "groups": len(groups), "prompts_sampled": n_prompts, "updates": len(updates), "lr": lr,
-           "sigma": sigma, "skipped": skipped}
-    names = ("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean",
-             "logp_gap_max", "sampler_kl", "ratio_outside_frac", "entropy", "padding_frac",
-             "clip_first_frac")
-    row |= dict.fromkeys(names)  # null where nothing was trained: an entropy of 0 would be a claim
+    rewards = torch.tensor([[c.reward for c in g] for g in groups])  # (P, G)
+    means = rewards.mean(1)  # (P,): the groups are the independent draws
+    return {"reward": fmean(c.reward for c in flat),
+            "reward_se": (means.std() / len(groups) ** 0.5).item() if len(groups) > 1 else 0.0,
+            "accuracy": fmean(c.correct for c in flat), "format": fmean(c.format for c in flat),
+            "reward_std": rewards.std(1).mean().item(),
+            "zero_var_frac": fmean(not grpo.has_signal(g) for g in groups),
+            "length_mean": fmean(lengths), "length_max": max(lengths),
+            "truncated_frac": fmean(not c.finished for c in flat),
+            # -log p of what was drawn: the entropy of the policy that sampled, its noise included
+            "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths)}
+
+
+def of_updates(updates, beta):
+    """The columns of a row that are of its updates, (summed metrics, gradient norm) of each; null
+    where there was none: an entropy of 0 would be a claim."""
+    row = dict.fromkeys(("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl",
+                         "logp_gap_mean", "logp_gap_max", "sampler_kl", "ratio_outside_frac",
+                         "entropy", "padding_frac", "clip_first_frac"))
     if updates:
         each = [grpo.mean_metrics(sums) for sums, _ in updates]
         row |= grpo.mean_metrics(grpo.sum_metrics([sums for sums, _ in updates]))
@@ -422,17 +440,8 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
         start = each[0]
         row |= {k: start[k] for k in start if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
         row["clip_first_frac"] = start["clip_low_frac"] + start["clip_high_frac"]
-        row["kl"] = row["kl"] if run.args.beta else None  # else the base was not asked
-    s = {f"seconds_{k}": run.clock.pop(k, 0.0) for k in ("rollout", "reward", "update")}
-    drawn, run.drawn = run.drawn, 0
-    trained = sum(float(sums["tokens"]) for sums, _ in updates)
-    return row | {"eval_accuracy": result and result["accuracy"],
-                  "eval_stderr": result and result["stderr"], "seconds": run.seconds(),
-                  **s, "seconds_step": sum(s.values()),
-                  "rollout_tok_s": drawn / s["seconds_rollout"],
-                  "update_tok_s": trained / s["seconds_update"] if updates else None,
-                  # what the allocator held at most is more: unused pieces, lost to other runs
-                  "peak_gib": peak_gib(), "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
+        row["kl"] = row["kl"] if beta else None  # else the base was not asked
+    return row
 
 
 def peak_gib():

@@ -190,7 +190,7 @@ def test_rows_belong_to_every_flag_that_they_follow_from():
     """Rows of another format or nucleus under the same name in --out would be told as this evaluation's."""
     def run_of(**other):
         args = SimpleNamespace(**vars(flags.parse("eval", [])) | other)
-        return evaluation.Book(args, [("s", [{"question": "q", "answer": "1"}])]).runs["s", "base"]
+        return evaluation.digests(args, [("s", [{"question": "q", "answer": "1"}])])["s", "base"]
 
     for name in ("model", "quant", "awq", "calib", "dtype", "levels", "reward", "prompt_style", "split", "limit", "n", "max_prompt",
                  "greedy", "max_new_tokens", "temperature", "top_p", "seed"):

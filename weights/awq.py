@@ -146,34 +146,32 @@ def quantize_block(block, stats, config, fmt, **options):
 
     stats: {name: Stats} of its linears; options: grid, finalists of Search. Returns a row of the
     report for each linear: {"linear", "exponent", "rtn", "channels", "awq"}."""
-    G, D = config.num_attention_heads // config.num_key_value_heads, config.head_dim
-    q_k = (config.num_attention_heads + config.num_key_value_heads) * D  # rows above the v rows
-
-    def per_kv_head(x):  # mean over the query heads that read the same v: (H*D) -> (Hkv*D)
-        return x.view(-1, G, D).mean(1).flatten()
-
-    def to_query_heads(x):  # (Hkv*D) -> (H*D)
-        return x.view(-1, 1, D).expand(-1, G, D).flatten()
-
-    def same(x):
-        return x
-
-    return [*quantize_pair(block.attn, ("qkv_proj", "o_proj"), block.input_layernorm, q_k, stats,
-                           fmt, per_kv_head, to_query_heads, **options),
+    H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    q_k = (H + Hkv) * D  # rows above the v rows
+    return [*quantize_pair(block.attn, ("qkv_proj", "o_proj"), block.input_layernorm, q_k, H // Hkv,
+                           D, stats, fmt, **options),
             *quantize_pair(block.mlp, ("gate_up_proj", "down_proj"), block.post_attention_layernorm,
-                           config.intermediate_size, stats, fmt, same, same, **options)]
+                           config.intermediate_size, 1, 1, stats, fmt, **options)]
 
 
-def quantize_pair(owner, names, norm, above, stats, fmt, share, spread, **options):
+def quantize_pair(owner, names, norm, above, G, D, stats, fmt, **options):
     """The linears `names` of `owner`, a producer behind `norm` whose rows from `above` on feed the
-    consumer. share: mean|x| of the consumer's inputs -> of those rows; spread: back again."""
+    consumer, each head of D rows G heads of its inputs (in the MLP each row one input)."""
     first, then = names
     producer, consumer, gain = getattr(owner, first), getattr(owner, then), norm.weight
 
-    def foldable(s):  # the s for which weight / s is exact in the norm's dtype; 1 at a norm of zero
-        folded = (gain / s).to(gain.dtype)
-        kept = (folded != 0) & torch.isfinite(folded)
-        return torch.where(kept, gain.float() / folded.float(), 1.0)
+    def share(x):  # mean over the heads that read the same rows: (H*D) -> (Hkv*D)
+        return x.view(-1, G, D).mean(1).flatten()
+
+    def spread(x):  # (Hkv*D) -> (H*D)
+        return x.view(-1, 1, D).expand(-1, G, D).flatten()
+
+    def folded(s):  # the norm's weight / s, in its dtype; as it is where that is 0 or infinite
+        w = (gain / s).to(gain.dtype)
+        return torch.where((w != 0) & torch.isfinite(w), w, gain)
+
+    def foldable(s):  # the s that this divides by, rounding included; 1 at a weight of zero
+        return torch.where(gain == 0, 1.0, gain.float() / folded(s).float())
 
     H, mean = stats[then].H, spread(share(stats[then].mean))
     out = Search(consumer.dense(), H, mean, fmt, **options)
@@ -186,8 +184,7 @@ def quantize_pair(owner, names, norm, above, stats, fmt, share, spread, **option
             break
     if not torch.equal(s, out.s):  # else its producer would be worse than by plain rounding
         out = Search(consumer.dense(), H, mean, fmt, **options | {"grid": 0})
-    folded = (gain / into.s).to(gain.dtype)
-    norm.weight.data = torch.where((folded != 0) & torch.isfinite(folded), folded, gain)
+    norm.weight.data = folded(into.s)
     bias = producer.bias
     bias = None if bias is None else (bias.float() / divide).to(bias.dtype)
     setattr(owner, first, QuantLinear(into.q, producer.parts, bias))

@@ -29,7 +29,6 @@ Left out: quantized activations (W4A4) and KV caches; asymmetric zero points; bi
 Shapes: N rows of one projection, K columns.
 """
 import contextlib
-import json
 import re
 import shutil
 from pathlib import Path
@@ -41,7 +40,7 @@ from safetensors.torch import save_file
 
 from model import Config, RMSNorm, Transformer, prefix
 from nvfp4 import QuantLinear
-from weights.files import beside, check, check_out, read_json, whole
+from weights.files import beside, cause, check, check_out, read_json, whole, write_json
 from weights.formats import FORMATS, Quantized, pack, quantize, scale_bits, unpack
 
 FAMILIES = {"qwen2": {"qkv_bias": True}, "llama": {"qkv_bias": False},
@@ -189,9 +188,8 @@ def fetch(path_or_hub_id, weights=True):
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as e:  # the client raises many kinds: no network, no repository, no access
-        cause = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
         raise FileNotFoundError(f"--model {name}: not a local folder, and the hub did not give it "
-                                f"({cause}); check id, network and login") from None
+                                f"({cause(e)}); check id, network and login") from None
 
 
 class Checkpoint:
@@ -521,21 +519,17 @@ class Writer:
             (self.partial / f"shard-{i}").rename(self.partial / file)
             where |= dict.fromkeys(names, file)
         if n > 1:
-            self.write("model.safetensors.index.json", {
+            write_json(self.partial / "model.safetensors.index.json", {
                 "metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))})
         for name in BESIDE:
             if (self.folder / name).is_file():
                 with whole(self.partial / name) as part:
                     shutil.copyfile(self.folder / name, part)
         if self.report is not None:
-            self.write("quantization.json", self.report)
+            write_json(self.partial / "quantization.json", self.report)
         raw = read_json(self.folder / "config.json")
         raw.pop("quantization_config", None)
         if self.fmt:
             raw["quantization_config"] = quantization_config(self.fmt)
-        self.write("config.json", raw)
+        write_json(self.partial / "config.json", raw)
         self.partial.rename(self.out)
-
-    def write(self, name, value):
-        with whole(self.partial / name) as part:
-            part.write_text(json.dumps(value, indent=2) + "\n")

@@ -3,8 +3,7 @@ Files of others, read with suspicion, and files of ours, that appear whole or no
 that dies with its process.
 
     rope = read_json("config.json", {"rope_theta": (float, 0, 1e12)})["rope_theta"]
-    with whole("runs/x/metrics.json") as part:
-        part.write_text(json.dumps(metrics))
+    write_json("runs/x/metrics.json", metrics)
 """
 import json
 import os
@@ -92,16 +91,21 @@ def shown(value):
     return KINDS[type(value)] if isinstance(value, list | dict) else f"{value!r:.40}"
 
 
+def cause(error):
+    """The kind of an error of a library's or a user's, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def read_json(path, fields=None, needs=()):
     """The JSON object in a file, as parse_json."""
     return parse_json(decode(Path(path).read_bytes(), path), path, fields, needs)
 
 
-def read_jsonl(path, fields=None, needs=()):
-    """("file, row n", object) of each line of a .jsonl."""
+def read_jsonl(path, fields=None):
+    """("file, row n", object) of each line of a .jsonl, as parse_json."""
     for n, text in lines(path):
         where = f"{path}, row {n}"
-        yield where, parse_json(text, where, fields, needs)
+        yield where, parse_json(text, where, fields)
 
 
 # ---- out
@@ -151,18 +155,24 @@ def whole(path):
             part.unlink(missing_ok=True)
 
 
+def write_json(path, value):
+    """The file `path`, whole, of one JSON value."""
+    with whole(path) as part:
+        part.write_text(json.dumps(value, indent=2) + "\n")
+
+
 def append(path, rows):
     """`rows` as JSON, a line each, at the end of the file."""
     with writing(path), open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def check_out(out, flag="--out", folder=False):
+def check_out(out, folder=False):
     """ValueError unless `out`, a file or a `folder`, can be written: asked before the work."""
     out = Path(out)
     try:
         if out.exists() and out.is_dir() != folder:
-            raise ValueError(f"{flag} {out}: is a {'file' if folder else 'folder'}; choose another "
+            raise ValueError(f"--out {out}: is a {'file' if folder else 'folder'}; choose another "
                              "name")
         place = out / "probe" if out.is_dir() else out
         while folder and not place.parent.exists():
@@ -173,7 +183,7 @@ def check_out(out, flag="--out", folder=False):
         finally:
             probe.unlink(missing_ok=True)
     except OSError as e:
-        raise ValueError(f"{flag} {out}: cannot be written ({e.strerror}); choose another place"
+        raise ValueError(f"--out {out}: cannot be written ({e.strerror}); choose another place"
                          ) from None
 
 
