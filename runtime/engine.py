@@ -194,7 +194,7 @@ class Graphs:
         self.last = 0  # size of the last batch
         self.greedy = temperature == 0
         # temperature is read from memory, except by the sort that top_p takes
-        self.nucleus = (temperature, top_p) if top_p < 1 and not self.greedy else None
+        self.nucleus = (temperature, top_p) if top_p < 1 else None
 
     def copy_adapters(self):
         """LoRA's parameters, as they are now, to where the kernels read them."""
