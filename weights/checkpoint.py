@@ -79,7 +79,7 @@ def read_config(folder):
         if bad:
             raise ValueError(f"{path}: {what} is not supported (Qwen2.5, Qwen3 and Llama-shaped "
                              "models are)")
-    sizes = {k: check(raw, path, {}, SIZES)[k] for k in SIZES}
+    check(raw, path, {}, SIZES)
     heads = raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -90,7 +90,7 @@ def read_config(folder):
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"{path}: a head_dim of {head_dim} must be even, for rotary positions")
     return Config(
-        **sizes, num_key_value_heads=kv_heads, head_dim=head_dim,
+        **{k: raw[k] for k in SIZES}, num_key_value_heads=kv_heads, head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
         tie_word_embeddings=raw.get("tie_word_embeddings", False), **FAMILIES[family],
