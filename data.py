@@ -34,6 +34,7 @@ HUB = {  # a repository, and where it holds several sets the folder
     "bigmath": "open-r1/Big-Math-RL-Verified-Processed",
 }
 TEST_ROWS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}
+TINY = Path(__file__).resolve().parent / "assets" / "tiny"  # what --model tiny stands for
 MOST = 100_000  # arithmetic problems drawn at a time: there is an end to distinct ones
 
 
@@ -434,7 +435,7 @@ def main(argv=None):
 
     def body():
         args = parser.parse_args(argv)
-        tok = Tokenizer(args.model) if args.model else None
+        tok = Tokenizer(TINY if args.model == "tiny" else args.model) if args.model else None
         for row in load(args.data, args.split, args.n, args.seed, args.levels):
             print(json.dumps(row, ensure_ascii=False, default=str))  # a date of parquet's
             if tok:

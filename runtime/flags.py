@@ -30,7 +30,7 @@ from weights.files import check_out, read_json, shown, write_json
 from weights.formats import FORMATS
 
 QUANTS = ("none", *FORMATS)
-TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
+TINY = data.TINY
 
 
 @dataclass(frozen=True)
@@ -327,9 +327,9 @@ def place(device="auto", dtype="auto"):
     return device, getattr(torch, dtype)
 
 
-def model_folder(name):
-    """The checkpoint folder that --model stands for."""
-    return TINY if name == "tiny" else checkpoint.fetch(name)
+def model_folder(name, weights=True):
+    """The checkpoint folder that --model stands for; weights as of checkpoint.fetch."""
+    return TINY if name == "tiny" else checkpoint.fetch(name, weights)
 
 
 def load_policy(args):

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import bench_quantization
+import data
 import grpo
 import lora
 import model as qwen
 from runtime import command, flags, ranks
-from weights import checkpoint
+from weights import checkpoint, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -243,3 +245,15 @@ def test_an_objective_of_ones_own_is_a_row_of_the_table(monkeypatch):
     """Its name was refused by --loss unless the row had been added before train.py was imported."""
     monkeypatch.setitem(grpo.OBJECTIVES, "mine", grpo.OBJECTIVES["grpo"])
     assert flags.parse("train", ["--loss", "mine"]).loss == "mine"
+
+
+def test_tiny_is_a_model_wherever_one_is_named(monkeypatch, tmp_path, capsys):
+    """README says so of each --model; three commands took it for the name of a folder."""
+    monkeypatch.chdir(tmp_path)
+    assert data.main(["--model", "tiny", "--n", "1"]) == 0
+    assert convert.plan_config("tiny") == checkpoint.read_config(flags.TINY)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1+1?", "answer": "2"}\n' * 3)
+    bench_quantization.main(["--model", "tiny", "--data", ".", "--out", "q.json", "--methods", "rtn", "--formats", "nvfp4", "--divergence",
+                             "1", "--questions", "0", "--samples", "0", "--device", "cpu"])
+    assert "<|im_start|>user" in capsys.readouterr().out and (tmp_path / "q.json").is_file()

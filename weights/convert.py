@@ -164,7 +164,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, 
 def plan_config(name):
     """The Config of a config.json or a folder as it is, of a hub id fetched (config.json alone)."""
     local = Path(name).suffix == ".json" or Path(name).exists()
-    return checkpoint.read_config(name if local else checkpoint.fetch(name, weights=False))
+    return checkpoint.read_config(name if local else flags.model_folder(name, weights=False))
 
 
 def quantize_args(argv):
