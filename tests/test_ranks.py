@@ -51,6 +51,8 @@ def launch(n, argv, tmp_path, hook=None, main=train.main):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     logs, codes = [tmp_path / f"rank{r}.log" for r in range(n)], [None] * n
+    for log in logs:
+        log.write_text("")  # a rank may be ended before it opens its own
     sys.stdout.flush()
     pids = []
     for r in range(n):
