@@ -23,7 +23,7 @@ import data
 import sample
 from eval import evaluate, mean, stderr
 from model import logits
-from runtime.flags import model_folder, place
+from runtime.flags import place
 from runtime.logprobs import token_logprobs
 from weights import awq, checkpoint
 from weights.files import check, check_out, read_json, shown, whole
@@ -68,7 +68,7 @@ def per_token(sums):
 
 def row(args, fmt, method, docs, questions, tok):
     """One line of the table, and [[nats, tokens] of each document]."""
-    begin, where = time.time(), (model_folder(args.model), args.device, args.dtype, fmt)
+    begin, where = time.time(), (args.model, args.device, args.dtype, fmt)
     if method in METHODS:
         model = awq.load(*where, args.calib, args.sequences, args.length, **METHODS[method])
         out = {"error_kept": math.exp(mean(math.log(r["awq"] / r["rtn"]) for r in model.awq)),
@@ -132,7 +132,7 @@ def run(args):
     check_out(args.out if made else args.out.parent, folder=not made)
     args.device, args.dtype = place(args.device)
     args.calib, beside = args.data / "train.jsonl", args.out.with_suffix(".nll.json")
-    tok, test = data.Tokenizer(model_folder(args.model)), args.data / "test.jsonl"
+    tok, test = data.Tokenizer(checkpoint.fetch(args.model)), args.data / "test.jsonl"
     docs = [tok.encode(t) for t in awq.texts(test)[: args.documents]]
     questions = data.load(test, "test")
     fields = {"table": list, "table_settings": dict}

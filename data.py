@@ -26,7 +26,7 @@ from pathlib import Path
 
 from runtime.grade import last_boxed, same_all
 from runtime.tokenizer import SUFFIX, Tokenizer, unknown_style
-from weights.files import cause, read_jsonl, shown
+from weights.files import TINY, cause, read_jsonl, shown
 
 HUB = {  # a repository, and where it holds several sets the folder
     "gsm8k": "openai/gsm8k/main", "math500": "HuggingFaceH4/MATH-500",
@@ -34,7 +34,6 @@ HUB = {  # a repository, and where it holds several sets the folder
     "bigmath": "open-r1/Big-Math-RL-Verified-Processed",
 }
 TEST_ROWS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}
-TINY = Path(__file__).resolve().parent / "assets" / "tiny"  # what --model tiny stands for
 MOST = 100_000  # arithmetic problems drawn at a time: there is an end to distinct ones
 
 

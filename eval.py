@@ -34,6 +34,7 @@ import lora
 import sample
 from runtime import flags, ranks
 from runtime.grade import same_all
+from weights import checkpoint
 from weights.files import check, read_jsonl, whole
 
 PART = 4  # times --max-rows samples are drawn between two writes of --out
@@ -255,7 +256,7 @@ class Book:
 
 def run(args, argv):
     begin = time.time()
-    flags.model_folder(args.model)
+    checkpoint.fetch(args.model)
     # all sets are read before anything is loaded or sampled: a mistyped name costs nothing
     wanted = args.data.split(",")
     if len({*wanted}) < len(wanted):

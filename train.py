@@ -34,6 +34,7 @@ import lora
 import sample
 from runtime import engine, flags, ranks
 from runtime.run import Run, metrics_row, settle
+from weights import checkpoint
 
 
 class Prompts:
@@ -178,7 +179,7 @@ def evaluate(run, model, tok, score, rows):
 
 def train(args, argv):
     args = settle(args, argv)
-    flags.model_folder(args.model)  # a mistyped name is refused before anything is read
+    checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
     train_rows, held_out = questions(args)
     model, tok = flags.load_policy(args)

@@ -30,7 +30,6 @@ from weights.files import check_out, read_json, shown, write_json
 from weights.formats import FORMATS
 
 QUANTS = ("none", *FORMATS)
-TINY = data.TINY
 
 
 @dataclass(frozen=True)
@@ -327,18 +326,13 @@ def place(device="auto", dtype="auto"):
     return device, getattr(torch, dtype)
 
 
-def model_folder(name, weights=True):
-    """The checkpoint folder that --model stands for; weights as of checkpoint.fetch."""
-    return TINY if name == "tiny" else checkpoint.fetch(name, weights)
-
-
 def load_policy(args):
     """(model, tokenizer) as the flags say: base, format, AWQ, adapter, and ids past the tokenizer
     shut off."""
     device, dtype = place(args.device, args.dtype)
     if device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.card_share))
-    folder = model_folder(args.model)
+    folder = checkpoint.fetch(args.model)
     stored = checkpoint.read_config(folder).quantization
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "

@@ -332,7 +332,7 @@ class Run:
         """All parameters as a Hugging Face checkpoint in model/, with policy.json."""
         out = self.out / "model"
         shutil.rmtree(out, ignore_errors=True)  # of before the run was extended
-        with checkpoint.Writer(out, flags.model_folder(self.args.model)) as writer:
+        with checkpoint.Writer(out, checkpoint.fetch(self.args.model)) as writer:
             for name, tensor in checkpoint.tensors(model):
                 writer.add(name, tensor)
         flags.save_policy(out, model, self.args)

@@ -55,9 +55,9 @@ def first_blocks(n, folder):
     """The embedded model's first n blocks, a checkpoint in `folder`: where it does not matter what a model says."""
     from safetensors.torch import load_file, save_file
 
-    from runtime import flags
+    import data
 
-    shutil.copytree(flags.TINY, folder, ignore=shutil.ignore_patterns("*.py", "*.md"))
+    shutil.copytree(data.TINY, folder, ignore=shutil.ignore_patterns("*.py", "*.md"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": n}))
     tensors = load_file(folder / "model.safetensors")
@@ -99,10 +99,9 @@ def adapted(spread=0.05):
     import grpo
     import lora
     import model as qwen
-    from runtime import flags
 
-    tok = data.Tokenizer(flags.TINY)
-    model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
+    tok = data.Tokenizer(data.TINY)
+    model = qwen.load(data.TINY, "cpu", torch.float32, "nvfp4")
     model.valid_vocab = len(tok)
     params = lora.add_lora(model, 4, 4)
     torch.manual_seed(0)

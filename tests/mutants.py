@@ -1123,7 +1123,7 @@ MUTANTS = {
          "len(ids) * 7 // 8", "awq::text_that_is_short_keeps_an_eighth_to_test_on"),
         ("AWQ's adapter is merged into plain rounding", "if calibrate else None", "if False else None",
          "lora::an_adapter_of_awqs_weights_is_merged_into_those"),
-        ("a plan fetches the weights", "flags.model_folder(name, weights=False)", "flags.model_folder(name)",
+        ("a plan fetches the weights", "checkpoint.fetch(name, weights=False)", "checkpoint.fetch(name)",
          "memory::a_plan_of_a_hub_id_fetches_its_config_alone"),
         ("--tokens is ignored", "plan_config(args.plan), args.rank, args.tokens", "plan_config(args.plan), args.rank",
          "memory::the_plan_of_the_published_shapes"),

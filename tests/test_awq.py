@@ -348,7 +348,7 @@ def test_the_flag_of_the_commands_loads_with_awq(monkeypatch):
     seen = []
     monkeypatch.setattr(awq, "load", lambda *a: seen.append(a) or M.load(TINY, dtype=torch.float32))
     flags.load_policy(flags.parse("train", ["--awq", "--calib", "text.txt", "--quant", "mxfp4", "--device", "cpu"]))
-    assert seen == [(flags.TINY, "cpu", torch.float32, "mxfp4", "text.txt")]
+    assert seen == [(data.TINY, "cpu", torch.float32, "mxfp4", "text.txt")]
 
 
 def test_the_command_reports_perplexity_before_and_after_and_writes_what_loading_makes(at_load, shallow, tmp_path, capsys):

@@ -251,7 +251,7 @@ def test_tiny_is_a_model_wherever_one_is_named(monkeypatch, tmp_path, capsys):
     """README says so of each --model; three commands took it for the name of a folder."""
     monkeypatch.chdir(tmp_path)
     assert data.main(["--model", "tiny", "--n", "1"]) == 0
-    assert convert.plan_config("tiny") == checkpoint.read_config(flags.TINY)
+    assert convert.plan_config("tiny") == checkpoint.read_config(data.TINY)
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1+1?", "answer": "2"}\n' * 3)
     bench_quantization.main(["--model", "tiny", "--data", ".", "--out", "q.json", "--methods", "rtn", "--formats", "nvfp4", "--divergence",

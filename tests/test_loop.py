@@ -141,7 +141,7 @@ def test_samples_noise_order_and_adapter_are_functions_of_the_seed(noisy):
     """Drawn from a global state, they would differ after a resume; without the seed, runs of five seeds are one run five times."""
 
     def drawn_by(seed):
-        m = qwen.load(flags.TINY, "cpu", torch.float32)
+        m = qwen.load(data.TINY, "cpu", torch.float32)
         aqn.set_noise(m, 0.05, aqn.noise_seed(seed, 3))
         argv = ["--data", str(noisy.out.parent / "problems.jsonl"), "--eval-n", "0", "--seed", "1"]
         rows, _ = train.questions(flags.parse("train", argv))
@@ -164,7 +164,7 @@ def test_the_loop_gets_one_pass_and_the_style_that_was_asked_for(tmp_path, monke
     """The number of steps when none is given; prompts that ask for one format and a reward for another are zeros for good."""
     given = []
     monkeypatch.setattr(train, "learn", lambda *a: given.extend(a))
-    r = record(tmp_path, "--model", str(flags.TINY), "--prompts-per-step", "5", "--prompt-style", "boxed")
+    r = record(tmp_path, "--model", str(data.TINY), "--prompts-per-step", "5", "--prompt-style", "boxed")
     this, _, tok, _, prompts, score, _ = given
     [row] = prompts.take(1)
     assert r.code == [0] and this.args.steps == 48 // 5
@@ -174,13 +174,13 @@ def test_the_loop_gets_one_pass_and_the_style_that_was_asked_for(tmp_path, monke
 
 def test_a_pass_is_of_the_prompts_that_fit_and_at_least_a_step(tmp_path, monkeypatch, capsys):
     """Counted with those that --max-prompt skips, a pass goes on into the next; of fewer prompts than a step takes, it had no step."""
-    tok, given = data.Tokenizer(flags.TINY), []
+    tok, given = data.Tokenizer(data.TINY), []
     lengths = sorted(len(tok.prompt_ids(row["question"])) for row in shortest()[:48])
     fit = sum(n <= lengths[24] for n in lengths)
     monkeypatch.setattr(train, "learn", lambda this, *_: given.append(this.args.steps))
     for name, prompts in (("a", "1"), ("b", "64")):
         (tmp_path / name).mkdir()
-        record(tmp_path / name, "--model", str(flags.TINY), "--prompts-per-step", prompts, "--updates-per-rollout", "1", "--max-prompt",
+        record(tmp_path / name, "--model", str(data.TINY), "--prompts-per-step", prompts, "--updates-per-rollout", "1", "--max-prompt",
                str(lengths[24]))
     assert given == [fit, 1] and fit < 48
     assert f"{fit} training prompts ({48 - fit} longer than --max-prompt), {fit} steps" in capsys.readouterr().out
@@ -212,7 +212,7 @@ def test_each_step_draws_new_samples_of_new_prompts(noisy):
 
 def test_flags_reach_the_sampler(noisy):
     """Temperature, limits, rows side by side, stop tokens and the tokenizer's last id."""
-    tok = data.Tokenizer(flags.TINY)
+    tok = data.Tokenizer(data.TINY)
     for call in noisy.sampled:
         assert (call["n"], call["limit"], call["temperature"], call["max_rows"]) == (4, 24, 0.9, 16)
         assert call["eos_ids"] == tok.eos_ids and call["valid_vocab"] == len(tok) < 512
@@ -237,7 +237,7 @@ def test_ids_past_the_tokenizer_are_impossible_in_sampler_and_update(tmp_path):
             for w in {model.embed.weight, model.lm_head.weight}:
                 w[model.valid_vocab :] = 3 * w[: model.valid_vocab].abs().max() * torch.sign(torch.randn(1, w.shape[1]))
 
-    tok = data.Tokenizer(flags.TINY)
+    tok = data.Tokenizer(data.TINY)
     r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", seen=spare_rows_win)
     assert all(max(c.ids) < len(tok) for c in r.updates[0]["completions"])
     assert rows_of(r)[0]["logp_gap_max"] < 1e-3  # the trainer leaves them out as well
@@ -259,7 +259,7 @@ def test_advantages_are_the_rewards_within_their_group(noisy):
 
 def test_rewards_are_those_of_the_grader(noisy):
     """Correct and well-formed, each at its own weight, on the text that was sampled for that question."""
-    tok = data.Tokenizer(flags.TINY)
+    tok = data.Tokenizer(data.TINY)
     for u in noisy.updates:
         for c in u["completions"]:
             score = data.reward(tok.decode(c.ids), c.row["answer"], "tags")
@@ -304,7 +304,7 @@ def test_the_loss_is_normalised_by_the_whole_update(noisy):
 
 def test_a_row_tells_of_all_completions_of_its_step(noisy):
     """Statistics of one update's share, cut ones taken for finished ones, an entropy below 0."""
-    ends = data.Tokenizer(flags.TINY).eos_ids
+    ends = data.Tokenizer(data.TINY).eos_ids
     for step, row in enumerate(rows_of(noisy)):
         drawn = [c for u in noisy.updates[2 * step : 2 * step + 2] for c in u["completions"]]
         assert all(c.finished == (c.ids[-1] in ends) for c in drawn)
@@ -481,7 +481,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch):
     """A NaN in one completion would be in every parameter after the step."""
     loss = grpo.policy_loss
     monkeypatch.setattr(grpo, "policy_loss", lambda *a, **kw: (loss(*a, **kw)[0] * float("nan"), loss(*a, **kw)[1]))
-    model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
+    model = qwen.load(data.TINY, "cpu", torch.float32, "nvfp4")
     params = lora.add_lora(model, 2, 2)
     before = [p.detach().clone() for p in params]
     optimizer = grpo.AdamW(params, 0.1, (0.9, 0.99), 0.1)
@@ -494,7 +494,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch):
 
 def test_a_skipped_update_leaves_nothing_in_16_bit_gradients():
     """Full training: a NaN that stayed in a gradient would be in all later ones."""
-    model = qwen.load(flags.TINY, "cpu", torch.bfloat16, "none")
+    model = qwen.load(data.TINY, "cpu", torch.bfloat16, "none")
     optimizer = grpo.AdamW(list(model.requires_grad_(True).parameters()), 1e-3, (0.9, 0.99), 0.0)
 
     def update(advantage):
@@ -553,7 +553,7 @@ def test_trainer_logprobs_are_those_before_the_first_update(tmp_path):
                "--aqn-schedule", "eq8", "--aqn-start", "0.05", "--aqn-end", "0.01", "--lr", "0.05", "--warmup", "0",
                "--temperature", "0.9")
     assert rows_of(r)[0]["sigma"] == 0.05
-    model = qwen.load(flags.TINY, "cpu", torch.float32, "nvfp4")
+    model = qwen.load(data.TINY, "cpu", torch.float32, "nvfp4")
     model.valid_vocab = r.sampled[0]["valid_vocab"]
     lora.add_lora(model, 4, 32.0, 0)
     for p, value in zip([p for _, m in lora.lora_layers(model) for p in (m.A, m.B)], r.updates[0]["before"], strict=True):
@@ -649,7 +649,7 @@ def test_dr_grpo_does_not_divide_by_the_standard_deviation(tmp_path, monkeypatch
 def test_overlong_soft_lowers_the_reward_of_long_completions(tmp_path):
     """The penalty of a completion of n tokens: linear over the last --overlong-buffer."""
     r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--overlong", "soft", "--overlong-buffer", "20")
-    tok, lower = data.Tokenizer(flags.TINY), 0
+    tok, lower = data.Tokenizer(data.TINY), 0
     for c in r.updates[0]["completions"]:
         plain = data.reward(tok.decode(c.ids), c.row["answer"])["reward"]
         assert c.reward == pytest.approx(plain + max(-1.0, min(0.0, (4 - len(c.ids)) / 20)))

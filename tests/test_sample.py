@@ -295,7 +295,7 @@ def test_flags_reach_the_file_of_answers(tmp_path, monkeypatch):
     sample.main(["--file", str(tmp_path / "p.txt"), "--out", str(tmp_path / "o.jsonl"), "--n", "2", "--temperature", "0.4", "--top-p", "0.8",
                  "--max-rows", "5", "--seed", "6", "--system", "Be brief.", "--prompt-style", "boxed", "--device", "cpu"])
     want = {"n": 2, "temperature": 0.4, "top_p": 0.8, "max_rows": 5, "seed": 6}
-    tok = data.Tokenizer(flags.TINY)
+    tok = data.Tokenizer(data.TINY)
     asked = [tok.tokenizer.decode(ids, skip_special_tokens=False) for ids in seen["prompts"]]
     assert {name: seen[name] for name in want} == want and seen["eos_ids"] == tok.eos_ids
     assert seen["max_new_tokens"] == [512 - len(ids) for ids in seen["prompts"]] and len({*seen["max_new_tokens"]}) == 2
@@ -325,7 +325,7 @@ def test_a_chat_outlives_a_question_that_does_not_fit(monkeypatch, capsys):
     """A conversation past the model's positions ended the program, and was lost."""
     args, said = flags.parse("sample", ["--max-new-tokens", "4"]), iter(["x" * 9999, "hi", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
-    sample.chat(M.load(flags.TINY, "cpu", torch.float32), data.Tokenizer(flags.TINY), args)
+    sample.chat(M.load(data.TINY, "cpu", torch.float32), data.Tokenizer(data.TINY), args)
     out = capsys.readouterr().out
     assert out.count("; /clear starts over]") == 1 and out.count("Assistant: ") == 2
 

@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 
 from model import Config, RMSNorm, Transformer, prefix
 from nvfp4 import QuantLinear
-from weights.files import beside, cause, check, check_out, read_json, whole, write_json
+from weights.files import TINY, beside, cause, check, check_out, read_json, whole, write_json
 from weights.formats import FORMATS, Quantized, pack, quantize, scale_bits, unpack
 
 FAMILIES = {"qwen2": {"qkv_bias": True}, "llama": {"qkv_bias": False},
@@ -170,9 +170,11 @@ def packed_format(raw, where):
 
 
 def fetch(path_or_hub_id, weights=True):
-    """A local checkpoint folder as a Path; a hub id is downloaded first (only the files this
-    project reads, resumed; without `weights` only config.json)."""
+    """A local checkpoint folder as a Path, of "tiny" the embedded model's; a hub id is downloaded
+    first (only the files this project reads, resumed; without `weights` only config.json)."""
     name = str(path_or_hub_id)
+    if name == "tiny":
+        return TINY
     path = Path(name).expanduser()
     if path.is_dir():
         return path

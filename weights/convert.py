@@ -164,7 +164,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, 
 def plan_config(name):
     """The Config of a config.json or a folder as it is, of a hub id fetched (config.json alone)."""
     local = Path(name).suffix == ".json" or Path(name).exists()
-    return checkpoint.read_config(name if local else flags.model_folder(name, weights=False))
+    return checkpoint.read_config(name if local else checkpoint.fetch(name, weights=False))
 
 
 def quantize_args(argv):
@@ -210,7 +210,7 @@ def quantize_body(args):
         print(memory.table(plan_config(args.plan), args.rank, args.tokens))
         return
     device, _ = flags.place(args.device)
-    report = convert(flags.model_folder(args.model), args.out, args.fmt, device, args.awq,
+    report = convert(args.model, args.out, args.fmt, device, args.awq,
                      args.calib, args.sequences, args.length)
     if "perplexity" in report:
         p = report["perplexity"]
@@ -243,7 +243,7 @@ def merge_body(argv):
     add("--calib", help="AWQ's text, where the adapter was trained with --awq (default: its own)")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
     args = p.parse_args(argv)
-    policy, folder = flags.read_policy(args.adapter), flags.model_folder(args.model)
+    policy, folder = flags.read_policy(args.adapter), checkpoint.fetch(args.model)
     args.quant = args.quant or policy.get("quant", "none")
     args.trained_with, args.awq = policy, policy.get("awq", False) and args.quant != "none"
     # a quantized checkpoint has its scales already

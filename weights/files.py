@@ -18,6 +18,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"  # what --model tiny stands for
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false",
          list: "a list", dict: "an object"}
 
