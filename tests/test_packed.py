@@ -328,8 +328,8 @@ def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, spread, te
                                               ("none", torch.float16), ("nvfp4", torch.float16)])
 @pytest.mark.parametrize("rows", [5, 60], ids=["few", "many"])
 def test_gpu_packed_equals_the_float32_modules(quant, dtype, rows):
-    """16 bits on both routes of the GEMM (below and above 256 tokens): errors as those of the modules in 16 bits, in value and gradient.
-    Of 25 tensors rounded in another order one errs by 1.3 times the other in every fourteenth draw; their mean stays within 0.87 and 1.08."""
+    """16 bits on both routes of the GEMM (below and above 256 tokens): errors no larger than those of the modules in 16 bits, in value
+    and gradient."""
     lengths = [1 + 7 * i % 23 for i in range(rows)]
     g = torch.Generator().manual_seed(1)
     batch = [torch.randint(0, 5000, (n,), generator=g).tolist() for n in lengths]
@@ -340,8 +340,9 @@ def test_gpu_packed_equals_the_float32_modules(quant, dtype, rows):
     for model, f in ((exact, padded), (m, padded), (m, lambda m, rows: packed.hidden(m, rows, everything(rows)))):
         h = f(model, batch)
         results.append([h.float().detach(), *(t.float() for t in gradients(model, (h.float() * seed).sum()))])
-    ratios = torch.stack([(own - want).norm() / (plain - want).norm() for want, plain, own in zip(*results, strict=True)])
-    assert ratios.mean() < 1.15 and ratios.max() < 2, ratios
+    for want, plain, own in zip(*results, strict=True):
+        theirs, ours = ((t - want).norm() / want.norm() for t in (plain, own))
+        assert ours < 1.3 * theirs + 1e-3, (theirs, ours)
 
 
 @gpu
