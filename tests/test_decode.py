@@ -27,9 +27,9 @@ GPU = M.Config(5003, 256, 640, 3, 14, 2, 64, max_position_embeddings=2048)  # 7 
 PROMPTS = [[5], [1, 2, 3], list(range(20, 57)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
 
 
-def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, noise=True):
-    torch.manual_seed(0)  # of biases and B below: another model in each run meets a bound in one, and misses it in the next
-    m = checkpoint.build(config, checkpoint.RandomCheckpoint(1), device, dtype, quant)
+def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, noise=True, draw=0):
+    torch.manual_seed(draw)  # of biases and B below: another model in each run meets a bound in one, and misses it in the next
+    m = checkpoint.build(config, checkpoint.RandomCheckpoint(1 + 100 * draw), device, dtype, quant)
     m.valid_vocab = config.vocab_size - 4
     m.lm_head.weight.mul_(8)  # far from uniform
     for p, b in m.named_parameters():

@@ -329,20 +329,22 @@ def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, spread, te
 @pytest.mark.parametrize("rows", [5, 60], ids=["few", "many"])
 def test_gpu_packed_equals_the_float32_modules(quant, dtype, rows):
     """16 bits on both routes of the GEMM (below and above 256 tokens): errors no larger than those of the modules in 16 bits, in value
-    and gradient."""
-    lengths = [1 + 7 * i % 23 for i in range(rows)]
-    g = torch.Generator().manual_seed(1)
-    batch = [torch.randint(0, 5000, (n,), generator=g).tolist() for n in lengths]
-    m = build(GPU, quant, 8, "cuda", dtype)
-    exact = build(GPU, quant, 8, "cuda", torch.float32)
-    seed = torch.randn(sum(lengths), GPU.hidden_size, generator=g).cuda() * (torch.rand(sum(lengths), 1, generator=g) < 0.5).cuda()
-    results = []
-    for model, f in ((exact, padded), (m, padded), (m, lambda m, rows: packed.hidden(m, rows, everything(rows)))):
-        h = f(model, batch)
-        results.append([h.float().detach(), *(t.float() for t in gradients(model, (h.float() * seed).sum()))])
-    for want, plain, own in zip(*results, strict=True):
-        theirs, ours = ((t - want).norm() / want.norm() for t in (plain, own))
-        assert ours < 1.3 * theirs + 1e-3, (theirs, ours)
+    and gradient. Of one draw of weights and prompts the ratio of the two is luck, 0.7 to 1.4 for few rows in every format; pooled it is 1."""
+    lengths, squares = [1 + 7 * i % 23 for i in range(rows)], 0
+    for draw in range(8 if rows == 5 else 1):
+        g = torch.Generator().manual_seed(1 + draw)
+        batch = [torch.randint(0, 5000, (n,), generator=g).tolist() for n in lengths]
+        m = build(GPU, quant, 8, "cuda", dtype, draw=draw)
+        exact = build(GPU, quant, 8, "cuda", torch.float32, draw=draw)
+        seed = torch.randn(sum(lengths), GPU.hidden_size, generator=g).cuda() * (torch.rand(sum(lengths), 1, generator=g) < 0.5).cuda()
+        results = []
+        for model, f in ((exact, padded), (m, padded), (m, lambda m, rows: packed.hidden(m, rows, everything(rows)))):
+            h = f(model, batch)
+            results.append([h.float().detach(), *(t.float() for t in gradients(model, (h.float() * seed).sum()))])
+        want, *both = results
+        squares += torch.tensor([[((t - w).norm() / w.norm()).item() ** 2 for t, w in zip(of, want, strict=True)] for of in both])
+    theirs, ours = (squares / (draw + 1)).sqrt()
+    assert (ours < 1.3 * theirs + 1e-3).all(), (theirs, ours)
 
 
 @gpu
