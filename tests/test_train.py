@@ -472,10 +472,19 @@ def test_an_empty_model_folder_and_an_empty_data_set_are_errors(tmp_path, capsys
         assert named in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_before_the_run(tmp_path, capsys):
-    """Its length was met hours later, in the step that drew it."""
-    assert exit_code(train.main, ["--max-new-tokens", "450", "--steps", "1", "--eval-n", "0", "--out", str(tmp_path / "r")]) == 2
+def test_a_model_that_is_not_there_is_told_before_the_data_are_read(tmp_path, capsys):
+    """A mistyped name was met after minutes of reading."""
+    assert run(tmp_path / "run", "--model", "nobody", "--data", "nothing.jsonl") == 2
+    assert "--model nobody" in capsys.readouterr().err
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_the_run(tmp_path, capsys, monkeypatch):
+    """Its length was met hours later, in the step that drew it. The last position may be used."""
+    argv = ["--steps", "1", "--eval-n", "0", "--out", str(tmp_path / "r"), "--max-new-tokens"]
+    assert exit_code(train.main, [*argv, "450"]) == 2
     assert "--max-new-tokens 450: after the longest prompt's 64 it passes" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.setattr(train, "learn", lambda *args: None)
+    assert exit_code(train.main, [*argv, "448"]) == 0
 
 
 def test_sampler_and_trainer_agree_on_every_token(policy):
@@ -704,12 +713,16 @@ def test_a_question_that_is_there_twice_is_not_on_both_sides(tmp_path):
 
 
 def test_the_only_question_is_not_held_out(tmp_path):
-    """Trained on and asked, it would be called held-out."""
+    """Trained on and asked, it would be called held-out. Of two, one is."""
     (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     with pytest.raises(ValueError, match="--data .*--eval-n 0"):
         train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl")]))
     rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
     assert len(rows) == 1 and not held
+    with open(tmp_path / "d.jsonl", "a") as f:
+        f.write('{"question": "1+2?", "answer": "3"}\n')
+    rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl")]))
+    assert len(rows) == len(held) == 1 and rows != held
 
 
 def test_a_set_without_a_test_split_is_an_error_before_anything_is_written(tmp_path, capsys):
