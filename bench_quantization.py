@@ -87,8 +87,8 @@ def row(args, fmt, method, docs, questions, tok):
         out["kl"], out["kl_se"] = per_token(divergence(reference, model, docs[: args.divergence]))
         del reference
     if args.questions:
-        r = evaluate(model, tok, questions[: args.questions], "boxed", n=1, temperature=0.0,
-                     top_p=1.0, max_new_tokens=args.max_new_tokens)
+        r = evaluate(model, tok, questions[: args.questions], style="boxed", n=1,
+                     temperature=0.0, top_p=1.0, max_new_tokens=args.max_new_tokens)
         out |= {"accuracy": r["accuracy"], "accuracy_se": r["stderr"], "boxed": r["format"],
                 "questions": r["questions"]}
     if args.samples:

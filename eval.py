@@ -40,9 +40,9 @@ from weights.files import check, read_jsonl, whole
 PART = 4  # times --max-rows samples are drawn between two writes of --out
 
 
-def evaluate(model, tok, rows, style="tags", n=4, temperature=0.6, top_p=0.95, max_new_tokens=None,
-             max_prompt=None, max_rows=None, seed=0, score=None, progress=False, ks=(), done=(),
-             keep=None):
+def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95,
+             max_new_tokens=None, max_prompt=None, max_rows=None, seed=0, score=None,
+             progress=False, ks=(), done=(), keep=None):
     """Sample n completions a question and grade them; AQN's noise is off meanwhile.
 
     max_new_tokens None: 4096, or what the model's positions leave. score: as of data.scorer
@@ -282,10 +282,11 @@ def run(args, argv):
         check_adapter(model, kept[0]["ids"], args.adapter)
 
     def arm(name, rows, which):
-        return evaluate(model, tok, rows, args.prompt_style, args.n, args.temperature,
-                        args.top_p, args.max_new_tokens, args.max_prompt, args.max_rows,
-                        args.seed, score, sys.stderr.isatty(), args.k or (),
-                        book.done.get((name, which), ()), book.keeper(name, which))
+        return evaluate(
+            model, tok, rows, style=args.prompt_style, n=args.n, temperature=args.temperature,
+            top_p=args.top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
+            max_rows=args.max_rows, seed=args.seed, score=score, progress=sys.stderr.isatty(),
+            ks=args.k or (), done=book.done.get((name, which), ()), keep=book.keeper(name, which))
 
     results, gains = [], []
     for name, rows in sets:

@@ -171,8 +171,9 @@ def evaluate(run, model, tok, score, rows):
     run.phase("evaluate")
     a = run.args
     result = evaluation.evaluate(
-        model, tok, rows, a.prompt_style, a.eval_n, a.eval_temperature, a.eval_top_p,
-        a.max_new_tokens, a.max_prompt, a.max_rows, score=score, progress=sys.stderr.isatty())
+        model, tok, rows, style=a.prompt_style, n=a.eval_n, temperature=a.eval_temperature,
+        top_p=a.eval_top_p, max_new_tokens=a.max_new_tokens, max_prompt=a.max_prompt,
+        max_rows=a.max_rows, score=score, progress=sys.stderr.isatty())
     run.evaluated(result, model)
     return result
 

@@ -92,7 +92,7 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
         return m
 
     def evaluate(model, *args, **kw):
-        asked.append((model.valid_vocab, [q["question"] for q in args[1]], args[2], kw))
+        asked.append((model.valid_vocab, [q["question"] for q in args[1]], kw))
         return {"accuracy": 0.5, "stderr": 0.25, "format": 1.0, "questions": 2}
 
     def counted(name, result):
@@ -109,9 +109,9 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
                 "--length", "32", "--device", "cpu", "--out", str(out)])
     text = folder / "train.jsonl", 4, 32
     assert loads == [("nf4", *text, {"finalists": None}), ("nf4", *text, {"grid": 0})]
-    how = {"n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
+    how = {"style": "boxed", "n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
     assert counts == 3 * [("divergence", 1), ("own_entropy", 1)]
-    assert asked == 3 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], "boxed", how)]
+    assert asked == 3 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], how)]
     model = checkpoint.load(shallow, dtype=torch.float32)
     model.valid_vocab = len(tok)
     _, entropy, tokens = map(sum, zip(*awq.perplexity(model, [tok.encode(t) for t in awq.texts(folder / "test.jsonl")[:2]]), strict=True))

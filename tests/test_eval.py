@@ -123,7 +123,8 @@ def test_arguments_reach_the_sampler(monkeypatch, tok, model):
         return [[sample.Sample([1], [-1.0], True)] * 3 for _ in prompts]
 
     monkeypatch.setattr(sample, "generate", generate)
-    evaluation.evaluate(model, tok, [{"question": "q", "answer": "7"}], "tags", 3, 0.4, 0.8, 20, max_rows=5, seed=6)
+    evaluation.evaluate(model, tok, [{"question": "q", "answer": "7"}], n=3, temperature=0.4, top_p=0.8,
+                        max_new_tokens=20, max_rows=5, seed=6)
     want = [3, 20, 0.4, 0.8, tok.eos_ids, 6, 5]
     assert {name: seen[name] for name in names} == dict(zip(names, want, strict=True))
 
@@ -160,7 +161,7 @@ def test_rows_are_those_of_the_levels_and_the_seed(monkeypatch, tmp_path):
     file, seen = tmp_path / "d.jsonl", []
     file.write_text("".join(json.dumps({"question": f"q{i}", "answer": "1", "level": 1 + i % 5}) + "\n" for i in range(50)))
     told = dict.fromkeys(("accuracy", "stderr", "format", "length", "truncated", "questions"), 1.0) | {"skipped": 0, "rows": []}
-    monkeypatch.setattr(evaluation, "evaluate", lambda model, tok, rows, *a: seen.append(rows) or told)
+    monkeypatch.setattr(evaluation, "evaluate", lambda model, tok, rows, **_: seen.append(rows) or told)
     cli("--data", str(file), "--levels", "2,3", "--limit", "5", "--seed", "4")
     assert seen == [data.load(file, "test", 5, 4, [2, 3])] != [data.load(file, "test", 5, 0, [2, 3])]
 
@@ -169,7 +170,7 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
     """A column of another's numbers, an error that is the value, questions that were left out in silence."""
     arms = iter([(0.25, 0.03125, 0.0, 12.25, 0.5, 3, 2, [0.0, 0.5, 0.25]), (0.5, 0.0625, 0.75, 9.5, 0.125, 3, 0, [0.5, 0.5, 0.5])])
 
-    def scripted(*a):
+    def scripted(*_, **__):
         *numbers, accuracies = next(arms)
         names = ("accuracy", "stderr", "format", "length", "truncated", "questions", "skipped")
         return {**dict(zip(names, numbers, strict=True)), "pass@2": (0.625, 0.25), "maj@2": (0.375, None),
@@ -241,7 +242,7 @@ def test_the_limit_is_what_the_longest_prompt_leaves(monkeypatch, tok, model):
 
 def test_answers_are_graded_in_the_style_they_were_asked_in(monkeypatch, tok, model):
     scripted(monkeypatch, tok, [["so \\boxed{7}"]])
-    r = evaluation.evaluate(model, tok, [{"question": "q", "answer": "7"}], "boxed", n=1)
+    r = evaluation.evaluate(model, tok, [{"question": "q", "answer": "7"}], style="boxed", n=1)
     assert (r["format"], r["accuracy"]) == (1.0, 1.0)
 
 

@@ -151,7 +151,7 @@ def test_saved_names_and_shapes_are_pefts(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-@pytest.mark.parametrize("rank,alpha", [(3, 5), (4, 32), (7, 1.3)])
+@pytest.mark.parametrize("rank,alpha", [(3, 5), (4, 32), (1, 1.3)])
 def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, rank, alpha):
     model = with_random_adapter(rank, alpha)
     want = model(IDS)
