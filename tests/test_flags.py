@@ -52,6 +52,11 @@ def test_runs_of_other_seeds_have_other_folders():
     assert len(outs) == 5 and "runs/tiny-arithmetic-nvfp4-s0" in outs
 
 
+def test_an_update_of_ones_own_has_the_defaults_of_train_py():
+    """grpo.Settings() and train.py's flags say each default once more."""
+    assert grpo.Settings(micro_batch_tokens=0) == grpo.Settings.of(flags.parse("train", ["--model", "some/model"]))
+
+
 def test_the_demos_defaults_are_the_demos():
     """A learning rate of 1e-3 is for a model of a million parameters; the README's numbers are of these."""
     demo, want = vars(flags.parse("train", [])), {

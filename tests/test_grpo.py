@@ -103,7 +103,8 @@ def test_each_objective_has_its_own_clip():
 
 
 def test_clipped_tokens_are_counted_where_the_gradient_stops():
-    """Below the clip with A > 0, or above it with A < 0, PPO's minimum is the plain gain: nothing is lost there."""
+    """Below the clip with A > 0, or above it with A < 0, PPO's minimum is the plain gain: nothing is lost there. Nor in a group of
+    equal rewards, which has no gradient anyway."""
     ratio = torch.tensor([[0.5, 1.0, 2.0], [0.5, 1.0, 2.0]])
     logp, mask = ratio.log().requires_grad_(), torch.tensor([[True] * 3, [True, True, False]])
     for sign, low, high in ((1.0, 0, 1), (-1.0, 2, 0)):
@@ -113,6 +114,8 @@ def test_clipped_tokens_are_counted_where_the_gradient_stops():
         assert ((grad == 0) & mask).sum() == low + high
         mean = grpo.mean_metrics(m)
         assert (mean["clip_low_frac"], mean["clip_high_frac"]) == (low / 5, high / 5)
+    m = grpo.policy_loss(logp, torch.zeros(2, 3), torch.zeros(2), mask)[1]
+    assert m["clip_low"] == m["clip_high"] == 0
 
 
 def test_sampler_kl_is_the_k3_estimate():
@@ -231,8 +234,17 @@ def test_overlong_rows_can_be_masked_or_penalised():
             assert value == 0 and grpo.mean_metrics(m)["logp_gap_mean"] == 0
     penalty = grpo.soft_overlong_penalty(torch.tensor([10, 80, 90, 100, 120]), 100, 20)
     assert penalty.tolist() == [0, 0, -0.5, -1, -1]
-    with pytest.raises(ValueError, match="buffer"):
-        grpo.soft_overlong_penalty(torch.tensor([1]), 100, 101)
+    assert grpo.soft_overlong_penalty(torch.tensor([50, 99, 100]), 100, 1).tolist() == [0, 0, -1]
+    assert grpo.soft_overlong_penalty(torch.tensor([50]), 100, 100).tolist() == [-0.5]
+    for buffer in (0, 101):
+        with pytest.raises(ValueError, match=f"--overlong-buffer {buffer}"):
+            grpo.soft_overlong_penalty(torch.tensor([1]), 100, buffer)
+
+
+@pytest.mark.parametrize(("lengths", "scale"), [([4, 4], 512), ([4, 5], 512), ([1, 100], 2048), ([3], 128)])
+def test_float16_gradients_are_scaled_by_a_power_of_two(lengths, scale):
+    """64 a token of the mean over all, but of GRPO's shortest completion at most 1,024: 65,504 is the largest number."""
+    assert grpo.half_scale(lengths) == scale
 
 
 @pytest.mark.parametrize("loss", grpo.OBJECTIVES)

@@ -607,6 +607,7 @@ def test_learning_rate_warms_up_and_ends_near_zero():
 def test_the_warm_up_is_the_nearest_number_of_updates():
     """Cut, a tenth of 19 is one update, and the first is taken at the peak."""
     assert [grpo.learning_rate(i, 19, 1.0, 0.1) for i in range(3)] == [0.5, 1.0, 1.0]
+    assert grpo.learning_rate(0, 19, 1.0, 0.0) == 1.0  # nothing to warm up
 
 
 @pytest.mark.parametrize("change, told", [
