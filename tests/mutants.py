@@ -411,6 +411,8 @@ MUTANTS = {
          "model::checkpointing_gives_the_same_loss_and_gradient"),
     ],
     "lora.py": [
+        ("adapters in 16 bits are refused", "t.dtype.itemsize < 2", "t.dtype.itemsize <= 2",
+         "lora::an_adapter_in_sixteen_bits_is_taken_as_it_is"),
         ("rank 1 is refused", "if rank < 1:", "if rank <= 1:",
          "lora::save_then_load_gives_the_same_logits_bit_for_bit"),
         ("full training goes where weights are frozen", "w.dtype not in HALVES or trains or",

@@ -177,6 +177,16 @@ def test_an_adapter_that_peft_saved_gives_pefts_logits(name):
         assert (model(expected["ids"]) - base()(expected["ids"])).abs().max() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_adapter_in_sixteen_bits_is_taken_as_it_is(tmp_path, dtype):
+    """Most of the hub's are; they train on in float32."""
+    rounded = change(FIXTURES / "peft_all", tmp_path, weights=lambda s: s.update({k: t.to(dtype) for k, t in s.items()}))
+    model, want = (load_adapter(base(), folder) for folder in (rounded, FIXTURES / "peft_all"))
+    for (_, m), (_, n) in zip(lora_layers(model), lora_layers(want), strict=True):
+        assert m.A.dtype == m.B.dtype == torch.float32
+        assert torch.equal(m.A, n.A.to(dtype).float()) and torch.equal(m.B, n.B.to(dtype).float()) and m.B.any()
+
+
 def test_a_subset_of_targets_clears_what_an_earlier_adapter_left():
     expected = load_file(FIXTURES / "peft_rslora" / "expected.safetensors")
     model = load_adapter(with_random_adapter(rank=3), FIXTURES / "peft_rslora")
