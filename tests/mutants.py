@@ -389,6 +389,10 @@ MUTANTS = {
          "aqn::clean_block_is_clean_and_restores_the_noise"),
     ],
     "model.py": [
+        ("a head from scratch is not tied", "if config.tie_word_embeddings:", "if False:",
+         "model::a_model_from_scratch_is_random_and_ties_its_head_if_told"),
+        ("linears from scratch are not random", "random_init(self.weight)", "pass",
+         "model::a_model_from_scratch_is_random_and_ties_its_head_if_told"),
         ("noise relative to the weight", "self.weight.float() + self.noise",
          "self.weight.float() * (1 + self.noise)",
          "aqn::noise_equals_row_scaling_of_the_weights_behind_it"),
