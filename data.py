@@ -185,7 +185,7 @@ def _set_levels(rows):
     known = sorted(r for r in rates if r is not None)
     if not known:
         return
-    edges = [known[min(len(known) - 1, -(-len(known) * k // 5) - 1)] for k in range(1, 5)]
+    edges = [known[-(-len(known) * k // 5) - 1] for k in range(1, 5)]
     for row, rate in zip(rows, rates, strict=True):
         if "level" not in row:
             row["level"] = None if rate is None else 5 - sum(rate > edge for edge in edges)

@@ -389,7 +389,7 @@ OTHERS = [
     ("eval --data arithmetic --limit 99999999", nothing, "arithmetic|100000"),
     ("data --n 999999", nothing, "arithmetic|100000"),
     ("eval --data d.jsonl,d.jsonl", nothing, "--data|twice"),
-    ("eval --data ''", nothing, "--data"),
+    ("eval --data ''", nothing, "--data: is empty"),
     ("eval --data set,nowhere", nothing, "--data nowhere"),
     ("train --data bigmath --out new", nothing, "--levels"),
     ("train --data bigmath --levels 1,2 --out new", nothing, "--levels"),

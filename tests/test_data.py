@@ -206,16 +206,16 @@ def test_an_own_reward_says_true_or_false(tmp_path, name, value):
 
 # ---- data sets
 
-def test_jsonl_columns_of_the_usual_sets(tmp_path):
+def test_jsonl_columns_of_the_usual_sets(tmp_path, capsys):
     """question/answer, problem/answer (with a worked solution beside it), prompt/solution, and
     GSM8K's ####."""
-    rows = [{"question": "q", "answer": "work <<1+1=2>>\n#### 1,234"},
+    rows = [{"question": "q", "answer": "a #### in the work <<1+1=2>>\n#### 1,234"},
             {"problem": "q", "solution": "long", "answer": 7},
             {"prompt": "q", "solution": "0"},
             {"problem": "q", "solution": "so \\boxed{\\frac{1}{2}}."}]
     got = data.load(write(tmp_path / "a.jsonl", rows))
     assert [r["answer"] for r in got] == ["1,234", "7", "0", "\\frac{1}{2}"]
-    assert {r["question"] for r in got} == {"q"}
+    assert {r["question"] for r in got} == {"q"} and not capsys.readouterr().err  # none is left out
 
 
 def test_files_of_other_editors_are_read(tmp_path):
@@ -463,7 +463,7 @@ def test_the_command_shows_the_rows_and_prompts_that_are_asked_for(capsys):
     out = capsys.readouterr().out
     shown = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert shown == data.load("arithmetic", "train", 2, 3)
-    assert out.count(data.SUFFIX["boxed"]) == 2
+    assert out.count(data.SUFFIX["boxed"]) == out.count("<|im_end|>\n<|im_start|>assistant") == 2
 
 
 def test_the_command_shows_columns_that_json_does_not_know(tmp_path, capsys):
@@ -644,6 +644,8 @@ def test_long_prompts_are_skipped_and_counted():
         data.prompts(tok, rows, "tags", 5)
     with pytest.raises(ValueError, match="--prompt-style"):
         data.prompts(tok, rows, "poem", 200)
+    with pytest.raises(ValueError, match="--prompt-style"):
+        data.reward("12", "12", "poem")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="Qwen2.5's tokenizer is not beside the repository")
