@@ -229,6 +229,8 @@ FIELDS = [
     (ASK, config(quantization_config={"config_groups": [1]}), "config.json|config_groups"),
     (ASK, config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {"a": 1}}), "config.json|quantization_config"),
     (ASK, config(eos_token_id="<eos>"), "config.json|eos_token_id"),
+    (ASK, lambda home: (config(eos_token_id=None)(home), config("model/generation_config.json", eos_token_id=None)(home),
+                        config("model/tokenizer_config.json", eos_token=None)(home)), "no eos_token in tokenizer_config.json"),
     (ASK, config("model/generation_config.json", eos_token_id=[1, None]), "generation_config.json|eos_token_id"),
     (ASK, config("model/generation_config.json", eos_token_id=-5), "generation_config.json|eos_token_id"),
     (ASK, config("model/generation_config.json", eos_token_id={"a": 1}), "generation_config.json|eos_token_id"),
@@ -346,13 +348,16 @@ def test_a_template_that_never_ends_is_given_up(refused):
 
 
 def test_a_template_that_never_ends_leaves_other_timers_alone(sound):
-    """The bound is a timer of the process, which others use too."""
+    """The bounds are a timer, its handler and a limit of the process, which others use too."""
+    def held():
+        return resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+
+    before = held()
     tok = data.Tokenizer(sound / "model")
     try:
         signal.setitimer(signal.ITIMER_REAL, 1000)
-        before = resource.getrlimit(resource.RLIMIT_AS)
         tok.prompt_ids("What is 1+1?")
-        assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000 and resource.getrlimit(resource.RLIMIT_AS) == before
+        assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000 and held() == before
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -557,7 +557,7 @@ def test_special_tokens_are_the_templates_own(checkpoint):
     """Llama's templates write bos_token, and its tokenizer adds another where it is let; a template
     that is handed none begins without it."""
     edit(checkpoint / "tokenizer_config.json", bos_token="<|endoftext|>", eos_token="<|im_end|>",
-         chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+         chat_template="{{ bos_token }}{{ messages[0].content * (2 ** 3 - 7) }}{{ eos_token }}")
     bos, end = (data.Tokenizer(TINY).tokenizer.token_to_id(t)
                 for t in ("<|endoftext|>", "<|im_end|>"))
     special = {"id": "<|endoftext|>", "ids": [bos], "tokens": ["<|endoftext|>"]}
