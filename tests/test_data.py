@@ -61,6 +61,8 @@ def test_format_and_correctness_add_up():
     assert value("it is \\boxed{42}", "boxed") == pytest.approx(1.2)
     assert value("it is 42.", "boxed") == pytest.approx(1.0)
     assert value("\\boxed{41}, then 42", "boxed") == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="--prompt-style"):
+        value("42", "poem")
 
 
 def test_boxed_braces_balance_and_the_last_box_counts():
@@ -542,12 +544,12 @@ def test_a_template_runs_in_a_sandbox(checkpoint):
 
 def test_template_functions_of_hub_checkpoints(checkpoint):
     template = ("{% for m in messages %}\n  {% if loop.last %}\n{{ m | tojson }}\n  {% break %}\n"
-                "{% endif %}{% endfor %}{{ strftime_now('%Y')[:2] }}")
+                "{% endif %}{% endfor %}{{ strftime_now('%Y')[:2] }} {{ 3 * 2 ** 3 }}")
     named = [{"name": "default", "template": template}]
     edit(checkpoint / "tokenizer_config.json", chat_template=named)
     tok = data.Tokenizer(checkpoint)
     turn = tok.chat([{"role": "user", "content": "<é>"}])
-    assert turn == '{"role": "user", "content": "<é>"}\n20'
+    assert turn == '{"role": "user", "content": "<é>"}\n20 24'
     edit(checkpoint / "tokenizer_config.json", chat_template="{{ raise_exception('no tools') }}")
     with pytest.raises(ValueError, match="no tools"):
         data.Tokenizer(checkpoint).chat([])
@@ -557,7 +559,7 @@ def test_special_tokens_are_the_templates_own(checkpoint):
     """Llama's templates write bos_token, and its tokenizer adds another where it is let; a template
     that is handed none begins without it."""
     edit(checkpoint / "tokenizer_config.json", bos_token="<|endoftext|>", eos_token="<|im_end|>",
-         chat_template="{{ bos_token }}{{ messages[0].content * (2 ** 3 - 7) }}{{ eos_token }}")
+         chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
     bos, end = (data.Tokenizer(TINY).tokenizer.token_to_id(t)
                 for t in ("<|endoftext|>", "<|im_end|>"))
     special = {"id": "<|endoftext|>", "ids": [bos], "tokens": ["<|endoftext|>"]}
@@ -644,8 +646,6 @@ def test_long_prompts_are_skipped_and_counted():
         data.prompts(tok, rows, "tags", 5)
     with pytest.raises(ValueError, match="--prompt-style"):
         data.prompts(tok, rows, "poem", 200)
-    with pytest.raises(ValueError, match="--prompt-style"):
-        data.reward("12", "12", "poem")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="Qwen2.5's tokenizer is not beside the repository")
