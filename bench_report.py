@@ -3,7 +3,8 @@ What needs no GPU of the benchmarks: the shapes they go through, others' figures
 pictures of what bench.py left in results/, and a step on many cards, on paper.
 
     python bench_report.py tables      # Markdown, and a picture beside each JSON list
-    python bench_report.py scale       # a step of the 7B on 1 to 512 cards
+    python bench_report.py cards runs/one runs/two    # completions/s by number of cards
+    python bench_report.py scale       # a step of the 7B on 1 to 512 cards, on paper
 
 results/peers.json has others' figures, and how they were measured.
 """
@@ -144,6 +145,27 @@ def rollout_curves(rows, where):
     return ours, vllm, ".0f", "tokens/s", {title: shown}
 
 
+def cards(args):
+    """Completions/s of runs of train.py, and how many times the first one's. A step is what the
+    clock shows between its row and the one before."""
+    columns = {"run": "", "completions": ".0f", "rollout": ".2f", "update": ".2f", "step": ".2f",
+               "per_second": ".1f", "times": ".2f"}
+    show(columns)
+    alone = None
+    for run, name in zip(args.runs, plot.names(args.runs), strict=True):
+        before, *rows = plot.read(run)[args.skip - 1 :] or [None]
+        if not rows:
+            raise ValueError(f"--skip {args.skip}: leaves no step of {run}")
+        mean = {k: statistics.fmean(r[k] for r in rows)
+                for k in ("prompts_sampled", "seconds_rollout", "seconds_update")}
+        completions = mean["prompts_sampled"] * plot.beside(run, "config.json")["group_size"]
+        step = (rows[-1]["seconds"] - before["seconds"]) / len(rows)
+        alone = alone or completions / step
+        values = (name, completions, mean["seconds_rollout"], mean["seconds_update"], step,
+                  completions / step, completions / step / alone)
+        show(columns, dict(zip(columns, values, strict=True)))
+
+
 def scale(args):
     """A step of the 7B on many cards, on paper, from decode steps and updates of one H100, and
     lengths drawn from a log-normal cut at --new."""
@@ -180,12 +202,16 @@ def scale(args):
 
 def parse_args(argv=None):
     p = argparse.ArgumentParser(description="Benchmarks without a GPU.", allow_abbrev=False)
-    sub = p.add_subparsers(dest="what", required=True)
-    for f in (tables, scale):
+    sub, count, adds = p.add_subparsers(dest="what", required=True), command.number(1, 1e9), {}
+    for f in (tables, cards, scale):
         c = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__, allow_abbrev=False,
                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         c.set_defaults(run=f)
-    add, count = c.add_argument, command.number(1, 1e9)
+        adds[f] = c.add_argument
+    adds[cards]("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
+    adds[cards]("--skip", type=count, default=8, help="steps at the start that do not count: they "
+                "compile kernels and capture batch sizes")
+    add = adds[scale]
     add("--cards", nargs="+", type=count, default=[1, 2, 8, 64, 512], help="the first: alone")
     add("--rows", type=count, default=128, help="completions a card, all decoding at once")
     add("--prompt", type=count, default=128, help="tokens of a prompt")

@@ -191,6 +191,25 @@ def test_no_step_is_read_off_beyond_what_was_measured(monkeypatch, capsys):
     assert "--cards: 0: must be at least 1" in capsys.readouterr().err
 
 
+def test_cards_are_compared_by_the_clock_from_the_step_that_counts(tmp_path, capsys):
+    """A slow first step counted; seconds of the phases alone, without what lies between steps; another batch taken for the same."""
+    for name, prompts, seconds in (("one", 4, 2.0), ("two", 8, 2.5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"group_size": 16}')
+        rows = [{"step": i, "prompts_sampled": prompts, "seconds": 30 + i * seconds, "seconds_rollout": 30 if i < 2 else 1.0,
+                 "seconds_update": 0.5} for i in range(5)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    runs = [str(tmp_path / name) for name in ("one", "two")]
+    args = bench_report.parse_args(["cards", *runs, "--skip", "2"])
+    args.run(args)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["one", "64", "1.00", "0.50", "2.00", "32.0", "1.00"], ["two", "128", "1.00", "0.50", "2.50", "51.2", "1.60"]]
+    for skip in "5", "50":
+        args = bench_report.parse_args(["cards", *runs, "--skip", skip])
+        with pytest.raises(ValueError, match=f"--skip {skip}: leaves no step of .*one"):
+            args.run(args)
+
+
 def test_the_bound_of_a_queue_fills_each_slot_at_once(monkeypatch):
     """By hand, four requests through two slots: two at once for 4 steps, then the last one alone for 5 more."""
     batches = []
