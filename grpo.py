@@ -207,7 +207,10 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     anchor = old_logp if trainer_old_logp is None else trainer_old_logp
     ratio = objective.level(difference(logp, anchor), mask).exp()  # (B, T)
     adv = advantages[:, None].to(logp.dtype)  # (B, 1)
-    gain = objective.surrogate(ratio, adv, logp.masked_fill(~mask, 0.0), low, high)
+    said = logp.masked_fill(~mask, 0.0)
+    gain = objective.surrogate(ratio, adv, said, low, high)
+    with torch.no_grad():
+        clipped = (gain != objective.surrogate(ratio, adv, said, math.inf, math.inf)) & mask
     if tis_cap is not None:  # what was sampled is not quite from the trainer's policy
         gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
     d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp)
@@ -221,9 +224,9 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
         metrics = {
             "loss": value.detach(),
             "tokens": mask.sum(),
-            # counted only where PPO's clip stops the gradient
-            "clip_low": ((ratio < 1 - low) & (adv < 0) & mask).sum(),
-            "clip_high": ((ratio > 1 + high) & (adv > 0) & mask).sum(),
+            # counted where the clip changes the gain: PPO's only where it stops the gradient
+            "clip_low": (clipped & (ratio < 1)).sum(),
+            "clip_high": (clipped & (ratio > 1)).sum(),
             "kl": (kl * mask).sum(),
             "logp_gap": gap.abs().sum(),
             "logp_gap_max": gap.abs().max() if gap.numel() else gap.sum(),

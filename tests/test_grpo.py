@@ -118,6 +118,18 @@ def test_clipped_tokens_are_counted_where_the_gradient_stops():
     assert m["clip_low"] == m["clip_high"] == 0
 
 
+def test_what_is_counted_as_clipped_is_the_objectives_own_clip():
+    """PPO's rule counted CISPO's weights above 5 only where A > 0. GSPO's ratio is a completion's: its padding is no token."""
+    logp, mask = torch.tensor([[0.5, 2.0, 6.0], [0.5, 2.0, 6.0]]).log(), torch.ones(2, 3, dtype=torch.bool)
+    m = grpo.policy_loss(logp, torch.zeros(2, 3), torch.tensor([1.0, -1.0]), mask, "cispo")[1]
+    assert (m["clip_low"], m["clip_high"]) == (0, 2)
+    m = grpo.policy_loss(logp, torch.zeros(2, 3), torch.tensor([1.0, -1.0]), mask, "cispo", eps_low=0.2)[1]
+    assert (m["clip_low"], m["clip_high"]) == (2, 2)
+    mask[:, 2] = False
+    m = grpo.policy_loss(logp + 1, torch.zeros(2, 3), torch.tensor([1.0, 0.0]), mask, "gspo")[1]
+    assert (m["clip_low"], m["clip_high"]) == (0, 2)
+
+
 def test_sampler_kl_is_the_k3_estimate():
     """A gap without sign cannot tell noise from rounding: KL(sampler || trainer) over what the sampler drew."""
     logp, old, adv, lengths = batch()
