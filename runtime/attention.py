@@ -90,7 +90,7 @@ def seen_keys(x, j, at, stop, earlier, other, B: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def forward_kernel(q, k, v, y, lse, blocks, S, sy, scale, G: tl.constexpr, D: tl.constexpr,
                    B: tl.constexpr):
     h = tl.program_id(0)
@@ -117,7 +117,7 @@ def forward_kernel(q, k, v, y, lse, blocks, S, sy, scale, G: tl.constexpr, D: tl
     tl.store(lse + h * S + queries, top + tl.log2(total), mask=queries < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def dq_kernel(q, k, v, y, dy, lse, delta, dq, blocks, S, scale, unit, G: tl.constexpr,
               D: tl.constexpr, B: tl.constexpr):
     """Leaves rowsum(Y * dY) in delta."""
@@ -142,7 +142,7 @@ def dq_kernel(q, k, v, y, dy, lse, delta, dq, blocks, S, scale, unit, G: tl.cons
     tl.store(out, (acc * unit).to(dq.dtype.element_ty), mask=queries[:, None] < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def dkdv_kernel(q, k, v, dy, lse, delta, dk, dv, blocks, S, scale, unit, G: tl.constexpr,
                 D: tl.constexpr, B: tl.constexpr, HEADS: tl.constexpr):
     """What HEADS query heads give to dK and dV (S, H / HEADS, D)."""

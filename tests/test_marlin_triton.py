@@ -546,6 +546,8 @@ def test_kernels_compile_for_a_card_that_is_not_there(triton):
     assert sum(kernels[name]["variants"] for name in tiles) >= 20
     for t in mt.TILES:  # as many programs on an SM of 228 KiB as the plan counts on, each of which takes 1 KiB more; widest adapter
         assert 228 * 1024 // (kernels[f"gemm {t['BM']}x{t['BN']}"]["shared"] + 1024) >= t["fit"]
+    # of two models, and dkdv of rows that continue others or not: however many tokens, no step of a run waits for a compiler
+    assert [kernels[f"{name}_kernel"]["variants"] for name in ("forward", "dq", "dkdv")] == [2, 2, 4]
     assert all(kernels[name]["products"] >= 8 for name in tiles - {"gemm 8x64"})  # some Tritons take no wgmma for so few rows
 
 
