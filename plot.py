@@ -127,13 +127,15 @@ def trailing_mean(values, width):
 
 def over_seeds(seeds, name, smooth=1):
     """A column of several runs (their rows) -> lists (mean, mean less its standard error, mean and
-    as much) of one value a step, at the steps that all have; nan where no run has a value."""
+    as much) of one value a step, at the steps that all have; nan where one has no value, since a
+    mean of other seeds than its neighbours would be a jump that no run made."""
     runs = [dict(zip((row["step"] for row in rows), trailing_mean(column(rows, name), smooth),
                      strict=True)) for rows in seeds]
     steps = sorted(set.intersection(*map(set, runs)))
-    values = [[run[s] for run in runs if math.isfinite(run[s])] or [math.nan] for s in steps]
+    values = [[run[s] for run in runs] for s in steps]
     means = [fmean(v) for v in values]
-    errors = [stdev(v) / len(v) ** 0.5 if len(v) > 1 else 0.0 for v in values]
+    errors = [stdev(v) / len(v) ** 0.5 if len(v) > 1 and math.isfinite(m) else 0.0
+              for m, v in zip(means, values, strict=True)]
     return [[m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (0, -1, 1)]
 
 

@@ -1574,6 +1574,8 @@ MUTANTS = {
          '"eval_stderr": None', "plot::held_out_accuracy_is_drawn_where_it_was_measured"),
         ("the last accuracy was at no time", '"seconds": summary.get("seconds")', '"seconds": None',
          "plot::held_out_accuracy_is_drawn_where_it_was_measured"),
+        ("a mean is of the seeds that happen to have a value", "[run[s] for run in runs]",
+         "[run[s] for run in runs if math.isfinite(run[s])] or [math.nan]", "plot::runs_of_several_seeds_are_one_line_in_a_band"),
         ("a band is the spread of the seeds", "stdev(v) / len(v) ** 0.5", "stdev(v)",
          "plot::runs_of_several_seeds_are_one_line_in_a_band"),
         ("the flags beside a file are not read", "path = (Path(run).parent if Path(run).is_file() else Path(run)) / name",

@@ -137,6 +137,8 @@ def test_runs_of_several_seeds_are_one_line_in_a_band(tmp_path, axes):
     assert [s[:, 1].tolist() for s in bars] == [[1.0, 3.0], [2.0, 2.0], [3.0, 7.0]]
     three = [[{"step": 0, "reward": r}] for r in (1.0, 2.0, 6.0)]
     assert plot.over_seeds(three, "reward") == [[3.0], pytest.approx([3 - 7**0.5 / 3**0.5]), pytest.approx([3 + 7**0.5 / 3**0.5])]
+    three[0].append({"step": 1, "reward": 4.0}), three[1].append({"step": 1, "reward": None}), three[2].append({"step": 1})
+    assert all(map(math.isnan, (means[1] for means in plot.over_seeds(three, "reward"))))  # not the first seed's alone
     again = run("a2", 1, "nvfp4", [0.0])
     assert plot.lines([*runs[::2], again]) == [("a* (2 seeds)", runs[::2]), ("a2", [again])]
 
