@@ -17,10 +17,12 @@ Measurements behind the README's choices.
                inference engine beside a trainer, four bits to sample and 16 to train, the ratio
                against the sampler or, with a truncated weight, against the trainer itself
 
-All but the first train: each arm with each seed, in a folder of its own in --out (runs/NAME). A run
-that is there is not repeated, one that was stopped goes on; the flags must be the same, and may be
-left out where only the table is wanted. They print each arm's held-out accuracy with its standard
-error over the seeds, and for the 2x2 what either factor adds within a seed.
+    compare    runs that are there, whatever made them: what each flag in which they differ adds
+
+All but the first and the last train: each arm with each seed, in a folder of its own in --out
+(runs/NAME). A run that is there is not repeated, one that was stopped goes on; the flags must be
+the same, and may be left out where only the table is wanted. They print each arm's held-out
+accuracy with its standard error over the seeds, and what `compare` says.
 
 Flags after the name are train.py's, and of the training ones --seeds 0,1,2,3,4 and --jobs 1: runs
 side by side, dealt out over the cards; one has room for several when the model is small. For
@@ -31,6 +33,7 @@ side by side, dealt out over the cards; one has room for several when the model 
     python experiments.py 2x2 --out runs/2x2
     python experiments.py noise --seeds 0,1,2 --jobs 4 --out runs/noise --model DIR --data gsm8k
     python experiments.py two-copies --out runs/apart          # one run of train.py, so trained
+    python experiments.py compare results/long_1.5b/*/
 """
 from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
@@ -42,7 +45,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain, permutations, product
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, stdev
@@ -56,8 +59,9 @@ import grpo
 import lora
 import plot
 import train
+from eval import stderr
 from runtime import engine, flags
-from weights.files import check_out, whole
+from weights.files import check_out, read_json, read_jsonl, whole
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 # experiment -> {arm: train.py's flags}
@@ -227,8 +231,7 @@ def check_flags(out, wanted):
 
 
 def table(name, seeds, out):
-    """Markdown: held-out accuracy after each evaluation by arm; of the 2x2 also the two factors'
-    effects on the last one."""
+    """Markdown: held-out accuracy after each evaluation by arm, and what the flags add."""
     at, last, arms = {}, {}, ARMS[name]  # {arm: {steps: [accuracy by seed]}}
     for arm in arms:
         runs, at[arm] = [folder(out, arm, seed) for seed in seeds], {}
@@ -236,20 +239,90 @@ def table(name, seeds, out):
             for row in plot.read(run):
                 if row["eval_accuracy"] is not None:
                     at[arm].setdefault(row["step"], []).append(row["eval_accuracy"])
-        last[arm] = [json.loads((run / "summary.json").read_text())["accuracy_after"]
-                     for run in runs]
-    steps = list(next(iter(at.values())))
+        last[arm] = [accuracy_after(run) for run in runs]
+    # of all runs: means of some seeds beside those of others would compare the seeds
+    steps = [s for s in at[arm] if all(len(of.get(s, ())) == len(seeds) for of in at.values())]
     lines = ["| | " + " | ".join(f"after {s}" for s in steps) + " | at the end |",
              "|---" * (len(steps) + 2) + "|"]
     for arm in arms:
         cells = [told(at[arm][s]) for s in steps] + [told(last[arm])]
         lines.append(f"| {arm.replace('--', ', ')} | " + " | ".join(cells) + " |")
-    pairs = {"NVFP4 adds": ("nvfp4", "none"), "AQN adds": ("--aqn", "--no-aqn")}
-    for what, (more, less) in pairs.items() if name == "2x2" else ():
-        both = [(arm, arm.replace(more, less)) for arm in arms if arm != arm.replace(more, less)]
-        gain = [fmean(last[a][i] - last[b][i] for a, b in both) for i in range(len(seeds))]
-        lines.append(f"{what} {told(gain)} points, within a seed")
-    return "\n".join(lines)
+    return "\n".join([*lines, *compare([folder(out, arm, s) for arm in arms for s in seeds])])
+
+
+def accuracy_after(run):
+    found = plot.beside(run, "summary.json").get("accuracy_after")
+    if found is None:
+        raise ValueError(f"{run}: has no accuracy_after in summary.json; let it end, without "
+                         "--eval-n 0")
+    return found
+
+
+def answers(run):
+    """Accuracy on each held-out question after training, in the set's order; None where it was not
+    kept. In correct.json beside the runs a digit stands for each: eval_after.jsonl is long."""
+    run = Path(run)
+    path, kept = run / "eval_after.jsonl", run.parent / "correct.json"
+    if path.is_file():
+        return [row["accuracy"] for _, row in read_jsonl(path, {"accuracy": (float, 0, 1)})]
+    digits = read_json(kept).get(run.name) if kept.is_file() else None
+    return digits and [*map(int, digits)]
+
+
+def compare(runs):
+    """A line for each flag in which runs differ and each of its values: what that adds to the
+    accuracy after training, over runs that are alike in all else, the seed included. In points,
+    with the standard error over seeds and, where their answers are kept, over questions."""
+    had, lines = {}, []
+    for run in runs:
+        had[run] = {flag: plot.shown(value) for flag, value in plot.told(run).items()}
+        if not had[run]:
+            raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
+        if twins := [other for other in had if had[other] == had[run] and other != run]:
+            raise ValueError(f"{twins[0]} and {run} have the same flags; leave one out")
+    after = {run: answers(run) for run in runs}
+    if None in after.values():
+        after = {run: [accuracy_after(run)] for run in runs}
+    if len({len(each) for each in after.values()}) > 1:
+        raise ValueError("RUN: they were asked different numbers of questions; compare others")
+    for flag in sorted(had[runs[0]].keys() - {"seed"}):
+        base, *others = sorted(dict.fromkeys(flags.get(flag) for flags in had.values()), key=least)
+        for value in others:
+            pairs = [(less, more) for less, more in permutations(runs, 2)
+                     if had[less].get(flag) == base and had[more] == had[less] | {flag: value}]
+            by_seed = {}
+            for less, more in pairs:
+                by_seed.setdefault(had[less]["seed"], []).append(
+                    [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)])
+            seeds = [[*map(fmean, zip(*gains, strict=True))] for gains in by_seed.values()]
+            if seeds:
+                lines.append(f"{flag.replace('_', '-')} {base} -> {value}: {effect(seeds)}")
+    return lines
+
+
+def effect(seeds):
+    """What a flag adds, as text: seeds are lists of points by question."""
+    questions = [*map(fmean, zip(*seeds, strict=True))]
+    text = f"{fmean(questions):+.1f} points"
+    for what, values in (("seeds", [*map(fmean, seeds)]), ("questions", questions)):
+        if len(values) > 1:
+            text += f", +- {stderr(values):.1f} over {len(values)} {what}"
+    return text
+
+
+def least(value):
+    """A key to sort a flag's values by: without it first, then numbers, then as they came."""
+    try:
+        return value not in ("off", "none"), float(value)
+    except (TypeError, ValueError):
+        return value not in ("off", "none"), float("inf")
+
+
+def comparison(argv):
+    p = command.Parser(prog="experiments.py compare", description=compare.__doc__)
+    p.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
+    lines = compare(p.parse_args(argv).runs)
+    print("\n".join(lines) or "no two of these runs differ in one flag alone")
 
 
 def told(values):
@@ -268,8 +341,11 @@ def main(argv=None):
         return flags.run_command("train", gradient, ["--out", "gradient.json", *argv[1:]])
     if name == "two-copies":
         return apart(argv[1:])
+    if name == "compare":
+        return command.run("experiments.py", partial(comparison, argv[1:]))
     if name not in ARMS:
-        print(f"experiments.py: error: name an experiment: gradient, two-copies, {', '.join(ARMS)}",
+        print("experiments.py: error: name an experiment: gradient, two-copies, compare, "
+              + ", ".join(ARMS),
               file=sys.stderr)
         return 2
     own = argparse.ArgumentParser(f"experiments.py {name}", add_help=False, allow_abbrev=False)

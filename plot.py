@@ -155,6 +155,16 @@ def shown(value):
     return files.shown(value).strip("'").rstrip("/").split("/")[-1]
 
 
+def told(run):
+    """{flag: value} of what a run was told that its numbers follow from, and the script that it was
+    told; {} without config.json."""
+    flags = {k: v for k, v in beside(run, "config.json").items() if k not in IDLE + MINOR}
+    if flags:
+        command = str(beside(run, "summary.json").get("command", "train.py"))
+        flags["script"] = re.search(r"\S+\.py( [^-]\S*)?|$", command)[0]
+    return flags
+
+
 def lines(runs):
     """[(label, runs)] of the lines to draw: runs whose flags differ in their seed alone are one.
 
@@ -163,12 +173,8 @@ def lines(runs):
     run has no config.json."""
     found = []  # (flags, {seed: (run, its name)})
     for run, name in zip(runs, names(runs), strict=True):
-        flags = beside(run, "config.json")
+        flags = told(run)
         seed = flags.pop("seed", None)
-        flags = {k: v for k, v in flags.items() if k not in IDLE + MINOR}
-        if flags:
-            command = str(beside(run, "summary.json").get("command", "train.py"))
-            flags["script"] = re.search(r"\S+\.py( [^-]\S*)?|$", command)[0]
         alike = [seeds for other, seeds in found if flags and other == flags and seed not in seeds]
         if alike:
             alike[0][seed] = run, name

@@ -30,7 +30,8 @@ def trained(monkeypatch):
         after = 0.5 + 0.1 * (args.quant == "nvfp4") + 0.02 * args.aqn + 0.01 * args.seed
         rows = [{"step": 0, "eval_accuracy": 0.25}, {"step": 1, "eval_accuracy": None}]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (out / "summary.json").write_text(json.dumps({"accuracy_after": after}))
+        script = "experiments.py two-copies" if "two" in out.name else "train.py"
+        (out / "summary.json").write_text(json.dumps({"accuracy_after": after, "command": f"python {script} --steps 30"}))
         (out / "config.json").write_text(json.dumps(vars(args)))
         return 0
 
@@ -88,7 +89,57 @@ def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(tra
     experiments.main(["2x2", "--out", str(tmp_path)])
     out = capsys.readouterr().out
     assert "| none, no-aqn | 25.0 +- 0.0 | 52.0 +- 0.7 |" in out and "| nvfp4, aqn | 25.0 +- 0.0 | 64.0 +- 0.7 |" in out
-    assert "NVFP4 adds 10.0 +- 0.0 points" in out and "AQN adds 2.0 +- 0.0 points" in out
+    assert out.endswith("aqn off -> on: +2.0 points, +- 0.0 over 5 seeds\nquant none -> nvfp4: +10.0 points, +- 0.0 over 5 seeds\n")
+
+
+def test_the_table_has_no_means_of_some_seeds_beside_those_of_others(trained, tmp_path, capsys):
+    """One seed was evaluated more often: its accuracy alone stood in a row of means over all."""
+    experiments.main(["2x2", "--seeds", "0,1", "--out", str(tmp_path)])
+    for arm in experiments.ARMS["2x2"]:
+        with open(tmp_path / f"{arm}-s1" / "metrics.jsonl", "a") as f:
+            f.write(json.dumps({"step": 2, "eval_accuracy": 0.3}) + "\n")
+    capsys.readouterr()
+    experiments.main(["2x2", "--seeds", "0,1", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[0] == "| | after 0 | at the end |"
+
+
+def kept(tmp_path, **runs):
+    """Runs of four questions, answered as the digits say; a name is quant_lr_seed. Their folders."""
+    for name, digits in runs.items():
+        out = tmp_path / name
+        out.mkdir()
+        quant, lr, seed = name.split("_")
+        (out / "config.json").write_text(json.dumps({"quant": quant, "lr": float(lr), "seed": int(seed), "eval_every": int(seed)}))
+        (out / "summary.json").write_text(json.dumps({"accuracy_after": digits.count("1") / len(digits)}))
+    (tmp_path / "correct.json").write_text(json.dumps(runs))
+    return [str(tmp_path / name) for name in runs]
+
+
+def test_runs_are_compared_where_they_differ_in_one_flag_alone(tmp_path, capsys):
+    """A run of another rate and format says nothing of either; a mean over pairs is not one over seeds."""
+    runs = kept(tmp_path, none_16_0="1100", nvfp4_2_0="1100", none_2_0="1000", none_2_1="1111", nvfp4_2_1="0000", mxfp4_3_0="1111")
+    assert experiments.main(["compare", *runs]) == 0
+    # by seed +25 and -100 points; by question -50, 0, -50, -50
+    assert capsys.readouterr().out.splitlines() == ["lr 2 -> 16: +25.0 points, +- 25.0 over 4 questions",
+        "quant none -> nvfp4: -37.5 points, +- 62.5 over 2 seeds, +- 12.5 over 4 questions"]
+    (tmp_path / "correct.json").unlink()
+    assert experiments.main(["compare", *runs]) == 0
+    assert "nvfp4: -37.5 points, +- 62.5 over 2 seeds\n" in capsys.readouterr().out
+    (tmp_path / "none_2_0" / "eval_after.jsonl").write_text('{"accuracy": 0.5}\n' * 4)
+    (tmp_path / "nvfp4_2_0" / "eval_after.jsonl").write_text('{"accuracy": 0.75}\n{"accuracy": 0.25}\n' * 2)
+    assert experiments.main(["compare", *runs[1:3]]) == 0
+    assert capsys.readouterr().out == "quant none -> nvfp4: +0.0 points, +- 14.4 over 4 questions\n"
+    assert experiments.main(["compare", runs[1], runs[5]]) == 0 and "no two of these runs" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_named(tmp_path, capsys):
+    runs = kept(tmp_path, none_1_0="1000", nvfp4_1_0="110")
+    for argv, why in (([], "RUN"), ([str(tmp_path)], "config.json"), (runs, "different numbers of questions"),
+                      ([runs[0], f"{runs[0]}/../none_1_0"], "have the same flags; leave one out")):
+        assert experiments.main(["compare", *argv]) == 2 and why in capsys.readouterr().err
+    (tmp_path / "correct.json").unlink()
+    (tmp_path / "none_1_0" / "summary.json").unlink()
+    assert experiments.main(["compare", *runs]) == 2 and "none_1_0: has no accuracy_after" in capsys.readouterr().err
 
 
 def test_each_arm_is_what_its_name_says():
@@ -237,7 +288,7 @@ def test_the_trainer_of_two_copies_is_the_sixteen_bit_one(monkeypatch):
 
 
 def test_an_experiment_has_to_be_named(capsys):
-    assert experiments.main([]) == 2 and "gradient, two-copies, 2x2" in capsys.readouterr().err
+    assert experiments.main([]) == 2 and "gradient, two-copies, compare, 2x2" in capsys.readouterr().err
 
 
 def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys):
@@ -263,10 +314,12 @@ def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path, job
         cards.append(env["CUDA_VISIBLE_DEVICES"])
         assert share == (command[command.index("--card-share") + 1] if "--card-share" in command else None)
         out = Path(command[-1])
-        ran.append((out.name, command[command.index("--loss") + 1], command[command.index("--seed") + 1]))
+        loss, seed = (command[command.index(flag) + 1] for flag in ("--loss", "--seed"))
+        ran.append((out.name, loss, seed))
         out.mkdir()
         (out / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval_accuracy": 0.25}) + "\n")
         (out / "summary.json").write_text(json.dumps({"accuracy_after": 0.5}))
+        (out / "config.json").write_text(json.dumps({"loss": loss, "seed": int(seed)}))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
