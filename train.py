@@ -198,6 +198,7 @@ def train(args, argv):
         params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr, (args.beta1, args.beta2), args.weight_decay)
     engine.fit_update(args, model, params)  # settles --micro-batch-tokens and --checkpointing
+    engine.prepare(args, model, longest + args.max_new_tokens)
 
     with Run(args, argv) as run:
         if not run.open(optimizer, [*rows, *held_out]):  # a finished run that is not to be extended

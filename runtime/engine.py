@@ -348,6 +348,15 @@ def fit_update(args, model, params):
     model.checkpointing = recompute
 
 
+def prepare(args, model, longest):
+    """Make the GPU's engine of train.py's rollouts, for rows of `longest` tokens. Made for those of
+    the first step, it would have to be captured again at the first longer prompt, while all other
+    ranks wait."""
+    if model.embed.weight.is_cuda:
+        rows = args.group_size * -(-args.prompts_per_step // ranks.world)
+        engine_for(model, min(rows, args.max_rows), longest, 1.0)
+
+
 def fingerprint(model):
     """What a captured graph holds on to: where the weights lie, which adapters are on, and their
     scaling."""

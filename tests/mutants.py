@@ -48,6 +48,8 @@ MUTANTS = {
          "loop::noise_is_in_the_rollout_and_not_in_the_update"),
         ("the noise is off in the update of scope both", 'args.aqn_scope == "rollout"', "True",
          "loop::scope_both_keeps_the_rollouts_noise_in_the_update"),
+        ("the engine is made for shorter rows than will come", "prepare(args, model, longest + args.max_new_tokens)",
+         "prepare(args, model, longest)", "train::the_engine_is_made_for_the_longest_row_of_the_run"),
         ("no room is made for the update", "make_room(model, model.update_bytes)", "make_room(model, 0)",
          "train::each_step_makes_room_for_its_updates"),
         ("the noise is never redrawn", "aqn.noise_seed(args.seed, step)",
@@ -768,6 +770,8 @@ MUTANTS = {
     "runtime/engine.py": [
         ("a noise of one's own reaches no rollout", "if any(b.any() for b in aqn.buffers(m).values()):", "if False:",
          "aqn::a_noise_in_a_linear_reaches_the_sampler"),
+        ("each rank's engine has rows for all ranks", "args.group_size * -(-args.prompts_per_step // ranks.world)",
+         "args.group_size * args.prompts_per_step", "decode::a_run_has_one_engine_however_long_its_next_prompt"),
         ("an engine copies the adapter once", "            self.refresh()\n", "", "decode::each_call_copies_the_adapter_as_it_is_then"),
         ("a rank captures a size when it comes", "ranks.world > 1 and size < self.last", "False",
          "decode::ranks_capture_what_is_to_come_together"),

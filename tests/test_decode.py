@@ -412,6 +412,17 @@ def test_an_engine_is_made_anew_only_where_the_last_one_does_not_serve(monkeypat
         engine.engine_for(m, 1, 129, 1.0)
 
 
+def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
+    """Made for the prompts of the first step, it was captured again when a longer one came: 0.9 to 1.5 s of a rollout."""
+    made, card = [], SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
+    monkeypatch.setattr(engine, "engine_for", lambda *wanted: made.append(wanted))
+    monkeypatch.setattr(engine.ranks, "world", 2)
+    for max_rows in (1000, 20):
+        engine.prepare(SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows), card, 300)
+    engine.prepare(None, build(), 300)  # the CPU's takes what each call needs
+    assert made == [(card, 24, 300, 1.0), (card, 20, 300, 1.0)]
+
+
 def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
     """The scratch of the largest weight comes after the keys and values are made: unplanned, it runs out of memory. What is
     there already is not free memory and must not be counted again."""

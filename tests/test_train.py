@@ -399,6 +399,16 @@ def test_each_step_makes_room_for_its_updates(tmp_path, monkeypatch):
     assert calls == [123, "update", "update"] * 2
 
 
+def test_the_engine_is_made_for_the_longest_row_of_the_run(tmp_path, monkeypatch):
+    """Of the prompts that come in its first step, it would be made anew in the middle of the run."""
+    told = []
+    monkeypatch.setattr(train.engine, "prepare", lambda args, model, longest: told.append((args, longest)))
+    assert run(tmp_path / "run", "--steps", "1", "--aqn-stages", "2") == 0
+    [(args, longest)] = told
+    rows, _ = data.prompts(data.Tokenizer(args.model), train.questions(args)[0], args.prompt_style, args.max_prompt)
+    assert longest == max(len(row["ids"]) for row in rows) + args.max_new_tokens
+
+
 def test_sigterm_saves_before_it_stops(straight, tmp_path, monkeypatch):
     """A preempted job loses at most the step it was in."""
     out, generate, calls = tmp_path / "run", sample.generate, []
