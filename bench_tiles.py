@@ -1,6 +1,6 @@
 """
 What tiles of the FP4 GEMM cost within a decode step: microseconds that a block takes longer with
-each than with those that marlin_triton.plan takes. For another card, or another model; timed alone
+each than with those that runtime.plan takes. For another card, or another model; timed alone
 they come in another order.
 
     python bench_tiles.py --sizes 7b 3b --rows 8 64
@@ -27,6 +27,7 @@ import bench
 import marlin_triton
 import nvfp4
 from runtime import engine
+from runtime.plan import PARTIALS, plan, sms
 from weights import memory
 from weights.formats import CHUNK, FORMATS
 
@@ -47,7 +48,7 @@ def candidates(M, N, K, cores):
                     on = (n * cores // max(1, cut) for n in (1 / 4, 1 / 2, 1, 2, 4, fit))
                     splits = (max(1, min(16, int(n))) for n in on)
                     for split in sorted({-(-blocks // -(-blocks // n)) for n in splits}):
-                        fits = cut * split * BM * BN <= marlin_triton.PARTIALS
+                        fits = cut * split * BM * BN <= PARTIALS
                         if fit >= 2 and (fits if split > 1 else uncut == 0):
                             yield {"BM": BM, "BN": BN, "warps": warps, "stages": stages,
                                    "split": split, "whole": uncut if split > 1 else 0} | (
@@ -90,7 +91,7 @@ def compile_tile(work):
 
 def step_us(model, M, shape=None, tile=None):
     """Microseconds of a decode step of M rows; with `tile` for linears of `shape`."""
-    def chosen(*of, plan=marlin_triton.plan):
+    def chosen(*of):
         ns, own = plan(*of)
         return ns, own | {"maxnreg": None} | tile if of[1:3] == shape else own
 
@@ -102,9 +103,9 @@ def step_us(model, M, shape=None, tile=None):
 
 def measure(model, name, M, base, args, pool):
     """A row: the tiles of the layer "7b.down" of M rows; base: step_us with plan's own."""
-    shape, cores = bench.linear(name), marlin_triton.sms(torch.device("cuda"))
+    shape, cores = bench.linear(name), sms(torch.device("cuda"))
     blocks = len(model.layers)
-    some, own = [*candidates(M, *shape, cores)], marlin_triton.plan(M, *shape, cores)[1]
+    some, own = [*candidates(M, *shape, cores)], plan(M, *shape, cores)[1]
     own = {k: own[k] for k in (*some[0], "maxnreg") if k in own}
     some = [own, *(t for t in some if t != own)]
     # all of them first: they run on the card that is to be timed

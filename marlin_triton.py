@@ -19,36 +19,28 @@ are few, K is cut (SPLIT): each split leaves a float32 partial sum and the progr
 adds them in order. No atomics on values: the same bits on each run. Programmatic dependent launch
 lets a kernel start while the one before finishes. A kernel of a decode step that does nothing else
 costs 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA, whose
-x A^T the first programs of the grid make while the others stream the weight, which wait for it in
-their epilogue.
-`plan` picks tile and splits by times measured on an H200 (python bench_tiles.py) and, beyond 128
-rows, an H100; other cards from Ampere on run the same kernel, without dependent launch before
-Hopper. What was tried and lost stands in results/LOG.md.
+x A^T is runtime/adapter.py. Tile and splits are chosen by runtime/plan.py for an H100 or H200;
+other cards from Ampere on run the same kernel, without dependent launch before Hopper. What was
+tried and lost stands in results/LOG.md.
 
     y = matmul(x, quantize(w))                                  # any M, differentiable in x
     python bench.py kernels
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
 """
-import functools
-import math
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from model import HALVES
+from runtime.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work
 from runtime.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
+from runtime.plan import few, plan, sms, space
 from weights.formats import CHUNK, FORMATS, dequantize, scale_bits
 
 # cuBLAS multiplies by alpha behind its sums: of parts of K, in float16, one might overflow before
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
-# by one thread; nobody waits for what it would return
-COUNT_ROUND = tl.constexpr("{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; "
-                           "setp.eq.u32 one, t, 0; mov.u32 $0, 0; "
-                           "@one red.relaxed.gpu.global.inc.u32 [$1], $2; }")
 
 
 @triton.jit
@@ -60,97 +52,6 @@ def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
         return n + (r // 8) % 2 * (N // 2), n < N // 2
     else:
         return tile * BN + r, tile * BN + r < N
-
-
-@triton.jit
-def reached(p, n, ASM: tl.constexpr):
-    """Wait until programs that came before in the grid, so that they run or have run, have counted
-    *p up to n; what they left before is there then."""
-    if ASM:
-        seen = n * 0
-        while seen < n:  # relaxed loads and one fence behind them take 0.5 us longer
-            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [p.to(tl.int64)],
-                                             dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
-
-
-@triton.jit
-def added(p, keep, Z: tl.constexpr, SOME: tl.constexpr):
-    """The sum of the Z floats at each of pointers p (.., ..), in their order, SOME in flight; 0
-    unless `keep`."""
-    total, z = tl.zeros(p.shape, tl.float32), tl.arange(0, SOME)[None, None, :]
-    for n in tl.static_range(0, Z, SOME):
-        total += tl.sum(tl.load(p[:, :, None] + (n + z), mask=keep[:, :, None], other=0.0,
-                                cache_modifier=".cg"), 2)
-    return total
-
-
-@triton.jit
-def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl.constexpr,
-               ZR: tl.constexpr, BM: tl.constexpr, BA: tl.constexpr, RA: tl.constexpr,
-               T: tl.constexpr, PDL: tl.constexpr):
-    """x a^T for x (M, K) and an adapter's a (PR, K), in Z slices of K, by the first MT * BM / BA *
-    AT * Z programs of a kernel whose others take BM rows of it (adapter_out). Program `pid` does
-    RA rows of a, BA of x and one slice. Slices lie in sums as (MT, BM, PR, Z); ZR = 1: the last of
-    them to be there adds them up, in order, to (MT, BM, PR) behind. flags: of MT blocks of rows,
-    how many of BM / BA * AT * ZR programs have left what is taken; then, zero between kernels,
-    counters (MT * BM / BA, AT) of slices."""
-    pieces = MT * (BM // BA)
-    piece, at, z = pid % pieces, pid // pieces % AT, pid // pieces // AT
-    i, j = piece * BA + tl.arange(0, BA), tl.arange(0, 128)
-    r = at * RA + tl.arange(0, RA)
-    ap = a + r.to(tl.int64)[:, None] * K + j[None, :]
-    xp = x + i.to(tl.int64)[None, :] * sx + j[:, None]
-    here, rows = (r < PR)[:, None], (i < M)[None, :]
-    per = tl.cdiv(tl.cdiv(K, 128), Z) * 128
-    end = tl.minimum(K, z * per + per)
-    acc = tl.zeros((RA, BA), tl.float32)
-    left = tl.load(ap + z * per, mask=here & (z * per + j < end)[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # the others decide when: it takes all of a grid
-    for k in tl.range(z * per, end, 128):
-        right = tl.load(xp + k, mask=rows & (k + j < end)[:, None], other=0.0)
-        # (RA, 128) @ (128, BA)
-        acc = tl.dot(left.to(T), right.to(T), acc, input_precision="ieee")
-        left = tl.load(ap + k + 128, mask=here & (k + 128 + j < end)[None, :], other=0.0)
-    spot = i[None, :] * PR + r[:, None]
-    tl.store(sums + spot * Z + z, acc, mask=here)
-    tl.debug_barrier()
-    done = True
-    if ZR < Z:
-        count = flags + MT + piece * AT + at
-        done = tl.atomic_add(count, 1, sem="acq_rel") == Z - 1
-        if done:
-            tl.store(count, 0)
-            total = added(sums + spot * Z, here, Z, min(Z, max(4, 4096 // (RA * BA))))
-            tl.store(sums + MT * BM * PR * Z + spot, total, mask=here)
-            tl.debug_barrier()
-    if done:
-        tl.atomic_add(flags + piece // (BM // BA), 1, sem="release")
-
-
-@triton.jit
-def adapter_out(sums, mt, MT, part, R0: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-                PR: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, BM: tl.constexpr,
-                T: tl.constexpr):
-    """x A^T (RP, BM) of the rows `mt` and of a part of A its rows from R0 on, rounded."""
-    i, r = tl.arange(0, BM)[None, :], R0 + tl.arange(0, RP)[:, None]
-    if ZR < Z:
-        sums += MT * BM * PR * Z
-    return added(sums + ((mt * BM + i) * PR + part * R + r) * ZR, r < R, ZR, ZR).to(T)
-
-
-@triton.jit
-def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
-    """Wait for the makers of a program's rows of x A^T. The last of its readers leaves the flag at
-    zero for the next kernel."""
-    reached(flag, makers, ASM)
-    if ASM:
-        tl.inline_asm_elementwise(COUNT_ROUND, "=r,l,r", [flag.to(tl.int64), makers + readers - 1],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-    elif tl.atomic_add(flag, 1) == makers + readers - 1:
-        tl.store(flag, 0)
 
 
 @triton.jit(do_not_specialize=["M", "b0", "b1"])
@@ -343,84 +244,6 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
         tl.store(out + at + K + e[None, :], t, mask=inside)
 
 
-# What a program takes: BM rows of x and BN of w; stages of the loop, warps. Of such programs `fit`
-# are on an SM at once, which takes about `wave` ns and, a chunk of K, `alone` ns where one is,
-# `each` for every program where many are, and `more` of that a row of x. At most 111 KB of shared
-# memory.
-TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1350, alone=320, each=170),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=225,
-              maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1350, alone=300, each=220),
-         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1350, alone=390, each=290),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=2400, alone=480, each=320,
-              more=0.00028),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=2400, alone=1570, each=310,
-              maxnreg=128)]
-# float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
-PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
-FEW = 512  # up to here the kernel wins nearly always, and with an adapter always
-SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
-
-
-def sms(device):
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def space(device):
-    """The device's buffers, shared by all layers (two streams at once would collide), made on the
-    first call: 17 MB. The counters, and the flags behind them, are zero between kernels. The third,
-    the scratch for a dequantized weight, grows to the largest weight that needed it
-    (memory.gemm_scratch)."""
-    if device not in SPACE:
-        SPACE[device] = [torch.empty(PARTIALS, device=device),
-                         torch.zeros(COUNTERS + FLAGS, dtype=torch.int32, device=device),
-                         torch.empty(0, dtype=torch.bfloat16, device=device)]
-    return SPACE[device]
-
-
-@functools.lru_cache(1 << 12)
-def plan(M, N, K, cores):
-    """(ns, tile): the tile of TILES, with the split of K, that should be fastest for this shape on
-    so many SMs, and its time.
-
-    Programs come in waves of what fits. Splits make one wave fuller, and cost the partial sums that
-    they write and read. The times were fitted to kernels timed alone, then to what tiles cost in a
-    decode step with an adapter of rank 16 (results/tiles_h200.json), and those of 128 rows to
-    prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
-    found, blocks, most = [], -(-K // CHUNK), max(8, triton.next_power_of_2(M))
-    for t in (t for t in TILES if t["BM"] <= most):
-        MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
-        tiles = -(-N // t["BN"]) * MT
-        waves = tiles // slots
-        whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
-        rest, each = tiles - whole * MT, t["each"] * (1 + M * t.get("more", 0))
-
-        def wave(chunks, programs, t=t, each=each):  # on an SM
-            return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
-
-        # only the splits that leave no program idle
-        for split in sorted({-(-blocks // -(-blocks // split)) for split in range(1, 17)}):
-            programs = rest * split
-            if split > 1 and (programs > slots or programs * partial > PARTIALS):
-                break
-            ns = 1900 + waves * wave(blocks, t["fit"])
-            if rest:
-                ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
-            ns += (split > 1) * (1100 + 0.17 * split * partial)
-            ns += 4000 * (slots - 16 < programs <= slots)  # some await those that make x A^T
-            found.append((ns, t | {"split": split, "whole": whole if split > 1 else 0}))
-    return min(found, key=lambda plan: plan[0])
-
-
-def few(M, N, K, cores):
-    """Whether M rows go through the decoding kernel, rather than, after a kernel that dequantizes
-    at 2.6 TB/s, cuBLAS at 780 TFLOP/s: measured on an H100; other cards shift all three."""
-    dense = 5000 + N * K * (2.56 / 2600 + 2 * M / 780e3)
-    return M <= FEW or plan(M, N, K, cores)[0] * cores / 132 < dense
-
-
 def check(x, q):
     """ValueError if x does not fit q, or check_weight's."""
     if not x.is_floating_point():
@@ -460,34 +283,6 @@ def check_weight(q):
         raise ValueError(f"marlin_triton: the nvfp4 weight {N} x {K} has a negative block scale; "
                          "quantize it again")
     q.scale.checked = q.scale._version
-
-
-NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # a kernel's without adapter
-
-
-def adapter_work(x, A, parts, BM):
-    """What a kernel that begins with adapter_in takes for x (M, K) and A (parts * R, K), BM rows a
-    program: its arguments sums and flags; its constants; and how many programs it adds."""
-    (M, K), PR = x.shape, A.shape[0]
-    R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
-    wide, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
-    # slices of two chunks, so that they are there before the weight is through; of large tiles few,
-    # that their programs do not crowd out the weight's
-    most = max(1, min(16, 2048 // (MT * AT * BM)))
-    Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
-    # each reader adds up what is little; it saves a step, which counts where kernels are short
-    ZR = Z if wide * BM * Z <= 4096 else 1
-    # a piece of a slice; of many rows whole ones, that their programs do not crowd out the weight's
-    BA = min(BM, 16) if M <= 64 else BM
-    if MT * (1 + BM // BA * AT) > FLAGS:
-        raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
-                         "flags")
-    sums, flags = x.new_empty(MT * BM * PR * (Z + 1), dtype=torch.float32), space(x.device)[1]
-    # of a wide adapter a part at a time: all of it would not fit the registers, nor 64 columns the
-    # shared memory of as many programs as should be on an SM, of two tiles
-    RP = min(32 if BM in (16, 128) else 64, wide)
-    constants = {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z, "ZR": ZR, "BA": BA}
-    return (sums, flags[COUNTERS:]), constants, MT * (BM // BA) * AT * Z
 
 
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,

@@ -43,6 +43,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 import marlin_triton
 from model import logits, projections, rope_tables
 from runtime import draw
+from runtime.adapter import adapter_work, lora_kernel
+from runtime.plan import sms
 
 STEPS = 8  # steps between two looks of the host at the tokens
 EOS_SLOTS = 128  # most stop tokens that a step compares with
@@ -212,44 +214,6 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
              mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["B"])
-def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
-                RP: tl.constexpr, PR: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
-                Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, RB: tl.constexpr,
-                BN: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
-    """y (B, N) += scaling * (x a^T) b^T for x (B, K), a (PR, K), b (N, R); rows of b from split1
-    (split2) on belong to part 1 (2). sums, flags, Z, ZR: marlin_triton.adapter_in's."""
-    T: tl.constexpr = tl.float32 if IEEE else x.dtype.element_ty
-    MT, pid = tl.cdiv(B, RB), tl.program_id(0)
-    if pid < MT * AT * Z:
-        marlin_triton.adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, ZR, RB, BA, RA,
-                                 T, PDL)
-        return
-    pid -= MT * AT * Z
-    rows = pid % MT * RB + tl.arange(0, RB)
-    n = pid // MT * BN + tl.arange(0, BN)
-    k = tl.arange(0, RP)
-    bt = tl.load(b + n[:, None] * R + k[None, :], mask=(n[:, None] < N) & (k[None, :] < R), other=0)
-    wait(PDL)
-    part = (n >= split1).to(tl.int32) + (n >= split2).to(tl.int32)
-    ok = (rows[None, :] < B) & (n[:, None] < N)
-    at = y + rows[None, :].to(tl.int64) * N + n[:, None]
-    acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
-    marlin_triton.adapter_awaited(flags + pid % MT, AT * ZR, tl.cdiv(N, BN), ASM)
-    # a block that straddles two parts takes both
-    for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
-        term = tl.zeros((BN, RB), tl.float32)
-        for r in tl.static_range(0, R, RP):
-            h = marlin_triton.adapter_out(sums, pid % MT, MT, i, r, R, RP, PR, Z, ZR, RB, T)
-            piece = bt
-            if r > 0:
-                piece = tl.load(b + n[:, None] * R + (r + k)[None, :],
-                                mask=(n[:, None] < N) & (r + k < R)[None, :], other=0)
-            term = tl.dot(piece.to(T), h, term, input_precision="ieee")  # (BN, RB)
-        acc += tl.where((part == i)[:, None], term * scaling, 0)
-    tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
-
-
 @triton.jit
 def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, BLOCK: tl.constexpr,
                  PDL: tl.constexpr):
@@ -386,7 +350,7 @@ class Step:
         self.adapters = [p for p in linears if p.lora is not None]
         hopper = cache.k.is_cuda and torch.cuda.get_device_capability(dev)[0] >= 9
         self.launch = {"PDL": hopper} | ({"launch_pdl": True} if hopper else {})
-        self.sms = marlin_triton.sms(dev)
+        self.sms = sms(dev)
         self.refresh()
 
     @torch.no_grad()
@@ -419,7 +383,7 @@ class Step:
         if p.A is not None:
             (B, K), RB, BN = x.shape, 8 if x.shape[0] <= 8 else 16, 128
             tiles, parts = triton.cdiv(p.N, BN), len(p.bounds) + 1
-            work, adapter, makers = marlin_triton.adapter_work(x, p.A, parts, RB)
+            work, adapter, makers = adapter_work(x, p.A, parts, RB)
             lora_kernel[(makers + tiles * triton.cdiv(B, RB),)](
                 y, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling,
                 PR=len(p.A), RB=RB, BN=BN, **adapter, num_warps=4, num_stages=1,

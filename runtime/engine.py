@@ -35,7 +35,7 @@ import aqn
 import lora
 import model as qwen
 from model import KVCache, projections, to_device
-from runtime import ranks
+from runtime import plan, ranks
 from runtime.draw import sample_ids, uniform
 from weights import memory
 
@@ -280,7 +280,7 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self.pool):
             launch()
         self.pool = self.pool or graph.pool()
-        self.scratch.append(marlin_scratch(device))
+        self.scratch.append(gemm_buffers(device))
         return graph.replay
 
 
@@ -291,13 +291,11 @@ def side_stream(device):
     return torch.cuda.Stream(device)
 
 
-def marlin_scratch(device):
-    """marlin_triton's buffers on `device`, or (). At more rows than its FEW a graph decodes weights
+def gemm_buffers(device):
+    """The GEMM's buffers on `device`, or (). At more rows than plan.FEW a graph decodes weights
     into one of them, which is replaced when a larger weight comes: whoever keeps the graph keeps
     these."""
-    import marlin_triton
-
-    return tuple(marlin_triton.SPACE.get(device, ()))
+    return tuple(plan.SPACE.get(device, ()))
 
 
 ENGINES = weakref.WeakKeyDictionary()  # model -> (fingerprint, Graphs, rows asked for)
@@ -372,7 +370,7 @@ def working_bytes(model, slots, top_p):
     fmt = next((m.q.fmt for _, m in projections(model) if m.q is not None), "none")
     held = 0
     if fmt != "none":
-        held = sum(t.nbytes for t in marlin_scratch(model.embed.weight.device))
+        held = sum(t.nbytes for t in gemm_buffers(model.embed.weight.device))
     scratch = memory.gemm_scratch(model.config, fmt)
     return memory.rollout_bytes(model.config, fmt, slots, top_p) - min(held, scratch)
 

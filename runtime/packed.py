@@ -49,6 +49,7 @@ from model import projections, rope_tables, to_device
 from runtime import attention
 from runtime.decode import norm_kernel, swiglu_kernel
 from runtime.fused import norm_back_kernel, rope_back_kernel, rope_kernel, swiglu_back_kernel
+from runtime.plan import few, sms
 
 # ---- prologues: forward(x, E) -> (wide h (S, K + E), what backward needs beside x);
 # ---- backward(x, kept, d): the gradient of x, and h, for which it may take d's first K columns
@@ -177,8 +178,7 @@ class Projection:
 
     def few(self, rows):
         """Whether so many rows go through the GEMM that decodes as it multiplies."""
-        return self.cuda and marlin_triton.few(rows, self.N, self.K,
-                                               marlin_triton.sms(self.q.codes.device))
+        return self.cuda and few(rows, self.N, self.K, sms(self.q.codes.device))
 
     def forward(self, wide, residual):
         """wide [h | x A^T] (S, K + E) -> y (S, N) = residual + bias + h w^T + s x A^T B^T."""

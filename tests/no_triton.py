@@ -11,8 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # the kernels, and what measures them on a GPU
-NEED_TRITON = {"marlin_triton", "runtime.attention", "runtime.bits", "runtime.decode",
-               "runtime.fused", "runtime.packed", "bench", "bench_quantization", "bench_tiles"}
+NEED_TRITON = {"marlin_triton", "runtime.adapter", "runtime.attention", "runtime.bits",
+               "runtime.decode", "runtime.fused", "runtime.packed", "bench", "bench_quantization",
+               "bench_tiles"}
 sys.path.insert(0, str(ROOT))
 sys.modules["triton"] = None
 

@@ -24,6 +24,7 @@ import lora
 import marlin_triton
 import model as M
 from runtime import decode, fused, packed
+from runtime.plan import TILES
 from weights import checkpoint
 from weights.formats import FORMATS, quantize
 
@@ -120,7 +121,7 @@ def main(arch=90):
                 marlin_triton.to_16bit(q, dtype=dtype)
                 marlin_triton.gemm_few(torch.zeros(rows, 512, dtype=dtype), q)
     q = quantize(torch.randn(512, 512), "nvfp4")
-    for tile in marlin_triton.TILES:
+    for tile in TILES:
         for dtype, R in ((torch.bfloat16, 16), (torch.bfloat16, 256), (torch.float16, 16)):
             x = torch.zeros(512, 512, dtype=dtype)
             if dtype == torch.bfloat16 or tile["BM"] == 64:

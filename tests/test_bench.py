@@ -9,6 +9,7 @@ import bench_report
 import bench_tiles
 import lora
 import model as qwen
+from runtime import plan
 from weights import checkpoint
 
 
@@ -44,7 +45,7 @@ def test_tiles_that_are_tried_are_right(M, N, K):
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
         tiles = (-(-N // t["BN"]) - t["whole"]) * -(-M // t["BM"])
         assert tiles > 0 and t["whole"] >= 0 == (t["whole"] if t["split"] == 1 else 0)
-        assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= bench.marlin_triton.PARTIALS
+        assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= plan.PARTIALS
         assert t["stages"] * 128 * (2 * t["BM"] + t["BN"] / 2) <= 113 * 1024  # of an SM's 227 KiB: two at once
 
 

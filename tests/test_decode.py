@@ -18,7 +18,7 @@ import lora
 import model as M
 import nvfp4
 import sample
-from runtime import decode, draw, engine, logprobs, packed, ranks
+from runtime import decode, draw, engine, logprobs, packed, plan, ranks
 from weights import checkpoint, memory
 
 gpu = pytest.mark.gpu
@@ -427,11 +427,11 @@ def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
     """The scratch of the largest weight comes after the keys and values are made: unplanned, it runs out of memory. What is
     there already is not free memory and must not be counted again."""
     plain, quantized = build(rank=0), build(quant="nvfp4", rank=0)
-    monkeypatch.setattr(decode.marlin_triton, "SPACE", {})
+    monkeypatch.setattr(plan, "SPACE", {})
     want = memory.gemm_scratch(CPU, "nvfp4")
     extra = engine.working_bytes(quantized, 8, 1.0) - engine.working_bytes(plain, 8, 1.0)
     assert extra == want > 0
-    held = sum(t.nbytes for t in decode.marlin_triton.space(torch.device("cpu")))
+    held = sum(t.nbytes for t in plan.space(torch.device("cpu")))
     assert engine.working_bytes(quantized, 8, 1.0) - engine.working_bytes(plain, 8, 1.0) == want - held
 
 
@@ -681,17 +681,17 @@ def test_gpu_refill_and_shrink_in_bfloat16():
 
 @gpu
 def test_gpu_more_rows_than_the_decoding_kernel_takes(monkeypatch):
-    """Past marlin_triton.FEW rows a graph decodes weights into a shared scratch: it must not be left with the old one when a
+    """Past plan.FEW rows a graph decodes weights into a shared scratch: it must not be left with the old one when a
     larger weight takes a new one, nor synchronise while it is captured."""
     m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
-    monkeypatch.setattr(decode.marlin_triton, "SPACE", {})  # other tests may have left a scratch that is large enough
+    monkeypatch.setattr(plan, "SPACE", {})  # other tests may have left a scratch that is large enough
     kw = dict(n=60, max_new_tokens=6, seed=1, max_rows=300)
     first = sample.generate(m, PROMPTS, **kw)
     check_gaps(m, first)
-    built, old = engine.ENGINES[m][1], engine.marlin_scratch(m.embed.weight.device)[2].data_ptr()
+    built, old = engine.ENGINES[m][1], engine.gemm_buffers(m.embed.weight.device)[2].data_ptr()
     big = nvfp4.quantize(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), "nvfp4")
     decode.marlin_triton.many(torch.ones(2, 4096, device="cuda", dtype=torch.bfloat16), big, transposed=False)
-    assert engine.marlin_scratch(m.embed.weight.device)[2].data_ptr() != old
+    assert engine.gemm_buffers(m.embed.weight.device)[2].data_ptr() != old
     poison = [torch.full((1280, 256), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(64)]
     second = sample.generate(m, PROMPTS, **kw)
     assert engine.ENGINES[m][1] is built and tokens(second) == tokens(first)

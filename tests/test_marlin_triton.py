@@ -14,7 +14,8 @@ import torch
 import bench
 import marlin_triton as mt
 from model import Config
-from runtime import bits
+from runtime import bits, plan
+from runtime.adapter import adapter_work
 from weights import memory
 from weights.formats import E2M1, FORMATS, NF4, Format, Quantized, dequantize, pack, quantize
 
@@ -126,7 +127,7 @@ def test_kernels_take_a_codebook_of_ones_own(own):
     assert error(x.grad, torch.ones(40, 72, device=DEVICE).double() @ exact(q)) < BOUND
 
 
-@pytest.mark.parametrize("tile", [*mt.TILES, dict(BM=8, BN=32, stages=3, warps=2), dict(BM=16, BN=32, stages=3, warps=2)],
+@pytest.mark.parametrize("tile", [*plan.TILES, dict(BM=8, BN=32, stages=3, warps=2), dict(BM=16, BN=32, stages=3, warps=2)],
                          ids=lambda t: f"{t['BM']}x{t['BN']}")
 @pytest.mark.parametrize("K", [192, 256])
 def test_each_tile_matches(tile, K):
@@ -150,7 +151,7 @@ def test_splits_of_k_sum_to_the_same_product_twice(M, split):
     first = mt.gemm_few(x, q, split=split)
     assert torch.equal(first, mt.gemm_few(x, q, split=split))
     assert error(first, x.double() @ exact(q).T) < BOUND
-    assert mt.space(x.device)[1].count_nonzero() == 0
+    assert plan.space(x.device)[1].count_nonzero() == 0
 
 
 def adapter(x, A, B, bounds, w):
@@ -202,7 +203,7 @@ def test_epilogue_multiplies_silu_of_gate_with_up(M, half, K, R):
         got = mt.gemm_few(x, q, None, A, B, (half,) if R else (), scaling, out=poisoned(M, half), glu=True, split=split)
         assert error(got, want) < 2e-2
     assert error(mt.linear_decode(x, q, None, A, B, (half,) if R else (), scaling, glu=True), want) < 2e-2
-    assert mt.space(x.device)[1].count_nonzero() == 0
+    assert plan.space(x.device)[1].count_nonzero() == 0
 
 
 def test_silu_is_rounded_where_the_modules_round():
@@ -222,16 +223,16 @@ def test_many_slices_are_added_up_once(BM, glu, split):
     q, x = weight("nvfp4", N, K), activations(M, K)
     x *= 2 / (x.double() @ exact(q).T).std()
     A, B = activations(R * (1 + glu), K, 4) * 0.02, activations(N, R, 3)
-    assert mt.adapter_work(x, A, 1 + glu, BM)[1]["ZR"] == 1 < mt.adapter_work(x, A, 1 + glu, BM)[1]["Z"]
+    assert adapter_work(x, A, 1 + glu, BM)[1]["ZR"] == 1 < adapter_work(x, A, 1 + glu, BM)[1]["Z"]
     scaling, term = adapter(x, A, B, half, exact(q))
-    tile = next(t for t in mt.TILES if t["BM"] == BM)
+    tile = next(t for t in plan.TILES if t["BM"] == BM)
     got = mt.gemm_few(x, q, None, A, B, half, scaling, out=poisoned(M, N // (1 + glu)), glu=glu, split=split, **tile)
     want = x.double() @ exact(q).T + term
     if glu:
         gate, up = want.to(torch.bfloat16).double().chunk(2, 1)
         want = torch.nn.functional.silu(gate) * up
     assert error(got, want) < 2e-2
-    assert mt.space(x.device)[1].count_nonzero() == 0
+    assert plan.space(x.device)[1].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("M", [3, 40])
@@ -245,7 +246,7 @@ def test_only_the_last_tiles_are_split(M, glu):
         want = torch.nn.functional.silu(gate) * up
     for whole in (1, 2):
         got = mt.gemm_few(x, q, glu=glu, split=3, whole=whole, out=poisoned(M, 208 // (1 + glu)))
-        assert error(got, want) < 2e-2 and mt.space(x.device)[1].count_nonzero() == 0
+        assert error(got, want) < 2e-2 and plan.space(x.device)[1].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("M", [3, 17])
@@ -255,7 +256,7 @@ def test_the_result_may_overwrite_the_residual(M, split):
     q, x, residual = weight("nvfp4", 72, 256), activations(M, 256), activations(M, 72, 5)
     want = x.double() @ exact(q).T + residual.double()
     assert mt.gemm_few(x, q, split=split, residual=residual, out=residual) is residual
-    assert error(residual, want) < BOUND and mt.space(x.device)[1].count_nonzero() == 0
+    assert error(residual, want) < BOUND and plan.space(x.device)[1].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -299,7 +300,7 @@ def test_gpu_in_float16(fmt, M):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gpu_fewer_rows_than_the_copy_unit_takes(dtype):
     """A box of 128 rows of an x of 100, and of one that lies in a wider matrix: beyond its last row there is another tensor's NaN."""
-    q, tile = weight("nvfp4", 1152, 896), next(t for t in mt.TILES if t["BM"] == 128)
+    q, tile = weight("nvfp4", 1152, 896), next(t for t in plan.TILES if t["BM"] == 128)
     wide = torch.full((200, 960), float("nan"), dtype=dtype, device=DEVICE)
     x = wide[:100, :896]
     x.copy_(activations(100, 896))
@@ -333,7 +334,7 @@ def test_mxfp4_is_refused_in_float16():
 
 @pytest.mark.parametrize("N, K", [(9, 192), (72, 256)])
 def test_an_adapter_stands_behind_the_decoded_weight(monkeypatch, N, K):
-    monkeypatch.setattr(mt, "SPACE", {})  # a scratch that is large enough for the weight alone
+    monkeypatch.setattr(plan, "SPACE", {})  # a scratch that is large enough for the weight alone
     mt.decoded(weight("nvfp4", N, K))
     q, tail = weight("nvfp4", N, K), torch.randn(N, 24).to(torch.bfloat16)
     w, alpha = mt.decoded(q, tail)
@@ -349,7 +350,7 @@ def test_an_adapter_stands_behind_the_decoded_weight(monkeypatch, N, K):
 
 def test_a_weight_may_be_decoded_after_one_that_did_not_fit(monkeypatch):
     """bench.py goes on with the next size."""
-    monkeypatch.setattr(mt, "SPACE", {})
+    monkeypatch.setattr(plan, "SPACE", {})
     q = weight("nvfp4", 8, 128)
     with pytest.raises(RuntimeError, match="memory"):
         mt.decoded(dataclasses.replace(q, shape=(1 << 30, 1 << 28)))
@@ -442,7 +443,7 @@ def test_an_adapter_that_does_not_fit_is_an_error(A, B, bounds):
 
 def test_an_adapter_on_more_rows_than_there_are_flags_for_is_an_error():
     with pytest.raises(ValueError, match="needs more than 16384 flags"):
-        mt.adapter_work(torch.empty(1, 16).expand(2**21, 16), torch.empty(8, 16), 1, 128)
+        adapter_work(torch.empty(1, 16).expand(2**21, 16), torch.empty(8, 16), 1, 128)
 
 
 def test_a_scale_changed_in_place_is_checked_again():
@@ -457,10 +458,10 @@ def test_a_scale_changed_in_place_is_checked_again():
 def test_plans_stay_within_their_buffers(N, K):
     """Partial sums beyond the workspace, or a split with an idle program, would read what nobody wrote."""
     for M in (1, 8, 9, 32, 64, 65, 256, 300, 4096, 65536):
-        t = mt.plan(M, N, K, 132)[1]
+        t = plan.plan(M, N, K, 132)[1]
         tiles, blocks = (-(-N // t["BN"]) - t["whole"]) * -(-M // t["BM"]), -(-K // 128)  # that may be split
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
-        assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= mt.PARTIALS and tiles <= 1 << 17
+        assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= plan.PARTIALS and tiles <= 1 << 17
 
 
 def test_plans_are_near_the_fastest_that_was_measured():
@@ -468,7 +469,7 @@ def test_plans_are_near_the_fastest_that_was_measured():
     of those that bench_tiles.py has tried in it."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "tiles_h200.json").read_text()):
-        t = mt.plan(r["M"], *bench.linear(r["shape"]), 132)[1]
+        t = plan.plan(r["M"], *bench.linear(r["shape"]), 132)[1]
         own = " ".join(f"{k}={t[k]}" for k in ("BM", "BN", "warps", "stages", "split", "whole", "maxnreg") if k in t)
         if own in r["us"]:
             loss.append((r["us"][own] - min(r["us"].values())) * r["blocks"] / r["step_us"])
@@ -481,7 +482,7 @@ def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "gemm_tiles_h100.json").read_text()):
         shape = r["M"], *bench.linear(r["shape"]), 132
-        us = r["us"].get("BN={BN} split={split} whole={whole}".format_map(mt.plan(*shape)[1])) if mt.few(*shape) else r["many_us"]
+        us = r["us"].get("BN={BN} split={split} whole={whole}".format_map(plan.plan(*shape)[1])) if plan.few(*shape) else r["many_us"]
         if us:
             loss.append(us / min(r["many_us"], *r["us"].values()) - 1)
     assert len(loss) > 45 and sum(loss) / len(loss) < 0.01 and max(loss) < 0.06
@@ -491,14 +492,14 @@ def test_rows_that_pay_for_decoding_the_weight_first():
     """As measured (results/kernels_h200.json): the kernel is the faster for the 7B's gate_up at 1,024 rows, but for no linear at
     2,048, where it took 1,089 us for 32b.down and the dequantized weight's backward 820."""
     def few(M, names=bench.SHAPES):
-        return [mt.few(M, *bench.linear(name), 132) for name in names]
+        return [plan.few(M, *bench.linear(name), 132) for name in names]
 
     assert all(few(512)) and few(1024, ["7b.gate_up", "7b.down"]) == [True, False] and not any(few(2048))
 
 
 def test_workspace_covers_the_buffers_and_the_largest_weight():
     """Memory planning asks before the first call: the scratch of the largest weight in bfloat16 and the split buffers."""
-    buffers = sum(b.numel() * b.element_size() for b in mt.space(torch.device(DEVICE))[:2])
+    buffers = sum(b.numel() * b.element_size() for b in plan.space(torch.device(DEVICE))[:2])
     c = Config(50, 64, 1024, 1, 2, 1, 32)
     assert memory.gemm_scratch(c, "nvfp4") == 2 * 2048 * 64 + buffers and memory.gemm_scratch(c, "none") == 0
 
@@ -539,12 +540,12 @@ def test_kernels_compile_for_a_card_that_is_not_there(triton):
     out = subprocess.run([sys.executable, "-W", "ignore", "tests/sass.py"], cwd=root, env=env, check=True, capture_output=True, text=True)
     kernels = {k["kernel"]: k for k in map(json.loads, out.stdout.splitlines())}
     files = [root / "marlin_triton.py", *(root / "runtime").glob("*.py")]
-    tiles = {f"gemm {t['BM']}x{t['BN']}" for t in mt.TILES}
+    tiles = {f"gemm {t['BM']}x{t['BN']}" for t in plan.TILES}
     assert tiles | {*re.findall(r"def (\w+_kernel)\(", "".join(f.read_text() for f in files))} == set(kernels)
     for k in kernels.values():
         assert not k["errors"] and not k["unwaited"] and 0 <= k["shared"] <= k["of"]
     assert sum(kernels[name]["variants"] for name in tiles) >= 20
-    for t in mt.TILES:  # as many programs on an SM of 228 KiB as the plan counts on, each of which takes 1 KiB more; widest adapter
+    for t in plan.TILES:  # as many programs on an SM of 228 KiB as the plan counts on, each of which takes 1 KiB more; widest adapter
         assert 228 * 1024 // (kernels[f"gemm {t['BM']}x{t['BN']}"]["shared"] + 1024) >= t["fit"]
     # of two models, and dkdv of rows that continue others or not: however many tokens, no step of a run waits for a compiler
     assert [kernels[f"{name}_kernel"]["variants"] for name in ("forward", "dq", "dkdv")] == [2, 2, 4]

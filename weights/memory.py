@@ -11,6 +11,7 @@ exact. What is alive for a moment is an estimate; the table's is for 16-bit acti
 
 Shapes: C hidden, F intermediate, L layers, N rows, K columns, V vocabulary.
 """
+from runtime.plan import COUNTERS, FLAGS, PARTIALS
 from weights.formats import CHUNK, FORMATS
 
 GIB = 2**30
@@ -19,8 +20,7 @@ BITS = {"none": 16} | {name: f.bits for name, f in FORMATS.items()}
 CARDS = {"24 GB": 23.5, "40 GB": 39.4, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 139.8}
 RESERVE = 1.5 * GIB  # CUDA context, kernels, what the allocator cannot fill
 PREFILL_TOKENS = 8192  # tokens a prefill call may hold, padding included
-# marlin_triton's partial sums, arrival counters and flags
-GEMM_BUFFERS = 4 * ((1 << 22) + (1 << 17) + (1 << 14))
+GEMM_BUFFERS = 4 * (PARTIALS + COUNTERS + FLAGS)
 
 
 # ---- what lasts

@@ -1,0 +1,185 @@
+"""
+LoRA in a decode step: x A^T within the kernel that adds x A^T B^T, which is the FP4 GEMM
+(marlin_triton.py) or, beside 16-bit weights, `lora_kernel`.
+
+A kernel of its own for so little would cost a decode step 4 to 7 us a linear. So the first programs
+of the grid make x A^T, in slices of K, while the others stream their weights; these need it in
+their epilogue alone, and wait there for a flag. Sums are taken in order, whoever comes last: the
+same bits on each run. It is adapter_work that says how the work is cut; the kernels take its
+constants as they are.
+
+    TRITON_INTERPRET=1 pytest tests/test_marlin_triton.py -k lora
+
+Shapes: M rows of x (in lora_kernel B), N outputs, K inputs, R LoRA rank, P parts of a fused
+projection, PR = P * R rows of A.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from runtime.plan import COUNTERS, FLAGS, space
+from weights.formats import CHUNK
+
+LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
+# by one thread; nobody waits for what it would return
+COUNT_ROUND = tl.constexpr("{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; "
+                           "setp.eq.u32 one, t, 0; mov.u32 $0, 0; "
+                           "@one red.relaxed.gpu.global.inc.u32 [$1], $2; }")
+
+
+@triton.jit
+def reached(p, n, ASM: tl.constexpr):
+    """Wait until programs that came before in the grid, so that they run or have run, have counted
+    *p up to n; what they left before is there then."""
+    if ASM:
+        seen = n * 0
+        while seen < n:  # relaxed loads and one fence behind them take 0.5 us longer
+            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [p.to(tl.int64)],
+                                             dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def added(p, keep, Z: tl.constexpr, SOME: tl.constexpr):
+    """The sum of the Z floats at each of pointers p (.., ..), in their order, SOME in flight; 0
+    unless `keep`."""
+    total, z = tl.zeros(p.shape, tl.float32), tl.arange(0, SOME)[None, None, :]
+    for n in tl.static_range(0, Z, SOME):
+        total += tl.sum(tl.load(p[:, :, None] + (n + z), mask=keep[:, :, None], other=0.0,
+                                cache_modifier=".cg"), 2)
+    return total
+
+
+@triton.jit
+def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl.constexpr,
+               ZR: tl.constexpr, BM: tl.constexpr, BA: tl.constexpr, RA: tl.constexpr,
+               T: tl.constexpr, PDL: tl.constexpr):
+    """x a^T for x (M, K) and an adapter's a (PR, K), in Z slices of K, by the first MT * BM / BA *
+    AT * Z programs of a kernel whose others take BM rows of it (adapter_out). Program `pid` does
+    RA rows of a, BA of x and one slice. Slices lie in sums as (MT, BM, PR, Z); ZR = 1: the last of
+    them to be there adds them up, in order, to (MT, BM, PR) behind. flags: of MT blocks of rows,
+    how many of BM / BA * AT * ZR programs have left what is taken; then, zero between kernels,
+    counters (MT * BM / BA, AT) of slices."""
+    pieces = MT * (BM // BA)
+    piece, at, z = pid % pieces, pid // pieces % AT, pid // pieces // AT
+    i, j = piece * BA + tl.arange(0, BA), tl.arange(0, 128)
+    r = at * RA + tl.arange(0, RA)
+    ap = a + r.to(tl.int64)[:, None] * K + j[None, :]
+    xp = x + i.to(tl.int64)[None, :] * sx + j[:, None]
+    here, rows = (r < PR)[:, None], (i < M)[None, :]
+    per = tl.cdiv(tl.cdiv(K, 128), Z) * 128
+    end = tl.minimum(K, z * per + per)
+    acc = tl.zeros((RA, BA), tl.float32)
+    left = tl.load(ap + z * per, mask=here & (z * per + j < end)[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # the others decide when: it takes all of a grid
+    for k in tl.range(z * per, end, 128):
+        right = tl.load(xp + k, mask=rows & (k + j < end)[:, None], other=0.0)
+        # (RA, 128) @ (128, BA)
+        acc = tl.dot(left.to(T), right.to(T), acc, input_precision="ieee")
+        left = tl.load(ap + k + 128, mask=here & (k + 128 + j < end)[None, :], other=0.0)
+    spot = i[None, :] * PR + r[:, None]
+    tl.store(sums + spot * Z + z, acc, mask=here)
+    tl.debug_barrier()
+    done = True
+    if ZR < Z:
+        count = flags + MT + piece * AT + at
+        done = tl.atomic_add(count, 1, sem="acq_rel") == Z - 1
+        if done:
+            tl.store(count, 0)
+            total = added(sums + spot * Z, here, Z, min(Z, max(4, 4096 // (RA * BA))))
+            tl.store(sums + MT * BM * PR * Z + spot, total, mask=here)
+            tl.debug_barrier()
+    if done:
+        tl.atomic_add(flags + piece // (BM // BA), 1, sem="release")
+
+
+@triton.jit
+def adapter_out(sums, mt, MT, part, R0: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+                PR: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, BM: tl.constexpr,
+                T: tl.constexpr):
+    """x A^T (RP, BM) of the rows `mt` and of a part of A its rows from R0 on, rounded."""
+    i, r = tl.arange(0, BM)[None, :], R0 + tl.arange(0, RP)[:, None]
+    if ZR < Z:
+        sums += MT * BM * PR * Z
+    return added(sums + ((mt * BM + i) * PR + part * R + r) * ZR, r < R, ZR, ZR).to(T)
+
+
+@triton.jit
+def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
+    """Wait for the makers of a program's rows of x A^T. The last of its readers leaves the flag at
+    zero for the next kernel."""
+    reached(flag, makers, ASM)
+    if ASM:
+        tl.inline_asm_elementwise(COUNT_ROUND, "=r,l,r", [flag.to(tl.int64), makers + readers - 1],
+                                  dtype=tl.int32, is_pure=False, pack=1)
+    elif tl.atomic_add(flag, 1) == makers + readers - 1:
+        tl.store(flag, 0)
+
+
+@triton.jit(do_not_specialize=["B"])
+def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
+                RP: tl.constexpr, PR: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
+                Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, RB: tl.constexpr,
+                BN: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
+    """y (B, N) += scaling * (x a^T) b^T for x (B, K), a (PR, K), b (N, R); rows of b from split1
+    (split2) on belong to part 1 (2). sums, flags, Z, ZR: adapter_in's."""
+    T: tl.constexpr = tl.float32 if IEEE else x.dtype.element_ty
+    MT, pid = tl.cdiv(B, RB), tl.program_id(0)
+    if pid < MT * AT * Z:
+        adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, ZR, RB, BA, RA, T, PDL)
+        return
+    pid -= MT * AT * Z
+    rows = pid % MT * RB + tl.arange(0, RB)
+    n = pid // MT * BN + tl.arange(0, BN)
+    k = tl.arange(0, RP)
+    bt = tl.load(b + n[:, None] * R + k[None, :], mask=(n[:, None] < N) & (k[None, :] < R), other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    part = (n >= split1).to(tl.int32) + (n >= split2).to(tl.int32)
+    ok = (rows[None, :] < B) & (n[:, None] < N)
+    at = y + rows[None, :].to(tl.int64) * N + n[:, None]
+    acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
+    adapter_awaited(flags + pid % MT, AT * ZR, tl.cdiv(N, BN), ASM)
+    # a block that straddles two parts takes both
+    for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
+        term = tl.zeros((BN, RB), tl.float32)
+        for r in tl.static_range(0, R, RP):
+            h = adapter_out(sums, pid % MT, MT, i, r, R, RP, PR, Z, ZR, RB, T)
+            piece = bt
+            if r > 0:
+                piece = tl.load(b + n[:, None] * R + (r + k)[None, :],
+                                mask=(n[:, None] < N) & (r + k < R)[None, :], other=0)
+            term = tl.dot(piece.to(T), h, term, input_precision="ieee")  # (BN, RB)
+        acc += tl.where((part == i)[:, None], term * scaling, 0)
+    tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
+
+
+NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # a kernel's without adapter
+
+
+def adapter_work(x, A, parts, BM):
+    """What a kernel that begins with adapter_in takes for x (M, K) and A (parts * R, K), BM rows a
+    program: its arguments sums and flags; its constants; and how many programs it adds."""
+    (M, K), PR = x.shape, A.shape[0]
+    R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
+    wide, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
+    # slices of two chunks, so that they are there before the weight is through; of large tiles few,
+    # that their programs do not crowd out the weight's
+    most = max(1, min(16, 2048 // (MT * AT * BM)))
+    Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
+    # each reader adds up what is little; it saves a step, which counts where kernels are short
+    ZR = Z if wide * BM * Z <= 4096 else 1
+    # a piece of a slice; of many rows whole ones, that their programs do not crowd out the weight's
+    BA = min(BM, 16) if M <= 64 else BM
+    if MT * (1 + BM // BA * AT) > FLAGS:
+        raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
+                         "flags")
+    sums, flags = x.new_empty(MT * BM * PR * (Z + 1), dtype=torch.float32), space(x.device)[1]
+    # of a wide adapter a part at a time: all of it would not fit the registers, nor 64 columns the
+    # shared memory of as many programs as should be on an SM, of two tiles
+    RP = min(32 if BM in (16, 128) else 64, wide)
+    constants = {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z, "ZR": ZR, "BA": BA}
+    return (sums, flags[COUNTERS:]), constants, MT * (BM // BA) * AT * Z
