@@ -26,6 +26,7 @@ from runtime import command as commands
 from runtime import ranks
 from runtime.command import number, numbers
 from weights import awq, checkpoint
+from weights.config import packed_format, read_config
 from weights.files import check_out, read_json, shown, write_json
 from weights.formats import FORMATS
 
@@ -333,10 +334,10 @@ def load_policy(args):
     if device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.card_share))
     folder = checkpoint.fetch(args.model)
-    stored = checkpoint.read_config(folder).quantization
+    stored = read_config(folder).quantization
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
-                         f"--quant {checkpoint.packed_format(stored, folder)}")
+                         f"--quant {packed_format(stored, folder)}")
     tok = data.Tokenizer(folder)
     if args.awq:
         model = awq.load(folder, device, dtype, args.quant, args.calib)

@@ -12,6 +12,7 @@ import model as M
 from nvfp4 import FORMATS
 from runtime import engine
 from weights import checkpoint, convert, memory
+from weights.config import FAMILIES
 
 SHAPES = {"7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8), "32b": (5120, 27648, 64, 40, 8)}
 
@@ -19,7 +20,7 @@ SHAPES = {"7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8), "32b"
 def build(family="qwen2", fmt="none", device="cpu", **changes):
     shape = dict(vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=64, tie_word_embeddings=True) | changes
-    config = M.Config(**shape, **checkpoint.FAMILIES[family])
+    config = M.Config(**shape, **FAMILIES[family])
     return checkpoint.build(config, checkpoint.RandomCheckpoint(), device, torch.bfloat16, fmt)
 
 

@@ -43,6 +43,7 @@ from model import PROJECTIONS
 from nvfp4 import QuantLinear
 from runtime.logprobs import token_logprobs
 from weights import checkpoint
+from weights.config import read_config
 from weights.files import decode, read_jsonl
 from weights.formats import FORMATS, block_scales, encode, scale_bits, snap
 
@@ -273,7 +274,7 @@ class HeldOut:
 
 def open_16_bit(folder, flag):
     """(config, source) of a checkpoint folder that is to be quantized; ValueError if it is."""
-    config = checkpoint.read_config(folder)
+    config = read_config(folder)
     if config.quantization:
         raise ValueError(f"{flag}: {folder} is quantized already; give the 16-bit checkpoint")
     return config, checkpoint.Checkpoint(folder)

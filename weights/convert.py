@@ -26,6 +26,7 @@ from model import PROJECTIONS, Linear
 from nvfp4 import QuantLinear
 from runtime import command, flags
 from weights import awq, checkpoint, memory
+from weights.config import read_config
 from weights.formats import FORMATS, dequantize, quantize
 
 
@@ -119,7 +120,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, 
     ids: {"max", "mean"} of |difference|, "same_top" (share of positions with the same best id),
     "adapter_max" (what the adapter itself changes at most)."""
     folder, dtype = checkpoint.fetch(path_or_hub_id), torch.bfloat16
-    config = checkpoint.read_config(folder)
+    config = read_config(folder)
     model = checkpoint.skeleton(config)
     rank, scaling, state = lora.read_adapter(model, adapter)
     generator = torch.Generator().manual_seed(0)
@@ -149,7 +150,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, 
             for name, tensor in checkpoint.tensors(piece, path):
                 writer.add(name, tensor)
         plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
-    model = checkpoint.skeleton(checkpoint.read_config(out))
+    model = checkpoint.skeleton(read_config(out))
     written = checkpoint.stream(model, checkpoint.Checkpoint(out), device, dtype)
     logits = streamed_logits(model, written, ids, device)
     gap = (logits - adapted).abs()
@@ -164,7 +165,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, 
 def plan_config(name):
     """The Config of a config.json or a folder as it is, of a hub id fetched (config.json alone)."""
     local = Path(name).suffix == ".json" or Path(name).exists()
-    return checkpoint.read_config(name if local else checkpoint.fetch(name, weights=False))
+    return read_config(name if local else checkpoint.fetch(name, weights=False))
 
 
 def quantize_args(argv):
@@ -247,7 +248,7 @@ def merge_body(argv):
     args.quant = args.quant or policy.get("quant", "none")
     args.trained_with, args.awq = policy, policy.get("awq", False) and args.quant != "none"
     # a quantized checkpoint has its scales already
-    calibrate = args.awq and checkpoint.read_config(folder).quantization is None
+    calibrate = args.awq and read_config(folder).quantization is None
     if args.calib and not calibrate:
         raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
     ids = awq.calibration(args.calib or policy.get("calib"), folder) if calibrate else None

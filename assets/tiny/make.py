@@ -33,6 +33,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 import data  # noqa: E402
 from model import Transformer  # noqa: E402
 from weights import checkpoint  # noqa: E402
+from weights.config import read_config  # noqa: E402
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
@@ -193,7 +194,7 @@ def main():
     tok = write_tokenizer(out, args.seed)
     torch.manual_seed(args.seed)
     torch.randn(CONFIG["vocab_size"], CONFIG["hidden_size"])  # what nn.Embedding once drew in vain
-    model = Transformer(checkpoint.read_config(out))
+    model = Transformer(read_config(out))
     print(f"{len(tok)} token ids, {sum(p.numel() for p in model.parameters()):,} parameters")
     rows = data.arithmetic("train", args.rows, args.seed)
     clean = batches(tok, args.seed, rows, args.batch, lambda rng, row: data.solution(row))
