@@ -5,7 +5,6 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
               and 32B. Weights rotate through more than 200 MB, so that L2 holds none of them
     rollout   sample.generate on random weights of true shapes, every row alive to the end
     step      a step of train.py by phases, and its memory
-    files     seconds to read a checkpoint, to load it quantized, and to write it quantized
 
 Rows are merged into --out (a row measured again replaces the old one), so that a long table can be
 made in parts; bench_report.py draws them. Kernels are timed as one CUDA graph of many launches,
@@ -24,7 +23,6 @@ import math
 import re
 import statistics
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -40,7 +38,7 @@ import nvfp4
 import sample
 from bench_report import LAYERS, RESULTS, ROWS, SHAPES, SIZES, card, config, marlins, show, vllms
 from runtime import batches, engine
-from weights import checkpoint, convert, memory
+from weights import checkpoint, memory
 from weights.files import whole
 from weights.formats import FORMATS
 
@@ -428,25 +426,6 @@ def phases(row, c, ceiling, args):
     row["share"] = flops / row["update_s"] / 1e12 / ceiling
 
 
-def files(args):
-    """Seconds to read a checkpoint, to load it quantized, and to write it quantized."""
-    source = checkpoint.Checkpoint(args.model)
-    row = {"shape": args.model.name, "format": args.format}
-    names = sorted(source.where, key=lambda n: (source.where[n], n))
-    seconds, nbytes = timed(lambda: sum(source.get(n).clone().nbytes for n in names))
-    row |= {"checkpoint_gib": nbytes / memory.GIB, "reading_seconds": seconds}
-    with tempfile.TemporaryDirectory() as tmp:
-        out = Path(tmp) / "quantized"
-        for what, f in (("load", lambda: checkpoint.load(args.model, "cuda", quant=args.format)),
-                        ("write", lambda: convert.convert(args.model, out, args.format, "cuda"))):
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            row[f"{what}_seconds"] = timed(f)[0]
-            row[f"{what}_peak_gib"] = peak_gib()
-    print(json.dumps(row))
-    merge_rows(args.out, [row], ("shape", "format"))
-
-
 def rollout_config(text):
     """An argparse type: what one model of `rollout` is to be measured at."""
     rows = r"([1-9]\d*(x[1-9]\d*)?|queue)"
@@ -460,7 +439,7 @@ def rollout_config(text):
 def parse_args(argv=None):
     p = argparse.ArgumentParser(description="Benchmarks on one GPU.", allow_abbrev=False)
     sub, add = p.add_subparsers(dest="what", required=True), {}
-    for f in (kernels, rollout, step, files):
+    for f in (kernels, rollout, step):
         c = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__, allow_abbrev=False,
                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         c.set_defaults(run=f)
@@ -493,8 +472,6 @@ def parse_args(argv=None):
     add[step]("--share", type=float, default=1.0, help="2: auto takes all that is free, not half")
     add[step]("--card-gib", type=float, default=0, help="limit the memory, as of a smaller card")
     add[step]("--no-rollout", dest="rollout", action="store_false", help="the update alone")
-    add[files]("model", type=Path, help="folder of a 16-bit checkpoint")
-    add[files]("--format", choices=formats, default="nvfp4", help="that it is quantized to")
     args = p.parse_args(argv)
     if not torch.cuda.is_available():
         p.error(f"{args.what}: needs a CUDA device")
