@@ -153,12 +153,15 @@ def cards(args):
     show(columns)
     alone = None
     for run, name in zip(args.runs, plot.names(args.runs), strict=True):
+        group = plot.beside(run, "config.json").get("group_size")
+        if not group:
+            raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
         before, *rows = plot.read(run)[args.skip - 1 :] or [None]
         if not rows:
             raise ValueError(f"--skip {args.skip}: leaves no step of {run}")
         mean = {k: statistics.fmean(r[k] for r in rows)
                 for k in ("prompts_sampled", "seconds_rollout", "seconds_update")}
-        completions = mean["prompts_sampled"] * plot.beside(run, "config.json")["group_size"]
+        completions = group * mean["prompts_sampled"]
         step = (rows[-1]["seconds"] - before["seconds"]) / len(rows)
         alone = alone or completions / step
         values = (name, completions, mean["seconds_rollout"], mean["seconds_update"], step,

@@ -205,6 +205,9 @@ def test_cards_are_compared_by_the_clock_from_the_step_that_counts(tmp_path, cap
     args.run(args)
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["one", "64", "1.00", "0.50", "2.00", "32.0", "1.00"], ["two", "128", "1.00", "0.50", "2.50", "51.2", "1.60"]]
+    args = bench_report.parse_args(["cards", str(tmp_path)])
+    with pytest.raises(ValueError, match="has no config.json"):
+        args.run(args)
     for skip in "5", "50":
         args = bench_report.parse_args(["cards", *runs, "--skip", skip])
         with pytest.raises(ValueError, match=f"--skip {skip}: leaves no step of .*one"):
