@@ -201,7 +201,7 @@ def train(args, argv):
     engine.prepare(args, model, longest + args.max_new_tokens)
 
     with Run(args, argv) as run:
-        if not run.open(optimizer, [*rows, *held_out]):  # a finished run that is not to be extended
+        if not run.open(model, optimizer, [*rows, *held_out]):  # it has ended, and is not extended
             return 0
         prompts.cursor = run.state.cursor
         weight = model.embed.weight

@@ -56,6 +56,7 @@ class State:
     before: dict | None = None  # {"accuracy", "stderr"} of the held-out questions before training
     best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
     data: str = ""  # digest of the questions
+    base: str = ""  # of the model's weights, and of --calib's text; "": not known
     script: str = "train.py"  # or one that changes what it does
 
 
@@ -113,12 +114,13 @@ class Run:
     def __exit__(self, *_):
         self.held.close()
 
-    def open(self, optimizer, rows):
+    def open(self, model, optimizer, rows):
         """Make the folder, or with --resume load its checkpoint; from here on signals are handled.
         False if there is nothing to do: the run has ended, and --steps asks for no more.
 
         ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
-        `rows`, all questions of training and evaluation, are not those the run began with."""
+        `rows`, all questions of training and evaluation, or the model's weights are not those the
+        run began with."""
         if ranks.rank == 0:
             self.tracker = console.tracker(self.args) if self.args.log_to else None
             self.out.mkdir(parents=True, exist_ok=True)
@@ -126,6 +128,9 @@ class Run:
             self.held.enter_context(lock(self.out / "lock", busy))
         told = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+        self.state.base = flags.base_hash(model)
+        if self.args.calib:
+            self.state.base += hashlib.sha256(Path(self.args.calib).read_bytes()).hexdigest()
         if self.args.resume:
             self.restore(optimizer)
             summed = plot.beside(self.out, "summary.json").get("steps")  # of before it went on, say
@@ -284,6 +289,9 @@ class Run:
         if self.state.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
+        if self.state.base not in ("", now.base):
+            raise ValueError(f"--model {self.args.model}: its weights, or the text of --calib, are "
+                             f"not those the run in {self.out} began with; --resume needs the same")
         if self.state.script != now.script:
             raise ValueError(f"--resume: the run in {self.out} was begun by {self.state.script}, "
                              f"which {now.script} does not know; go on with that")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import data
 import eval as evaluation
@@ -781,6 +781,25 @@ def test_resume_needs_the_questions_it_began_with(tmp_path, capsys):
         file.write_text("".join(edited))
         assert edited != rows and train.main(["--resume", "--out", str(out), "--steps", "2"]) == 2
         assert "--data" in capsys.readouterr().err and len(rows_of(out)) == 1
+
+
+def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
+    """An adapter went on beside other weights: a checkpoint that was made anew, or scales by another text."""
+    model, text, out = tmp_path / "model", tmp_path / "text.txt", tmp_path / "run"
+    shutil.copytree(small, model)
+    text.write_text("Take 1+2. " * 400)
+    argv = ["--model", str(model), "--awq", "--calib", str(text), "--steps", "2", "--aqn-stages", "2"]
+    assert run(out, *argv) == 0
+    text.write_text("Add 4 to 5. " * 400)
+    assert run(out, *argv, "--resume", "--steps", "3") == 2
+    assert "the text of --calib" in capsys.readouterr().err
+    text.write_text("Take 1+2. " * 400)
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {"model.norm.weight": 2 * weights["model.norm.weight"]}, model / "model.safetensors", metadata={"format": "pt"})
+    assert run(out, *argv, "--resume", "--steps", "3") == 2
+    assert f"--model {model}: its weights" in capsys.readouterr().err
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert run(out, *argv, "--resume", "--steps", "3") == 0
 
 
 def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):
