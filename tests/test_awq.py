@@ -1,10 +1,12 @@
 """AWQ: folding keeps the function, the search never loses to plain rounding and wins where channels differ, text in, CLI."""
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import data
 import model as M
@@ -287,6 +289,17 @@ def test_awq_brings_the_model_closer_to_the_original():
             plain.set_submodule(path, QuantLinear(nvfp4.quantize(m.weight), m.parts, m.bias))
     better, _ = quantized(model)
     assert (better(ids) - want).norm() < 0.85 * (plain(ids) - want).norm()
+
+
+def test_an_embedding_in_another_dtype_than_the_blocks_is_taken(shallow, tmp_path):
+    """Stored in float32 above blocks in 16 bits, it was a traceback in the first block."""
+    home = Path(shutil.copytree(shallow, tmp_path / "m"))
+    state = load_file(home / "model.safetensors")
+    state = {k: v.float() if "embed" in k else v.bfloat16() for k, v in state.items()}
+    save_file(state, home / "model.safetensors", metadata={"format": "pt"})
+    report = convert.convert(home, tmp_path / "q", use_awq=True, sequences=4, length=32)
+    assert 1 < report["perplexity"]["before"] < 10_000
+    assert load_file(tmp_path / "q" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.float32
 
 
 def write_text(tmp_path):

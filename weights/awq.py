@@ -207,11 +207,12 @@ def calibrated(model, pieces, fmt, ids, device, held_out=None, **options):
         if not path.startswith("layers."):
             yield path, []
             continue
-        if x is None:  # the embedding comes before the blocks
-            x = embedded(model, ids, device)  # (B, T, C)
-            if held_out:
-                held_out.begin(model, device)
         block = model.get_submodule(path)
+        if x is None:  # the embedding comes before the blocks, and may be stored in another dtype
+            dtype = block.attn.qkv_proj.weight.dtype
+            x = embedded(model, ids, device, dtype)  # (B, T, C)
+            if held_out:
+                held_out.begin(model, device, dtype)
         stats = gather(block, x, rope)
         if held_out:
             through(block, held_out.before, held_out.rope)
@@ -236,8 +237,8 @@ def gather(block, x, rope):
     return stats
 
 
-def embedded(model, ids, device):
-    return model.embed(ids.to(model.embed.weight.device)).to(device)  # (B, T, C)
+def embedded(model, ids, device, dtype):
+    return model.embed(ids.to(model.embed.weight.device)).to(device, dtype)  # (B, T, C)
 
 
 def through(block, x, rope):
@@ -254,9 +255,9 @@ class HeldOut:
     def __init__(self, ids):
         self.ids = ids
 
-    def begin(self, model, device):
+    def begin(self, model, device, dtype):
         self.rope = model.rope(torch.arange(self.ids.shape[1], device=device)[None])
-        self.before = embedded(model, self.ids, device)  # (B, T, C)
+        self.before = embedded(model, self.ids, device, dtype)  # (B, T, C)
         self.after = self.before.clone()
 
     @torch.no_grad()
@@ -267,7 +268,7 @@ class HeldOut:
         for name, x in (("before", self.before), ("after", self.after)):
             hidden = model.norm.to(x.device)(x[:, :-1]).flatten(0, 1)  # (B, T-1, C) -> (S, C)
             targets = self.ids[:, 1:].flatten().to(x.device)
-            logp, _ = token_logprobs(hidden, model.lm_head.weight.to(x.device), targets)
+            logp, _ = token_logprobs(hidden, model.lm_head.weight.to(x), targets)
             out[name] = math.exp(-logp.mean().item())
         return out
 
