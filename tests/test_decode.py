@@ -520,6 +520,17 @@ def test_a_weight_that_moved_makes_a_new_engine(exact):
 
 
 @gpu
+def test_a_longer_prompt_goes_through_the_engine_that_was_made_for_it():
+    """Made anew for it, all graphs are captured again: a second in which all other ranks wait."""
+    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    engine.prepare(SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8), m, 300)
+    made = engine.ENGINES[m][1]
+    for length in (5, 200, 280):
+        sample.generate(m, [[1] * length, [2, 3]], 2, 20, max_rows=8)
+        assert engine.ENGINES[m][1] is made and made.slots == 4
+
+
+@gpu
 def test_replay_equals_launches_bit_for_bit():
     """A graph replay is the same kernels on the same memory, and they are deterministic."""
     m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
