@@ -159,8 +159,10 @@ def cards(args):
         before, *rows = plot.read(run)[args.skip - 1 :] or [None]
         if not rows:
             raise ValueError(f"--skip {args.skip}: leaves no step of {run}")
-        mean = {k: statistics.fmean(r[k] for r in rows)
-                for k in ("prompts_sampled", "seconds_rollout", "seconds_update")}
+        columns_of = ("prompts_sampled", "seconds_rollout", "seconds_update", "seconds")
+        if missing := [k for k in columns_of if not all(k in r for r in (before, *rows))]:
+            raise ValueError(f"{run}: its rows have no {missing[0]}; they are of another revision")
+        mean = {k: statistics.fmean(r[k] for r in rows) for k in columns_of[:3]}
         completions = group * mean["prompts_sampled"]
         step = (rows[-1]["seconds"] - before["seconds"]) / len(rows)
         alone = alone or completions / step

@@ -22,7 +22,8 @@ Measurements behind the README's choices.
 All but the first and the last train: each arm with each seed, in a folder of its own in --out
 (runs/NAME). A run that is there is not repeated, one that was stopped goes on; the flags must be
 the same, and may be left out where only the table is wanted. They print each arm's held-out
-accuracy with its standard error over the seeds, and what `compare` says.
+accuracy with its standard error over the seeds, and what `compare` says (nothing of `rank`, whose
+arms differ in two flags).
 
 Flags after the name are train.py's, and of the training ones --seeds 0,1,2,3,4 and --jobs 1: runs
 side by side, dealt out over the cards; one has room for several when the model is small. For
@@ -39,13 +40,14 @@ from runtime import command  # isort: skip (first: ctrl-C is one line from here 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, permutations, product
+from itertools import chain, combinations, permutations, product
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, stdev
@@ -213,7 +215,8 @@ def trainings(name, seeds, jobs, args, argv):
         for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
             if code:
                 return code
-    print(table(name, seeds, args.out))
+    print(table(name, seeds, args.out), flush=True)
+    print("\n".join(compare([folder(args.out, arm, seed) for seed, arm in every])))
 
 
 def folder(out, arm, seed):
@@ -231,7 +234,7 @@ def check_flags(out, wanted):
 
 
 def table(name, seeds, out):
-    """Markdown: held-out accuracy after each evaluation by arm, and what the flags add."""
+    """Markdown: held-out accuracy after each evaluation by arm."""
     at, last, arms = {}, {}, ARMS[name]  # {arm: {steps: [accuracy by seed]}}
     for arm in arms:
         runs, at[arm] = [folder(out, arm, seed) for seed in seeds], {}
@@ -247,25 +250,29 @@ def table(name, seeds, out):
     for arm in arms:
         cells = [told(at[arm][s]) for s in steps] + [told(last[arm])]
         lines.append(f"| {arm.replace('--', ', ')} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *compare([folder(out, arm, s) for arm in arms for s in seeds])])
+    return "\n".join(lines)
 
 
 def accuracy_after(run):
-    found = plot.beside(run, "summary.json").get("accuracy_after")
-    if found is None:
-        raise ValueError(f"{run}: has no accuracy_after in summary.json; let it end, without "
-                         "--eval-n 0")
-    return found
+    """Of a run that has ended, and has not gone on since."""
+    found, steps = plot.beside(run, "summary.json"), plot.beside(run, "config.json").get("steps")
+    if found.get("accuracy_after") is None or found.get("steps", steps) != steps:
+        raise ValueError(f"{run}: has no accuracy_after of its last step in summary.json; let it "
+                         "end, without --eval-n 0")
+    return found["accuracy_after"]
 
 
 def answers(run):
     """Accuracy on each held-out question after training, in the set's order; None where it was not
     kept. In correct.json beside the runs a digit stands for each: eval_after.jsonl is long."""
-    run = Path(run)
+    run = Path(run).resolve()
     path, kept = run / "eval_after.jsonl", run.parent / "correct.json"
     if path.is_file():
-        return [row["accuracy"] for _, row in read_jsonl(path, {"accuracy": (float, 0, 1)})]
+        fields = {"accuracy": (float, 0, 1)}
+        return [row["accuracy"] for _, row in read_jsonl(path, fields, fields)]
     digits = read_json(kept).get(run.name) if kept.is_file() else None
+    if digits is not None and not re.fullmatch("[01]+", str(digits)):
+        raise ValueError(f"{kept}: {run.name} must be digits, 1 for each right answer")
     return digits and [*map(int, digits)]
 
 
@@ -273,30 +280,38 @@ def compare(runs):
     """A line for each flag in which runs differ and each of its values: what that adds to the
     accuracy after training, over runs that are alike in all else, the seed included. In points,
     with the standard error over seeds and, where their answers are kept, over questions."""
-    had, lines = {}, []
+    runs, lines = [*{Path(run).resolve(): run for run in runs}.values()], []
+    had, default = {run: plot.told(run) for run in runs}, vars(flags.parse("train", []))
     for run in runs:
-        had[run] = {flag: plot.shown(value) for flag, value in plot.told(run).items()}
         if not had[run]:
             raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
-        if twins := [other for other in had if had[other] == had[run] and other != run]:
-            raise ValueError(f"{twins[0]} and {run} have the same flags; leave one out")
-    after = {run: answers(run) for run in runs}
+    # what an older run was not asked yet is as if it were not given
+    every = dict.fromkeys(chain(*had.values()))
+    had = {run: {k: given.get(k, default.get(k)) for k in every} for run, given in had.items()}
+    for one, other in combinations(runs, 2):
+        if had[one] == had[other]:
+            raise ValueError(f"{one} and {other} have the same flags; leave one out")
+    whole_sets, after = ({run: [accuracy_after(run)] for run in runs},
+                         {run: answers(run) for run in runs})
     if None in after.values():
-        after = {run: [accuracy_after(run)] for run in runs}
+        after = whole_sets
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
-    for flag in sorted(had[runs[0]].keys() - {"seed"}):
-        base, *others = sorted(dict.fromkeys(flags.get(flag) for flags in had.values()), key=least)
-        for value in others:
+    for flag in sorted(every.keys() - {"seed"}):
+        values = []
+        for given in had.values():  # lists among them, which no set takes
+            values += [given[flag]] * (given[flag] not in values)
+        for base, value in combinations(sorted(values, key=least), 2):
             pairs = [(less, more) for less, more in permutations(runs, 2)
-                     if had[less].get(flag) == base and had[more] == had[less] | {flag: value}]
+                     if had[less][flag] == base and had[more] == had[less] | {flag: value}]
             by_seed = {}
             for less, more in pairs:
-                by_seed.setdefault(had[less]["seed"], []).append(
+                by_seed.setdefault(had[less].get("seed"), []).append(
                     [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)])
             seeds = [[*map(fmean, zip(*gains, strict=True))] for gains in by_seed.values()]
             if seeds:
-                lines.append(f"{flag.replace('_', '-')} {base} -> {value}: {effect(seeds)}")
+                change = f"{plot.shown(base)} -> {plot.shown(value)}"
+                lines.append(f"{flag.replace('_', '-')} {change}: {effect(seeds)}")
     return lines
 
 
@@ -312,10 +327,8 @@ def effect(seeds):
 
 def least(value):
     """A key to sort a flag's values by: without it first, then numbers, then as they came."""
-    try:
-        return value not in ("off", "none"), float(value)
-    except (TypeError, ValueError):
-        return value not in ("off", "none"), float("inf")
+    with_it = value not in (None, False, "none")
+    return with_it, value if isinstance(value, int | float) else float("inf")
 
 
 def comparison(argv):

@@ -156,7 +156,7 @@ def constant(per_token, mask, tokens, seqs, max_len):
 @dataclass(frozen=True)
 class Objective:
     level: Callable  # log-ratios (B, T), mask -> log-ratios (B, T)
-    surrogate: Callable  # ratio, advantages, logp, low, high -> gain (B, T)
+    surrogate: Callable  # ratio, advantages, logp, low, high (infinite: no clip) -> gain (B, T)
     normaliser: Callable  # per_token, mask, tokens, seqs, max_len -> the loss
     clip: tuple = (0.2, 0.2)  # eps_low, eps_high if none are given
     scale: bool = True  # advantages are divided by their group's standard deviation
@@ -210,7 +210,8 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     said = logp.masked_fill(~mask, 0.0)
     gain = objective.surrogate(ratio, adv, said, low, high)
     with torch.no_grad():
-        clipped = (gain != objective.surrogate(ratio, adv, said, math.inf, math.inf)) & mask
+        free = objective.surrogate(ratio, adv, said, math.inf, math.inf)
+        clipped = ((gain - free).abs() > 0) & mask  # NaN is neither
     if tis_cap is not None:  # what was sampled is not quite from the trainer's policy
         gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
     d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp)

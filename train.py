@@ -198,12 +198,12 @@ def train(args, argv):
         params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr, (args.beta1, args.beta2), args.weight_decay)
     engine.fit_update(args, model, params)  # settles --micro-batch-tokens and --checkpointing
-    engine.prepare(args, model, longest + args.max_new_tokens)
 
     with Run(args, argv) as run:
         if not run.open(model, optimizer, [*rows, *held_out]):  # it has ended, and is not extended
             return 0
         prompts.cursor = run.state.cursor
+        engine.prepare(args, model, longest + args.max_new_tokens)
         weight = model.embed.weight
         print(f"{len(rows)} training prompts ({skipped} longer than --max-prompt), {args.steps} "
               f"steps, {sum(p.numel() for p in params):,} trainable parameters, "

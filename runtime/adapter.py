@@ -8,7 +8,7 @@ their epilogue alone, and wait there for a flag. Sums are taken in order, whoeve
 same bits on each run. It is adapter_work that says how the work is cut; the kernels take its
 constants as they are.
 
-    TRITON_INTERPRET=1 pytest tests/test_marlin_triton.py -k lora
+    TRITON_INTERPRET=1 pytest tests/test_marlin_triton.py tests/test_decode.py -k "adapter or lora"
 
 Shapes: M rows of x (in lora_kernel B), N outputs, K inputs, R LoRA rank, P parts of a fused
 projection, PR = P * R rows of A.
@@ -175,7 +175,7 @@ def adapter_work(x, A, parts, BM):
     # a piece of a slice; of many rows whole ones, that their programs do not crowd out the weight's
     BA = min(BM, 16) if M <= 64 else BM
     if MT * (1 + BM // BA * AT) > FLAGS:
-        raise ValueError(f"marlin_triton: an adapter on {M} rows of x needs more than {FLAGS} "
+        raise ValueError(f"LoRA: an adapter on {M} rows of x needs more than {FLAGS} "
                          "flags")
     sums, flags = x.new_empty(MT * BM * PR * (Z + 1), dtype=torch.float32), space(x.device)[1]
     # of a wide adapter a part at a time: all of it would not fit the registers, nor 64 columns the

@@ -347,12 +347,13 @@ def fit_update(args, model, params):
 
 
 def prepare(args, model, longest):
-    """Make the GPU's engine of train.py's rollouts, for rows of `longest` tokens. Made for those of
-    the first step, it would have to be captured again at the first longer prompt, while all other
-    ranks wait."""
+    """Make the GPU's engine of train.py's rollouts and evaluations, for rows of `longest` tokens.
+    Made for those of the first step, it would have to be captured again at the first longer prompt,
+    while all other ranks wait."""
     if model.embed.weight.is_cuda:
         rows = args.group_size * -(-args.prompts_per_step // ranks.world)
-        engine_for(model, min(rows, args.max_rows), longest, 1.0)
+        top_p = args.eval_top_p if args.eval_n and args.eval_temperature else 1.0
+        engine_for(model, min(rows, args.max_rows), longest, top_p)
 
 
 def fingerprint(model):

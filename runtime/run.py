@@ -35,7 +35,7 @@ import grpo
 import lora
 import plot
 from runtime import command, console, flags, ranks
-from weights import checkpoint
+from weights import awq, checkpoint
 from weights.files import append, cause, check_out, lines, lock, parse_json, read_json, whole
 
 # what --resume may change: a card with less memory must be able to go on
@@ -128,9 +128,7 @@ class Run:
             self.held.enter_context(lock(self.out / "lock", busy))
         told = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
-        self.state.base = flags.base_hash(model)
-        if self.args.calib:
-            self.state.base += hashlib.sha256(Path(self.args.calib).read_bytes()).hexdigest()
+        self.state.base = base_digest(model, self.args)
         if self.args.resume:
             self.restore(optimizer)
             summed = plot.beside(self.out, "summary.json").get("steps")  # of before it went on, say
@@ -292,6 +290,7 @@ class Run:
         if self.state.base not in ("", now.base):
             raise ValueError(f"--model {self.args.model}: its weights, or the text of --calib, are "
                              f"not those the run in {self.out} began with; --resume needs the same")
+        self.state.base = now.base
         if self.state.script != now.script:
             raise ValueError(f"--resume: the run in {self.out} was begun by {self.state.script}, "
                              f"which {now.script} does not know; go on with that")
@@ -367,6 +366,20 @@ class Run:
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
+
+
+def base_digest(model, args):
+    """A digest of what an adapter sits on: some of each weight, whatever its number format. Of AWQ,
+    whose scales another card may round otherwise, the text that it goes by."""
+    if args.awq:
+        ids = awq.calibration(args.calib, checkpoint.fetch(args.model))
+        return flags.base_hash(model) + digest_of(ids)
+    some = {}
+    for name, t in chain(model.named_parameters(), model.named_buffers()):
+        if name.rpartition(".")[2] not in ("A", "B", "noise"):
+            t = t.detach().flatten()[:4096]
+            some[name] = t.to(torch.bfloat16) if t.dtype.itemsize > 1 else t
+    return digest_of(some)
 
 
 def digest_of(state):

@@ -208,6 +208,11 @@ def test_cards_are_compared_by_the_clock_from_the_step_that_counts(tmp_path, cap
     args = bench_report.parse_args(["cards", str(tmp_path)])
     with pytest.raises(ValueError, match="has no config.json"):
         args.run(args)
+    (tmp_path / "config.json").write_text('{"group_size": 16}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "seconds": 1}\n' * 9 + '{"step": 8, "seconds": 2}\n{"step": 9, "seconds": 3}\n')
+    args = bench_report.parse_args(["cards", str(tmp_path), "--skip", "2"])
+    with pytest.raises(ValueError, match="its rows have no prompts_sampled"):
+        args.run(args)
     for skip in "5", "50":
         args = bench_report.parse_args(["cards", *runs, "--skip", skip])
         with pytest.raises(ValueError, match=f"--skip {skip}: leaves no step of .*one"):

@@ -417,10 +417,12 @@ def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
     made, card = [], SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
     monkeypatch.setattr(engine, "engine_for", lambda *wanted: made.append(wanted))
     monkeypatch.setattr(engine.ranks, "world", 2)
-    for max_rows in (1000, 20):
-        engine.prepare(SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows), card, 300)
+    for max_rows, eval_n, temperature in ((1000, 1, 0.6), (20, 0, 0.6), (20, 1, 0.0)):
+        asked = dict(eval_n=eval_n, eval_temperature=temperature, eval_top_p=0.9)
+        engine.prepare(SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, **asked), card, 300)
     engine.prepare(None, build(), 300)  # the CPU's takes what each call needs
-    assert made == [(card, 24, 300, 1.0), (card, 20, 300, 1.0)]
+    # held-out questions would have it made anew for their sort
+    assert made == [(card, 24, 300, 0.9), (card, 20, 300, 1.0), (card, 20, 300, 1.0)]
 
 
 def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
@@ -523,7 +525,7 @@ def test_a_weight_that_moved_makes_a_new_engine(exact):
 def test_a_longer_prompt_goes_through_the_engine_that_was_made_for_it():
     """Made anew for it, all graphs are captured again: a second in which all other ranks wait."""
     m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
-    engine.prepare(SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8), m, 300)
+    engine.prepare(SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, eval_n=0), m, 300)
     made = engine.ENGINES[m][1]
     for length in (5, 200, 280):
         sample.generate(m, [[1] * length, [2, 3]], 2, 20, max_rows=8)

@@ -1,6 +1,7 @@
 """experiments.py: the arms of the ablation, and what its table counts."""
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,12 +133,30 @@ def test_runs_are_compared_where_they_differ_in_one_flag_alone(tmp_path, capsys)
     assert experiments.main(["compare", runs[1], runs[5]]) == 0 and "no two of these runs" in capsys.readouterr().out
 
 
+def test_flags_are_compared_as_they_are(tmp_path, capsys):
+    """By the last part of a path, two models were one; a run that did not know a flag yet never had its default; a pair of two
+    formats was dropped where a third had come first; a run given twice counted twice."""
+    runs = kept(tmp_path, none_1_0="1100", nvfp4_1_0="1110", nf4_1_0="1111")
+    for run, more in zip(runs, ({"model": "a/base", "levels": [3, 4]}, {"model": "b/base", "levels": [3, 4]},
+                                {"model": "b/base", "levels": [3, 4], "beta": 0.0}), strict=True):
+        path = Path(run) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    assert experiments.main(["compare", *runs, runs[1]]) == 0
+    assert capsys.readouterr().out.startswith("quant nvfp4 -> nf4: +25.0 points") and len(runs) == 3
+
+
 def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     runs = kept(tmp_path, none_1_0="1000", nvfp4_1_0="110")
     for argv, why in (([], "RUN"), ([str(tmp_path)], "config.json"), (runs, "different numbers of questions"),
-                      ([runs[0], f"{runs[0]}/../none_1_0"], "have the same flags; leave one out")):
-        assert experiments.main(["compare", *argv]) == 2 and why in capsys.readouterr().err
+                      ([runs[0], shutil.copytree(runs[0], tmp_path / "twin")], "have the same flags; leave one out")):
+        assert experiments.main(["compare", *map(str, argv)]) == 2 and why in capsys.readouterr().err
+    (tmp_path / "correct.json").write_text('{"none_1_0": "1x"}')
+    assert experiments.main(["compare", *runs]) == 2 and "correct.json: none_1_0 must be digits" in capsys.readouterr().err
     (tmp_path / "correct.json").unlink()
+    config = json.loads((tmp_path / "none_1_0" / "config.json").read_text())
+    (tmp_path / "none_1_0" / "config.json").write_text(json.dumps(config | {"steps": 400}))
+    (tmp_path / "none_1_0" / "summary.json").write_text('{"accuracy_after": 0.5, "steps": 2}')  # it has gone on since
+    assert experiments.main(["compare", *runs]) == 2 and "none_1_0: has no accuracy_after of its last step" in capsys.readouterr().err
     (tmp_path / "none_1_0" / "summary.json").unlink()
     assert experiments.main(["compare", *runs]) == 2 and "none_1_0: has no accuracy_after" in capsys.readouterr().err
 
@@ -156,7 +175,7 @@ def test_each_arm_is_what_its_name_says():
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_two_copies_are_made_for_their_own_arms(trained, monkeypatch, tmp_path, jobs):
+def test_two_copies_are_made_for_their_own_arms(trained, monkeypatch, tmp_path, capsys, jobs):
     """Three arms with one copy each measure nothing."""
     apart = []
 
@@ -168,6 +187,9 @@ def test_two_copies_are_made_for_their_own_arms(trained, monkeypatch, tmp_path, 
     monkeypatch.setattr(experiments, "apart", lambda argv: apart.append(Path(argv[-1]).name) or train.main(argv))
     assert experiments.main(["copies", "--seeds", "0", "--jobs", jobs, "--out", str(tmp_path)]) == 0
     assert sorted(apart) == ["two-s0", "two-trainer-s0"]
+    for out in tmp_path.glob("*-s0"):  # of before summary.json said what was called
+        (out / "summary.json").write_text('{"accuracy_after": 0.5}')
+    assert experiments.main(["copies", "--seeds", "0", "--out", str(tmp_path)]) == 2 and "| two |" in capsys.readouterr().out
     assert {Path(a.out).name: a.old_logp for a in trained} == {"one-s0": "sampler", "two-s0": "sampler", "two-trainer-s0": "trainer"}
 
 

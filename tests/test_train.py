@@ -800,6 +800,11 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     assert f"--model {model}: its weights" in capsys.readouterr().err
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     assert run(out, *argv, "--resume", "--steps", "3") == 0
+    argv, out, changed = [*argv[:2], *argv[5:]], tmp_path / "plain", "model.layers.0.mlp.down_proj.weight"  # plainly rounded
+    assert run(out, *argv) == 0
+    save_file(weights | {changed: -weights[changed]}, model / "model.safetensors", metadata={"format": "pt"})
+    assert run(out, *argv, "--resume", "--steps", "3") == 2
+    assert f"--model {model}: its weights" in capsys.readouterr().err
 
 
 def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):

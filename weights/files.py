@@ -102,11 +102,11 @@ def read_json(path, fields=None, needs=()):
     return parse_json(decode(Path(path).read_bytes(), path), path, fields, needs)
 
 
-def read_jsonl(path, fields=None):
+def read_jsonl(path, fields=None, needs=()):
     """("file, row n", object) of each line of a .jsonl, as parse_json."""
     for n, text in lines(path):
         where = f"{path}, row {n}"
-        yield where, parse_json(text, where, fields)
+        yield where, parse_json(text, where, fields, needs)
 
 
 # ---- out
