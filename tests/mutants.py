@@ -194,7 +194,7 @@ MUTANTS = {
          "loop::dynamic_sampling_replaces_groups_without_variance_and_is_bounded"),
         ("gradients in float16 are not scaled up", "half_scale(lengths) if half",
          "1.0 if half", "packed::gradients_do_not_vanish_in_float16"),
-        ("padding is counted as clipped", "math.inf, math.inf)) & mask", "math.inf, math.inf))",
+        ("padding is counted as clipped", "(gain - free).abs() > 0) & mask", "(gain - free).abs() > 0)",
          "grpo::what_is_counted_as_clipped_is_the_objectives_own_clip"),
         ("the buffer may not be all of the limit", "0 < buffer <= max_len", "0 < buffer < max_len",
          "grpo::overlong_rows_can_be_masked_or_penalised"),
