@@ -291,10 +291,9 @@ def compare(runs):
     for one, other in combinations(runs, 2):
         if had[one] == had[other]:
             raise ValueError(f"{one} and {other} have the same flags; leave one out")
-    whole_sets, after = ({run: [accuracy_after(run)] for run in runs},
-                         {run: answers(run) for run in runs})
-    if None in after.values():
-        after = whole_sets
+    ends = {run: [accuracy_after(run)] for run in runs}
+    by_question = {run: answers(run) for run in runs}
+    after = ends if None in by_question.values() else by_question
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
     for flag in sorted(every.keys() - {"seed"}):
