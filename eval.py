@@ -32,10 +32,10 @@ import aqn
 import data
 import lora
 import sample
-from runtime import flags, ranks
+from runtime import command, flags, ranks
 from runtime.grade import same_all
 from weights import checkpoint
-from weights.files import check, read_jsonl, whole
+from weights.files import check, file_digest, read_jsonl, whole
 
 PART = 4  # times --max-rows samples are drawn between two writes of --out
 
@@ -193,21 +193,18 @@ def plain(args):
     return "trained" if args.run and not args.adapter else "base"
 
 
-def digests(args, sets):
-    """{(set, model): digest} of what a row follows from: flags, questions, the files of --reward
-    and --calib, adapter, or the weights of a --run that trained all of them."""
+def digests(args, sets, script):
+    """{(set, model): digest} of what a row follows from: script (the command line's words before
+    the flags), flags, questions, the model's weights, the files of --reward and --calib, the
+    adapter."""
     free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
             "trained_with")
-    files = [Path(f) for f in ((args.reward or "").rpartition(":")[0], args.calib or "")]
-    if args.run and not args.adapter:  # a run that goes on leaves others under the same name
-        files += sorted(Path(args.model).glob("*.safetensors"))
-    read, found = [], {}
-    for file in filter(Path.is_file, files):
-        with open(file, "rb") as f:
-            read.append(hashlib.file_digest(f, "sha256").hexdigest())
+    read, found = [flags.base_of(args)], {}
+    if args.reward:
+        read.append(file_digest(args.reward.rpartition(":")[0]))
     for name, rows in sets:
         # a reward of one's own sees all columns
-        what = [{k: v for k, v in vars(args).items() if k not in free},
+        what = [script, {k: v for k, v in vars(args).items() if k not in free},
                 [row if args.reward else [row["question"], row["answer"]] for row in rows], *read]
         digest = hashlib.sha256(json.dumps(what, default=str).encode())
         found[name, plain(args)] = digest.hexdigest()[:16]
@@ -222,9 +219,9 @@ class Book:
     """--out: the rows that are done of each set and model, each under the digest of what it follows
     from, `run`. ValueError if the file holds anything but rows of this very evaluation."""
 
-    def __init__(self, args, sets):
+    def __init__(self, args, sets, script):
         self.path, self.done = args.out and Path(args.out), {}
-        self.runs = digests(args, sets) if self.path else {}
+        self.runs = digests(args, sets, script) if self.path else {}
         if not self.path or not self.path.exists():
             return
         fields = {"text": str, "correct": bool, "format": bool, "length": (int, 0, 1 << 40),
@@ -275,7 +272,8 @@ def run(args, argv):
               f"{args.prompt_style}; add --reward to compare with the run's own accuracy",
               file=sys.stderr)
     score = data.scorer(args.prompt_style, args.reward)
-    book = Book(args, sets)
+    script = command.script(argv, "eval.py")
+    book = Book(args, sets, script)
     model, tok = flags.load_policy(args)
     if args.adapter:
         kept, _ = data.prompts(tok, sets[0][1][:1], args.prompt_style)
@@ -307,7 +305,7 @@ def run(args, argv):
     told = [{"data": name, "model": arm, **{k: v for k, v in r.items() if k != "rows"}}
             for name, arm, r in results]
     print(json.dumps({"results": told, "seconds": round(time.time() - begin, 1),
-                      "command": shlex.join([*ranks.launcher(), "eval.py", *argv])}))
+                      "command": shlex.join([*ranks.launcher(), *script, *argv])}))
 
 
 def main(argv=None):

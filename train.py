@@ -217,7 +217,7 @@ def train(args, argv):
                 after = evaluate(run, model, tok, score, held_out)
                 if args.eval_every:  # it may have been the best, which --resume must know
                     run.save(model, optimizer)
-            run.finish(after, model)
+            run.finish(after)
         except KeyboardInterrupt:
             return run.stop(model, optimizer)
         except Exception:

@@ -1,7 +1,6 @@
 """Does a noisier policy find answers that a clean one does not? Its pass@k says.
 
-eval.py clears AQN's noise; here one draw of it, of a given sigma, stays on. All else is eval.py
-(an --out for each sigma, since it does not tell them apart):
+eval.py clears AQN's noise; here one draw of it, of a given sigma, stays on. All else is eval.py:
 
     python docs/noisy_eval.py 0.05 --model tiny --quant none --data arithmetic \
         --temperature 1 --top-p 1 --n 64 --k 1,4,16,64

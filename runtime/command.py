@@ -41,11 +41,11 @@ if ALONE:
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def script(argv):
-    """The words of the command line before argv, train.py's flags: train.py, or what calls it."""
+def script(argv, name="train.py"):
+    """The words of the command line before argv, the flags of `name`: that, or what calls it."""
     own, home = sys.argv[: len(sys.argv) - len(argv)], Path(__file__).resolve().parents[1]
     if not own or sys.argv != [*own, *argv]:
-        return ["train.py"]  # called by other Python
+        return [name]  # called by other Python
     path = Path(own[0]).resolve()
     return [str(path.relative_to(home)) if path.is_relative_to(home) else own[0], *own[1:]]
 

@@ -11,7 +11,6 @@ and sample.py when they are given the adapter or its run.
     python train.py --help
 """
 import argparse
-import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from runtime import ranks
 from runtime.command import number, numbers
 from weights import awq, checkpoint
 from weights.config import packed_format, read_config
-from weights.files import check_out, read_json, shown, write_json
+from weights.files import check_out, file_digest, read_json, shown
 from weights.formats import FORMATS
 
 QUANTS = ("none", *FORMATS)
@@ -348,25 +347,36 @@ def load_policy(args):
         torch.set_num_threads(1)  # too little work for two: they would mostly wait for each other
     if getattr(args, "adapter", None):
         lora.load_adapter(model, args.adapter)
-        check_policy(args, model)
+        check_policy(args)
     return model, tok
 
 
-def save_policy(folder, model, args):
-    """policy.json beside an adapter: what it was trained with, and by which it must be used."""
+def base_of(args):
+    """What tells the base of these flags from others: checkpoint.fingerprint's digests and, where
+    --awq goes by a file, `text`, that file's."""
+    told = checkpoint.fingerprint(args.model)
+    if args.awq and args.calib:
+        told["text"] = file_digest(awq.text_file(args.calib))
+    return told
+
+
+def policy(args, base):
+    """What goes into policy.json beside an adapter: what it was trained with, and by which it must
+    be used. base: base_of(args), as it was when training began."""
     kept = [*(dest(f) for _, f in flags_of("train") if f.kept), "reward"]
-    policy = {name: getattr(args, name) for name in kept} | {"base": base_hash(model)}
-    write_json(Path(folder) / "policy.json", policy)
+    return {name: getattr(args, name) for name in kept} | base
 
 
 def read_policy(folder):
-    """What save_policy wrote, {} where there is none (an adapter of another program)."""
+    """The policy.json in `folder`, {} where there is none (an adapter of another program)."""
     path = Path(folder) / "policy.json"
-    policy = read_json(path, {"base": str, "reward": str}) if path.is_file() else {}
-    kept = [(f.name, policy.get(dest(f))) for _, f in flags_of("train") if f.kept]
+    if not path.is_file():
+        return {}
+    found = read_json(path, dict.fromkeys(("base", "weights", "text", "reward"), str))
+    kept = [(f.name, found.get(dest(f))) for _, f in flags_of("train") if f.kept]
     from_file("train", kept, f"{path}; delete it to choose --model, --quant and --prompt-style "
                  "by hand")
-    return policy
+    return found
 
 
 def take_policy(command, args):
@@ -378,8 +388,8 @@ def take_policy(command, args):
         folder = next((f for f in (Path(args.run) / name for name in ("adapter", "model"))
                        if f.is_dir()), None)
         if folder is None:
-            raise ValueError(f"--run {args.run}: has no adapter/ nor model/ (yet); give the folder "
-                             "that train.py called --out")
+            raise ValueError(f"--run {args.run}: has no adapter/ nor model/ (before its first "
+                             "save); give the folder that train.py called --out")
         if folder.name == "adapter":
             args.adapter = str(folder)
         else:  # all parameters were trained
@@ -395,21 +405,19 @@ def take_policy(command, args):
             setattr(args, dest(f), default)
 
 
-def check_policy(args, model):
-    """ValueError if the adapter was trained on another base; a warning where the format differs."""
-    policy = args.trained_with
-    if policy.get("base", base_hash(model)) != base_hash(model):
+def check_policy(args):
+    """ValueError if the adapter was trained on another base; a warning where the format, or AWQ's
+    text, differs."""
+    had, now = args.trained_with, base_of(args)
+    stored, *_ = had.get("weights", "").partition(":")  # as none, or nvfp4
+    known = "weights" if now["weights"].startswith(f"{stored}:") else "base"
+    if had.get(known, now[known]) != now[known]:
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} was trained on another "
-                         f"base, {policy.get('model')}; an adapter only fits its own")
+                         f"base, {had.get('model')}; an adapter only fits its own")
     for name in ("quant", "awq"):
-        if policy.get(name, getattr(args, name)) != getattr(args, name):
+        if had.get(name, getattr(args, name)) != getattr(args, name):
             print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "
-                  f"{policy[name]}", file=sys.stderr)
-
-
-def base_hash(model):
-    """Tells bases apart, whatever their number format: a hash of the final norm and the first rows
-    of the embedding."""
-    some = torch.cat([model.norm.weight.detach(), model.embed.weight[:64].detach().flatten()])
-    some = some.to("cpu", torch.bfloat16).view(torch.uint8)
-    return hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16]
+                  f"{had[name]}", file=sys.stderr)
+    if known == "weights" and args.awq and had.get("text") != now.get("text"):
+        print(f"warning: --calib {args.calib}: the adapter was trained with scales by another text",
+              file=sys.stderr)

@@ -4,7 +4,7 @@ What the terminal shows is in console.py.
 
 A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
 adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parameters are trained,
-model/ (a Hugging Face checkpoint, at the end), checkpoint/ (what resume needs),
+model/ (a Hugging Face checkpoint, and policy.json), checkpoint/ (what resume needs),
 eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
 Each file appears whole or not at all. Nothing is written before everything that can be refused has
 been; a folder without checkpoint/ holds nothing that is worth keeping, and a start takes it over.
@@ -23,7 +23,7 @@ import shutil
 import sys
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +35,7 @@ import grpo
 import lora
 import plot
 from runtime import command, console, flags, ranks
-from weights import awq, checkpoint
+from weights import checkpoint, files
 from weights.files import append, cause, check_out, lines, lock, parse_json, read_json, whole
 
 # what --resume may change: a card with less memory must be able to go on
@@ -56,7 +56,8 @@ class State:
     before: dict | None = None  # {"accuracy", "stderr"} of the held-out questions before training
     best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
     data: str = ""  # digest of the questions
-    base: str = ""  # of the model's weights, and of --calib's text; "": not known
+    base: dict = field(default_factory=dict)  # flags.base_of
+    reward: str = ""  # digest of --reward's file
     script: str = "train.py"  # or one that changes what it does
 
 
@@ -128,11 +129,14 @@ class Run:
             self.held.enter_context(lock(self.out / "lock", busy))
         told = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
-        self.state.base = base_digest(model, self.args)
+        self.state.base = flags.base_of(self.args)
+        if self.args.reward:
+            self.state.reward = files.file_digest(self.args.reward.rpartition(":")[0])
         if self.args.resume:
             self.restore(optimizer)
             summed = plot.beside(self.out, "summary.json").get("steps")  # of before it went on, say
-            if self.state.step >= self.args.steps and summed == self.state.step:
+            ended = summed == self.state.step and (self.out / "metrics.png").is_file()
+            if ended and self.state.step >= self.args.steps:
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
         elif ranks.rank == 0:
@@ -200,8 +204,8 @@ class Run:
             s.before = found
             write(self.out / "eval_before.jsonl", *map(json.dumps, result["rows"]))
         elif self.args.eval_every and (s.best is None or found["accuracy"] > s.best["accuracy"]):
-            s.best = {"step": s.step, **found}
             if self.args.lora_rank:
+                s.best = {"step": s.step, **found}
                 self.save_adapter("adapter_best", model)
 
     def check(self, updates, model):
@@ -242,8 +246,8 @@ class Run:
 
     @ranks.first
     def save(self, model, optimizer):
-        """adapter/ and checkpoint/. ValueError, and nothing is written, if a parameter is not
-        finite: what was saved before it stays."""
+        """adapter/, or model/, and checkpoint/. ValueError, and nothing is written, if a parameter
+        is not finite: what was saved before it stays."""
         broken = [name for name, p in model.named_parameters()
                   if p.requires_grad and not torch.isfinite(p).all()]
         if broken:
@@ -251,6 +255,8 @@ class Run:
                              f"was saved over the last checkpoint in {self.out}. Lower --lr")
         if self.args.lora_rank:
             self.save_adapter("adapter", model)
+        else:
+            self.save_model(model)
         (self.out / "checkpoint").mkdir(exist_ok=True)
         state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
                  "masters": [m.detach().cpu() for m in optimizer.masters],
@@ -262,7 +268,21 @@ class Run:
     @ranks.first
     def save_adapter(self, name, model):
         lora.save_adapter(model, self.out / name, self.args.model)
-        flags.save_policy(self.out / name, model, self.args)
+        policy = flags.policy(self.args, self.state.base)
+        write(self.out / name / "policy.json", json.dumps(policy, indent=2))
+
+    def save_model(self, model):
+        """All parameters as a Hugging Face checkpoint in model/, with policy.json."""
+        out = self.out / "model"
+        new, old = files.beside(out), files.beside(out)
+        with checkpoint.Writer(new, checkpoint.fetch(self.args.model)) as writer:
+            for name, tensor in checkpoint.tensors(model):
+                writer.add(name, tensor)
+            writer.notes["policy.json"] = flags.policy(self.args, self.state.base)
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
 
     def restore(self, optimizer):
         """checkpoint/ into the optimizer and its parameters; what was logged after it is
@@ -287,10 +307,13 @@ class Run:
         if self.state.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
-        if self.state.base not in ("", now.base):
+        if self.state.base != now.base:
             raise ValueError(f"--model {self.args.model}: its weights, or the text of --calib, are "
                              f"not those the run in {self.out} began with; --resume needs the same")
-        self.state.base = now.base
+        if self.state.reward != now.reward:  # an error of its own may have been mended
+            print(f"warning: --reward {self.args.reward}: is not as it was when the run began",
+                  file=sys.stderr)
+            self.state.reward = now.reward
         if self.state.script != now.script:
             raise ValueError(f"--resume: the run in {self.out} was begun by {self.state.script}, "
                              f"which {now.script} does not know; go on with that")
@@ -314,11 +337,10 @@ class Run:
     # ---- the end
 
     @ranks.first
-    def finish(self, after, model):
-        """summary.json, metrics.png, eval_after.jsonl, model/ if all parameters were trained; what
-        was learned is told. after: the last evaluation, None with --eval-n 0."""
-        if not self.args.lora_rank:
-            self.save_model(model)
+    def finish(self, after):
+        """eval_after.jsonl, summary.json, metrics.png; what was learned is told. after: the last
+        evaluation, None with --eval-n 0."""
+        (self.out / "metrics.png").unlink(missing_ok=True)  # drawn last: a run with it has ended
         before, base, gain, error = self.state.before, [], None, None
         if after:
             base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
@@ -334,15 +356,6 @@ class Run:
         write(self.out / "summary.json", json.dumps(summary, indent=2))
         plot.plot([self.out], self.out / "metrics.png")
         console.show_end(self.out, self.args, summary, base, after["rows"] if after else [])
-
-    def save_model(self, model):
-        """All parameters as a Hugging Face checkpoint in model/, with policy.json."""
-        out = self.out / "model"
-        shutil.rmtree(out, ignore_errors=True)  # of before the run was extended
-        with checkpoint.Writer(out, checkpoint.fetch(self.args.model)) as writer:
-            for name, tensor in checkpoint.tensors(model):
-                writer.add(name, tensor)
-        flags.save_policy(out, model, self.args)
 
     def stop(self, model, optimizer):
         """The end of a run that was interrupted: saved where it stands, but for one that was told
@@ -366,20 +379,6 @@ class Run:
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
-
-
-def base_digest(model, args):
-    """A digest of what an adapter sits on: some of each weight, whatever its number format. Of AWQ,
-    whose scales another card may round otherwise, the text that it goes by."""
-    if args.awq:
-        ids = awq.calibration(args.calib, checkpoint.fetch(args.model))
-        return flags.base_hash(model) + digest_of(ids)
-    some = {}
-    for name, t in chain(model.named_parameters(), model.named_buffers()):
-        if name.rpartition(".")[2] not in ("A", "B", "noise"):
-            t = t.detach().flatten()[:4096]
-            some[name] = t.to(torch.bfloat16) if t.dtype.itemsize > 1 else t
-    return digest_of(some)
 
 
 def digest_of(state):

@@ -161,6 +161,34 @@ def test_shards_and_index_load_as_one_file_does(tmp_path):
     assert json.loads((tmp_path / "many" / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
 
 
+def test_models_are_told_apart_by_their_files(tmp_path):
+    """One digest for all bases refuses none; one that changes with the number format, the shards or the tied head refuses its own."""
+    folder = base(tmp_path)
+    state, first = load_file(folder / "model.safetensors"), checkpoint.fingerprint(folder)
+
+    def changed(folder=folder, **tensors):
+        save_file(state | tensors, folder / "model.safetensors")
+        return checkpoint.fingerprint(folder)
+
+    for name in state:
+        other = changed(**{name: state[name] + 1})
+        ends = name in ("model.norm.weight", "model.embed_tokens.weight")
+        assert other["weights"] != first["weights"] and (other["base"] != first["base"]) == ends, name
+    assert changed(**{name: t.float() for name, t in state.items()}) == first
+    assert changed(**{"lm_head.weight": torch.zeros(2, 2), "model.rotary_emb.inv_freq": torch.zeros(2)}) == first == changed()
+    with checkpoint.Writer(tmp_path / "shards", folder, shard_bytes=1 << 14) as writer:
+        for name, tensor in state.items():
+            writer.add(name, tensor)
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists() and checkpoint.fingerprint(tmp_path / "shards") == first
+    convert.convert(folder, tmp_path / "q")
+    four = checkpoint.fingerprint(tmp_path / "q")
+    assert four["base"] == first["base"] and four["weights"].startswith("nvfp4:") and first["weights"].startswith("none:")
+    state = load_file(tmp_path / "q" / "model.safetensors")
+    for name in (n for n in state if n.endswith(("_packed", "_scale"))):
+        flipped = (state[name].view(torch.uint8) ^ 1).view(state[name].dtype)
+        assert changed(tmp_path / "q", **{name: flipped})["weights"] != four["weights"], name
+
+
 def test_what_is_not_rounded_stays_as_it_is_stored(tmp_path):
     """Norms and embeddings of float32, cast to 16 bits on the way, are another model's before anything is rounded."""
     folder = base(tmp_path)

@@ -187,15 +187,16 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
         "warning: d, base: no completion follows the format; does --prompt-style fit the model?"]
 
 
-def test_rows_belong_to_every_flag_that_they_follow_from():
+def test_rows_belong_to_every_flag_that_they_follow_from(shallow):
     """Rows of another format or nucleus under the same name in --out would be told as this evaluation's."""
     def run_of(**other):
-        args = SimpleNamespace(**vars(flags.parse("eval", [])) | other)
-        return evaluation.digests(args, [("s", [{"question": "q", "answer": "1"}])])["s", "base"]
+        script, args = other.pop("script", ["eval.py"]), SimpleNamespace(**vars(flags.parse("eval", [])) | other)
+        return evaluation.digests(args, [("s", [{"question": "q", "answer": "1"}])], script)["s", "base"]
 
     for name in ("model", "quant", "awq", "calib", "dtype", "levels", "reward", "prompt_style", "split", "limit", "n", "max_prompt",
                  "greedy", "max_new_tokens", "temperature", "top_p", "seed"):
-        assert run_of(**{name: "other"}) != run_of(), name
+        assert run_of(**{name: {"model": str(shallow), "reward": f"{__file__}:f"}.get(name, "other")}) != run_of(), name
+    assert run_of(script=["docs/noisy_eval.py", "0.05"]) != run_of(script=["docs/noisy_eval.py", "0.1"])
     assert {run_of(**{name: "other"}) for name in ("max_rows", "k", "device", "data", "adapter")} == {run_of()}
 
 
@@ -207,7 +208,7 @@ def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path):
     def run_of(code, calib, worth):
         reward.write_text(code)
         text.write_text(calib)
-        return evaluation.Book(args, [("s", [{"question": "q", "answer": "1", "worth": worth}])]).runs["s", "base"]
+        return evaluation.Book(args, [("s", [{"question": "q", "answer": "1", "worth": worth}])], ["eval.py"]).runs["s", "base"]
 
     assert len({run_of("1", "1", 1), run_of("2", "1", 1), run_of("1", "2", 1), run_of("1", "1", 2)}) == 4
     assert run_of("1", "1", 1) == run_of("1", "1", 1)
@@ -305,14 +306,17 @@ def test_rows_of_an_adapter_or_answers_that_have_changed_are_refused(tmp_path, c
     assert code(0.5, "3") == 0
 
 
-def test_rows_of_a_run_that_went_on_are_refused(tmp_path, capsys, shallow):
-    """One that trains all parameters leaves other weights in its model/: they were told to be as good as those of before."""
+@pytest.mark.parametrize("flag", ["run", "model"])
+def test_rows_of_a_run_that_went_on_are_refused(tmp_path, capsys, shallow, flag):
+    """One that trains all parameters leaves other weights in its model/: they were told to be as good as those of before. So was a
+    --model that was made anew."""
     folder, out, file = tmp_path / "run" / "model", tmp_path / "out.jsonl", tmp_path / "d.jsonl"
     shutil.copytree(shallow, folder)
     file.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
-    argv = ["--run", str(folder.parent), "--data", str(file), "--quant", "none", "--n", "1", "--max-new-tokens", "2", "--out", str(out)]
+    argv = [f"--{flag}", str(folder.parent if flag == "run" else folder), "--data", str(file), "--quant", "none", "--n", "1", "--max-new-tokens", "2", "--out", str(out)]
     assert evaluation.main(argv) == evaluation.main(argv) == 0
-    assert capsys.readouterr().out.count('"model": "trained"') == 2  # not "base", which the run began from
+    named = "trained" if flag == "run" else "base"  # which the run began from
+    assert capsys.readouterr().out.count(f'"model": "{named}"') == 2
     before, tensors = out.read_bytes(), load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -105,17 +105,37 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     lora.add_lora(m, 2, 2.0)
     given = ["--model", str(shallow), "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--prompt-style", "boxed", "--reward", "own.py:f"]
     lora.save_adapter(m, tmp_path)
-    flags.save_policy(tmp_path, m, flags.parse("train", given))
-    policy = json.loads((tmp_path / "policy.json").read_text())
-    assert policy["base"] == flags.base_hash(m) and policy["reward"] == "own.py:f"
+    base = checkpoint.fingerprint(shallow)
+    policy = flags.policy(flags.parse("train", given), base)
+    (tmp_path / "policy.json").write_text(json.dumps(policy))
+    assert policy["reward"] == "own.py:f" and policy | base == policy
     args = flags.parse("eval", ["--adapter", str(tmp_path)])
     assert (args.quant, args.awq, args.calib, args.prompt_style) == ("mxfp4", True, "t.txt", "boxed")
     args = flags.parse("eval", ["--adapter", str(tmp_path), "--no-awq", "--prompt-style", "tags"] + ["--calib", ""])
     assert (args.awq, args.prompt_style) == (False, "tags")
-    flags.check_policy(args, m)
+    flags.check_policy(args)
     assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
     with pytest.raises(ValueError, match="another base"):
-        flags.check_policy(SimpleNamespace(**vars(args) | {"trained_with": policy | {"base": "0"}}), m)
+        flags.check_policy(SimpleNamespace(**vars(args) | {"trained_with": policy | {"weights": "none:0"}}))
+
+
+def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
+    """An adapter beside other roundings of its base than it was trained on, and no word of it."""
+    text, adapter, m = tmp_path / "t.txt", tmp_path / "adapter", qwen.load(shallow, dtype=torch.float32)
+    text.write_text("one")
+    lora.add_lora(m, 2, 2.0)
+    lora.save_adapter(m, adapter)
+    args = flags.parse("train", ["--model", str(shallow), "--awq", "--calib", str(text)])
+    (adapter / "policy.json").write_text(json.dumps(flags.policy(args, flags.base_of(args))))
+    again = flags.parse("eval", ["--adapter", str(adapter)])
+    flags.check_policy(again)
+    assert not capsys.readouterr().err
+    text.write_text("two")
+    for more in ([], ["--calib", ""]):
+        flags.check_policy(flags.parse("eval", ["--adapter", str(adapter), *more]))
+        assert "the adapter was trained with scales by another text" in capsys.readouterr().err
+    flags.check_policy(flags.parse("eval", ["--adapter", str(adapter), "--no-awq"]))
+    assert capsys.readouterr().err == "warning: --awq False: the adapter was trained with True\n"
 
 
 def test_four_bits_are_not_taken_for_sixteen():
@@ -144,7 +164,8 @@ def test_without_awq_an_adapters_text_is_not_asked_for(shallow, tmp_path):
     m = qwen.load(shallow, dtype=torch.float32)
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, tmp_path)
-    flags.save_policy(tmp_path, m, flags.parse("train", ["--model", str(shallow), "--awq", "--calib", "t.txt"]))
+    policy = flags.policy(flags.parse("train", ["--model", str(shallow), "--awq", "--calib", "t.txt"]), {})
+    (tmp_path / "policy.json").write_text(json.dumps(policy))
     args = flags.parse("eval", ["--adapter", str(tmp_path), "--no-awq"])
     assert (args.awq, args.calib) == (False, None)
     with pytest.raises(ValueError, match="--calib: plain rounding uses no text"):

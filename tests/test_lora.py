@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import lora
 import model as M
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
+from runtime import flags
 from weights import awq, checkpoint, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -294,12 +295,15 @@ def test_a_merge_takes_the_adapters_own_format(tmp_path):
 def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, capsys):
     """It was merged into plainly rounded weights, which it was not fitted to."""
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
-    (tmp_path / "a" / "policy.json").write_text('{"quant": "nvfp4", "awq": true, "calib": "its own"}')
+    own, mine = (str(tmp_path / name) for name in ("own.txt", "mine.txt"))
+    for file in (own, mine):
+        Path(file).write_text("some text")
+    (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "calib": own}))
     ids, asked = torch.randint(0, 48, (4, 32), generator=torch.Generator().manual_seed(1)), []
     monkeypatch.setattr(awq, "calibration", lambda text, *_: asked.append(text) or ids)
-    for more in ([], ["--calib", "mine"]):
+    for more in ([], ["--calib", mine]):
         convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / f"m{len(more)}"), *more])
-    assert asked == ["its own", "mine"]
+    assert asked == [own, mine]
     convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "none"), "--quant", "none"])
     with pytest.raises(SystemExit):
         convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_all"), "--out", str(tmp_path / "m3"), "--calib", "t"])
@@ -316,11 +320,24 @@ def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, 
 def test_a_merge_into_another_base_is_refused_before_its_blocks(tmp_path, monkeypatch, capsys):
     """It went through all of them first: of a 32B, minutes."""
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
-    (tmp_path / "a" / "policy.json").write_text('{"quant": "none", "base": "another"}')
     monkeypatch.setattr(lora, "take_tensors", lambda *_: pytest.fail("a block came by"))
-    with pytest.raises(SystemExit):
-        convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m")])
-    assert "another base" in capsys.readouterr().err and not (tmp_path / "m").exists()
+    for other in ({"base": "another"}, checkpoint.fingerprint(BASE) | {"weights": "none:another"}):
+        (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "none", **other}))
+        with pytest.raises(SystemExit):
+            convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m")])
+        assert "another base" in capsys.readouterr().err and not (tmp_path / "m").exists()
+
+
+def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
+    """Norms and embedding are the base's: the adapter was taken, and applied twice. Four bits of the base are still its base."""
+    shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
+    (tmp_path / "a" / "policy.json").write_text(json.dumps({"model": str(BASE), "quant": "none", **checkpoint.fingerprint(BASE)}))
+    convert.merge(BASE, tmp_path / "a", tmp_path / "merged")
+    convert.convert(BASE, tmp_path / "four")
+    for more in ([], ["--model", str(tmp_path / "four"), "--quant", "nvfp4"]):
+        flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "a"), *more]))
+    with pytest.raises(ValueError, match=f"--model {tmp_path}/merged: .*another base, {BASE}"):
+        flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / "merged")]))
 
 
 def test_the_demos_model_has_one_name_for_all_commands(tmp_path):

@@ -226,6 +226,17 @@ def test_an_extended_run_that_was_stopped_in_its_last_evaluation_ends_when_it_is
     assert json.loads((out / "summary.json").read_text())["steps"] == 5
 
 
+def test_a_run_that_was_stopped_while_its_curves_were_drawn_ends_when_it_is_resumed(tmp_path, monkeypatch, capsys):
+    """Its summary was there: resume said that it had ended, and the picture never came."""
+    out = tmp_path / "run"
+    for steps in ("1", "2"):  # the picture of before it went on does not count
+        with monkeypatch.context() as m:
+            m.setattr(plot, "plot", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert run(out, "--steps", steps, *["--resume"] * (steps == "2")) == 130 and not (out / "metrics.png").exists()
+        assert train.main(["--resume", "--out", str(out)]) == 0
+        assert (out / "metrics.png").exists() and f"{out}: adapter/, metrics.jsonl" in capsys.readouterr().out
+
+
 def test_resuming_a_finished_run_keeps_its_summary(straight, tmp_path, capsys):
     out = copy_of(straight, tmp_path)
     before = (out / "summary.json").read_bytes()
@@ -346,18 +357,9 @@ def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path
     assert (args.quant, args.prompt_style) == ("mxfp4", "boxed")
     flags.load_policy(flags.parse("eval", ["--run", str(out), "--quant", "nvfp4"]))
     assert "warning: --quant nvfp4" in capsys.readouterr().err
-    (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"base": "another"}))
+    (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"weights": "none:another"}))
     with pytest.raises(ValueError, match="--model .*another base"):
         flags.load_policy(flags.parse("eval", ["--run", str(out)]))
-
-
-def test_bases_are_told_apart_whatever_their_format(small):
-    """The hash beside an adapter: one for all bases refuses none."""
-    base, rounded, embed, norm = (qwen.load(small, "cpu", torch.float32, quant) for quant in ("none", "nvfp4", "none", "none"))
-    embed.embed.weight.data[3, 0] += 1
-    norm.norm.weight.data[0] += 1
-    assert flags.base_hash(base) == flags.base_hash(rounded)
-    assert len({flags.base_hash(m) for m in (base, embed, norm)}) == 3
 
 
 def test_a_reward_of_ones_own_is_trained_on(tmp_path):
@@ -687,7 +689,7 @@ def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys):
     r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))}, None)
     r.state.step = 7
     r.evaluated(after, None)
-    r.finish(after, None)
+    r.finish(after)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["held-out accuracy after 0 steps: 33.3%", "held-out accuracy after 7 steps: 66.7%"]
     assert lines[3:] == ["one of the questions: q1 (it is 7)", "  before: before1", "  after:  after1",
@@ -805,6 +807,15 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     save_file(weights | {changed: -weights[changed]}, model / "model.safetensors", metadata={"format": "pt"})
     assert run(out, *argv, "--resume", "--steps", "3") == 2
     assert f"--model {model}: its weights" in capsys.readouterr().err
+
+
+def test_a_resume_tells_of_a_reward_that_has_changed(tmp_path, capsys):
+    """It may be what was wrong, so the run goes on with it, but not without a word."""
+    out, reward = tmp_path / "run", tmp_path / "r.py"
+    for steps, code, told in (("1", "len(text)", 0), ("2", "len(text)", 0), ("3", "-len(text)", 1), ("4", "-len(text)", 0)):
+        reward.write_text(f"def f(text, row):\n    return {code}\n")
+        assert run(out, "--reward", f"{reward}:f", "--steps", steps, *["--resume"] * (steps != "1")) == 0
+        assert capsys.readouterr().err.count(f"warning: --reward {reward}:f: is not as it was") == told
 
 
 def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):
@@ -934,7 +945,7 @@ def test_each_row_goes_to_the_tracker(tmp_path, monkeypatch):
     assert logged == [(i, {k: v for k, v in row.items() if v is not None}) for i, row in enumerate(rows)] and "reward" in logged[1][1]
 
 
-def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_path, capsys):
+def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_path, capsys, monkeypatch):
     """--lora-rank 0 wrote nothing but resume's own file."""
     out = tmp_path / "run"
     assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
@@ -944,9 +955,31 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
     model, _ = flags.load_policy(args)
     for p, q in zip(model.parameters(), parameters_of(out), strict=True):
         assert torch.equal(p, q)
-    assert train.main(["--resume", "--out", str(out), "--steps", "2"]) == 0  # and the model/ of the longer run takes its place
-    for p, q in zip(flags.load_policy(args)[0].parameters(), parameters_of(out), strict=True):
-        assert torch.equal(p, q)
+    assert json.loads((out / "model" / "policy.json").read_text())["prompt_style"] == "tags"
+    # the model/ of a run that has gone on takes its place, also of one that was stopped: eval.py asked the weights of before
+    works, calls, last = sample.generate, [], model.embed.weight
+
+    def stopped(*args, **kwargs):
+        calls.append(1)
+        return works(*args, **kwargs) if len(calls) == 1 else (_ for _ in ()).throw(KeyboardInterrupt)
+
+    for code, generate in ((130, stopped), (0, works)):
+        monkeypatch.setattr(sample, "generate", generate)
+        assert train.main(["--resume", "--out", str(out), "--steps", "3"]) == code
+        model, _ = flags.load_policy(args)
+        for p, q in zip(model.parameters(), parameters_of(out), strict=True):
+            assert torch.equal(p, q)
+        assert not torch.equal(model.embed.weight, last)
+        last = model.embed.weight
+    assert {p.name for p in out.iterdir() if p.is_dir()} == {"model", "checkpoint"}
+
+
+def test_no_step_of_a_full_parameter_run_is_called_the_best(tmp_path):
+    """Its weights are not kept, but for the last."""
+    r = Run(flags.parse("train", ["--out", str(tmp_path), "--eval-every", "1", "--lora-rank", "0", "--quant", "none"]), [])
+    r.state.step = 1
+    r.evaluated({"accuracy": 0.5, "stderr": None}, None)
+    assert r.state.best is None
 
 
 @pytest.mark.parametrize(("line", "argv", "want"), [

@@ -301,13 +301,18 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=
 # ---- text
 
 
-def texts(path):
-    """The texts of a file: question and answer of each row of a .jsonl (or its "text"), else the
-    file as one text."""
+def text_file(path):
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"--calib {path}: no such file; give a .jsonl (question and "
                                 "answer, or text) or a text file")
+    return path
+
+
+def texts(path):
+    """The texts of a file: question and answer of each row of a .jsonl (or its "text"), else the
+    file as one text."""
+    path = text_file(path)
     if path.suffix != ".jsonl":
         return [decode(path.read_bytes(), path)]
     out = []

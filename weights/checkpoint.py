@@ -29,6 +29,8 @@ Left out: quantized activations (W4A4) and KV caches; asymmetric zero points; bi
 Shapes: N rows of one projection, K columns.
 """
 import contextlib
+import hashlib
+import math
 import re
 import shutil
 from pathlib import Path
@@ -116,18 +118,25 @@ class Checkpoint:
     def __contains__(self, name):
         return name in self.where
 
-    def get(self, name, shape=None, dtype=None, device="cpu"):
-        """The tensor `name`, checked against `shape`, cast to `dtype` on the CPU side if that
-        makes it smaller to move."""
+    def read(self, name, few=None):
+        """The tensor `name` as it is stored; of `few` numbers, or a row, the first rows alone."""
         if name not in self.where:
             raise ValueError(f"{self.folder}: the tensor {name} is missing")
         shard = self.where[name]
         if shard not in self.files:
             self.files = {shard: self._open(shard)}  # one: host memory stays below one shard
         try:
-            t = self.files[shard].get_tensor(name)
+            if few and (shape := self.files[shard].get_slice(name).get_shape()):
+                row = math.prod(shape[1:]) or 1
+                return self.files[shard].get_slice(name)[: max(1, few // row)]
+            return self.files[shard].get_tensor(name)
         except SafetensorError as e:
             raise ValueError(f"{self.folder / shard}: cannot read {name} ({e})") from None
+
+    def get(self, name, shape=None, dtype=None, device="cpu"):
+        """The tensor `name`, checked against `shape`, cast to `dtype` on the CPU side if that
+        makes it smaller to move."""
+        t, shard = self.read(name), self.where[name]
         if shape is not None and tuple(t.shape) != tuple(shape):
             raise ValueError(f"{self.folder / shard}: {name} has shape {tuple(t.shape)}, "
                              f"config.json asks for {tuple(shape)}")
@@ -142,6 +151,31 @@ class Checkpoint:
             raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; the checkpoint is "
                              "damaged, download it again")
         return t
+
+
+def fingerprint(path_or_hub_id):
+    """Digests that tell models apart, from a few numbers of each tensor in the files:
+
+    base, of the final norm and the first rows of the embedding, which all number formats share;
+    weights, of every tensor as it is stored, after that format's name and a colon: with it a merged
+    adapter's model is another than its base, but it does not compare across formats."""
+    folder = fetch(path_or_hub_id)
+    config, source = read_config(folder), Checkpoint(folder)
+
+    def some(name, few=4096):
+        t = source.read(name, few).flatten()
+        t = t.to(torch.bfloat16) if t.dtype in FLOATS else t  # some exports store 32 bits
+        return t.view(torch.uint8).numpy().tobytes()
+
+    def digest(content):
+        return hashlib.sha256(content).hexdigest()[:16]
+
+    # a tied head may be stored or not, and tables that follow from config.json
+    names = (n for n in source.where if not n.endswith(("lm_head.weight", "inv_freq")))
+    each = sorted((n, digest(some(n))) for n in names)
+    ends = some("model.norm.weight") + some("model.embed_tokens.weight", 64 * config.hidden_size)
+    stored = packed_format(config.quantization, folder) if config.quantization else "none"
+    return {"base": digest(ends), "weights": f"{stored}:{digest(repr(each).encode())}"}
 
 
 class RandomCheckpoint:
@@ -355,13 +389,13 @@ class Writer:
     """A checkpoint folder that appears whole or not at all: everything goes to a folder of a new
     name beside it, which is renamed at the end; an exception removes it. `add` holds one shard in
     host memory. Tokenizer and generation files are copied from `folder`; fmt (or None for 16 bits)
-    goes into config.json; `self.report`, if set, becomes quantization.json."""
+    goes into config.json; `self.notes` are further JSON files, {name: what is in it}."""
 
     def __init__(self, out, folder, fmt=None, shard_bytes=2 << 30):
         self.out, self.folder, self.fmt = Path(out), Path(folder), fmt
         self.partial = beside(self.out)
         self.shard_bytes, self.shard, self.size, self.total = shard_bytes, {}, 0, 0
-        self.shards, self.report = [], None
+        self.shards, self.notes = [], {}
 
     def __enter__(self):
         check_out(self.out, folder=True)
@@ -411,8 +445,8 @@ class Writer:
             if (self.folder / name).is_file():
                 with whole(self.partial / name) as part:
                     shutil.copyfile(self.folder / name, part)
-        if self.report is not None:
-            write_json(self.partial / "quantization.json", self.report)
+        for name, content in self.notes.items():
+            write_json(self.partial / name, content)
         raw = read_json(self.folder / "config.json")
         raw.pop("quantization_config", None)
         if self.fmt:

@@ -14,7 +14,6 @@ Shapes: B rows, T tokens, C hidden.
 import argparse
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -83,7 +82,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
         report["seconds"] = round(time.time() - begin, 1)
         peak = None if str(device) == "cpu" else torch.cuda.max_memory_allocated() / 2**30
         report["peak_gpu_gib"] = peak
-        writer.report = report
+        writer.notes["quantization.json"] = report
     return report
 
 
@@ -110,15 +109,15 @@ def streamed_logits(model, pieces, ids, device):
 
 
 @torch.no_grad()
-def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, check=None):
+def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None):
     """Write base + adapter as a 16-bit checkpoint in Hugging Face layout; returns how far its
     logits are from base + adapter.
 
     quant: what the adapter was trained on, if the checkpoint is not quantized itself: w_hat, not w,
     is what it was fitted to. calib: awq.calibration's ids if AWQ rounded it, in bfloat16, as on a
-    GPU. check(model), which may raise, is shown the base's ends. The numbers are over 4 x 64 random
-    ids: {"max", "mean"} of |difference|, "same_top" (share of positions with the same best id),
-    "adapter_max" (what the adapter itself changes at most)."""
+    GPU. The numbers are over 4 x 64 random ids: {"max", "mean"} of |difference|, "same_top" (share
+    of positions with the same best id), "adapter_max" (what the adapter itself changes at
+    most)."""
     folder, dtype = checkpoint.fetch(path_or_hub_id), torch.bfloat16
     config = read_config(folder)
     model = checkpoint.skeleton(config)
@@ -135,8 +134,6 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None, 
             piece = model.get_submodule(path)
             if path == "embed":
                 plain = adapted = piece(ids)  # (B, T, C)
-            elif path == "norm" and check:  # before the blocks come by
-                check(model)
             elif path.startswith("layers."):
                 plain = piece(plain, *rope)
                 for name in PROJECTIONS:
@@ -251,9 +248,10 @@ def merge_body(argv):
     calibrate = args.awq and read_config(folder).quantization is None
     if args.calib and not calibrate:
         raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
-    ids = awq.calibration(args.calib or policy.get("calib"), folder) if calibrate else None
-    r = merge(folder, args.adapter, args.out, flags.place(args.device)[0], args.quant, ids,
-              partial(flags.check_policy, args))
+    args.calib = args.calib or policy.get("calib") if calibrate else None
+    ids = awq.calibration(args.calib, folder) if calibrate else None
+    flags.check_policy(args)  # before the blocks come by
+    r = merge(folder, args.adapter, args.out, flags.place(args.device)[0], args.quant, ids)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
           f"{r['max']:.2e} at most (the adapter itself moves them by up to "
           f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions")

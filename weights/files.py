@@ -5,6 +5,7 @@ that dies with its process.
     rope = read_json("config.json", {"rope_theta": (float, 0, 1e12)})["rope_theta"]
     write_json("runs/x/metrics.json", metrics)
 """
+import hashlib
 import json
 import os
 import secrets
@@ -100,6 +101,11 @@ def cause(error):
 def read_json(path, fields=None, needs=()):
     """The JSON object in a file, as parse_json."""
     return parse_json(decode(Path(path).read_bytes(), path), path, fields, needs)
+
+
+def file_digest(path):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def read_jsonl(path, fields=None, needs=()):
