@@ -17,13 +17,17 @@ so CUDA graphs that captured the buffers see it.
     with aqn.clean(model): update(...)                         # Algorithm 1: the update is clean
 
 To try a noise of your own, write to the buffers after set_noise (here: only the second half of the
-layers, and scaled by w). Every RMSNorm has one, the last (model.norm, a temperature) and Qwen3's
-q_norm and k_norm too. On the CPU any module's buffer called `noise` will do. set_noise(model, 0)
-and `clean` clear them all, so that none leaks into update or evaluation.
+layers, and scaled by w). Draw it from a generator that set_noise's seed seeds: then a run repeats,
+a resume goes on as it would have, and all ranks have the same. Every RMSNorm has a buffer, the last
+(model.norm, a temperature) and Qwen3's q_norm and k_norm too. On the CPU any module's buffer called
+`noise` will do. set_noise(model, 0) and `clean` clear them all, so that none leaks into update or
+evaluation.
 
+    gen = torch.Generator().manual_seed(aqn.noise_seed(seed, "mine"))
     for pre, post in aqn.norms(model)[len(model.layers) // 2:]:
         for norm in (pre, post):
-            norm.noise.copy_(my_sigma * torch.randn_like(norm.noise) * norm.weight.float())
+            z = torch.randn(norm.noise.shape, generator=gen)
+            norm.noise.copy_(my_sigma * z * norm.weight.float().cpu())
 
     python aqn.py --aqn-start 1e-2 --aqn-end 1e-4      # print the schedule
     python -m pytest tests/test_aqn.py

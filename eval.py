@@ -265,7 +265,7 @@ def run(args, argv):
     trained = args.trained_with.get("data")
     if trained in wanted and Path(trained).is_file():
         print(f"warning: --data {trained}: most of its questions were trained on; those that were "
-              "held out are in eval_after.jsonl of the run", file=sys.stderr)
+              "held out, if any, are in eval_after.jsonl of the run", file=sys.stderr)
     own = args.trained_with.get("reward")
     if own and not args.reward:  # it is code, which is not run unasked
         print(f"warning: trained by --reward {own}, graded here by --prompt-style "
@@ -286,24 +286,26 @@ def run(args, argv):
             max_rows=args.max_rows, seed=args.seed, score=score, progress=sys.stderr.isatty(),
             ks=args.k or (), done=book.done.get((name, which), ()), keep=book.keeper(name, which))
 
-    results, gains = [], []
+    results, gains = [], {}
     for name, rows in sets:
         with lora.disabled(model):
             results.append((name, plain(args), arm(name, rows, plain(args))))
         if args.adapter:
             results.append((name, "adapter", arm(name, rows, "adapter")))
-            gains.append((name, *gain(results[-2][2], results[-1][2])))
+            d, se = gain(results[-2][2], results[-1][2])
+            gains[name] = {"gain": d, "stderr_gain": se}
     print("\n".join(table(results)))
-    for name, d, se in gains:
-        print(f"{name}: the adapter adds {100 * d:+.1f} points (s.e. {error(se)})")
+    for name, g in gains.items():
+        print(f"{name}: the adapter adds {100 * g['gain']:+.1f} points (s.e. "
+              f"{error(g['stderr_gain'])})")
     for name, arm, r in results:
         if r["skipped"]:
             print(f"{name}, {arm}: {r['skipped']} questions skipped, longer than --max-prompt")
         if r["format"] == 0:
             print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
                   "fit the model?")
-    told = [{"data": name, "model": arm, **{k: v for k, v in r.items() if k != "rows"}}
-            for name, arm, r in results]
+    told = [{"data": name, "model": arm, **{k: v for k, v in r.items() if k != "rows"},
+             **(gains[name] if arm == "adapter" else {})} for name, arm, r in results]
     print(json.dumps({"results": told, "seconds": round(time.time() - begin, 1),
                       "command": shlex.join([*ranks.launcher(), *script, *argv])}))
 

@@ -62,7 +62,7 @@ import lora
 import plot
 import train
 from eval import stderr
-from runtime import engine, flags
+from runtime import engine, flags, ranks
 from weights.files import check_out, read_json, read_jsonl, whole
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
@@ -94,11 +94,11 @@ def drawn(model, tok, rows, score, args, seed):
 def gradient_of(model, params, completions, settings):
     """(gradient of all parameters as one vector, share of clipped tokens) under the clean model."""
     total = grpo.backward(model, completions, settings)
-    if total is None:
+    flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None] or [torch.zeros(1)])
+    if total is None or not flat.any():
         raise ValueError("--group-size: in no group do rewards differ, so there is no gradient; "
                          "take more completions, or --prompts-per-step")
     m = grpo.mean_metrics(total)
-    flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
     for p in params:
         p.grad = None
     return flat, m["clip_low_frac"] + m["clip_high_frac"]
@@ -136,6 +136,8 @@ def two_copies():
     load, add, twins = flags.load_policy, lora.add_lora, {}
 
     def load_both(args):
+        if args.lora_rank == 0:
+            raise ValueError("--lora-rank 0: what two copies share is an adapter; use 1 or more")
         model, tok = load(args)
         twins[model], _ = load(argparse.Namespace(**{**vars(args), "quant": "none", "awq": False}))
         return model, tok
@@ -346,11 +348,16 @@ def told(values):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else None
-    if name in ("-h", "--help"):
-        print(__doc__.strip())
+    if name != "compare" and not {"-h", "--help"}.isdisjoint(argv):
+        print(f"{__doc__.strip()}\n\n`python train.py --help` lists its flags.")
         return 0
+    if ranks.world > 1:
+        print("experiments.py: error: is one process; start it with python, not torchrun (--jobs "
+              "uses several cards)", file=sys.stderr)
+        return 2
     if name == "gradient":
-        return flags.run_command("train", gradient, ["--out", "gradient.json", *argv[1:]])
+        return flags.run_command("train", gradient, ["--out", "gradient.json", *argv[1:]],
+                                 "experiments.py")
     if name == "two-copies":
         return apart(argv[1:])
     if name == "compare":
@@ -365,7 +372,8 @@ def main(argv=None):
     own.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", default=1)
     mine, rest = own.parse_known_args(argv[1:])
     rest = ["--out", f"runs/{name}", *rest]  # train.py's own default is another run's folder
-    return flags.run_command("train", partial(trainings, name, mine.seeds, mine.jobs), rest)
+    return flags.run_command("train", partial(trainings, name, mine.seeds, mine.jobs), rest,
+                             "experiments.py")
 
 
 if __name__ == "__main__":

@@ -71,10 +71,15 @@ def questions(args):
         return rows, held[: args.eval_limit]
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     try:
-        return rows, data.load(args.data, "test", n=args.eval_limit) if args.eval_n else []
+        held = data.load(args.data, "test", n=args.eval_limit) if args.eval_n else []
     except FileNotFoundError as e:
         raise ValueError(f"--data {args.data}: {e}; --eval-n 0 trains without held-out questions"
                          ) from None
+    asked = {row["question"] for row in rows}
+    if n := sum(row["question"] in asked for row in held):
+        print(f"warning: --data {args.data}: {n} of {len(held)} held-out questions are trained on",
+              file=sys.stderr)
+    return rows, held
 
 
 def rollout(run, model, tok, score, rows, name):

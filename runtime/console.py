@@ -25,7 +25,7 @@ def show_step(row, samples, args, warned):
           f"len {row['length_mean']:.0f} | trunc {row['truncated_frac']:.0%} | "
           f"ent {cell(row['entropy'], '.3f')} | grad {cell(row['grad_norm'], '.3f')} | "
           f"dlogp {cell(row['logp_gap_mean'], '.4f')} | sigma {row['sigma']:.1e} | "
-          f"{row['rollout_tok_s']:.0f} tok/s | {row['peak_gib']:.1f} GB | "
+          f"{row['rollout_tok_s']:.0f} tok/s | {row['peak_gib']:.1f} GiB | "
           f"{row['seconds_step']:.1f} s{held_out} | eta {eta / 60:.0f} min", flush=True)
     if args.show_every and row["step"] % args.show_every == 0:
         for s in samples:
@@ -57,8 +57,13 @@ def warnings_for(row, args):
     if row["skipped"]:
         yield "an update was skipped: its gradient was not finite; lower --lr, or check --model"
     if (row["clip_first_frac"] or 0) > 0.02:  # nothing has been learned from these completions yet
-        yield ("more than 2% of the tokens are clipped before the first update: the noise alone "
-               "moves the ratio out of the clip; use --old-logp current, or lower --aqn-start")
+        what, other = ("the noise", "lower --aqn-start") if row["sigma"] else (
+            "rounding in sampler and trainer", "--dtype float32")
+        yield (f"more than 2% of the tokens are clipped before the first update: {what} alone "
+               f"moves the ratio out of the clip; use --old-logp current, or {other}")
+    if args.reward and row["accuracy"] == 0 and row["reward_std"]:
+        yield ("no completion counts as right: a number of --reward does where it is at least 1; "
+               'else return a dict, with "correct" beside "reward"')
 
 
 def show_end(out, args, summary, before, after):

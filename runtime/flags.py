@@ -134,7 +134,8 @@ TABLE = (
     Flag("top-p", number(1e-6, 1.000001, float), 0.95, "draw from the likeliest, of this mass"),
     "run: train",
     Flag("out", str, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
-    Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it"),
+    Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it, and noise "
+         "and learning rate go on as if it had been that from the start"),
     Flag("save-every", number(1, 1e8), 20, "steps between checkpoints", 10),
     Flag("show-every", number(0, 1e8), 10, "steps between samples on the terminal, 0: none"),
     Flag("log-to", ("tensorboard", "wandb"), None, "also log there (pip install it first)"),
@@ -147,6 +148,16 @@ TABLE = (
     "ranks: train eval",
     Flag("timeout", number(1, 1e6), 1800, "seconds that a rank of torchrun waits for the others"),
 )
+NOISE = "--aqn", lambda a: a.aqn
+HELD_OUT = "--eval-n 1 or more", lambda a: a.eval_n
+# a flag of train.py that does nothing without another: which, and whether that is there
+IDLE = {
+    **dict.fromkeys(("aqn_start", "aqn_end", "aqn_stages", "aqn_schedule", "aqn_scope"), NOISE),
+    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature", "eval_top_p"), HELD_OUT),
+    "max_resample": ("--dynamic-sampling", lambda a: a.dynamic_sampling),
+    "overlong_buffer": ("--overlong soft", lambda a: a.overlong == "soft"),
+    "tis_cap": ("--old-logp trainer or current", lambda a: a.old_logp != "sampler"),
+}
 ABOUT = {"train": "QeRL training.", "eval": "Pass@1 of a model, and of an adapter beside it.",
          "sample": "Sample from a model: chat, one prompt, or a file of prompts."}
 
@@ -237,6 +248,11 @@ def parse(command, argv):
         raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
                          "or boxed, or grade by --reward")
     {"train": check_train, "eval": check_eval, "sample": check_sample}[command](args)
+    for name in given(command, argv) if command == "train" else ():
+        flag, used = IDLE.get(name, ("", None))
+        if used and not used(args):
+            print(f"warning: --{name.replace('_', '-')}: does nothing without {flag}",
+                  file=sys.stderr)
     return args
 
 
@@ -256,6 +272,9 @@ def check_train(args):
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
                          f"its own, and --prompts-per-step is {args.prompts_per_step}")
+    if args.eval_temperature == 0 and args.eval_n > 1:
+        raise ValueError(f"--eval-n {args.eval_n}: --eval-temperature 0 gives the same completion "
+                         "each time; leave --eval-n out")
     if args.overlong == "soft":
         grpo.soft_overlong_penalty(torch.zeros(1), args.max_new_tokens, args.overlong_buffer)
     if args.out is None:
@@ -263,15 +282,15 @@ def check_train(args):
 
 
 def check_eval(args):
-    if args.greedy and args.n not in (None, 1):
-        raise ValueError(f"--n {args.n}: --greedy gives the same completion each time; leave --n "
-                         "out")
+    args.temperature = 0.0 if args.greedy else args.temperature
+    if args.temperature == 0 and args.n not in (None, 1):
+        raise ValueError(f"--n {args.n}: --greedy, or --temperature 0, gives the same completion "
+                         "each time; leave --n out")
     if args.out:
         check_out(args.out)
-    args.n = args.n or (1 if args.greedy else 4)
+    args.n = args.n or (1 if args.temperature == 0 else 4)
     if args.k and args.k[-1] > args.n:
         raise ValueError(f"--k {args.k[-1]}: takes as many samples a question, raise --n")
-    args.temperature = 0.0 if args.greedy else args.temperature
 
 
 def check_sample(args):
@@ -289,8 +308,9 @@ def check_sample(args):
             raise ValueError(f"--out {args.out}: is --file itself; choose another name")
 
 
-def run_command(command, body, argv=None):
-    """body(args, argv) -> its exit code, as commands.run has it."""
+def run_command(command, body, argv=None, name=None):
+    """body(args, argv) -> its exit code, as commands.run has it. name: of a script that has the
+    flags of `command`."""
     argv = sys.argv[1:] if argv is None else argv
 
     @ranks.one_voice
@@ -307,7 +327,7 @@ def run_command(command, body, argv=None):
             raise ValueError(f"out of GPU memory ({told}); lower {lower}--max-rows or "
                              "--max-new-tokens") from None
 
-    return commands.run(f"{command}.py", parsed)
+    return commands.run(name or f"{command}.py", parsed)
 
 
 # ---- what the flags stand for

@@ -59,6 +59,7 @@ class State:
     base: dict = field(default_factory=dict)  # flags.base_of
     reward: str = ""  # digest of --reward's file
     script: str = "train.py"  # or one that changes what it does
+    command: str = ""  # that began the run
 
 
 def settle(args, argv):
@@ -99,9 +100,8 @@ class Run:
         self.args, self.out = args, Path(args.out)
         script = command.script(argv)
         begin = [*ranks.launcher(), *script]
-        self.called = shlex.join([*begin, *argv])  # what was typed, and what goes on with it
-        self.again = shlex.join([*begin, "--resume", "--out", str(self.out)])
-        self.state = State(script=Path(script[0]).name)
+        self.again = shlex.join([*begin, "--resume", "--out", str(self.out)])  # goes on with it
+        self.state = State(script=Path(script[0]).name, command=shlex.join([*begin, *argv]))
         self.started = time.time()
         self.clock, self.current = {}, None  # seconds of each phase of a step; the one it is in
         self.drawn = 0  # tokens sampled in this step, those of groups that were replaced included
@@ -352,7 +352,7 @@ class Run:
                    "stderr_after": after and after["stderr"], "gain": gain, "stderr_gain": error,
                    "best": self.state.best, "steps": self.state.step,
                    "seconds": round(self.seconds(), 1), "peak_gib": round(peak_gib(), 2),
-                   "command": self.called}
+                   "command": self.state.command}
         write(self.out / "summary.json", json.dumps(summary, indent=2))
         plot.plot([self.out], self.out / "metrics.png")
         console.show_end(self.out, self.args, summary, base, after["rows"] if after else [])

@@ -2,6 +2,8 @@
 import copy
 import runpy
 import sys
+import textwrap
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -320,3 +322,17 @@ def test_the_documented_evaluation_is_of_the_noisy_policy(monkeypatch):
     with aqn.clean(m):  # as eval.py samples
         assert 0.2 < torch.cat([b for b in aqn.buffers(m).values()]).std() < 0.4
     assert not any(b.any() for b in aqn.buffers(m).values())
+
+
+def test_the_recipe_for_a_noise_of_ones_own_repeats():
+    """It drew from the global generator: no run repeated, and ranks would have sampled from different policies."""
+    [lines] = (part for part in aqn.__doc__.split("\n\n") if "gen = " in part)
+    drawn = []
+    for seed in (3, 3, 4):
+        m = tiny()
+        aqn.set_noise(m, 0.1, seed)
+        first = aqn.norms(m)[0][0].noise.clone()
+        exec(textwrap.dedent(lines), {"aqn": aqn, "torch": torch, "model": m, "seed": seed, "my_sigma": 0.1})
+        drawn.append(torch.cat([norm.noise for norm in chain(*aqn.norms(m)[len(m.layers) // 2 :])]))
+        assert torch.equal(aqn.norms(m)[0][0].noise, first) and drawn[-1].std() > 0
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])

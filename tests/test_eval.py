@@ -286,6 +286,8 @@ def test_the_adapter_is_applied_and_the_base_is_the_base(tmp_path):
     assert [line.split()[1] for line in both[1:3]] == ["base", "adapter"] and both[1] == alone[1]
     result = json.loads(both[-1])["results"]
     assert [r["model"] for r in result] == ["base", "adapter"] and 0 <= result[0]["accuracy"] <= 1
+    assert result[1]["gain"] == pytest.approx(result[1]["accuracy"] - result[0]["accuracy"]) and "gain" not in result[0]
+    assert result[1]["stderr_gain"] == evaluation.gain({"rows": both_rows[:6]}, {"rows": both_rows[6:]})[1]
 
 
 def test_rows_of_an_adapter_or_answers_that_have_changed_are_refused(tmp_path, capsys):
@@ -352,7 +354,7 @@ def test_several_sets_have_a_line_each(tmp_path):
 @pytest.mark.parametrize(("argv", "says"), [
     (["--model", "nowhere"], "--model nowhere"), (["--data", "nowhere"], "--data nowhere"),
     (["--adapter", "nowhere"], "--adapter"),
-    (["--n", "0"], "--n: 0"), (["--greedy", "--n", "4"], "--n 4"), (["--top-p", "0"], "--top-p"), (["--frobnicate"], "frobnicate"),
+    (["--n", "0"], "--n: 0"), (["--greedy", "--n", "4"], "--n 4"), (["--temperature", "0", "--n", "4"], "--n 4"), (["--top-p", "0"], "--top-p"), (["--frobnicate"], "frobnicate"),
     (["--temperature", "-1"], "--temperature"), (["--limit", "0"], "--limit: 0"), (["--prompt-style", "poem"], "--prompt-style"),
     (["--out", "no/such/folder/x.jsonl"], "--out"), (["--max-prompt", "3"], "--max-prompt 3"),
     (["--max-new-tokens", "9999"], "9999"),

@@ -203,9 +203,12 @@ def test_a_run_that_fails_or_is_stopped_ends_the_experiment(monkeypatch, tmp_pat
 
 def test_no_gradient_is_an_error(monkeypatch):
     """Where all completions of a question are graded alike."""
-    monkeypatch.setattr(grpo, "backward", lambda *args: None)
-    with pytest.raises(ValueError, match="--group-size: in no group do rewards differ"):
-        experiments.gradient_of(None, [], [], None)
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.zeros(2)
+    for params, found in (([], None), ([p], {})):
+        monkeypatch.setattr(grpo, "backward", lambda *args, found=found: found)
+        with pytest.raises(ValueError, match="--group-size: in no group do rewards differ"):
+            experiments.gradient_of(None, params, [], None)
 
 
 def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_path, shallow):
@@ -229,7 +232,7 @@ def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_pa
 
     def graded(completions, style):
         asked.append(style)
-        return [{"reward": len(text) % 2, "correct": False, "format": True} for text, _ in completions]
+        return [{"reward": i % 2, "correct": False, "format": True} for i, _ in enumerate(completions)]
 
     monkeypatch.setattr(sample, "generate", draw)
     monkeypatch.setattr(grpo, "backward", taken)
@@ -299,7 +302,7 @@ def test_the_trainer_of_two_copies_is_the_sixteen_bit_one(monkeypatch):
     for name in ("update", "record_trainer_logprobs"):
         monkeypatch.setattr(grpo, name, lambda model, *rest, name=name: called.append((name, model.how, model.checkpointing, model.layer)))
     with experiments.two_copies():
-        model, _ = flags.load_policy(SimpleNamespace(quant="nvfp4", awq=True))
+        model, _ = flags.load_policy(SimpleNamespace(quant="nvfp4", awq=True, lora_rank=4))
         params = lora.add_lora(model, 4)
         model.checkpointing = True
         grpo.record_trainer_logprobs(model, [], None)
@@ -311,6 +314,22 @@ def test_the_trainer_of_two_copies_is_the_sixteen_bit_one(monkeypatch):
 
 def test_an_experiment_has_to_be_named(capsys):
     assert experiments.main([]) == 2 and "gradient, two-copies, compare, 2x2" in capsys.readouterr().err
+    for argv in (["--help"], ["2x2", "--help"], ["gradient", "-h"]):  # it was train.py's
+        assert experiments.main(argv) == 0
+        out = capsys.readouterr().out
+        assert "--seeds 0,1,2,3,4 and --jobs 1" in out and "python train.py --help" in out
+
+
+def test_experiments_are_one_process_and_say_who_they_are(monkeypatch, capsys):
+    """Ranks that each started all trainings waited for one another without an end; and errors were signed train.py."""
+    assert experiments.main(["2x2", "--lr", "x"]) == 2 and capsys.readouterr().err.startswith("experiments.py: error: argument --lr")
+    monkeypatch.setattr(experiments.ranks, "world", 2)
+    assert experiments.main(["2x2"]) == 2 and "start it with python, not torchrun" in capsys.readouterr().err
+
+
+def test_two_copies_share_an_adapter(capsys):
+    assert experiments.main(["two-copies", "--lora-rank", "0", "--quant", "none", "--device", "cpu"]) == 2
+    assert "--lora-rank 0" in capsys.readouterr().err
 
 
 def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys):

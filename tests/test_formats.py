@@ -184,6 +184,14 @@ def test_a_row_that_the_kernels_cannot_decode_is_refused(block, dtype, values):
         Format(block, dtype, values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_small_scales_belong_to_formats_of_that_name(monkeypatch, dtype):
+    """The kernels know them by it: a row of one's own was rounded with float32 scales, whatever it said."""
+    monkeypatch.setitem(FORMATS, "mine", Format(16, dtype, formats.E2M1))
+    with pytest.raises(ValueError, match="--quant mine: .*float32 scales"):
+        quantize(torch.ones(8, 128), "mine")
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_relative_error_is_that_of_four_bits(fmt, dtype):

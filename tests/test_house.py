@@ -133,7 +133,8 @@ def test_what_is_linked_to_is_there(name):
 
 def test_defaults_are_what_the_readme_says():
     """Its table of differences from the paper, row by row; what is not in the table is the paper's own."""
-    table = [line.strip("|").split("|") for line in section("Defaults, beside the paper's").splitlines() if line.startswith("| ")]
+    first = next(part for part in section("Defaults, beside the paper's").split("\n\n") if part.lstrip().startswith("|"))
+    table = [line.strip("|").split("|") for line in first.splitlines() if line.startswith("| ")]
     here, why = ({row[0].strip(): row[column].strip() for row in table[1:]} for column in (2, 3))
     args, demo = flags.parse("train", ["--model", "m"]), flags.parse("train", [])
     right, formed = (data.reward(text, "1")["reward"] for text in ("<answer>1</answer>", "<think></think><answer>2</answer>"))

@@ -177,6 +177,8 @@ def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path):
     out = copy_of(straight, tmp_path)
     assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 0
     assert rows_of(out)[:4] == rows_of(straight) and [r["step"] for r in rows_of(out)] == [0, 1, 2, 3, 4, 5]
+    began = [json.loads((folder / "summary.json").read_text())["command"] for folder in (straight, out)]
+    assert began[0] == began[1]  # it was "train.py --resume", which says nothing of the run
     assert json.loads((out / "config.json").read_text())["steps"] == 6
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
 
@@ -628,11 +630,15 @@ def test_the_warm_up_is_the_nearest_number_of_updates():
 @pytest.mark.parametrize("change, told", [
     ({"reward": 0.0}, "--prompt-style"), ({"format": 0.0}, "--prompt-style boxed"), ({"truncated_frac": 1.0}, "--max-new-tokens"),
     ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp current"),
+    ({"clip_first_frac": 0.03}, "the noise alone"), ({"clip_first_frac": 0.03}, "lower --aqn-start"),
+    ({"clip_first_frac": 0.03, "sigma": 0.0}, "rounding in sampler and trainer alone"),
+    ({"accuracy": 0.0, "reward_std": 0.1, "own": "r.py:f"}, '"correct" beside "reward"'),
 ])
 def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """A prompt without the instruction that the reward wants trains on zeros, silently."""
     args = flags.parse("train", [])
-    fine = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
+    args.reward = change.get("own")
+    fine = {"reward": 0.5, "accuracy": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
             "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
     assert not list(warnings_for(fine, args))
     assert any(told in text for text in warnings_for({**fine, **change}, args))
@@ -640,7 +646,7 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     assert any("--old-logp current" in text for text in warnings_for(fine, args))
 
 
-FINE = {"reward": 0.5, "format": 0.5, "truncated_frac": 0.99, "zero_var_frac": 0.99, "logp_gap_mean": 0.04, "sigma": 0.0,
+FINE = {"reward": 0.5, "accuracy": 0.0, "format": 0.5, "truncated_frac": 0.99, "zero_var_frac": 0.99, "logp_gap_mean": 0.04, "sigma": 0.0,
         "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
 
 
@@ -669,7 +675,7 @@ def test_a_step_is_told_as_it_was(tmp_path, capsys):
     r.log({**row, "step": 4}, groups)
     r.log({**row, "step": 5, "eval_accuracy": 0.25}, groups)
     same = ("reward 0.500 | acc 12.000 | len 14 | trunc 100% | ent 16.000 | grad 18.000 | dlogp 0.0400 | sigma 2.0e-02 | 20 tok/s | "
-            "22.0 GB | 24.0 s")
+            "22.0 GiB | 24.0 s")
     assert capsys.readouterr().out.splitlines() == [
         f"    4 | {same} | eta 10 min", "      Q: q0", "      A: a00 (right)", "      Q: q1", "      A: a10 (wrong, it is 7)",
         f"warning: every completion was cut at {r.args.max_new_tokens} tokens: raise --max-new-tokens",
@@ -726,6 +732,15 @@ def test_a_question_that_is_there_twice_is_not_on_both_sides(tmp_path):
     rows, held = train.questions(flags.parse("train", ["--data", str(path)]))
     assert len(held) == 6 and not {r["question"] for r in rows} & {r["question"] for r in held}
     assert len({r["question"] for r in [*rows, *held]}) == 20
+
+
+def test_splits_that_share_questions_are_told_of(tmp_path, capsys):
+    """train.jsonl copied to test.jsonl: accuracy on what was trained on, called held-out."""
+    for split, numbers in (("train", range(6)), ("test", range(4, 9))):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in numbers))
+    for more, told in (([], 1), (["--eval-n", "0"], 0)):
+        train.questions(flags.parse("train", ["--data", str(tmp_path), *more]))
+        assert capsys.readouterr().err.count("warning: --data " + str(tmp_path) + ": 2 of 5 held-out questions are trained on") == told
 
 
 def test_the_only_question_is_not_held_out(tmp_path):

@@ -119,6 +119,9 @@ def block_scales(w, fmt, name="weight"):
     round-to-nearest takes them."""
     if fmt not in FORMATS:
         raise ValueError(f"--quant {fmt}: unknown format, choose from none, {', '.join(FORMATS)}")
+    if fmt not in ("nvfp4", "mxfp4") and not FORMATS[fmt].codebook:
+        raise ValueError(f"--quant {fmt}: a format of one's own has a codebook and float32 scales; "
+                         "E4M3's are nvfp4's alone, E8M0's mxfp4's")
     (N, K), block = w.shape, FORMATS[fmt].block
     if K % block:
         raise ValueError(f"{name}: K = {K} is not divisible by {fmt}'s block of {block}; "
