@@ -95,7 +95,7 @@ def gradient_of(model, params, completions, settings):
     """(gradient of all parameters as one vector, share of clipped tokens) under the clean model."""
     total = grpo.backward(model, completions, settings)
     flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None] or [torch.zeros(1)])
-    if total is None or not flat.any():
+    if not flat.any():
         raise ValueError("--group-size: in no group do rewards differ, so there is no gradient; "
                          "take more completions, or --prompts-per-step")
     m = grpo.mean_metrics(total)
