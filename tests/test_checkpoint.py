@@ -177,9 +177,12 @@ def test_models_are_told_apart_by_their_files(tmp_path):
     assert changed(**{name: t.float() for name, t in state.items()}) == first
     assert changed(**{"lm_head.weight": torch.zeros(2, 2), "model.rotary_emb.inv_freq": torch.zeros(2)}) == first == changed()
     with checkpoint.Writer(tmp_path / "shards", folder, shard_bytes=1 << 14) as writer:
-        for name, tensor in reversed(state.items()):
+        for name, tensor in state.items():
             writer.add(name, tensor)
-    assert (tmp_path / "shards" / "model.safetensors.index.json").exists() and checkpoint.fingerprint(tmp_path / "shards") == first
+    index = tmp_path / "shards" / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": dict(reversed(where.items()))}))
+    assert checkpoint.fingerprint(tmp_path / "shards") == first
     convert.convert(folder, tmp_path / "q")
     four = checkpoint.fingerprint(tmp_path / "q")
     assert four["base"] == first["base"] and four["weights"].startswith("nvfp4:") and first["weights"].startswith("none:")
