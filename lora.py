@@ -135,12 +135,11 @@ def disabled(model):
 
 def packed(model):
     """runtime.packed where it can run the model: on a GPU, in 16 bits, with heads of a size that
-    attention.py takes and nothing but adapters to train; else None, and model.py's own forward is
-    the way."""
-    w = model.embed.weight
-    trains = torch.is_grad_enabled() and w.requires_grad
-    sizes = (16, 32, 64, 128)
-    if not w.is_cuda or w.dtype not in HALVES or trains or model.config.head_dim not in sizes:
+    attention.py takes and, of Qwen3, nothing but adapters to train; else None, and model.py's own
+    forward is the way."""
+    w, config, sizes = model.embed.weight, model.config, (16, 32, 64, 128)
+    more = torch.is_grad_enabled() and w.requires_grad and config.qk_norm
+    if not w.is_cuda or w.dtype not in HALVES or more or config.head_dim not in sizes:
         return None
     from runtime import packed  # needs Triton, which the CPU does without
 

@@ -13,23 +13,19 @@ import torch
 from model import HALVES, logits
 
 
-def log_softmax_chunk(hidden, weight, temperature, valid_vocab):
-    """hidden (c, C), weight (V, C) -> log-probs (c, V), float32 (float64 in float64). Ids >=
-    valid_vocab get -inf."""
-    x = logits(hidden, weight)
-    x[:, valid_vocab:] = -torch.inf  # Qwen's embedding has rows past the tokenizer's last id
-    if temperature != 1.0:
-        x.div_(temperature)  # what was sampled is the tempered distribution
-    return torch.log_softmax(x, dim=-1)
-
-
 def score(hidden, weight, targets, temperature, valid_vocab):
-    """(log p(target) (c,), entropy (c,), softmax - onehot(target) (c, V)) of a chunk."""
+    """(log p(target) (c,), entropy (c,), both float32 (float64 in float64), softmax -
+    onehot(target) (c, V)) of a chunk's hidden (c, C) and weight (V, C). Ids >= valid_vocab have
+    probability 0."""
     if hidden.is_cuda and weight.dtype in HALVES:
         from runtime import fused  # the same in one kernel
 
         return fused.score(logits(hidden, weight), targets, temperature, valid_vocab, weight.dtype)
-    lp = log_softmax_chunk(hidden, weight, temperature, valid_vocab)
+    x = logits(hidden, weight)
+    x[:, valid_vocab:] = -torch.inf  # Qwen's embedding has rows past the tokenizer's last id
+    if temperature != 1.0:
+        x.div_(temperature)  # what was sampled is the tempered distribution
+    lp = torch.log_softmax(x, dim=-1)
     t = targets[:, None]
     logp = lp.gather(1, t)[:, 0]
     p = lp.exp_()
@@ -80,11 +76,9 @@ class TokenLogprobs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
             for i in range(0, len(hidden), ctx.chunk):
                 s = slice(i, i + ctx.chunk)
-                p = log_softmax_chunk(hidden[s], weight, ctx.temperature, ctx.valid_vocab)
-                p = p.exp_()  # (c, V)
-                t = targets[s, None]
-                p.scatter_add_(1, t, p.new_full(t.shape, -1.0)).mul_(grad[s, None])
-                grad_weight += p.to(hidden.dtype).t() @ hidden[s]  # (V, c) @ (c, C)
+                *_, p = score(hidden[s], weight, targets[s], ctx.temperature, ctx.valid_vocab)
+                scaled = (hidden[s] * grad[s, None]).to(p.dtype)
+                grad_weight += p.T @ scaled  # (V, c) @ (c, C)
                 del p
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None

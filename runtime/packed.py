@@ -23,9 +23,10 @@ and rounds once, as the decode step does (decode.py): the residual and the bias 
 of different completions stand end to end and attention keeps them apart (attention.py), so no
 padding is computed.
 
+Without an adapter the weights themselves may be trained: dW = dy^T h.
+
 model.py's modules are the reference that everything here is tested against, on the CPU too
-(TRITON_INTERPRET=1). The weights that an adapter sits on are frozen here: full training takes
-model.py's own path.
+(TRITON_INTERPRET=1).
 
     TRITON_INTERPRET=1 pytest tests/test_packed.py
     python bench.py step --sizes 7b
@@ -57,7 +58,7 @@ from runtime.plan import few, sms
 
 class Norm:
     def __init__(self, m):
-        self.args, self.eps = (m.weight, m.noise), m.eps
+        self.args, self.eps, self.weight = (m.weight, m.noise), m.eps, m.weight
 
     def launch(self, kernel, x, out, *more, **options):
         S, C = x.shape
@@ -74,8 +75,15 @@ class Norm:
         self.launch(norm_back_kernel, x, d, dx)
         return dx, d[:, : x.shape[1]]
 
+    def own_gradient(self, x, d):
+        """That of the norm's weight (C,), before `backward` takes d."""
+        scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + self.eps)  # (S, 1)
+        return (d[:, : x.shape[1]] * (x * scale)).sum(0).to(self.weight.dtype)
+
 
 class SwiGLU:
+    weight = None
+
     def forward(self, x, E):
         S, width = x.shape[0], x.shape[1] // 2
         out = x.new_empty(S, width + E)
@@ -91,6 +99,8 @@ class SwiGLU:
 
 class Attend:
     """Of one block. `cache` (KVCache or None): keys and values are written there too."""
+
+    weight = None  # Qwen3's norms of heads: model.py's path
 
     def __init__(self, attn, rows, cache=None):
         self.attn, self.rows, self.cache = attn, rows, cache
@@ -210,11 +220,11 @@ def product32(a, b):
 
 
 class Project(torch.autograd.Function):
-    """y (S, N) = residual + linear(prologue(x)). A and B are given for their gradients alone: what
-    is multiplied is their copy in `p`."""
+    """y (S, N) = residual + linear(prologue(x)). What is trained, A and B or the weight and bias,
+    and a norm's weight (else None), is given for its gradient alone: multiplied is what `p` has."""
 
     @staticmethod
-    def forward(ctx, prologue, p, x, residual, A, B):
+    def forward(ctx, prologue, p, x, residual, A, B, norm):
         wide, kept = prologue.forward(x, p.E)
         xa = None
         if p.E:
@@ -228,21 +238,27 @@ class Project(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         (x, xa, *kept), p, dA, dB = ctx.saved_tensors, ctx.p, None, None
+        *_, weight, bias, norm = ctx.needs_input_grad
         dy = dy.contiguous()
         d = p.backward(dy)
         dxa = d[:, p.K :]
         if p.E:
             d[:, : p.K].addmm_(dxa, p.A)
+        dnorm = ctx.prologue.own_gradient(x, d) if norm else None
         dx, h = ctx.prologue.backward(x, kept, d)
         if p.E:
             dA = product32(dxa.T, h)[: p.PR]
             dB = torch.cat(p.blocks(product32(dy.T, xa))).mul_(p.adapter.scaling)
-        return None, None, dx, dy if ctx.residual else None, dA, dB
+        elif weight:
+            dA, dB = dy.T @ h, dy.sum(0) if bias else None  # (N, S) @ (S, K)
+        return None, None, dx, dy if ctx.residual else None, dA, dB, dnorm
 
 
 class FinalNorm(torch.autograd.Function):
+    """norm(x); its weight is given for its gradient alone."""
+
     @staticmethod
-    def forward(ctx, norm, x):
+    def forward(ctx, norm, x, weight):
         ctx.norm = norm
         ctx.save_for_backward(x)
         return norm.forward(x, 0)[0]
@@ -250,7 +266,9 @@ class FinalNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return None, ctx.norm.backward(*ctx.saved_tensors, (), dy.clone())[0]
+        [x] = ctx.saved_tensors
+        own = ctx.norm.own_gradient(x, dy) if ctx.needs_input_grad[2] else None
+        return None, ctx.norm.backward(x, (), dy.clone())[0], own
 
 
 # ---- the model
@@ -312,9 +330,11 @@ def refresh(linears):
 
 
 def project(prologue, p, x, residual=None):
-    a = p.adapter
-    A, B = (None, None) if a is None else (a.A, a.B)
-    return Project.apply(prologue, p, x, residual, A, B)
+    if (a := p.adapter) is not None:
+        trained = a.A, a.B
+    else:
+        trained = (p.base.weight, p.base.bias) if p.q is None else (None, None)
+    return Project.apply(prologue, p, x, residual, *trained, prologue.weight)
 
 
 def block(layer, linears, attend, x):
@@ -328,7 +348,7 @@ def block(layer, linears, attend, x):
 
 def states(model, linears, ids, rows):
     """The residual stream behind the last block, (S, C), of the tokens ids (S,). Causal within each
-    of `rows`; differentiable in the adapter."""
+    of `rows`; differentiable in what is trained."""
     x = F.embedding(ids, model.embed.weight)  # (S, C)
     for layer, four in zip(model.layers, linears, strict=True):
         run = partial(block, layer, four, Attend(layer.attn, rows))
@@ -339,7 +359,7 @@ def states(model, linears, ids, rows):
 
 def hidden(model, rows, take, of=None):
     """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
-    ids) laid end to end; differentiable in the adapter. of: which row each continues, itself if
+    ids) laid end to end; differentiable in what is trained. of: which row each continues, itself if
     none (attention.blocks)."""
     device, linears = model.embed.weight.device, linears_of(model)
     refresh(linears)
@@ -350,7 +370,8 @@ def hidden(model, rows, take, of=None):
                  *tables(model.config, max(places) + 1, device), shared=shared)
     x = states(model, linears, to_device(ids, device), where)
     # a place may be taken more than once: index_select would add its gradients in any order
-    return FinalNorm.apply(Norm(model.norm), x[to_device(take, device)])
+    norm = Norm(model.norm)
+    return FinalNorm.apply(norm, x[to_device(take, device)], norm.weight)
 
 
 class Prefill:

@@ -1,5 +1,6 @@
 """The arithmetic of bytes: against what loading, an adapter and a cache take, and published sizes; what frees the engine."""
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,9 +143,9 @@ def test_a_run_settles_its_micro_batches_by_what_is_free_and_says_so(monkeypatch
     monkeypatch.setattr(engine, "free_bytes", lambda: 32 * memory.GIB)  # a row of 4,352 does not fit 10 GiB without recomputing
     engine.fit_update(args, model, params)
     assert (args.micro_batch_tokens, args.checkpointing) == (22528, "on")
-    # all parameters, or an adapter in float32: by the modules, in the latter case with twice the bytes a number
+    # all of a Qwen3, or an adapter in float32: by the modules, in the latter case with twice the bytes a number
     for trains, dtype, tokens in ((True, torch.bfloat16, 32768), (False, torch.float32, 24576)):
-        w.requires_grad, w.dtype = trains, dtype
+        w.requires_grad, w.dtype, model.config = trains, dtype, replace(model.config, qk_norm=trains)
         args = SimpleNamespace(**{**vars(args), "micro_batch_tokens": 0, "checkpointing": "auto"})
         monkeypatch.setattr(engine, "free_bytes", lambda: 92 * memory.GIB)
         engine.fit_update(args, model, params)

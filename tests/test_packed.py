@@ -31,8 +31,8 @@ def padded(m, rows):
 
 
 def gradients(m, loss):
-    params = [p for _, layer in lora.lora_layers(m) for p in (layer.A, layer.B)]
-    return torch.autograd.grad(loss, params)
+    """Of all that is trained but the head, which comes behind the states."""
+    return torch.autograd.grad(loss, [p for name, p in m.named_parameters() if p.requires_grad and name != "lm_head.weight"])
 
 
 def everything(rows):
@@ -53,6 +53,19 @@ def test_packed_equals_the_modules_in_value_and_gradient(monkeypatch, config, ch
     assert len(blocks) == len(m.layers) * (2 if checkpointing else 1)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_all_parameters_are_trained(checkpointing):
+    """Weights, biases, norms under their noise, embedding: what gets no gradient stays as it was, and nothing says so."""
+    m = build(CPU, rank=0).requires_grad_(True)
+    m.checkpointing = checkpointing
+    got, want = packed.hidden(m, ROWS, everything(ROWS)), padded(m, ROWS)
+    seed = torch.randn(want.shape, generator=torch.Generator().manual_seed(3))
+    ours, theirs = (gradients(m, (h * seed).sum()) for h in (got, want))
+    assert len(ours) == 2 + len(m.layers) * (4 + 1 + 2)  # embedding and last norm; linears, qkv's bias, norms
+    for g, w in zip(ours, theirs, strict=True):
+        assert w.abs().max() > 0 and torch.allclose(g, w, rtol=0, atol=1e-5 * w.abs().max().item())
+
+
 def test_norms_of_rows_that_are_no_power_of_two_long():
     """Qwen's 896 and 3584: behind a row lies the next one, and behind h what a GEMM takes for x A^T. An eps that counts."""
     norm, g = M.RMSNorm(80, 1e-2), torch.Generator().manual_seed(0)
@@ -60,7 +73,7 @@ def test_norms_of_rows_that_are_no_power_of_two_long():
     norm.noise.normal_(generator=g)
     x, dy = (0.1 * torch.randn(3, 80, generator=g) for _ in range(2))
     want = norm(x.requires_grad_())
-    (dx,), x = torch.autograd.grad(want, x, dy), x.detach()
+    (dx, dw), x = torch.autograd.grad(want, (x, norm.weight), dy), x.detach()
     wide, d = (torch.full((5, 88), torch.nan)[:3] for _ in range(2))  # what is written behind the last row is nobody's
     packed.Norm(norm).launch(packed.norm_kernel, x, wide, PDL=False)
     d[:, :80] = dy
@@ -69,8 +82,10 @@ def test_norms_of_rows_that_are_no_power_of_two_long():
         torch.testing.assert_close(h[:, :80], want)
         assert h[:, 80:].isnan().all()
     given = dy.clone()
-    y = packed.FinalNorm.apply(packed.Norm(norm), x.requires_grad_())
-    torch.testing.assert_close(torch.autograd.grad(y, x, given)[0], dx)
+    y = packed.FinalNorm.apply(packed.Norm(norm), x.requires_grad_(), norm.weight)
+    got, own = torch.autograd.grad(y, (x, norm.weight), given)
+    torch.testing.assert_close(got, dx)
+    torch.testing.assert_close(own, dw)
     assert torch.equal(given, dy)  # others may hold it
 
 
@@ -232,17 +247,17 @@ def test_micro_batches_count_padding_only_where_there_is_padding(monkeypatch):
     assert any(len(b) * max(b) > 20 for b in dense)
 
 
-def test_training_all_parameters_takes_the_modules():
-    """The weights under an adapter get no gradient here: full training would move norms and embeddings at most, and say nothing."""
+def test_what_the_kernels_cannot_train_takes_the_modules():
+    """The weights of Qwen3's head norms get no gradient here: they would stay as they are, and nothing would say so."""
 
-    def way(dtype=torch.bfloat16, cuda=True, trains=False, head_dim=64):
+    def way(dtype=torch.bfloat16, cuda=True, trains=False, head_dim=64, qk_norm=False):
         w = SimpleNamespace(is_cuda=cuda, dtype=dtype, requires_grad=trains)
-        return lora.packed(SimpleNamespace(embed=SimpleNamespace(weight=w), config=SimpleNamespace(head_dim=head_dim)))
+        return lora.packed(SimpleNamespace(embed=SimpleNamespace(weight=w), config=SimpleNamespace(head_dim=head_dim, qk_norm=qk_norm)))
 
-    assert way() is way(torch.float16) is packed
+    assert way() is way(torch.float16) is way(trains=True) is way(qk_norm=True) is packed
     with torch.no_grad():
-        assert way(trains=True) is packed
-    assert not any((way(trains=True), way(torch.float32), way(cuda=False), way(head_dim=80)))
+        assert way(trains=True, qk_norm=True) is packed
+    assert not any((way(trains=True, qk_norm=True), way(torch.float32), way(cuda=False), way(head_dim=80)))
 
 
 def filled(m, prompts, slots, capture, calls=1):
@@ -324,18 +339,20 @@ def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, spread, te
 
 
 @gpu
-@pytest.mark.parametrize(("quant", "dtype"), [*((q, torch.bfloat16) for q in ("none", "nvfp4", "mxfp4", "nf4")),
-                                              ("none", torch.float16), ("nvfp4", torch.float16)])
+@pytest.mark.parametrize(("quant", "dtype", "rank"), [*((q, torch.bfloat16, 8) for q in ("none", "nvfp4", "mxfp4", "nf4")),
+                                                      ("none", torch.float16, 8), ("nvfp4", torch.float16, 8), ("none", torch.bfloat16, 0)])
 @pytest.mark.parametrize("rows", [5, 60], ids=["few", "many"])
-def test_gpu_packed_equals_the_float32_modules(quant, dtype, rows):
+def test_gpu_packed_equals_the_float32_modules(quant, dtype, rank, rows):
     """16 bits on both routes of the GEMM (below and above 256 tokens): errors no larger than those of the modules in 16 bits, in value
     and gradient. Of one draw of weights and prompts the ratio of the two is luck, 0.7 to 1.4 for few rows in every format; pooled it is 1."""
     lengths, squares = [1 + 7 * i % 23 for i in range(rows)], 0
     for draw in range(8 if rows == 5 else 1):
         g = torch.Generator().manual_seed(1 + draw)
         batch = [torch.randint(0, 5000, (n,), generator=g).tolist() for n in lengths]
-        m = build(GPU, quant, 8, "cuda", dtype, draw=draw)
-        exact = build(GPU, quant, 8, "cuda", torch.float32, draw=draw)
+        m = build(GPU, quant, rank, "cuda", dtype, draw=draw)
+        exact = build(GPU, quant, rank, "cuda", torch.float32, draw=draw)
+        if rank == 0:  # all parameters
+            m, exact = m.requires_grad_(True), exact.requires_grad_(True)
         seed = torch.randn(sum(lengths), GPU.hidden_size, generator=g).cuda() * (torch.rand(sum(lengths), 1, generator=g) < 0.5).cuda()
         results = []
         for model, f in ((exact, padded), (m, padded), (m, lambda m, rows: packed.hidden(m, rows, everything(rows)))):

@@ -80,7 +80,7 @@ def update_bytes(c, fmt, tokens, checkpointing=True, packed=True, itemsize=2):
     Momentary: the decoded copy of a weight, and the larger of what the LM head makes of a chunk of
     tokens and of the gradients on their way through an MLP (with checkpointing beside all that this
     block keeps). `packed`: by runtime/packed.py, to 5% of what was measured; else by model.py's
-    modules (full training, float32), careful on purpose: a step that runs out of memory is lost.
+    modules (float32, all of a Qwen3), careful on purpose: a step that runs out of memory is lost.
     `itemsize`: bytes of an activation."""
     C, F, L = c.hidden_size, c.intermediate_size, c.num_hidden_layers
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
