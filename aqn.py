@@ -27,7 +27,7 @@ evaluation.
     for pre, post in aqn.norms(model)[len(model.layers) // 2:]:
         for norm in (pre, post):
             z = torch.randn(norm.noise.shape, generator=gen)
-            norm.noise.copy_(my_sigma * z * norm.weight.float().cpu())
+            norm.noise.copy_(my_sigma * z * norm.weight.detach().float().cpu())
 
     python aqn.py --aqn-start 1e-2 --aqn-end 1e-4      # print the schedule
     python -m pytest tests/test_aqn.py

@@ -37,6 +37,7 @@ from runtime.grade import same_all
 from weights import checkpoint
 from weights.files import check, file_digest, read_jsonl, whole
 
+TEXT = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 PART = 4  # times --max-rows samples are drawn between two writes of --out
 
 
@@ -195,16 +196,19 @@ def plain(args):
 
 def digests(args, sets, script):
     """{(set, model): digest} of what a row follows from: script (the command line's words before
-    the flags), flags, questions, the model's weights, the files of --reward and --calib, the
-    adapter."""
+    the flags), flags, questions, the model's weights and tokenizer, the files of --reward and
+    --calib, the adapter."""
     free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
             "trained_with")
     read, found = [flags.base_of(args)], {}
+    folder = checkpoint.fetch(args.model)
+    read += [file_digest(f) for f in map(folder.joinpath, TEXT) if f.is_file()]
     if args.reward:
         read.append(file_digest(args.reward.rpartition(":")[0]))
     for name, rows in sets:
         # a reward of one's own sees all columns
-        what = [script, {k: v for k, v in vars(args).items() if k not in free},
+        what = [Path(script[0]).name, *script[1:],
+                {k: v for k, v in vars(args).items() if k not in free},
                 [row if args.reward else [row["question"], row["answer"]] for row in rows], *read]
         digest = hashlib.sha256(json.dumps(what, default=str).encode())
         found[name, plain(args)] = digest.hexdigest()[:16]

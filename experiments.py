@@ -22,8 +22,7 @@ Measurements behind the README's choices.
 All but the first and the last train: each arm with each seed, in a folder of its own in --out
 (runs/NAME). A run that is there is not repeated, one that was stopped goes on; the flags must be
 the same, and may be left out where only the table is wanted. They print each arm's held-out
-accuracy with its standard error over the seeds, and what `compare` says (nothing of `rank`, whose
-arms differ in two flags).
+accuracy with its standard error over the seeds, and what `compare` says.
 
 Flags after the name are train.py's, and of the training ones --seeds 0,1,2,3,4 and --jobs 1: runs
 side by side, dealt out over the cards; one has room for several when the model is small. For
@@ -96,8 +95,8 @@ def gradient_of(model, params, completions, settings):
     total = grpo.backward(model, completions, settings)
     flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None] or [torch.zeros(1)])
     if not flat.any():
-        raise ValueError("--group-size: in no group do rewards differ, so there is no gradient; "
-                         "take more completions, or --prompts-per-step")
+        raise ValueError("--group-size: in no group do rewards differ, or all were cut and masked, "
+                         "so there is no gradient; take more completions, or --prompts-per-step")
     m = grpo.mean_metrics(total)
     for p in params:
         p.grad = None
@@ -106,6 +105,8 @@ def gradient_of(model, params, completions, settings):
 
 def gradient(args, argv):
     check_out(args.out)
+    if args.lora_rank == 0:
+        raise ValueError("--lora-rank 0: the gradients are of an adapter; use 1 or more")
     score = data.scorer(args.prompt_style, args.reward)
     model, tok = flags.load_policy(args)
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
@@ -167,7 +168,7 @@ def two_copies():
 def apart(argv):
     called = [__file__, "two-copies", *argv]  # what summary.json, plot.py and a resume go by
     with two_copies(), mock.patch.object(sys, "argv", called):
-        return train.main(argv)
+        return flags.run_command("train", train.train, argv, "experiments.py")
 
 
 def trainings(name, seeds, jobs, args, argv):
@@ -279,9 +280,10 @@ def answers(run):
 
 
 def compare(runs):
-    """A line for each flag in which runs differ and each of its values: what that adds to the
-    accuracy after training, over runs that are alike in all else, the seed included. In points,
-    with the standard error over seeds and, where their answers are kept, over questions."""
+    """A line for each flag in which runs differ, or flags that change together, and each two of its
+    values: what that adds to the accuracy after training, over runs that are alike in all else, the
+    seed included. In points, with the standard error over seeds and, where their answers are kept,
+    over questions."""
     runs, lines = [*{Path(run).resolve(): run for run in runs}.values()], []
     had, default = {run: plot.told(run) for run in runs}, vars(flags.parse("train", []))
     for run in runs:
@@ -298,21 +300,24 @@ def compare(runs):
     after = ends if None in by_question.values() else by_question
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
+    together = {}  # which value each run has, by number -> the flags of which that is so
     for flag in sorted(every.keys() - {"seed"}):
-        values = []
-        for given in had.values():  # lists among them, which no set takes
-            values += [given[flag]] * (given[flag] not in values)
-        for base, value in combinations(sorted(values, key=least), 2):
+        column = [given[flag] for given in had.values()]  # lists among them, which no set takes
+        together.setdefault(tuple(map(column.index, column)), []).append(flag)
+    for numbers, names in together.items():
+        values = [{flag: had[runs[i]][flag] for flag in names} for i in sorted({*numbers})]
+        for base, value in combinations(sorted(values, key=lambda v: least(v[names[0]])), 2):
             pairs = [(less, more) for less, more in permutations(runs, 2)
-                     if had[less][flag] == base and had[more] == had[less] | {flag: value}]
+                     if had[less] == had[less] | base and had[more] == had[less] | value]
             by_seed = {}
             for less, more in pairs:
                 by_seed.setdefault(had[less].get("seed"), []).append(
                     [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)])
             seeds = [[*map(fmean, zip(*gains, strict=True))] for gains in by_seed.values()]
             if seeds:
-                change = f"{plot.shown(base)} -> {plot.shown(value)}"
-                lines.append(f"{flag.replace('_', '-')} {change}: {effect(seeds)}")
+                change = ", ".join(f"{flag.replace('_', '-')} {plot.shown(base[flag])} -> "
+                                   f"{plot.shown(value[flag])}" for flag in names)
+                lines.append(f"{change}: {effect(seeds)}")
     return lines
 
 
@@ -336,7 +341,7 @@ def comparison(argv):
     p = command.Parser(prog="experiments.py compare", description=compare.__doc__)
     p.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
     lines = compare(p.parse_args(argv).runs)
-    print("\n".join(lines) or "no two of these runs differ in one flag alone")
+    print("\n".join(lines) or "no two of these runs have the same seed, and differ in one flag")
 
 
 def told(values):
@@ -352,8 +357,9 @@ def main(argv=None):
         print(f"{__doc__.strip()}\n\n`python train.py --help` lists its flags.")
         return 0
     if ranks.world > 1:
-        print("experiments.py: error: is one process; start it with python, not torchrun (--jobs "
-              "uses several cards)", file=sys.stderr)
+        if ranks.rank == 0:
+            print("experiments.py: error: is one process; start it with python, not torchrun "
+                  "(--jobs uses several cards)", file=sys.stderr)
         return 2
     if name == "gradient":
         return flags.run_command("train", gradient, ["--out", "gradient.json", *argv[1:]],

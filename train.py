@@ -185,6 +185,7 @@ def evaluate(run, model, tok, score, rows):
 
 def train(args, argv):
     args = settle(args, argv)
+    flags.tell_idle(args, argv)
     checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
     train_rows, held_out = questions(args)
@@ -216,11 +217,12 @@ def train(args, argv):
               f"{args.micro_batch_tokens} tokens a micro-batch, checkpointing {args.checkpointing}")
         try:
             learn(run, model, tok, optimizer, prompts, score, held_out)
-            run.save(model, optimizer)
+            if args.steps % args.save_every:  # else `learn` has
+                run.save(model, optimizer)
             after = None
             if args.eval_n:
                 after = evaluate(run, model, tok, score, held_out)
-                if args.eval_every:  # it may have been the best, which --resume must know
+                if args.eval_every and args.lora_rank:  # perhaps the best, for --resume to know
                     run.save(model, optimizer)
             run.finish(after)
         except KeyboardInterrupt:

@@ -57,13 +57,13 @@ def warnings_for(row, args):
     if row["skipped"]:
         yield "an update was skipped: its gradient was not finite; lower --lr, or check --model"
     if (row["clip_first_frac"] or 0) > 0.02:  # nothing has been learned from these completions yet
-        what, other = ("the noise", "lower --aqn-start") if row["sigma"] else (
-            "rounding in sampler and trainer", "--dtype float32")
+        what, other = ("rounding in sampler and trainer", "--dtype float32") if alike else (
+            "the noise", "lower --aqn-start")
         yield (f"more than 2% of the tokens are clipped before the first update: {what} alone "
                f"moves the ratio out of the clip; use --old-logp current, or {other}")
     if args.reward and row["accuracy"] == 0 and row["reward_std"]:
-        yield ("no completion counts as right: a number of --reward does where it is at least 1; "
-               'else return a dict, with "correct" beside "reward"')
+        yield ("no completion counts as right: where --reward returns a number, that is one of at "
+               'least 1; a dict may say so beside its "reward", as "correct"')
 
 
 def show_end(out, args, summary, before, after):

@@ -153,10 +153,13 @@ HELD_OUT = "--eval-n 1 or more", lambda a: a.eval_n
 # a flag of train.py that does nothing without another: which, and whether that is there
 IDLE = {
     **dict.fromkeys(("aqn_start", "aqn_end", "aqn_stages", "aqn_schedule", "aqn_scope"), NOISE),
-    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature", "eval_top_p"), HELD_OUT),
+    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
+    "eval_top_p": ("--eval-n 1 or more and --eval-temperature above 0",
+                   lambda a: a.eval_n and a.eval_temperature),
     "max_resample": ("--dynamic-sampling", lambda a: a.dynamic_sampling),
     "overlong_buffer": ("--overlong soft", lambda a: a.overlong == "soft"),
     "tis_cap": ("--old-logp trainer or current", lambda a: a.old_logp != "sampler"),
+    "lora_alpha": ("--lora-rank 1 or more", lambda a: a.lora_rank),
 }
 ABOUT = {"train": "QeRL training.", "eval": "Pass@1 of a model, and of an adapter beside it.",
          "sample": "Sample from a model: chat, one prompt, or a file of prompts."}
@@ -247,13 +250,18 @@ def parse(command, argv):
     if command != "sample" and args.prompt_style == "plain" and not args.reward:
         raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
                          "or boxed, or grade by --reward")
+    args.calib = args.calib or None
     {"train": check_train, "eval": check_eval, "sample": check_sample}[command](args)
-    for name in given(command, argv) if command == "train" else ():
+    return args
+
+
+def tell_idle(args, argv):
+    """A warning for each of train.py's flags in argv that does nothing beside the others."""
+    for name in given("train", argv):
         flag, used = IDLE.get(name, ("", None))
         if used and not used(args):
             print(f"warning: --{name.replace('_', '-')}: does nothing without {flag}",
                   file=sys.stderr)
-    return args
 
 
 def check_train(args):
@@ -353,6 +361,8 @@ def load_policy(args):
     if device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.card_share))
     folder = checkpoint.fetch(args.model)
+    if getattr(args, "adapter", None):
+        check_policy(args)  # before what takes its time
     stored = read_config(folder).quantization
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
@@ -367,7 +377,6 @@ def load_policy(args):
         torch.set_num_threads(1)  # too little work for two: they would mostly wait for each other
     if getattr(args, "adapter", None):
         lora.load_adapter(model, args.adapter)
-        check_policy(args)
     return model, tok
 
 
@@ -425,13 +434,23 @@ def take_policy(command, args):
             setattr(args, dest(f), default)
 
 
+def merged(folder):
+    """Digests of the adapters that `lora.py --merge` has put into a checkpoint."""
+    path = folder / "merged.json"
+    return (read_json(path, {"adapters": list}).get("adapters") or []) if path.is_file() else []
+
+
 def check_policy(args):
-    """ValueError if the adapter was trained on another base; a warning where the format, or AWQ's
-    text, differs."""
+    """ValueError if the adapter was trained on another base, or is part of this one; a warning
+    where the format, or AWQ's text, differs."""
     had, now = args.trained_with, base_of(args)
-    stored, *_ = had.get("weights", "").partition(":")  # as none, or nvfp4
+    weights = Path(args.adapter) / "adapter_model.safetensors"
+    if weights.is_file() and file_digest(weights) in merged(checkpoint.fetch(args.model)):
+        raise ValueError(f"--model {args.model}: the adapter {args.adapter} is merged into it "
+                         "already; give the base it was trained on, or leave the adapter out")
+    stored, *_ = (had.get("weights") or "").partition(":")  # as none, or nvfp4
     known = "weights" if now["weights"].startswith(f"{stored}:") else "base"
-    if had.get(known, now[known]) != now[known]:
+    if had.get(known) not in (None, now[known]):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} was trained on another "
                          f"base, {had.get('model')}; an adapter only fits its own")
     for name in ("quant", "awq"):
@@ -439,5 +458,5 @@ def check_policy(args):
             print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "
                   f"{had[name]}", file=sys.stderr)
     if known == "weights" and args.awq and had.get("text") != now.get("text"):
-        print(f"warning: --calib {args.calib}: the adapter was trained with scales by another text",
-              file=sys.stderr)
+        print(f"warning: --calib {args.calib or 'by default'}: the adapter was trained with scales "
+              "by another text", file=sys.stderr)

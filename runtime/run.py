@@ -7,7 +7,8 @@ adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parame
 model/ (a Hugging Face checkpoint, and policy.json), checkpoint/ (what resume needs),
 eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
 Each file appears whole or not at all. Nothing is written before everything that can be refused has
-been; a folder without checkpoint/ holds nothing that is worth keeping, and a start takes it over.
+been. A folder without checkpoint/ and summary.json holds nothing that is worth keeping, and a start
+takes it over.
 
     python train.py --out runs/x                  # ctrl-C at any moment
     python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
@@ -19,7 +20,6 @@ import math
 import os
 import resource
 import shlex
-import shutil
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -69,6 +69,9 @@ def settle(args, argv):
     out = Path(args.out)
     check_out(out, folder=True)
     saved, begun = out / "config.json", (out / "checkpoint" / "state.pt").is_file()
+    if not begun and (out / "summary.json").is_file():
+        raise ValueError(f"--out {out}: holds a run that has ended, without its checkpoint/, from "
+                         "which it could go on; choose another folder")
     if not args.resume:
         if begun:
             raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, "
@@ -135,16 +138,18 @@ class Run:
         if self.args.resume:
             self.restore(optimizer)
             summed = plot.beside(self.out, "summary.json").get("steps")  # of before it went on, say
-            ended = summed == self.state.step and (self.out / "metrics.png").is_file()
-            if ended and self.state.step >= self.args.steps:
+            if summed == self.state.step and self.state.step >= self.args.steps:
+                if not (self.out / "metrics.png").is_file():  # stopped while it was drawn
+                    self.tell()
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
         elif ranks.rank == 0:
             if (self.out / "checkpoint" / "state.pt").is_file():  # it has stopped since `settle`
                 raise ValueError(busy)
-            for name in ("metrics.jsonl", "rollouts.jsonl", "eval_before.jsonl"):
-                (self.out / name).unlink(missing_ok=True)  # of a start that came to nothing
-            shutil.rmtree(self.out / "adapter_best", ignore_errors=True)
+            for name in NAMES - {"lock"}:  # of a start that came to nothing
+                files.discard(self.out / name)
+        for path in self.out.glob(".model.*.part") if ranks.rank == 0 else ():
+            files.discard(path)  # of a save that was killed
         write(self.out / "config.json", json.dumps(vars(self.args), indent=2))
         self.started -= self.state.seconds
         gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
@@ -279,10 +284,15 @@ class Run:
             for name, tensor in checkpoint.tensors(model):
                 writer.add(name, tensor)
             writer.notes["policy.json"] = flags.policy(self.args, self.state.base)
-        if out.exists():
-            out.rename(old)
-        new.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            if out.exists():
+                out.rename(old)
+            new.rename(out)
+        finally:
+            if not out.exists() and old.exists():  # stopped in between
+                old.rename(out)
+            files.discard(new)
+            files.discard(old)
 
     def restore(self, optimizer):
         """checkpoint/ into the optimizer and its parameters; what was logged after it is
@@ -307,13 +317,15 @@ class Run:
         if self.state.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
-        if self.state.base != now.base:
+        if isinstance(self.state.base, dict) and self.state.base != now.base:  # older: a digest
             raise ValueError(f"--model {self.args.model}: its weights, or the text of --calib, are "
                              f"not those the run in {self.out} began with; --resume needs the same")
-        if self.state.reward != now.reward:  # an error of its own may have been mended
+        if self.state.reward not in ("", now.reward):  # an error of its own may have been mended
             print(f"warning: --reward {self.args.reward}: is not as it was when the run began",
                   file=sys.stderr)
-            self.state.reward = now.reward
+        self.state.base, self.state.reward = now.base, now.reward
+        if plot.beside(self.out, "config.json").get("steps") != self.args.steps:
+            self.state.command += f" && {now.command}"
         if self.state.script != now.script:
             raise ValueError(f"--resume: the run in {self.out} was begun by {self.state.script}, "
                              f"which {now.script} does not know; go on with that")
@@ -340,8 +352,8 @@ class Run:
     def finish(self, after):
         """eval_after.jsonl, summary.json, metrics.png; what was learned is told. after: the last
         evaluation, None with --eval-n 0."""
-        (self.out / "metrics.png").unlink(missing_ok=True)  # drawn last: a run with it has ended
-        before, base, gain, error = self.state.before, [], None, None
+        (self.out / "metrics.png").unlink(missing_ok=True)  # of before it went on
+        before, gain, error = self.state.before, None, None
         if after:
             base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
             write(self.out / "eval_after.jsonl", *map(json.dumps, after["rows"]))
@@ -354,8 +366,15 @@ class Run:
                    "seconds": round(self.seconds(), 1), "peak_gib": round(peak_gib(), 2),
                    "command": self.state.command}
         write(self.out / "summary.json", json.dumps(summary, indent=2))
+        self.tell()
+
+    @ranks.first
+    def tell(self):
+        """metrics.png, and what was learned, of a run whose summary.json is there."""
         plot.plot([self.out], self.out / "metrics.png")
-        console.show_end(self.out, self.args, summary, base, after["rows"] if after else [])
+        rows = [[json.loads(text) for _, text in lines(path)] if path.is_file() else [] for path in
+                (self.out / "eval_before.jsonl", self.out / "eval_after.jsonl")]
+        console.show_end(self.out, self.args, read_json(self.out / "summary.json"), *rows)
 
     def stop(self, model, optimizer):
         """The end of a run that was interrupted: saved where it stands, but for one that was told

@@ -1,4 +1,5 @@
 """Quantized checkpoints: bytes by hand, checkpoints that compressed-tensors made, round trips, damage, interruption."""
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -176,6 +177,15 @@ def test_models_are_told_apart_by_their_files(tmp_path):
         assert other["weights"] != first["weights"] and (other["base"] != first["base"]) == ends, name
     assert changed(**{name: t.float() for name, t in state.items()}) == first
     assert changed(**{"lm_head.weight": torch.zeros(2, 2), "model.rotary_emb.inv_freq": torch.zeros(2)}) == first == changed()
+    config = json.loads((folder / "config.json").read_text())
+    for change, alike in (({"rope_parameters": {"rope_theta": 100.0}}, False), ({"rms_norm_eps": 0.5}, False), ({"max_position_embeddings": 64}, True)):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        assert (checkpoint.fingerprint(folder) == first) == alike, change
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))  # then the head is a weight of its own
+    heads = [changed(**{"lm_head.weight": torch.full((2, 2), x)})["weights"] for x in (0.0, 1.0)]
+    assert heads[0] != heads[1]
+    (folder / "config.json").write_text(json.dumps(config))
+    changed()
     with checkpoint.Writer(tmp_path / "shards", folder, shard_bytes=1 << 14) as writer:
         for name, tensor in state.items():
             writer.add(name, tensor)
@@ -190,6 +200,23 @@ def test_models_are_told_apart_by_their_files(tmp_path):
     for name in (n for n in state if n.endswith(("_packed", "_scale"))):
         flipped = (state[name].view(torch.uint8) ^ 1).view(state[name].dtype)
         assert changed(tmp_path / "q", **{name: flipped})["weights"] != four["weights"], name
+
+
+def test_the_ends_of_a_wide_model_are_whole(tmp_path):
+    """policy.json of before has the hash of all of the last norm: of 5,120 numbers the first 4,096 are another's."""
+    shutil.copytree(base(tmp_path), tmp_path / "wide")
+    config, state = read_json(tmp_path / "wide" / "config.json"), load_file(tmp_path / "wide" / "model.safetensors")
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(config | {"hidden_size": 5120}))
+    seen = set()
+    for at in (0, 5119):
+        norm = torch.ones(5120, dtype=torch.bfloat16)
+        norm[at] = 2
+        save_file(state | {"model.norm.weight": norm}, tmp_path / "wide" / "model.safetensors")
+        told = checkpoint.fingerprint(tmp_path / "wide")
+        rows = state["model.embed_tokens.weight"].flatten()[: 64 * 5120]
+        assert told["base"] == hashlib.sha256(torch.cat([norm, rows]).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        seen.add(told["base"])
+    assert len(seen) == 2
 
 
 def test_what_is_not_rounded_stays_as_it_is_stored(tmp_path):

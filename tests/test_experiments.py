@@ -130,7 +130,10 @@ def test_runs_are_compared_where_they_differ_in_one_flag_alone(tmp_path, capsys)
     (tmp_path / "nvfp4_2_0" / "eval_after.jsonl").write_text('{"accuracy": 0.75}\n{"accuracy": 0.25}\n' * 2)
     assert experiments.main(["compare", *runs[1:3]]) == 0
     assert capsys.readouterr().out == "quant none -> nvfp4: +0.0 points, +- 14.4 over 4 questions\n"
-    assert experiments.main(["compare", runs[1], runs[5]]) == 0 and "no two of these runs" in capsys.readouterr().out
+    assert experiments.main(["compare", runs[0], runs[3]]) == 0 and "no two of these runs" in capsys.readouterr().out
+    # flags that change together, as rank and alpha in `rank`, are one
+    assert experiments.main(["compare", runs[1], runs[5]]) == 0
+    assert capsys.readouterr().out.startswith("lr 2 -> 3, quant nvfp4 -> mxfp4: +50.0 points")
 
 
 def test_flags_are_compared_as_they_are(tmp_path, capsys):
@@ -327,9 +330,10 @@ def test_experiments_are_one_process_and_say_who_they_are(monkeypatch, capsys):
     assert experiments.main(["2x2"]) == 2 and "start it with python, not torchrun" in capsys.readouterr().err
 
 
-def test_two_copies_share_an_adapter(capsys):
-    assert experiments.main(["two-copies", "--lora-rank", "0", "--quant", "none", "--device", "cpu"]) == 2
-    assert "--lora-rank 0" in capsys.readouterr().err
+def test_two_copies_share_an_adapter(capsys, tmp_path):
+    for name in ("two-copies", "gradient"):
+        assert experiments.main([name, "--lora-rank", "0", "--quant", "none", "--device", "cpu", "--out", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.startswith("experiments.py: error: --lora-rank 0: ")
 
 
 def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys):

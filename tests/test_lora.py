@@ -329,15 +329,26 @@ def test_a_merge_into_another_base_is_refused_before_its_blocks(tmp_path, monkey
 
 
 def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
-    """Norms and embedding are the base's: the adapter was taken, and applied twice. Four bits of the base are still its base."""
+    """Norms and embedding are the base's: the adapter was taken, and applied twice, also where policy.json is of before bases were told
+    by all their weights, or the merged model was quantized. Four bits of the base are still its base."""
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"model": str(BASE), "quant": "none", **checkpoint.fingerprint(BASE)}))
     convert.merge(BASE, tmp_path / "a", tmp_path / "merged")
     convert.convert(BASE, tmp_path / "four")
     for more in ([], ["--model", str(tmp_path / "four"), "--quant", "nvfp4"]):
         flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "a"), *more]))
+    convert.convert(tmp_path / "merged", tmp_path / "merged_four")
+    for name, more in (("merged", []), ("merged_four", ["--quant", "nvfp4"])):
+        with pytest.raises(ValueError, match=f"--model {tmp_path}/{name}: the adapter .* is merged into it already"):
+            flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / name), *more]))
+    shutil.copytree(FIXTURES / "peft_all", tmp_path / "b")
+    state = load_file(tmp_path / "b" / "adapter_model.safetensors")  # that was trained on
+    save_file({k: 2 * v for k, v in state.items()}, tmp_path / "b" / "adapter_model.safetensors", metadata={"format": "pt"})
+    shutil.copy(tmp_path / "a" / "policy.json", tmp_path / "b")
     with pytest.raises(ValueError, match=f"--model {tmp_path}/merged: .*another base, {BASE}"):
-        flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / "merged")]))
+        flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]))
+    convert.merge(tmp_path / "merged", tmp_path / "b", tmp_path / "both")  # it holds both
+    assert len(flags.merged(tmp_path / "both")) == 2
 
 
 def test_the_demos_model_has_one_name_for_all_commands(tmp_path):

@@ -178,7 +178,7 @@ def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path):
     assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 0
     assert rows_of(out)[:4] == rows_of(straight) and [r["step"] for r in rows_of(out)] == [0, 1, 2, 3, 4, 5]
     began = [json.loads((folder / "summary.json").read_text())["command"] for folder in (straight, out)]
-    assert began[0] == began[1]  # it was "train.py --resume", which says nothing of the run
+    assert began[1] == f"{began[0]} && python train.py --resume --out {out} --steps 6"  # it was the resume's, which says nothing of the run
     assert json.loads((out / "config.json").read_text())["steps"] == 6
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
 
@@ -632,7 +632,7 @@ def test_the_warm_up_is_the_nearest_number_of_updates():
     ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp current"),
     ({"clip_first_frac": 0.03}, "the noise alone"), ({"clip_first_frac": 0.03}, "lower --aqn-start"),
     ({"clip_first_frac": 0.03, "sigma": 0.0}, "rounding in sampler and trainer alone"),
-    ({"accuracy": 0.0, "reward_std": 0.1, "own": "r.py:f"}, '"correct" beside "reward"'),
+    ({"accuracy": 0.0, "reward_std": 0.1, "own": "r.py:f"}, 'beside its "reward", as "correct"'),
 ])
 def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """A prompt without the instruction that the reward wants trains on zeros, silently."""
@@ -822,6 +822,53 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     save_file(weights | {changed: -weights[changed]}, model / "model.safetensors", metadata={"format": "pt"})
     assert run(out, *argv, "--resume", "--steps", "3") == 2
     assert f"--model {model}: its weights" in capsys.readouterr().err
+
+
+def test_a_run_of_before_bases_were_told_by_their_files_goes_on(straight, tmp_path, capsys):
+    """Its checkpoint has one digest of the base, and nothing of the reward nor of how it began."""
+    out = copy_of(straight, tmp_path)
+    state = torch.load(out / "checkpoint" / "state.pt", weights_only=True)
+    for name in ("digest", "reward", "command"):
+        del state[name]
+    state["base"] = "0" * 64
+    torch.save(state | {"digest": digest_of(state)}, out / "checkpoint" / "state.pt")
+    assert train.main(["--resume", "--out", str(out), "--steps", "5"]) == 0 and "--reward" not in capsys.readouterr().err
+    assert isinstance(torch.load(out / "checkpoint" / "state.pt", weights_only=True)["base"], dict)
+
+
+def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
+    """Deleted to make room: the same command trained over the adapter, or called its old summary the new run's."""
+    out = copy_of(straight, tmp_path)
+    shutil.rmtree(out / "checkpoint")
+    before = {p.name for p in out.iterdir()}
+    for more in ([], ["--resume"]):
+        assert run(out, *more) == 2 and f"--out {out}: holds a run that has ended, without its checkpoint/" in capsys.readouterr().err
+    assert {p.name for p in out.iterdir()} == before
+    (out / "summary.json").unlink()  # of a start that was killed in its first save: eval.py would take an adapter/ for the new run's
+    assert run(out, "--steps", "1", "--lora-rank", "0", "--quant", "none") == 0
+    assert not (out / "adapter").exists() and (out / "model").exists()
+
+
+def test_a_model_that_was_half_replaced_is_put_back(small, tmp_path, monkeypatch):
+    """Stopped between two renames, a run had no model/ and two hidden ones, for ever."""
+    r, works, model = Run(flags.parse("train", ["--out", str(tmp_path), "--model", str(small)]), []), Path.rename, qwen.load(small)
+    r.save_model(model)
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+
+    def stopped(path, to):
+        if path.name == "model":
+            works(path, to)
+            raise KeyboardInterrupt
+        return works(path, to)
+
+    with monkeypatch.context() as m:
+        m.setattr(Path, "rename", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            r.save_model(model.requires_grad_(False))
+    assert [p.name for p in tmp_path.iterdir()] == ["model"] and (tmp_path / "model" / "model.safetensors").read_bytes() == before
+    out = tmp_path / "run"
+    (out / ".model.0123.part").mkdir(parents=True)  # of a kill -9
+    assert run(out, "--steps", "1") == 0 and not [p for p in out.iterdir() if p.name.startswith(".model")]
 
 
 def test_a_resume_tells_of_a_reward_that_has_changed(tmp_path, capsys):

@@ -33,6 +33,7 @@ import hashlib
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,8 +49,11 @@ from weights.formats import FORMATS, Quantized, pack, quantize, scale_bits, unpa
 
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
           "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-          "merges.txt")
+          "merges.txt", "merged.json")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of 16-bit weights
+
+
+DOWNLOADED = {}  # (hub id, weights) -> folder: one process goes by one revision, and asks once
 
 
 # ---- where tensors come from
@@ -67,6 +71,8 @@ def fetch(path_or_hub_id, weights=True):
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
                                 "hub id")
+    if (name, weights) in DOWNLOADED:
+        return DOWNLOADED[name, weights]
     from huggingface_hub import snapshot_download
 
     wanted = ["config.json"]
@@ -74,10 +80,11 @@ def fetch(path_or_hub_id, weights=True):
         wanted += ["generation_config.json", "tokenizer.json", "tokenizer_config.json",
                    "chat_template.jinja", "model*.safetensors", "model.safetensors.index.json"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        DOWNLOADED[name, weights] = Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as e:  # the client raises many kinds: no network, no repository, no access
         raise FileNotFoundError(f"--model {name}: not a local folder, and the hub did not give it "
                                 f"({cause(e)}); check id, network and login") from None
+    return DOWNLOADED[name, weights]
 
 
 class Checkpoint:
@@ -154,11 +161,11 @@ class Checkpoint:
 
 
 def fingerprint(path_or_hub_id):
-    """Digests that tell models apart, from a few numbers of each tensor in the files:
+    """Digests that tell models apart, from the first rows of each tensor in the files:
 
-    base, of the final norm and the first rows of the embedding, which all number formats share;
-    weights, of every tensor as it is stored, after that format's name and a colon: with it a merged
-    adapter's model is another than its base, but it does not compare across formats."""
+    base, of the final norm and of the embedding alone, which all number formats share;
+    weights, of every tensor as it is stored and of what config.json makes of them, after the
+    format's name and a colon: it does not compare across formats."""
     folder = fetch(path_or_hub_id)
     config, source = read_config(folder), Checkpoint(folder)
 
@@ -171,11 +178,14 @@ def fingerprint(path_or_hub_id):
         return hashlib.sha256(content).hexdigest()[:16]
 
     # a tied head may be stored or not, and tables that follow from config.json
-    names = (n for n in source.where if not n.endswith(("lm_head.weight", "inv_freq")))
-    each = sorted((n, digest(some(n))) for n in names)
-    ends = some("model.norm.weight") + some("model.embed_tokens.weight", 64 * config.hidden_size)
-    stored = packed_format(config.quantization, folder) if config.quantization else "none"
-    return {"base": digest(ends), "weights": f"{stored}:{digest(repr(each).encode())}"}
+    derived = ("inv_freq", *["lm_head.weight"] * config.tie_word_embeddings)
+    each = sorted((n, digest(some(n))) for n in source.where if not n.endswith(derived))
+    shape = replace(config, quantization=None, max_position_embeddings=0)  # longer is no other
+    C, stored = config.hidden_size, "none"
+    ends = some("model.norm.weight", C) + some("model.embed_tokens.weight", 64 * C)
+    if config.quantization:
+        stored = packed_format(config.quantization, folder)
+    return {"base": digest(ends), "weights": f"{stored}:{digest(repr((each, shape)).encode())}"}
 
 
 class RandomCheckpoint:

@@ -26,6 +26,7 @@ from nvfp4 import QuantLinear
 from runtime import command, flags
 from weights import awq, checkpoint, memory
 from weights.config import read_config
+from weights.files import file_digest
 from weights.formats import FORMATS, dequantize, quantize
 
 
@@ -122,10 +123,12 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None):
     config = read_config(folder)
     model = checkpoint.skeleton(config)
     rank, scaling, state = lora.read_adapter(model, adapter)
+    merged = flags.merged(folder) + [file_digest(Path(adapter) / "adapter_model.safetensors")]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (4, 64), generator=generator).to(device)
     rope = model.rope(torch.arange(64, device=device)[None])
     with checkpoint.Writer(out, folder) as writer:
+        writer.notes["merged.json"] = {"adapters": merged}
         source = checkpoint.Checkpoint(folder)
         pieces = checkpoint.stream(model, source, device, dtype, quant if calib is None else "none")
         if calib is not None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -160,6 +161,14 @@ def whole(path):
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def discard(path):
+    """Remove a file, or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_json(path, value):
