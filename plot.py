@@ -229,13 +229,13 @@ def plot(runs, out, x="step", smooth=1):
         if not any(math.isfinite(v) for v in column(rows, x)):
             raise ValueError(f"--x {x}: {run} logged no such column; choose another")
     # a log axis has no place for the zeros of a run without noise
-    floor = {"log": 0.0}
-    panels = [p for p in PANELS if any(v > floor.get(p[2], -math.inf) for rows in data.values()
-                                       for name in p[1] for v in column(rows, name))]
+    floor, drawn = {"log": 0.0}, lines(runs)
+    panels = [p for p in PANELS if any(v > floor.get(p[2], -math.inf) for _, m in drawn for name in
+                                       p[1] for v in over_seeds([data[run] for run in m], name)[0])]
     if not panels:
         known = ", ".join(c for p in PANELS for c in p[1])
         raise ValueError(f"{runs[0]}: metrics.jsonl has none of the columns {known}")
-    drawn, wide = lines(runs), min(3, len(panels))
+    wide = min(3, len(panels))
     tall = math.ceil(len(panels) / wide)
     fig = Figure(figsize=(3 * wide, 2.2 * tall + 0.4), layout="constrained")
     for n, (title, columns, scale) in enumerate(panels):

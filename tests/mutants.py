@@ -1646,6 +1646,8 @@ MUTANTS = {
          "flags::the_demos_defaults_are_the_demos"),
     ],
     "plot.py": [
+        ("panels of what only some seeds have", "in over_seeds([data[run] for run in m], name)[0])]",
+         "in column(data[m[0]], name))]", "plot::what_only_some_seeds_have_is_no_empty_panel"),
         ("a short log axis is told in powers", 'set_minor_formatter("{x:g}")', "get_scale()",
          "plot::a_log_axis_of_less_than_a_decade_has_numbers_to_read"),
         ("the last accuracy has no error", '"eval_stderr": summary.get("stderr_after")',
