@@ -150,6 +150,9 @@ def _row(raw, where):
     if not asked or type(answer) not in (str, int, float):
         raise ValueError(f"{where}: needs question and answer (or problem and answer, or prompt "
                          "and solution) as text")
+    if "ids" in raw:
+        raise ValueError(f"{where}: a column is called ids, as a prompt's tokens are here; rename "
+                         "it")
     if type(rate := raw.get("llama8b_solve_rate")) not in (int, float, type(None)):
         raise ValueError(f"{where}: llama8b_solve_rate {shown(rate)} must be a number")
     answer = str(answer)
@@ -161,7 +164,7 @@ def _row(raw, where):
 
 
 def _read_rows(path):
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         import pyarrow.parquet
 
         try:
@@ -177,9 +180,9 @@ def _read_rows(path):
 
 def _set_levels(rows):
     """Big-Math has no level, but the rate at which an 8B model solves the row: level 5 is the
-    lowest fifth of the rates. MATH's are called "Level 5"."""
+    lowest fifth of the rates. MATH's are called "Level 5"; numbers may be text."""
     for row in rows:
-        if m := re.fullmatch("Level ([1-5])", str(row.get("level"))):
+        if m := re.fullmatch("(?:Level )?([1-9])", str(row.get("level"))):
             row["level"] = int(m[1])
     rates = [row.get("llama8b_solve_rate") for row in rows]
     known = sorted(r for r in rates if r is not None)

@@ -279,6 +279,14 @@ def run(args, argv):
     script = command.script(argv, "eval.py")
     book = Book(args, sets, script)
     model, tok = flags.load_policy(args)
+    room = model.config.max_position_embeddings
+    for name, rows in sets:  # before the first of them is sampled
+        kept, _ = data.prompts(tok, rows, args.prompt_style, args.max_prompt)
+        longest = max(len(row["ids"]) for row in kept)
+        if longest + (args.max_new_tokens or 1) > room:
+            raise ValueError(f"--data {name}: with --max-new-tokens {args.max_new_tokens or 1} its "
+                             f"longest prompt of {longest} passes the model's {room} positions; "
+                             "lower that, or skip such prompts by --max-prompt")
     if args.adapter:
         kept, _ = data.prompts(tok, sets[0][1][:1], args.prompt_style)
         check_adapter(model, kept[0]["ids"], args.adapter)

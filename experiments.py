@@ -175,6 +175,11 @@ def trainings(name, seeds, jobs, args, argv):
     """Every arm of the experiment with every seed, `jobs` at a time; then the table."""
     if not args.eval_n:
         raise ValueError("--eval-n 0: the table is of held-out accuracy; leave it out")
+    own = {"seed", *chain(*(flags.given("train", arm) for arm in ARMS[name].values()))}
+    if twice := sorted(own & flags.given("train", argv).keys()):
+        other = "--seeds" if twice[0] == "seed" else "another experiment"
+        raise ValueError(f"--{twice[0].replace('_', '-')}: is what the arms of {name} differ in; "
+                         f"leave it out, or take {other}")
 
     all_cards = ",".join(map(str, range(torch.cuda.device_count())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
@@ -292,6 +297,10 @@ def compare(runs):
     # what an older run was not asked yet is as if it were not given
     every = dict.fromkeys(chain(*had.values()))
     had = {run: {k: given.get(k, default.get(k)) for k in every} for run, given in had.items()}
+    for given in had.values():  # nor does a flag count that did nothing
+        now = argparse.Namespace(**default | given)
+        given |= {k: default[k] for k, (_, used) in flags.IDLE.items()
+                  if k in given and not used(now)}
     for one, other in combinations(runs, 2):
         if had[one] == had[other]:
             raise ValueError(f"{one} and {other} have the same flags; leave one out")
@@ -354,8 +363,8 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else None
     if name != "compare" and not {"-h", "--help"}.isdisjoint(argv):
-        print(f"{__doc__.strip()}\n\n`python train.py --help` lists its flags.")
-        return 0
+        text = f"{__doc__.strip()}\n\n`python train.py --help` lists its flags."
+        return command.run("experiments.py", partial(print, text))
     if ranks.world > 1:
         if ranks.rank == 0:
             print("experiments.py: error: is one process; start it with python, not torchrun "

@@ -44,7 +44,7 @@ COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#00
 STYLES = ["-", (0, (4, 1.2)), (0, (1, 1)), (0, (5, 1.2, 1, 1.2))]
 MARKERS = "os^D"
 # flags of train.py that change no number of a run
-IDLE = ("resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share")
+IDLE = ("resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share", "gap_bound")
 # ... and those that change its last digits, or when it is looked at
 MINOR = ("micro_batch_tokens", "checkpointing", "max_rows", "eval_every")
 
@@ -158,9 +158,10 @@ def shown(value):
 def told(run):
     """{flag: value} of what a run was told that its numbers follow from, and the script that it was
     told; {} without config.json."""
-    flags = {k: v for k, v in beside(run, "config.json").items() if k not in IDLE + MINOR}
+    had = beside(run, "config.json")
+    flags = {k: v for k, v in had.items() if k not in (*IDLE, *MINOR, "command")}
     if flags:
-        command = str(beside(run, "summary.json").get("command", "train.py"))
+        command = str(had.get("command") or beside(run, "summary.json").get("command", "train.py"))
         flags["script"] = re.search(r"\S+\.py( [^-]\S*)?|$", command)[0]
     return flags
 

@@ -251,7 +251,7 @@ def read_prompts(path):
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"--file {path}: no such file")
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         prompts = []
         for where, row in read_jsonl(path, {"prompt": str, "question": str}):
             prompts.append(row.get("prompt") or row.get("question") or "")

@@ -72,7 +72,8 @@ TABLE = (
     Flag("data", str, "gsm8k",
          "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a .jsonl or .parquet, a "
          "folder, a hub id; eval.py takes several with commas", "arithmetic", kept=True),
-    Flag("levels", numbers(1, 1e4), None, "keep rows of these, 5 the hardest: 3,4,5 for Big-Math"),
+    Flag("levels", numbers(1, 1e4), None,
+         "train on rows of these (eval.py: ask them), 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.reward)"),
     "prompt: train eval sample",
     Flag("prompt-style", (*data.SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
@@ -401,7 +402,7 @@ def read_policy(folder):
     path = Path(folder) / "policy.json"
     if not path.is_file():
         return {}
-    found = read_json(path, dict.fromkeys(("base", "weights", "text", "reward"), str))
+    found = read_json(path, dict.fromkeys(("base", "norms", "weights", "text", "reward"), str))
     kept = [(f.name, found.get(dest(f))) for _, f in flags_of("train") if f.kept]
     from_file("train", kept, f"{path}; delete it to choose --model, --quant and --prompt-style "
                  "by hand")
@@ -412,7 +413,7 @@ def take_policy(command, args):
     """Fill the flags that were not given from --run or --adapter, else from the table."""
     if args.run and args.adapter:
         raise ValueError("--run and --adapter exclude each other: a run holds its adapter")
-    folder = args.adapter
+    folder = args.adapter or args.model  # a merged model has a policy.json as well
     if args.run:
         folder = next((f for f in (Path(args.run) / name for name in ("adapter", "model"))
                        if f.is_dir()), None)
@@ -453,6 +454,12 @@ def check_policy(args):
     if had.get(known) not in (None, now[known]):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} was trained on another "
                          f"base, {had.get('model')}; an adapter only fits its own")
+    # stored in another format: by other norms, AWQ's scales are in one of the two
+    alike, anew = had.get("norms") == now["norms"], args.awq and now["weights"].startswith("none:")
+    if known == "base" and had.get("norms") and not anew and alike == bool(had.get("awq")):
+        raise ValueError(f"--model {args.model}: was rounded by other scales (AWQ's, or without "
+                         f"AWQ) than the adapter {args.adapter} was trained with; give its own "
+                         f"base, {had.get('model')}")
     for name in ("quant", "awq"):
         if had.get(name, getattr(args, name)) != getattr(args, name):
             print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "

@@ -83,7 +83,7 @@ def settle(args, argv):
         return args
     if not saved.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
-    read = ((k.replace("_", "-"), v) for k, v in read_json(saved).items())
+    read = ((k.replace("_", "-"), v) for k, v in read_json(saved).items() if k != "command")
     old, wanted = flags.from_file("train", read, saved), flags.given("train", argv)
     for name, value in wanted.items():
         if name not in FREE and value != getattr(old, name):
@@ -150,7 +150,8 @@ class Run:
                 files.discard(self.out / name)
         for path in self.out.glob(".model.*.part") if ranks.rank == 0 else ():
             files.discard(path)  # of a save that was killed
-        write(self.out / "config.json", json.dumps(vars(self.args), indent=2))
+        told = vars(self.args) | {"command": self.state.command}
+        write(self.out / "config.json", json.dumps(told, indent=2))
         self.started -= self.state.seconds
         gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
         self.held.callback(gc.unfreeze)

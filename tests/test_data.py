@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import data
+import sample
 from runtime import grade
 from weights.files import lines
 
@@ -137,6 +138,7 @@ def test_own_reward_may_use_dataclasses_and_the_project(tmp_path):
     grade = own(tmp_path, """from __future__ import annotations
 from dataclasses import dataclass
 import data
+import sample
 @dataclass
 class Score:
     r: float
@@ -658,3 +660,19 @@ def test_qwen_tokenizer_and_template():
     assert text.endswith(f"<|im_start|>user\nHi\n{data.SUFFIX['boxed']}<|im_end|>\n"
                          "<|im_start|>assistant\n")
     assert len(tok.encode("1234")) == 4
+
+
+def test_levels_may_be_text_and_ids_is_no_column(tmp_path):
+    """Rows of level "3" were dropped without a word; a column called ids was a prompt's tokens when --reward saw it."""
+    rows = [{"question": f"{i}?", "answer": "1", "level": level} for i, level in enumerate(("Level 3", "3", 3, "4"))]
+    (tmp_path / "D.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["level"] for row in data.load(str(tmp_path / "D.jsonl"), levels=[3])] == [3, 3, 3]
+    (tmp_path / "D.jsonl").write_text(json.dumps(rows[0] | {"ids": [1]}) + "\n")
+    with pytest.raises(ValueError, match="row 1: a column is called ids"):
+        data.load(str(tmp_path / "D.jsonl"))
+
+
+def test_a_name_in_capitals_ends_as_it_does(tmp_path):
+    """IN.JSONL was read as plain text: its JSON was the prompt."""
+    (tmp_path / "IN.JSONL").write_text('{"prompt": "What is 1+1?"}\n')
+    assert sample.read_prompts(tmp_path / "IN.JSONL") == ["What is 1+1?"]

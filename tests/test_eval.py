@@ -357,7 +357,7 @@ def test_several_sets_have_a_line_each(tmp_path):
     (["--n", "0"], "--n: 0"), (["--greedy", "--n", "4"], "--n 4"), (["--temperature", "0", "--n", "4"], "--n 4"), (["--top-p", "0"], "--top-p"), (["--frobnicate"], "frobnicate"),
     (["--temperature", "-1"], "--temperature"), (["--limit", "0"], "--limit: 0"), (["--prompt-style", "poem"], "--prompt-style"),
     (["--out", "no/such/folder/x.jsonl"], "--out"), (["--max-prompt", "3"], "--max-prompt 3"),
-    (["--max-new-tokens", "9999"], "9999"),
+    (["--max-new-tokens", "9999"], "9999"), (["--max-new-tokens", "480"], "--data arithmetic: with --max-new-tokens 480"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(argv, says, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

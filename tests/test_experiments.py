@@ -330,6 +330,23 @@ def test_experiments_are_one_process_and_say_who_they_are(monkeypatch, capsys):
     assert experiments.main(["2x2"]) == 2 and "start it with python, not torchrun" in capsys.readouterr().err
 
 
+def test_what_arms_differ_in_is_not_asked_for(trained, tmp_path, capsys):
+    """--quant nf4 beside the arms' own was passed over: NVFP4's table, under another name."""
+    for name, flag, told in (("2x2", ["--quant", "nf4"], "--quant: is what the arms of 2x2 differ in"), ("noise", ["--aqn-start", "0.3"], "--aqn-start"),
+                             ("2x2", ["--seed", "4"], "--seed: .* take --seeds")):
+        assert experiments.main([name, "--out", str(tmp_path), *flag]) == 2 and re.search(told, capsys.readouterr().err)
+    assert not trained
+
+
+def test_a_flag_that_did_nothing_tells_no_runs_apart(tmp_path, capsys):
+    """Noise that was off, of another size: with and without noise were two flags apart."""
+    runs = kept(tmp_path, none_1_0="1100", none_1_1="1110")
+    for run, more in zip(runs, ({"aqn": False, "aqn_start": 0.3, "seed": 0}, {"aqn": True, "seed": 0}), strict=True):
+        path = Path(run) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    assert experiments.main(["compare", *runs]) == 0 and capsys.readouterr().out.startswith("aqn off -> on: +25.0 points")
+
+
 def test_two_copies_share_an_adapter(capsys, tmp_path):
     for name in ("two-copies", "gradient"):
         assert experiments.main([name, "--lora-rank", "0", "--quant", "none", "--device", "cpu", "--out", str(tmp_path / name)]) == 2

@@ -16,6 +16,7 @@ from runtime import flags
 from weights import awq, checkpoint, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
+TINY = Path(__file__).parent.parent / "assets" / "tiny"
 BASE = FIXTURES / "qwen2_tied"
 IDS = torch.randint(0, 48, (2, 10), generator=torch.Generator().manual_seed(3))
 
@@ -349,6 +350,36 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
         flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]))
     convert.merge(tmp_path / "merged", tmp_path / "b", tmp_path / "both")  # it holds both
     assert len(flags.merged(tmp_path / "both")) == 2
+
+
+def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
+    """By --quant's default most of what the adapter had learned was gone, and nothing said so."""
+    convert.merge(BASE, FIXTURES / "peft_all", tmp_path / "m")
+    for command in ("eval", "sample"):
+        assert flags.parse(command, ["--model", str(tmp_path / "m")]).quant == "none" != flags.parse(command, ["--model", str(BASE)]).quant
+    convert.convert(tmp_path / "m", tmp_path / "four")
+    assert flags.parse("eval", ["--model", str(tmp_path / "four")]).quant == "nvfp4"
+
+
+@pytest.mark.parametrize(("trained", "now", "fits"), [
+    ("base", "plain", True), ("base", "awq", False), ("base --awq", "awq", True), ("base --awq", "plain", False), ("awq", "base", False),
+    ("awq", "base --awq", True), ("plain", "base", True)])
+def test_awqs_scales_are_not_taken_for_plain_rounding(tmp_path, trained, now, fits):
+    """They are folded into the norms: an adapter of the other scales was taken, where one of the two checkpoints is packed."""
+    folders = {"base": TINY, "awq": tmp_path / "awq", "plain": tmp_path / "plain"}
+    shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
+    for name in {trained.split()[0], now.split()[0]} - {"base"}:
+        convert.convert(TINY, folders[name], use_awq=name == "awq", sequences=2, length=32)
+    args = [["--model", str(folders[name]), "--quant", "nvfp4", *more] for name, *more in (trained.split(), now.split())]
+    had = flags.parse("train", args[0])
+    (tmp_path / "a" / "policy.json").write_text(json.dumps(flags.policy(had, flags.base_of(had))))
+    no = [] if "--awq" in now else ["--no-awq"]
+    wanted = flags.parse("eval", ["--adapter", str(tmp_path / "a"), *args[1], *no])
+    if fits:
+        flags.check_policy(wanted)
+    else:
+        with pytest.raises(ValueError, match="was rounded by other scales"):
+            flags.check_policy(wanted)
 
 
 def test_the_demos_model_has_one_name_for_all_commands(tmp_path):

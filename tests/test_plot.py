@@ -301,3 +301,11 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
         err = capsys.readouterr().err
         assert e.value.code == 2 and word in err.splitlines()[-1] and "Traceback" not in err
     assert not list(tmp_path.glob("*.*"))
+
+
+def test_a_run_that_has_not_ended_is_of_its_own_script(tmp_path, axes):
+    """Its summary.json is not there yet: a mean was drawn of it and of another seed of train.py's."""
+    runs = [folder(tmp_path / "a", config={"lr": 1, "seed": 0, "command": "python train.py"}),
+            folder(tmp_path / "b", config={"lr": 1, "seed": 1, "command": "python docs/fixed_noise.py --seed 1"})]
+    plot.plot(runs, tmp_path / "p.png")
+    assert legend(axes()) == ["script=train.py", "script=fixed_noise.py"]

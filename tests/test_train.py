@@ -149,7 +149,7 @@ def test_a_resume_with_other_flags_is_refused(straight, capsys):
 def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     """Half a run with another seed, prompt or rate would stand under the first half's flags."""
     old = flags.parse("train", ["--model", "m", "--out", str(tmp_path)])
-    free = {"steps", "resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share", "eval_every"}
+    free = {"steps", "resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share", "gap_bound", "eval_every"}
     free |= {"micro_batch_tokens", "checkpointing", "max_rows"}  # what "out of GPU memory" says to lower
     lower = ["--micro-batch-tokens", "9", "--max-rows", "5", "--checkpointing", "on"]
     kinds = {flags.dest(f): f.kind for _, f in flags.flags_of("train")}

@@ -313,7 +313,7 @@ def texts(path):
     """The texts of a file: question and answer of each row of a .jsonl (or its "text"), else the
     file as one text."""
     path = text_file(path)
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         return [decode(path.read_bytes(), path)]
     out = []
     for where, row in read_jsonl(path, {"text": str}):

@@ -164,6 +164,7 @@ def fingerprint(path_or_hub_id):
     """Digests that tell models apart, from the first rows of each tensor in the files:
 
     base, of the final norm and of the embedding alone, which all number formats share;
+    norms, of the others, into which AWQ folds its scales;
     weights, of every tensor as it is stored and of what config.json makes of them, after the
     format's name and a colon: it does not compare across formats."""
     folder = fetch(path_or_hub_id)
@@ -185,7 +186,9 @@ def fingerprint(path_or_hub_id):
     ends = some("model.norm.weight", C) + some("model.embed_tokens.weight", 64 * C)
     if config.quantization:
         stored = packed_format(config.quantization, folder)
-    return {"base": digest(ends), "weights": f"{stored}:{digest(repr((each, shape)).encode())}"}
+    norms = [told for name, told in each if name.endswith("layernorm.weight")]
+    return {"base": digest(ends), "norms": digest(repr(norms).encode()),
+            "weights": f"{stored}:{digest(repr((each, shape)).encode())}"}
 
 
 class RandomCheckpoint:

@@ -128,7 +128,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None):
     ids = torch.randint(0, config.vocab_size, (4, 64), generator=generator).to(device)
     rope = model.rope(torch.arange(64, device=device)[None])
     with checkpoint.Writer(out, folder) as writer:
-        writer.notes["merged.json"] = {"adapters": merged}
+        writer.notes |= {"merged.json": {"adapters": merged}, "policy.json": {"quant": "none"}}
         source = checkpoint.Checkpoint(folder)
         pieces = checkpoint.stream(model, source, device, dtype, quant if calib is None else "none")
         if calib is not None:
@@ -257,4 +257,5 @@ def merge_body(argv):
     r = merge(folder, args.adapter, args.out, flags.place(args.device)[0], args.quant, ids)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
           f"{r['max']:.2e} at most (the adapter itself moves them by up to "
-          f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions")
+          f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions. "
+          "It is used by --quant none, the default that eval.py and sample.py have for it")
