@@ -43,11 +43,16 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 def script(argv, name="train.py"):
     """The words of the command line before argv, the flags of `name`: that, or what calls it."""
-    own, home = sys.argv[: len(sys.argv) - len(argv)], Path(__file__).resolve().parents[1]
-    if not own or sys.argv != [*own, *argv]:
-        return [name]  # called by other Python
+    own, home = typed(argv) or [name], Path(__file__).resolve().parents[1]
     path = Path(own[0]).resolve()
     return [str(path.relative_to(home)) if path.is_relative_to(home) else own[0], *own[1:]]
+
+
+def typed(argv):
+    """The same words as they were typed, which is how to type them again in the same folder; [] if
+    other Python has called."""
+    own = sys.argv[: len(sys.argv) - len(argv)]
+    return own if sys.argv == [*own, *argv] else []
 
 
 @contextmanager

@@ -103,7 +103,8 @@ class Run:
         self.args, self.out = args, Path(args.out)
         script = command.script(argv)
         begin = [*ranks.launcher(), *script]
-        self.again = shlex.join([*begin, "--resume", "--out", str(self.out)])  # goes on with it
+        typed = [*ranks.launcher(), *(command.typed(argv) or script)]
+        self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # goes on with it
         self.state = State(script=Path(script[0]).name, command=shlex.join([*begin, *argv]))
         self.started = time.time()
         self.clock, self.current = {}, None  # seconds of each phase of a step; the one it is in

@@ -973,11 +973,13 @@ def test_scattered_skips_do_not_end_a_run(tmp_path):
 
 
 def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
-    """Without --resume it is refused, since the folder holds a run."""
-    monkeypatch.setattr(sys, "argv", [train.__file__])
+    """Without --resume it is refused, since the folder holds a run; in another folder than the project's there is no train.py."""
     monkeypatch.setattr(Run, "save", lambda *a: None)
-    assert Run(flags.parse("train", ["--out", str(tmp_path)]), []).stop(None, None) == 130
-    assert capsys.readouterr().out.splitlines()[-1] == f"stopped after 0 steps; continue with: python train.py --resume --out {tmp_path}"
+    for line, argv in ((["../qerl/train.py"], []), ([train.__file__, "--lr", "0.1"], ["--lr", "0.1"])):
+        monkeypatch.setattr(sys, "argv", line)
+        assert Run(flags.parse("train", ["--out", str(tmp_path)]), argv).stop(None, None) == 130
+        again = f"python {line[0]} --resume --out {tmp_path}"
+        assert capsys.readouterr().out.splitlines()[-1] == f"stopped after 0 steps; continue with: {again}"
 
 
 def test_each_number_goes_to_tensorboard_under_its_step(tmp_path, monkeypatch):
