@@ -37,7 +37,6 @@ from runtime.grade import same_all
 from weights import checkpoint
 from weights.files import check, file_digest, read_jsonl, whole
 
-TEXT = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 PART = 4  # times --max-rows samples are drawn between two writes of --out
 
 
@@ -202,7 +201,7 @@ def digests(args, sets, script):
             "trained_with")
     read, found = [flags.base_of(args)], {}
     folder = checkpoint.fetch(args.model)
-    read += [file_digest(f) for f in map(folder.joinpath, TEXT) if f.is_file()]
+    read += [file_digest(f) for f in map(folder.joinpath, checkpoint.BESIDE) if f.is_file()]
     if args.reward:
         read.append(file_digest(args.reward.rpartition(":")[0]))
     for name, rows in sets:
@@ -282,13 +281,12 @@ def run(args, argv):
     room = model.config.max_position_embeddings
     for name, rows in sets:  # before the first of them is sampled
         kept, _ = data.prompts(tok, rows, args.prompt_style, args.max_prompt)
-        longest = max(len(row["ids"]) for row in kept)
-        if longest + (args.max_new_tokens or 1) > room:
-            raise ValueError(f"--data {name}: with --max-new-tokens {args.max_new_tokens or 1} its "
-                             f"longest prompt of {longest} passes the model's {room} positions; "
-                             "lower that, or skip such prompts by --max-prompt")
+        longest, new = max(len(row["ids"]) for row in kept), args.max_new_tokens or 1
+        if longest + new > room:
+            raise ValueError(f"--data {name}: with --max-new-tokens {new} its longest prompt of "
+                             f"{longest} passes the model's {room} positions; lower that, or skip "
+                             "such prompts by --max-prompt")
     if args.adapter:
-        kept, _ = data.prompts(tok, sets[0][1][:1], args.prompt_style)
         check_adapter(model, kept[0]["ids"], args.adapter)
 
     def arm(name, rows, which):

@@ -299,7 +299,7 @@ def compare(runs):
     had = {run: {k: given.get(k, default.get(k)) for k in every} for run, given in had.items()}
     for given in had.values():  # nor does a flag count that did nothing
         now = argparse.Namespace(**default | given)
-        given |= {k: default[k] for k, (_, used) in flags.IDLE.items()
+        given |= {k: default[k] for k, (_, used) in flags.NEEDS.items()
                   if k in given and not used(now)}
     for one, other in combinations(runs, 2):
         if had[one] == had[other]:

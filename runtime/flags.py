@@ -152,7 +152,7 @@ TABLE = (
 NOISE = "--aqn", lambda a: a.aqn
 HELD_OUT = "--eval-n 1 or more", lambda a: a.eval_n
 # a flag of train.py that does nothing without another: which, and whether that is there
-IDLE = {
+NEEDS = {
     **dict.fromkeys(("aqn_start", "aqn_end", "aqn_stages", "aqn_schedule", "aqn_scope"), NOISE),
     **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
     "eval_top_p": ("--eval-n 1 or more and --eval-temperature above 0",
@@ -259,7 +259,7 @@ def parse(command, argv):
 def tell_idle(args, argv):
     """A warning for each of train.py's flags in argv that does nothing beside the others."""
     for name in given("train", argv):
-        flag, used = IDLE.get(name, ("", None))
+        flag, used = NEEDS.get(name, ("", None))
         if used and not used(args):
             print(f"warning: --{name.replace('_', '-')}: does nothing without {flag}",
                   file=sys.stderr)

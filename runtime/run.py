@@ -151,8 +151,8 @@ class Run:
                 files.discard(self.out / name)
         for path in self.out.glob(".model.*.part") if ranks.rank == 0 else ():
             files.discard(path)  # of a save that was killed
-        told = vars(self.args) | {"command": self.state.command}
-        write(self.out / "config.json", json.dumps(told, indent=2))
+        config = vars(self.args) | {"command": self.state.command}
+        write(self.out / "config.json", json.dumps(config, indent=2))
         self.started -= self.state.seconds
         gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
         self.held.callback(gc.unfreeze)
@@ -276,7 +276,7 @@ class Run:
     def save_adapter(self, name, model):
         lora.save_adapter(model, self.out / name, self.args.model)
         policy = flags.policy(self.args, self.state.base)
-        write(self.out / name / "policy.json", json.dumps(policy, indent=2))
+        files.write_json(self.out / name / "policy.json", policy)
 
     def save_model(self, model):
         """All parameters as a Hugging Face checkpoint in model/, with policy.json."""

@@ -1862,7 +1862,7 @@ MUTANTS = {
          "eval::rows_of_an_adapter_or_answers_that_have_changed_are_refused"),
         ("rows of the shorter run are kept", "[flags.base_of(args)]",
          "[]", "eval::rows_of_a_run_that_went_on_are_refused"),
-        ("a prompt that does not fit is met after hours", "if longest + (args.max_new_tokens or 1) > room:", "if False:",
+        ("a prompt that does not fit is met after hours", "if longest + new > room:", "if False:",
          "eval::bad_input_is_one_line_and_exit_code_2"),
         ("rows of another script are kept", "[Path(script[0]).name, *script[1:],", "[",
          "eval::rows_belong_to_every_flag_that_they_follow_from"),

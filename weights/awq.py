@@ -302,6 +302,7 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=
 
 
 def text_file(path):
+    """--calib's file as a Path. FileNotFoundError if it is not there."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"--calib {path}: no such file; give a .jsonl (question and "

@@ -252,8 +252,8 @@ def merge_body(argv):
     if args.calib and not calibrate:
         raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
     args.calib = args.calib or policy.get("calib") if calibrate else None
+    flags.check_policy(args)  # before what takes its time
     ids = awq.calibration(args.calib, folder) if calibrate else None
-    flags.check_policy(args)  # before the blocks come by
     r = merge(folder, args.adapter, args.out, flags.place(args.device)[0], args.quant, ids)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
           f"{r['max']:.2e} at most (the adapter itself moves them by up to "

@@ -105,6 +105,7 @@ def read_json(path, fields=None, needs=()):
 
 
 def file_digest(path):
+    """sha256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
