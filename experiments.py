@@ -46,7 +46,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, combinations, permutations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, stdev
@@ -65,6 +65,7 @@ from runtime import engine, flags, ranks
 from weights.files import check_out, read_json, read_jsonl, whole
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
+UNUSED = "-"  # the value of a flag that did nothing in a run
 # experiment -> {arm: train.py's flags}
 ARMS = {
     "2x2": {f"{quant}{noise}": ["--quant", quant, noise]
@@ -185,7 +186,7 @@ def trainings(name, seeds, jobs, args, argv):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
     each = -(-jobs // len(visible))  # on a card, of whose memory each would take all that is free
     shared = ["--card-share", str(1 / each)] if each > 1 else []
-    cards = SimpleQueue()  # a free one for each job
+    children, cards = set(), SimpleQueue()  # a free card for each job
     for i in range(jobs):
         cards.put(visible[i % len(visible)])
 
@@ -202,8 +203,8 @@ def trainings(name, seeds, jobs, args, argv):
         script, card = [__file__, "two-copies"] if two else [train.__file__], cards.get()
         try:
             with open(f"{out}.log", "a") as log:
-                code = subprocess.run([sys.executable, *script, *given], stdout=log, stderr=log,
-                                      env=os.environ | {"CUDA_VISIBLE_DEVICES": card}).returncode
+                code = process(children, [sys.executable, *script, *given], stdout=log, stderr=log,
+                               env=os.environ | {"CUDA_VISIBLE_DEVICES": card})
             if code:
                 print(f"{out}: ended with exit code {code}, see {out}.log", file=sys.stderr)
             return code
@@ -219,12 +220,40 @@ def trainings(name, seeds, jobs, args, argv):
         # beside runs that are there, runs of default flags would be others
         wanted = vars(flags.parse("train", own)) if todo else flags.given("train", own)
         check_flags(folder(args.out, arm, seed), wanted)
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool, stopping(children):
         for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
             if code:
                 return code
     print(table(name, seeds, args.out), flush=True)
     print("\n".join(compare([folder(args.out, arm, seed) for seed, arm in every])))
+
+
+def process(children, argv, **options):
+    """The exit code of a process, which is one of `children` while it runs. ctrl-C in a terminal
+    does not reach it but by `stopping`: a second one would keep it from saving."""
+    child = subprocess.Popen(argv, start_new_session=True, **options)
+    children.add(child)
+    try:
+        return child.wait()
+    finally:
+        children.discard(child)
+
+
+@contextmanager
+def stopping(children):
+    """Who stops what is inside the `with` stops these processes too, and is waited for."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        while children:
+            try:
+                for child in [*children]:
+                    child.terminate()
+                for child in [*children]:
+                    child.wait()
+            except KeyboardInterrupt:  # again: they are told again, and stop at once
+                continue
+        raise
 
 
 def folder(out, arm, seed):
@@ -286,10 +315,11 @@ def answers(run):
 
 def compare(runs):
     """A line for each flag in which runs differ, or flags that change together, and each two of its
-    values: what that adds to the accuracy after training, over runs that are alike in all else, the
-    seed included. In points, with the standard error over seeds and, where their answers are kept,
-    over questions."""
-    runs, lines = [*{Path(run).resolve(): run for run in runs}.values()], []
+    values: what that adds to the accuracy after training, over pairs of runs that are alike in all
+    else, the seed included. What a flag switches on changes with it: noise of 5e-2 is one change
+    from none. In points, with the standard error over seeds and, where their answers are kept, over
+    questions."""
+    runs = [*{Path(run).resolve(): run for run in runs}.values()]
     had, default = {run: plot.told(run) for run in runs}, vars(flags.parse("train", []))
     for run in runs:
         if not had[run]:
@@ -297,10 +327,9 @@ def compare(runs):
     # what an older run was not asked yet is as if it were not given
     every = dict.fromkeys(chain(*had.values()))
     had = {run: {k: given.get(k, default.get(k)) for k in every} for run, given in had.items()}
-    for given in had.values():  # nor does a flag count that did nothing
+    for given in had.values():  # nor has a flag a value that did nothing
         now = argparse.Namespace(**default | given)
-        given |= {k: default[k] for k, (_, used) in flags.NEEDS.items()
-                  if k in given and not used(now)}
+        given |= {k: UNUSED for k, (_, used) in flags.NEEDS.items() if k in given and not used(now)}
     for one, other in combinations(runs, 2):
         if had[one] == had[other]:
             raise ValueError(f"{one} and {other} have the same flags; leave one out")
@@ -309,32 +338,41 @@ def compare(runs):
     after = ends if None in by_question.values() else by_question
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
-    together = {}  # which value each run has, by number -> the flags of which that is so
-    for flag in sorted(every.keys() - {"seed"}):
-        column = [given[flag] for given in had.values()]  # lists among them, which no set takes
-        together.setdefault(tuple(map(column.index, column)), []).append(flag)
-    for numbers, names in together.items():
-        values = [{flag: had[runs[i]][flag] for flag in names} for i in sorted({*numbers})]
-        for base, value in combinations(sorted(values, key=lambda v: least(v[names[0]])), 2):
-            pairs = [(less, more) for less, more in permutations(runs, 2)
-                     if had[less] == had[less] | base and had[more] == had[less] | value]
-            by_seed = {}
-            for less, more in pairs:
-                by_seed.setdefault(had[less].get("seed"), []).append(
-                    [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)])
-            seeds = [[*map(fmean, zip(*gains, strict=True))] for gains in by_seed.values()]
-            if seeds:
-                change = ", ".join(f"{flag.replace('_', '-')} {plot.shown(base[flag])} -> "
-                                   f"{plot.shown(value[flag])}" for flag in names)
-                lines.append(f"{change}: {effect(seeds)}")
-    return lines
+
+    values = {flag: [given[flag] for given in had.values()] for flag in every}
+    which = {flag: tuple(map(column.index, column)) for flag, column in values.items()}
+
+    def order(run, flag):
+        value = had[run][flag]
+        return *least(value), values[flag].index(value)
+
+    found = {}  # (a flag, its places in order, the change as text) -> {seed: [gains by question]}
+    for pair in combinations(runs, 2):
+        differ = sorted(f for f in every if had[pair[0]][f] != had[pair[1]][f])
+        causes = [f for f in differ if all(had[run][f] != UNUSED for run in pair)]
+        if "seed" in causes or len({which[f] for f in causes}) > 1:
+            continue  # flags that change together in all runs are one
+        less, more = sorted(pair, key=partial(order, flag=causes[0]))
+        change = [f"{flag.replace('_', '-')} {plot.shown(had[less][flag])} -> "
+                  f"{plot.shown(had[more][flag])}" for flag in causes]
+        for flag in differ:  # how large the noise is that is on in one of the two
+            if flag not in causes and len({str(v) for v in values[flag] if v != UNUSED}) > 1:
+                own = next(had[run][flag] for run in pair if had[run][flag] != UNUSED)
+                change.append(f"{flag.replace('_', '-')} {plot.shown(own)}")
+        key = causes[0], order(less, causes[0]), order(more, causes[0]), ", ".join(change)
+        gains = [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)]
+        found.setdefault(key, {}).setdefault(had[less].get("seed"), []).append(gains)
+    return [f"{key[-1]}: {effect([*found[key].values()])}" for key in sorted(found)]
 
 
 def effect(seeds):
-    """What a flag adds, as text: seeds are lists of points by question."""
-    questions = [*map(fmean, zip(*seeds, strict=True))]
+    """What a change adds, as text: seeds are lists of pairs of runs, which are points by
+    question."""
+    means, n = [[*map(fmean, zip(*pairs, strict=True))] for pairs in seeds], sum(map(len, seeds))
+    questions = [*map(fmean, zip(*means, strict=True))]
     text = f"{fmean(questions):+.1f} points"
-    for what, values in (("seeds", [*map(fmean, seeds)]), ("questions", questions)):
+    of = f" ({n} pairs)" if n > len(seeds) else ""
+    for what, values in ((f"seeds{of}", [*map(fmean, means)]), ("questions", questions)):
         if len(values) > 1:
             text += f", +- {stderr(values):.1f} over {len(values)} {what}"
     return text

@@ -1,8 +1,11 @@
 """experiments.py: the arms of the ablation, and what its table counts."""
 import json
+import os
 import re
 import shutil
-import subprocess
+import signal
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,7 +93,8 @@ def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(tra
     experiments.main(["2x2", "--out", str(tmp_path)])
     out = capsys.readouterr().out
     assert "| none, no-aqn | 25.0 +- 0.0 | 52.0 +- 0.7 |" in out and "| nvfp4, aqn | 25.0 +- 0.0 | 64.0 +- 0.7 |" in out
-    assert out.endswith("aqn off -> on: +2.0 points, +- 0.0 over 5 seeds\nquant none -> nvfp4: +10.0 points, +- 0.0 over 5 seeds\n")
+    assert out.endswith("aqn off -> on: +2.0 points, +- 0.0 over 5 seeds (10 pairs)\n"
+                        "quant none -> nvfp4: +10.0 points, +- 0.0 over 5 seeds (10 pairs)\n")
 
 
 def test_the_table_has_no_means_of_some_seeds_beside_those_of_others(trained, tmp_path, capsys):
@@ -182,11 +186,11 @@ def test_two_copies_are_made_for_their_own_arms(trained, monkeypatch, tmp_path, 
     """Three arms with one copy each measure nothing."""
     apart = []
 
-    def run(command, stdout, stderr, env):
+    def process(children, command, **options):
         begin = 1 + command.index("two-copies") if "two-copies" in command else 2
-        return subprocess.CompletedProcess(command, (experiments.apart if begin == 3 else train.main)(command[begin:]))
+        return (experiments.apart if begin == 3 else train.main)(command[begin:])
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(experiments, "process", process)
     monkeypatch.setattr(experiments, "apart", lambda argv: apart.append(Path(argv[-1]).name) or train.main(argv))
     assert experiments.main(["copies", "--seeds", "0", "--jobs", jobs, "--out", str(tmp_path)]) == 0
     assert sorted(apart) == ["two-s0", "two-trainer-s0"]
@@ -347,6 +351,19 @@ def test_a_flag_that_did_nothing_tells_no_runs_apart(tmp_path, capsys):
     assert experiments.main(["compare", *runs]) == 0 and capsys.readouterr().out.startswith("aqn off -> on: +25.0 points")
 
 
+def test_what_is_switched_on_is_one_change_whatever_its_size(tmp_path, capsys):
+    """No noise and noise of 5e-2 were two flags apart where noise of 1e-2 was there too, and not compared."""
+    runs = kept(tmp_path, none_1_0="1000", none_1_1="1100", none_1_2="1111", none_1_3="0000")
+    noises = [{"aqn": False}, {"aqn_start": 1e-2}, {"aqn_start": 5e-2}, {"aqn_start": 5e-2, "old_logp": "current"}]
+    for run, noise in zip(runs, noises, strict=True):
+        path = Path(run) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"aqn": True, "seed": 0} | noise))
+    assert experiments.main(["compare", *runs]) == 0
+    assert [line.split(" points")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "aqn off -> on, aqn-start 0.01: +25.0", "aqn off -> on, aqn-start 0.05: +75.0", "aqn-start 0.01 -> 0.05: +50.0",
+        "old-logp sampler -> current: -100.0"]
+
+
 def test_two_copies_share_an_adapter(capsys, tmp_path):
     for name in ("two-copies", "gradient"):
         assert experiments.main([name, "--lora-rank", "0", "--quant", "none", "--device", "cpu", "--out", str(tmp_path / name)]) == 2
@@ -361,10 +378,47 @@ def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys)
 
 def test_a_process_that_fails_is_named_and_fails_the_experiment(monkeypatch, tmp_path, capsys):
     """Its own words are in a log that nobody would look into."""
-    monkeypatch.setattr(subprocess, "run", lambda command, **kw: subprocess.CompletedProcess(command, 3))
+    monkeypatch.setattr(experiments, "process", lambda children, command, **options: 3)
     assert experiments.main(["rank", "--out", str(tmp_path), "--jobs", "2", "--seeds", "0"]) == 3
     said = capsys.readouterr()
     assert f"{tmp_path}/16-s0: ended with exit code 3, see {tmp_path}/16-s0.log" in said.err and "|" not in said.out
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_who_stops_the_experiment_stops_its_runs(monkeypatch, tmp_path, capsys, times):
+    """A SIGTERM sent to it alone left them on the card; and each is told once: a second signal keeps train.py from saving."""
+    script = tmp_path / "train.py"
+    script.write_text(f"""import pathlib, signal, sys, time
+out, told = pathlib.Path(sys.argv[-1]), []
+def stop(*_):
+    told.append(1)
+    (out / "told").write_text("." * len(told))
+    if len(told) == {times}:
+        time.sleep(0.3)
+        sys.exit(130)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+out.mkdir()
+(out / "began").touch()
+while True:
+    time.sleep(0.01)
+""")
+    monkeypatch.setattr(train, "__file__", str(script))
+    runs = tmp_path / "runs"
+
+    def stop():
+        for count in range(times):
+            found = "began" if count == 0 else "told"
+            while len([*runs.glob(f"*/{found}")]) < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert experiments.main(["rank", "--out", str(runs), "--jobs", "2", "--seeds", "0"]) == 130
+    thread.join()
+    assert [path.read_text() for path in runs.glob("*/told")] == ["." * times] * 2 and len([*runs.glob("*/began")]) == 2
+    assert capsys.readouterr().err.endswith("experiments.py: stopped\n")
 
 
 @pytest.mark.parametrize(("jobs", "share", "visible"), [("3", None, None), ("5", "0.5", None), ("2", None, "4,6")])
@@ -372,7 +426,7 @@ def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path, job
     """Two trainings in one process would share its seeds and signals; on one card, each has its part of the memory."""
     ran, cards = [], []
 
-    def run(command, stdout, stderr, env):
+    def process(children, command, stdout, stderr, env):
         cards.append(env["CUDA_VISIBLE_DEVICES"])
         assert share == (command[command.index("--card-share") + 1] if "--card-share" in command else None)
         out = Path(command[-1])
@@ -382,9 +436,9 @@ def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path, job
         (out / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval_accuracy": 0.25}) + "\n")
         (out / "summary.json").write_text(json.dumps({"accuracy_after": 0.5}))
         (out / "config.json").write_text(json.dumps({"loss": loss, "seed": int(seed)}))
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(experiments, "process", process)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
