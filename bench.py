@@ -214,14 +214,13 @@ def rollout(args):
         rank, c = int(rank), config(size)
         if built != (size, quant):
             model = None
-            (model, _), built = build(c, quant, args.dtype), (size, quant)
+            (model, made), built = build(c, quant, args.dtype), (size, quant)
         adapt(model, rank)
         torch.cuda.reset_peak_memory_stats()
         floors = partial(floor_bytes, c, quant, rank)
-        weights_gib = torch.cuda.memory_allocated() / memory.GIB
         for what in todo.split(","):
             row = {"size": size, "quant": quant, "dtype": args.dtype, "lora_rank": rank,
-                   "prompt": args.prompt, "new": args.new, "weights_gib": weights_gib}
+                   "prompt": args.prompt, "new": args.new, "weights_gib": made["weights_gib"]}
             row |= (queue(model, args) if what == "queue" else
                     rows_alive(model, floors, what, args, ceiling))
             results.append(row | {"peak_gib": peak_gib()})

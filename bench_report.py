@@ -216,18 +216,19 @@ def parse_args(argv=None):
     adds[cards]("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
     adds[cards]("--skip", type=count, default=8, help="steps at the start that do not count: they "
                 "compile kernels and capture batch sizes")
-    add = adds[scale]
+    add, positive = adds[scale], command.number(1e-9, 1e18, float)
     add("--cards", nargs="+", type=count, default=[1, 2, 8, 64, 512], help="the first: alone")
     add("--rows", type=count, default=128, help="completions a card, all decoding at once")
     add("--prompt", type=count, default=128, help="tokens of a prompt")
-    add("--median", type=float, default=1000, help="tokens of a completion")
-    add("--spread", type=float, default=0.7, help="standard deviation of their logarithm")
+    add("--median", type=positive, default=1000, help="tokens of a completion")
+    add("--spread", type=command.number(0, 100, float), default=0.7,
+        help="standard deviation of their logarithm")
     add("--new", type=count, default=4096, help="tokens a completion is cut at")
     add("--updates", type=count, default=4, help="of a rollout")
-    add("--update-tok-s", type=float, default=18400, help="of one card (step_h100.json)")
-    add("--reduce-gb", type=float, default=25, help="GB/s of an all-reduce, each way")
-    add("--gather-gb", type=float, default=1, help="GB/s at which a rank takes objects in")
-    add("--pickle-ns", type=float, default=150, help="to unpickle a token, measured")
+    add("--update-tok-s", type=positive, default=18400, help="of one card (step_h100.json)")
+    add("--reduce-gb", type=positive, default=25, help="GB/s of an all-reduce, each way")
+    add("--gather-gb", type=positive, default=1, help="GB/s at which a rank takes objects in")
+    add("--pickle-ns", type=positive, default=150, help="to unpickle a token, measured")
     return p.parse_args(argv)
 
 

@@ -55,16 +55,15 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
     if [row["question"] for row in out] != [row["question"] for row in kept[: len(out)]]:
         raise ValueError("--out: its rows are not of the first questions in their order; choose "
                          "another name")
-    longest = max((row["ids"] for row in kept), key=len)
-    limit = sample.limit(model, longest, max_new_tokens)
     part = max(1, PART * (max_rows or sample.MAX_ROWS) // n) if keep else len(kept)
     for at in range(len(out), len(kept), part):
         mine = ranks.mine(range(at, min(at + part, len(kept))))
         some = [kept[i] for i in mine]
+        limits = [sample.limit(model, row["ids"], max_new_tokens) for row in some]
         with aqn.clean(model):
             groups = sample.generate(
-                model, [row["ids"] for row in some], n, limit, temperature, top_p, tok.eos_ids,
-                seed, max_rows, progress, indices=mine)
+                model, [row["ids"] for row in some], n, limits, temperature, top_p,
+                tok.eos_ids, seed, max_rows, progress, indices=mine)
         out += ranks.merge(graded(tok, some, groups, score))
         if keep:
             keep(out)
@@ -117,12 +116,13 @@ def pass_at(k, correct):
 
 
 def same_answers(rows):
-    """{(a, b)} of the answers that samples of one question gave and that are the same, however
-    written."""
+    """{(a, b), (b, a)} of the answers that samples of one question gave and that are the same,
+    however written."""
     pairs = {pair for row in rows for pair in combinations(dict.fromkeys(
         s["given"] for s in row["samples"] if s["given"] is not None), 2)}
     pairs = sorted(pairs)
-    return {pair for pair, same in zip(pairs, same_all(pairs), strict=True) if same}
+    same = [pair for pair, same in zip(pairs, same_all(pairs), strict=True) if same]
+    return {*same, *((b, a) for a, b in same)}
 
 
 def majority(samples, same):

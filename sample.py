@@ -254,8 +254,9 @@ def read_prompts(path):
     if path.suffix.lower() == ".jsonl":
         prompts = []
         for where, row in read_jsonl(path, {"prompt": str, "question": str}):
-            prompts.append(row.get("prompt") or row.get("question") or "")
-            if not prompts[-1].strip():
+            given = (row.get(column) or "" for column in ("prompt", "question"))
+            prompts.append(next((text for text in given if text.strip()), ""))
+            if not prompts[-1]:
                 raise ValueError(f'--file {where}: needs "prompt" or "question"')
     else:
         prompts = [text for _, text in lines(path)]
@@ -298,7 +299,9 @@ def answer(model, tok, args, texts):
     most = limit(model, prompt, args.max_new_tokens)
     [[sample]] = generate(model, [prompt], 1, most, args.temperature,
                           args.top_p, tok.eos_ids, args.seed, on_token=show)
-    print("" if sample.finished else " [cut: raise --max-new-tokens]")
+    full = len(prompt) + most == model.config.max_position_embeddings
+    cut = "the model has no more positions" if full else "raise --max-new-tokens"
+    print("" if sample.finished else f" [cut: {cut}]")
     return tok.decode(sample.ids)
 
 

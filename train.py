@@ -191,7 +191,9 @@ def train(args, argv):
     train_rows, held_out = questions(args)
     model, tok = flags.load_policy(args)
     rows, skipped = data.prompts(tok, train_rows, args.prompt_style, args.max_prompt)
-    longest, room = max(len(row["ids"]) for row in rows), model.config.max_position_embeddings
+    asked = data.prompts(tok, held_out, args.prompt_style, args.max_prompt)[0] if held_out else []
+    longest = max(len(row["ids"]) for row in [*rows, *asked])
+    room = model.config.max_position_embeddings
     if longest + args.max_new_tokens > room:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: after the longest prompt's "
                          f"{longest} it passes the model's {room} positions; lower it, or "

@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MAIN = getattr(sys.modules["__main__"], "__file__", None) or "."
-ALONE = Path(MAIN).resolve().parent == Path(__file__).resolve().parents[1]  # not merely imported
+MAIN = getattr(sys.modules["__main__"], "__file__", None)  # None: a prompt, or a notebook
+HOME = Path(__file__).resolve().parents[1]
+ALONE = MAIN is not None and Path(MAIN).resolve().parent == HOME  # not merely imported
 
 
 def leave(*_):
@@ -43,9 +44,9 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 def script(argv, name="train.py"):
     """The words of the command line before argv, the flags of `name`: that, or what calls it."""
-    own, home = typed(argv) or [name], Path(__file__).resolve().parents[1]
+    own = typed(argv) or [name]
     path = Path(own[0]).resolve()
-    return [str(path.relative_to(home)) if path.is_relative_to(home) else own[0], *own[1:]]
+    return [str(path.relative_to(HOME)) if path.is_relative_to(HOME) else own[0], *own[1:]]
 
 
 def typed(argv):

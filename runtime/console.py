@@ -9,6 +9,7 @@ from pathlib import Path
 
 import eval as evaluation
 from runtime.command import cell
+from weights.files import cause
 
 
 def show_flags(args):
@@ -101,5 +102,13 @@ def tracker(args):
     except ImportError:
         raise ValueError(f"--log-to {args.log_to}: not installed; pip install {args.log_to}"
                          ) from None
+    except Exception as e:  # wandb's own: no key, no network
+        raise ValueError(f"--log-to {args.log_to}: did not start ({cause(e)})") from None
     writer = SummaryWriter(args.out)
-    return lambda row, step: [writer.add_scalar(k, v, step) for k, v in row.items()]
+
+    def log(row, step):
+        for k, v in row.items():
+            writer.add_scalar(k, v, step)
+        writer.flush()  # its thread would, every two minutes, and not at the end
+
+    return log

@@ -422,7 +422,10 @@ def take_policy(command, args):
                              "save); give the folder that train.py called --out")
         if folder.name == "adapter":
             args.adapter = str(folder)
-        else:  # all parameters were trained
+        elif args.model is not None:
+            raise ValueError(f"--model {args.model}: --run {args.run} holds a whole model, all of "
+                             "it trained; leave one of them out")
+        else:
             args.model = str(folder)
     args.trained_with = read_policy(folder) if folder else {}
     for _, f in flags_of(command):

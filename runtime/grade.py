@@ -27,18 +27,20 @@ LONGEST = 400  # characters of an answer that are still read as mathematics
 
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
           "trillion": 10**12}
+SCALES |= {f"{name}s": scale for name, scale in SCALES.items()}
 UNITS = "cm mm km kg mg ml lb lbs oz ft in mi mph hr hrs am pm sq of day".replace(" ", "|")
 NOT_UNITS = set(  # what makes "5 ..." another number, or none
     "is are was were be not no isn wrong false incorrect but if then than or and to plus minus "
     "times over divided multiplied squared cubed doubled tripled halved factorial choose power "
     "root mod modulo base half halves third thirds quarter quarters fourth fourths fifth fifths "
-    "tenth tenths hundredth hundredths thousandth thousandths zero one two three four five six "
-    "seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety "
-    "negative point unknown".split())
+    "sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths "
+    "thousandth thousandths zero one two three four five six seven eight nine ten eleven twelve "
+    "twenty thirty forty fifty sixty seventy eighty ninety negative point unknown".split())
 BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\[\\{}]|[{}]")
 UNIT = rf'(?:"[A-Za-z]+"|[A-Za-z]{{4,}}|(?:{UNITS})(?![A-Za-z]))(?: \^ [23])?'
 TAIL = re.compile(rf" (?:(?:/|an?) )?{UNIT}(?: (?:[-/.] )?(?:{UNIT}|[amghs]\b(?: \^ [23])?)| \.)*$")
-CLOCK = re.compile(r'([0-9]{1,2}) : ([0-9]{2})(?: : ([0-9]{2}))?(?: "?([ap])(?: \. )?m"?)?', re.I)
+CLOCK = re.compile(r'([0-9]{1,2})(?: : ([0-9]{2}))?(?: : ([0-9]{2}))?'
+                   r'(?: "?([ap])(?: \. )?m"?)?', re.I)
 NAME = re.compile(r"(?:(?:\"[A-Za-z]+\"|\\angle) )*(?:[A-Za-z](?: \+ [A-Za-z])*|\\[A-Za-z]+"
                   r"|\"[A-Za-z]+\"|[A-Z]{2,4}|[A-Za-z]{4,}|(?=\())"
                   r"(?: _ \w+)?(?: ')?(?: ?\( [^()]* \))?")
@@ -89,7 +91,7 @@ def _read(tokens):
     text = " ".join(tokens)
     if (m := CLOCK.fullmatch(text)) and (m[4] or m[3] or m[2] == "00"):
         hour = int(m[1]) % 12 + 12 * (m[4] in "pP") if m[4] else int(m[1])
-        return "clock", (hour, int(m[2]), int(m[3] or 0))
+        return "clock", (hour, int(m[2] or 0), int(m[3] or 0))
     if m := re.fullmatch(r"([0-9A-F ]+) _ ([0-9]+)", text):
         return "base", m.groups()
     if tokens.count(":") > 1:  # 1:2:3 is not 1/6
@@ -159,12 +161,18 @@ def equal(given, gold):
     (kind, a), (gold_kind, b) = given, gold
     if given == gold:
         return True
-    if kind == gold_kind == "equation" and _same_line(a, b):
-        return True
+    if kind == gold_kind == "equation":
+        if _same_line(a, b):
+            return True
+        names = [side[0].lower() for side in (a[0], b[0]) if len(side) == 1 and side[0].isalpha()]
+        if len({*names}) == 2:  # y = 2 is not x = 2
+            return False
     if kind == "equation":
         return equal(_says(a), gold)
     if gold_kind == "equation":
         return equal(given, _says(b))
+    if gold_kind == "number" and kind == "clock":  # 3 pm, where 3 is asked for
+        return a[1:] == (0, 0) and b[0] == (a[0] - 1) % 12 + 1
     if gold_kind == "number":
         return kind == "number" and _same_number(a, b)
     if gold_kind == "base":  # which base is for the question to say

@@ -48,7 +48,8 @@ CLEANED = [(re.compile(pattern), by) for pattern, by in [
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac "), (r"\\frac +([0-9])", r"\\frac\1"),
     (r"\\frac([0-9]) ?([0-9])", r"\\frac{\1}{\2}"), (r"\\frac([0-9])", r"\\frac{\1}"),
     (r"\\%", "%"), (r"\*\*", "^"), (rf"(?<![\\A-Za-z\"])({BARE})(?![A-Za-z\"])", r"\\\1 "),
-    (r"(?<!\S)([A-Za-z]{3,})(?=[\s.,)]|$)", r'"\1"'),  # a word of its own: no product of letters
+    # a word of its own: no product of letters
+    (r"(?<!\S)([A-Za-z]{3,}|[Nn][Oo])(?=[\s.,)]|$)", r'"\1"'),
     (r"(?<=[0-9}]) ([mgshlcf])(?=[\s/^.,]|$)", r' "\1"')]]  # "5 m" is a length, "5m" algebra
 
 TEN = r"10\s*\^\s*(?:\{\s*-?[0-9]{1,3}\s*\}|[0-9]{1,3}(?![0-9]))"

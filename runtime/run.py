@@ -76,8 +76,9 @@ def settle(args, argv):
         if begun:
             raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, "
                              "or choose another folder")
+        ours = NAMES if (out / "lock").exists() else ()  # each start makes it first
         for path in out.iterdir() if out.exists() else ():
-            if path.name not in NAMES and not path.name.startswith((".", "events.out")):
+            if path.name not in ours and not path.name.startswith((".", "events.out")):
                 raise ValueError(f"--out {out}: holds {path.name}, which is no run's; choose "
                                  "another folder")
         return args

@@ -398,7 +398,7 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("12 + 30 = 42. " * 100)
     rows = tmp_path / "t.jsonl"
-    rows.write_text('{"text": "one plus one"}\n{"question": "q?", "answer": "a"}\n')
+    rows.write_text('{"text": "one plus one"}\n{"text": null, "question": "q?", "answer": "a"}\n')
     assert awq.texts(rows) == ["one plus one", "q?\na"]
     assert awq.calibration(text, TINY, 3, 16).shape == (3, 16)
     tok = data.Tokenizer(TINY)
@@ -415,6 +415,7 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
 @pytest.mark.parametrize("name,content,message", [
     ("none.jsonl", None, "--calib .*none.jsonl: no such file"),
     ("bad.jsonl", '{"text": "x"}\nnot json', 'bad.jsonl, row 2: not JSON'),
+    ("null.jsonl", '{"text": null}', 'null.jsonl, row 1: needs "text"'),
     ("fields.jsonl", '{"prompt": "x"}', 'fields.jsonl, row 1: needs "text"'),
     ("short.txt", "hello", "short.txt: .* tokens, fewer than one sequence of 64"),
 ])

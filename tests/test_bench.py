@@ -181,6 +181,8 @@ def test_the_step_on_paper_is_that_of_its_terms(monkeypatch):
     for row in shown(monkeypatch, "--cards", "2", "16", "--rows", "8"):
         assert row["wait"] > 0 and row["step"] == pytest.approx(
             sum(row[name] for name in ("rollout", "wait", "exchange", "update", "reduce")))
+    with pytest.raises(SystemExit):
+        shown(monkeypatch, "--reduce-gb", "0")  # by which all is divided
 
 
 def test_no_step_is_read_off_beyond_what_was_measured(monkeypatch, capsys):

@@ -125,7 +125,7 @@ def test_arguments_reach_the_sampler(monkeypatch, tok, model):
     monkeypatch.setattr(sample, "generate", generate)
     evaluation.evaluate(model, tok, [{"question": "q", "answer": "7"}], n=3, temperature=0.4, top_p=0.8,
                         max_new_tokens=20, max_rows=5, seed=6)
-    want = [3, 20, 0.4, 0.8, tok.eos_ids, 6, 5]
+    want = [3, [20], 0.4, 0.8, tok.eos_ids, 6, 5]
     assert {name: seen[name] for name in names} == dict(zip(names, want, strict=True))
 
 
@@ -225,12 +225,12 @@ def test_files_of_one_name_are_two_sets(tmp_path):
     assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 2
 
 
-def test_the_limit_is_what_the_longest_prompt_leaves(monkeypatch, tok, model):
-    """Where none is given: another prompt's room is more than the longest has."""
+def test_the_limit_is_what_each_prompt_leaves(monkeypatch, tok, model):
+    """Where none is given: one long question cut the answers to all others to what it left, 40% right to none."""
     limits = []
 
-    def generate(model, prompts, n, limit, *_, **__):
-        limits.append(limit)
+    def generate(model, prompts, n, each, *_, **__):
+        limits.append(each)
         return [[sample.Sample([1], [-1.0], True)] for _ in prompts]
 
     monkeypatch.setattr(sample, "generate", generate)
@@ -238,7 +238,7 @@ def test_the_limit_is_what_the_longest_prompt_leaves(monkeypatch, tok, model):
     evaluation.evaluate(model, tok, rows, n=1)
     monkeypatch.setattr(model.config, "max_position_embeddings", 10_000)
     evaluation.evaluate(model, tok, rows, n=1)
-    assert limits == [512 - len(tok.prompt_ids("1" * 90)), 4096]
+    assert limits == [[512 - len(tok.prompt_ids(row["question"])) for row in rows], [4096] * 3]
 
 
 def test_answers_are_graded_in_the_style_they_were_asked_in(monkeypatch, tok, model):
@@ -374,3 +374,19 @@ def test_the_embedded_model_is_half_trained(tok):
     r = evaluation.evaluate(m, tok, data.load("arithmetic", "test", 80), n=1, max_new_tokens=96)
     assert 0.2 < r["accuracy"] < 0.5
     assert r["format"] > 0.6
+
+
+def test_votes_are_counted_in_each_block_in_whatever_order(monkeypatch):
+    """Answers that are one were two where a later block of samples had them the other way round."""
+    samples = [{"given": given, "correct": given != "7", "format": True, "length": 1, "finished": True}
+               for given in ("1/2", "0.5", "7", "7", "0.5", "1/2")]
+    rows = [{"samples": samples, "accuracy": 4 / 6}]
+    assert evaluation.summary(rows, [3])["maj@3"][0] == 1.0
+
+
+def test_a_run_of_the_whole_model_takes_no_other(tmp_path, capsys):
+    """--model beside such a --run was passed over, whatever it was."""
+    (tmp_path / "model").mkdir()
+    for main in (evaluation.main, sample.main):
+        assert main(["--run", str(tmp_path), "--model", "tiny"]) == 2
+        assert f"--model tiny: --run {tmp_path} holds a whole model" in capsys.readouterr().err

@@ -400,16 +400,15 @@ signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
 out.mkdir()
 (out / "began").touch()
-while True:
-    time.sleep(0.01)
+time.sleep(10)
 """)
     monkeypatch.setattr(train, "__file__", str(script))
     runs = tmp_path / "runs"
 
     def stop():
         for count in range(times):
-            found = "began" if count == 0 else "told"
-            while len([*runs.glob(f"*/{found}")]) < 2:
+            found, end = "began" if count == 0 else "told", time.time() + 10
+            while len([*runs.glob(f"*/{found}")]) < 2 and time.time() < end:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
 

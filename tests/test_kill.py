@@ -288,6 +288,15 @@ def test_ctrl_c_while_torch_is_imported_is_one_line():
     assert process.returncode == 130 and err == "stopped\n"
 
 
+@pytest.mark.parametrize("folder", [".", "docs"])
+def test_who_imports_keeps_its_own_ctrl_c(folder):
+    """A prompt or a notebook in a folder of this one was ended by it."""
+    code = ("import sys, os, signal; sys.path.insert(0, sys.argv[1]); from runtime import command\n"
+            "try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: print('caught')")
+    found = subprocess.run([sys.executable, "-c", code, str(ROOT)], cwd=ROOT / folder, capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "caught\n", "")
+
+
 def test_nohup_outlives_its_terminal(monkeypatch):
     """A handler of ours in the place of nohup's SIG_IGN would end the run that nohup is to keep."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

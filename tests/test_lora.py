@@ -286,11 +286,14 @@ def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant
 def test_a_merge_takes_the_adapters_own_format(tmp_path):
     """Without --quant an adapter of NVFP4 was merged into 16 bits, which it was not fitted to, and nothing said so."""
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
-    (tmp_path / "a" / "policy.json").write_text('{"quant": "nvfp4"}')
+    asked = {"data": "arithmetic", "prompt_style": "boxed", "reward": "mine.py:f"}
+    (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "model": str(BASE), **asked}))
     convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
     convert.merge(BASE, tmp_path / "a", tmp_path / "want", quant="nvfp4")
     got, want = (load_file(tmp_path / name / "model.safetensors") for name in ("m", "want"))
     assert all(torch.equal(got[k], want[k]) for k in want)
+    # evaluated by default as it was trained; what it was asked in went with the adapter
+    assert json.loads((tmp_path / "m" / "policy.json").read_text()) == {"quant": "none", **asked}
 
 
 def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, capsys):

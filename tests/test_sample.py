@@ -337,8 +337,9 @@ def test_command_prompt_streams_the_answer(capsys):
     assert streamed.strip()
 
 
-@pytest.mark.parametrize(("finished", "end"), [(True, ""), (False, " [cut: raise --max-new-tokens]")])
-def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, capsys, finished, end):
+@pytest.mark.parametrize(("finished", "room", "end"), [
+    (True, 9000, ""), (False, 9000, " [cut: raise --max-new-tokens]"), (False, 1000, " [cut: the model has no more positions]")])
+def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, capsys, finished, room, end):
     """Another temperature than asked for, no stop token; half a character, or all that was said again, on the terminal."""
     names, seen, ids = inspect.signature(sample.generate), {}, [*"a\u00e9!".encode()]
 
@@ -361,11 +362,11 @@ def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, c
             return bytes(ids).decode("utf-8", errors="replace")
 
     monkeypatch.setattr(sample, "generate", scripted)
-    long = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=9000))
+    long = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=room))
     args = flags.parse("sample", ["--temperature", "0.4", "--top-p", "0.8", "--seed", "6"])
     assert sample.answer(long, Bytes(), args, ["hi"]) == "a\u00e9!"
     assert capsys.readouterr().out == f"a\u00e9!{end}\n"
-    want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": 4096, "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}
+    want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": min(4096, room - 2), "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}
     assert {name: seen[name] for name in want} == want
 
 
@@ -379,3 +380,8 @@ def test_command_errors_exit_with_2(argv, says, capsys):
     """One line that names the flag, exit code 2, no traceback."""
     assert exit_code(sample.main, [*argv, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_blank_prompt_leaves_the_question(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "  ", "question": "What is 2+3?"}\n{"prompt": "a", "question": "b"}\n')
+    assert sample.read_prompts(tmp_path / "p.jsonl") == ["What is 2+3?", "a"]

@@ -985,10 +985,37 @@ def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
 def test_each_number_goes_to_tensorboard_under_its_step(tmp_path, monkeypatch):
     """Written at one step, a curve is a point."""
     said = []
-    writer = SimpleNamespace(SummaryWriter=lambda out: SimpleNamespace(add_scalar=lambda *a: said.append((out, *a))))
+    writer = SimpleNamespace(SummaryWriter=lambda out: SimpleNamespace(
+        add_scalar=lambda *a: said.append((out, *a)), flush=lambda: said.append("flush")))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
     tracker(flags.parse("train", ["--out", str(tmp_path), "--log-to", "tensorboard"]))({"reward": 0.5, "lr": 1e-3}, 7)
-    assert said == [(str(tmp_path), "reward", 0.5, 7), (str(tmp_path), "lr", 1e-3, 7)]
+    assert said == [(str(tmp_path), "reward", 0.5, 7), (str(tmp_path), "lr", 1e-3, 7), "flush"]  # its thread's comes too late
+
+
+def test_a_tracker_that_does_not_start_is_one_line(tmp_path, monkeypatch, capsys):
+    """Without a key wandb raises an error of its own, which was a traceback."""
+    def init(**kw):
+        raise RuntimeError("No API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    assert run(tmp_path / "run", "--steps", "1", "--log-to", "wandb") == 2
+    assert "--log-to wandb: did not start (RuntimeError: No API key configured)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model", "checkpoint", "adapter"])
+def test_what_no_run_has_written_is_not_cleared_away(tmp_path, capsys, name):
+    """A base model in a folder called model or checkpoint was deleted by the run that was to train it."""
+    shutil.copytree(data.TINY, tmp_path / name, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
+    assert run(tmp_path, "--steps", "1", "--model", str(tmp_path / name)) == 2
+    assert f"holds {name}, which is no run's" in capsys.readouterr().err and (tmp_path / name / "model.safetensors").is_file()
+
+
+def test_held_out_questions_that_are_too_long_are_refused_before_the_run_begins(tmp_path, capsys):
+    """They were first looked at by the evaluation before the first step, when the folder was there."""
+    for split, question in (("train", "What is 1+1?"), ("test", "What is 1+1" + "+1" * 50 + "?")):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": question, "answer": "2"}) + "\n")
+    assert run(tmp_path / "run", "--steps", "1", "--data", str(tmp_path), "--eval-n", "1", "--max-prompt", "60") == 2
+    assert "--max-prompt 60: all 1 prompts are longer" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_a_checkpoints_digest_is_of_its_numbers_and_names_too():
@@ -1020,6 +1047,8 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
     for p, q in zip(model.parameters(), parameters_of(out), strict=True):
         assert torch.equal(p, q)
     assert json.loads((out / "model" / "policy.json").read_text())["prompt_style"] == "tags"
+    # as other programs would read the tensors: the base's bfloat16 would round what was trained
+    assert json.loads((out / "model" / "config.json").read_text())["torch_dtype"] == "float32"
     # the model/ of a run that has gone on takes its place, also of one that was stopped: eval.py asked the weights of before
     works, calls, last = sample.generate, [], model.embed.weight
 

@@ -318,10 +318,10 @@ def texts(path):
         return [decode(path.read_bytes(), path)]
     out = []
     for where, row in read_jsonl(path, {"text": str}):
-        question, answer = row.get("question"), row.get("answer")
-        if "text" not in row and not (isinstance(question, str) and isinstance(answer, str | int)):
+        text, question, answer = map(row.get, ("text", "question", "answer"))
+        if text is None and not (isinstance(question, str) and isinstance(answer, str | int)):
             raise ValueError(f'{where}: needs "text", or "question" and "answer"')
-        out.append(row["text"] if "text" in row else f"{question}\n{answer}")
+        out.append(f"{question}\n{answer}" if text is None else text)
     return out
 
 
@@ -342,8 +342,8 @@ def calibration(path, folder, sequences=128, length=512):
             break
     rows = min(sequences, len(ids) // length)
     if rows < 1:
-        raise ValueError(f"--calib {path}: {len(ids)} tokens, fewer than one sequence of {length}; "
-                         "give more text")
+        raise ValueError(f"--calib {path or 'by default'}: {len(ids)} tokens, fewer than one "
+                         f"sequence of {length}; give more text, or lower --length")
     return torch.tensor(ids[: rows * length]).view(rows, length)
 
 

@@ -408,7 +408,7 @@ class Writer:
         self.out, self.folder, self.fmt = Path(out), Path(folder), fmt
         self.partial = beside(self.out)
         self.shard_bytes, self.shard, self.size, self.total = shard_bytes, {}, 0, 0
-        self.shards, self.notes = [], {}
+        self.shards, self.notes, self.dtype = [], {}, None
 
     def __enter__(self):
         check_out(self.out, folder=True)
@@ -425,6 +425,8 @@ class Writer:
             self.flush()
         self.shard[name] = t
         self.size += t.nbytes
+        if name == "model.embed_tokens.weight":
+            self.dtype = str(t.dtype).removeprefix("torch.")
 
     def flush(self):
         self.partial.mkdir(parents=True, exist_ok=True)
@@ -462,6 +464,8 @@ class Writer:
             write_json(self.partial / name, content)
         raw = read_json(self.folder / "config.json")
         raw.pop("quantization_config", None)
+        if self.dtype:  # others read the tensors as what stands here
+            raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype
         if self.fmt:
             raw["quantization_config"] = quantization_config(self.fmt)
         write_json(self.partial / "config.json", raw)

@@ -56,6 +56,9 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     that is quantized already, and whatever `quantize` and `awq.calibration` refuse."""
     begin, folder = time.time(), checkpoint.fetch(path_or_hub_id)
     config, source = awq.open_16_bit(folder, "--model")
+    if use_awq and length > config.max_position_embeddings:
+        raise ValueError(f"--length {length}: the model has {config.max_position_embeddings} "
+                         "positions; lower it")
     model = checkpoint.skeleton(config)
     report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest",
               "calibration": calib, "layers": []}
@@ -128,7 +131,10 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None):
     ids = torch.randint(0, config.vocab_size, (4, 64), generator=generator).to(device)
     rope = model.rope(torch.arange(64, device=device)[None])
     with checkpoint.Writer(out, folder) as writer:
-        writer.notes |= {"merged.json": {"adapters": merged}, "policy.json": {"quant": "none"}}
+        asked = {k: v for k, v in flags.read_policy(adapter).items()
+                 if k in ("data", "prompt_style", "reward")}
+        writer.notes |= {"merged.json": {"adapters": merged},
+                         "policy.json": {"quant": "none"} | asked}
         source = checkpoint.Checkpoint(folder)
         pieces = checkpoint.stream(model, source, device, dtype, quant if calib is None else "none")
         if calib is not None:
