@@ -1202,6 +1202,8 @@ MUTANTS = {
          "if False and length > config", "bad_inputs::what_files_hold_is_checked"),
         ("a merge forgets the adapter's format", 'policy.get("quant", "none")', '"none"',
          "lora::a_merge_takes_the_adapters_own_format"),
+        ("lengths of a text that nobody reads", '("calib", "sequences", "length")', '("calib",)',
+         "checkpoint::bad_flags_exit_with_one_line_and_code_2"),
         ("a merge takes any base", "    flags.check_policy(args)", "    pass",
          "lora::a_merge_into_another_base_is_refused_before_its_blocks"),
         ("a merge takes the weights before rounding", "dtype, quant if calib is None",

@@ -418,6 +418,7 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
     (["--model", "nowhere", "--out", "x"], "--model nowhere: no such folder"),
     (["--model", "m", "--out", "x", "--fmt", "fp3"], "argument --fmt: invalid choice"),
     (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
+    (["--model", "m", "--out", "x", "--length", "64"], "--length: plain rounding uses no text; add --awq"),
     (["--model", "m", "--out", "x", "--awq", "--sequences", "0"], "--sequences: 0: must be at least 1"),
     (["--plan", "c.json", "--out", "x"], "--plan: prints only"),
     (["--plan", "c.json"], "c.json: no such file"),

@@ -201,8 +201,9 @@ def quantize_args(argv):
         p.error("--plan: prints only; leave --model and --out out")
     if not args.plan and not (args.model and args.out):
         p.error("--model and --out are needed (or --plan)")
-    if args.calib and not args.awq:
-        p.error("--calib: plain rounding uses no text; add --awq")
+    for name in ("calib", "sequences", "length"):
+        if getattr(args, name) != p.get_default(name) and not args.awq:
+            p.error(f"--{name}: plain rounding uses no text; add --awq")
     return args
 
 
