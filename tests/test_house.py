@@ -139,7 +139,7 @@ def test_defaults_are_what_the_readme_says():
     args, demo = flags.parse("train", ["--model", "m"]), flags.parse("train", [])
     right, formed = (data.reward(text, "1")["reward"] for text in ("<answer>1</answer>", "<think></think><answer>2</answer>"))
     numbers = {"updates a rollout": [args.updates_per_rollout], "reward, GSM8K": [right, formed],
-               "noise": [args.aqn_start, args.aqn_end], "completion length": [args.max_new_tokens],
+               "noise": [args.aqn_start, args.aqn_end], "learning rate": [args.lr], "completion length": [args.max_new_tokens],
                "clip": [x for loss in ("grpo", "dapo", "gspo") for x in grpo.OBJECTIVES[loss].clip]}
     words = {"updates a rollout": "quarter", "pi_old": f"the {args.old_logp}'s", "noise": ", applied", "rounding": "plain;",
              "trained beside LoRA": "LoRA alone", "optimizer": "AdamW in float32", "prompt": f"(`--prompt-style {args.prompt_style}`)",
