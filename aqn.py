@@ -14,20 +14,24 @@ so CUDA graphs that captured the buffers see it.
 
     sigma = aqn.sigma(step, total_steps, 1e-2, 5e-4)
     aqn.set_noise(model, sigma, aqn.noise_seed(seed, step))    # once a step, before its rollouts
-    with aqn.clean(model): update(...)                         # Algorithm 1: the update is clean
+    aqn.clear(model)                                           # Algorithm 1: the update is clean
 
-To try a noise of your own, write to the buffers after set_noise (here: only the second half of the
-layers, and scaled by w). Draw it from a generator that set_noise's seed seeds: then a run repeats,
-a resume goes on as it would have, and all ranks have the same. Every RMSNorm has a buffer, the last
-(model.norm, a temperature) and Qwen3's q_norm and k_norm too. On the CPU any module's buffer called
-`noise` will do. set_noise(model, 0) and `clean` clear them all, so that none leaks into update or
-evaluation.
+To try a noise of your own, put it in the place of set_noise and write to the buffers (here: only
+the second half of the layers, and scaled by w). Draw it from a generator that the seed seeds: then
+a run repeats, a resume goes on as it would have, and all ranks have the same. Every RMSNorm has a
+buffer, the last (model.norm, a temperature) and Qwen3's q_norm and k_norm too. On the CPU any
+module's buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into
+update or evaluation.
 
-    gen = torch.Generator().manual_seed(aqn.noise_seed(seed, "mine"))
-    for pre, post in aqn.norms(model)[len(model.layers) // 2:]:
-        for norm in (pre, post):
+    def set_noise(model, sigma, seed=0):
+        aqn.clear(model)
+        gen = torch.Generator().manual_seed(aqn.noise_seed(seed, "mine"))
+        for norm in itertools.chain(*aqn.norms(model)[len(model.layers) // 2:]):
             z = torch.randn(norm.noise.shape, generator=gen)
-            norm.noise.copy_(my_sigma * z * norm.weight.detach().float().cpu())
+            norm.noise.copy_(sigma * z * norm.weight.detach().float().cpu())
+
+    aqn.set_noise = set_noise
+    train.main()
 
     python aqn.py --aqn-start 1e-2 --aqn-end 1e-4      # print the schedule
     python -m pytest tests/test_aqn.py
@@ -68,7 +72,7 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
     Training is cut into `stages` equal intervals. The first has no added noise (quantization noise
     alone explores), but in "eq8"; the others go from start to exactly end, by a row of SCHEDULES.
     A single noisy stage has end. Steps past the end keep the last level. ValueError for bad
-    arguments.
+    arguments, and for a schedule that gives no number of at least 0.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"--aqn-schedule {schedule}: choose one of {', '.join(SCHEDULES)}")
@@ -85,7 +89,11 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
     i, n = stage - silent, stages - 1 - silent  # the noisy stage, from 0; the last one
     if i < 0:
         return 0.0
-    return SCHEDULES[schedule](start, end, i / n, n) if n else end
+    level = SCHEDULES[schedule](start, end, i / n, n) if n else end
+    if not isinstance(level, float | int) or not 0 <= level < math.inf:
+        raise ValueError(f"--aqn-schedule {schedule}: gives {level!r:.40} at stage {stage}; a "
+                         "sigma is a finite number of at least 0")
+    return level
 
 
 def norms(model):
@@ -117,6 +125,13 @@ def buffers(model):
 
 
 @torch.no_grad()
+def clear(model):
+    """0 in every noise buffer: the clean model, bit for bit."""
+    for b in buffers(model).values():
+        b.zero_()
+
+
+@torch.no_grad()
 def set_noise(model, sigma, seed=0):
     """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`; 0 in every other noise buffer.
 
@@ -124,8 +139,7 @@ def set_noise(model, sigma, seed=0):
     layer, norm): the same on every rank and device. sigma = 0 clears all noise, bit for bit."""
     if not 0 <= sigma < math.inf:
         raise ValueError(f"sigma {sigma}: must be a finite number >= 0")
-    for b in buffers(model).values():
-        b.zero_()
+    clear(model)
     pairs = norms(model)
     for layer, pair in enumerate(pairs if sigma else ()):
         for which, norm in enumerate(pair):
@@ -140,7 +154,7 @@ def clean(model):
     raises."""
     saved = {name: b.clone() for name, b in buffers(model).items()}
     try:
-        set_noise(model, 0.0)
+        clear(model)
         yield
     finally:
         for name, b in buffers(model).items():

@@ -182,7 +182,7 @@ def _set_levels(rows):
     """Big-Math has no level, but the rate at which an 8B model solves the row: level 5 is the
     lowest fifth of the rates. MATH's are called "Level 5"; numbers may be text."""
     for row in rows:
-        if m := re.fullmatch("(?:Level )?([1-9])", str(row.get("level"))):
+        if m := re.fullmatch("(?:Level )?([1-9][0-9]{0,3})", str(row.get("level"))):
             row["level"] = int(m[1])
     rates = [row.get("llama8b_solve_rate") for row in rows]
     known = sorted(r for r in rates if r is not None)
@@ -190,7 +190,7 @@ def _set_levels(rows):
         return
     edges = [known[-(-len(known) * k // 5) - 1] for k in range(1, 5)]
     for row, rate in zip(rows, rates, strict=True):
-        if "level" not in row:
+        if row.get("level") is None:
             row["level"] = None if rate is None else 5 - sum(rate > edge for edge in edges)
 
 

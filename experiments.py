@@ -121,7 +121,7 @@ def gradient(args, argv):
     for sigma in SIGMAS:
         aqn.set_noise(model, sigma, 7 + seed)
         completions = draw(seed + 2)
-        aqn.set_noise(model, 0.0)
+        aqn.clear(model)
         for anchor in settings:
             g, clipped = gradient_of(model, params, completions, settings[anchor])
             cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
@@ -140,6 +140,12 @@ def two_copies():
     def load_both(args):
         if args.lora_rank == 0:
             raise ValueError("--lora-rank 0: what two copies share is an adapter; use 1 or more")
+        if args.awq:
+            raise ValueError("--awq: moves the norms' scales, which the 16-bit copy keeps; an "
+                             "adapter fits one of the two only. Leave it out")
+        if args.aqn and args.aqn_scope == "both":
+            raise ValueError("--aqn-scope both: the copy that is trained has no noise; leave it "
+                             "out")
         model, tok = load(args)
         twins[model], _ = load(argparse.Namespace(**{**vars(args), "quant": "none", "awq": False}))
         return model, tok
@@ -182,6 +188,9 @@ def trainings(name, seeds, jobs, args, argv):
         raise ValueError(f"--{twice[0].replace('_', '-')}: is what the arms of {name} differ in; "
                          f"leave it out, or take {other}")
 
+    if jobs > 1 and not command.ALONE:
+        raise ValueError(f"--jobs {jobs}: starts train.py, without what the program that has "
+                         "called may have changed; start experiments.py itself, or leave it out")
     all_cards = ",".join(map(str, range(torch.cuda.device_count())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
     each = -(-jobs // len(visible))  # on a card, of whose memory each would take all that is free

@@ -69,8 +69,8 @@ def advantages(rewards, scale=True, eps=1e-4):
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards {tuple(rewards.shape)}: want (prompts, group), --group-size at "
                          "least 2")
-    # in float32 the mean of eight times 0.2 is not 0.2, and 1 / eps makes noise of the difference
-    r = rewards.double()
+    # beside its first: the mean of eight times 0.2 is not 0.2, and 1 / eps makes noise of that
+    r = rewards.double() - rewards[:, :1].double()
     centred = r - r.mean(1, keepdim=True)
     return (centred / (r.std(1, keepdim=True) + eps) if scale else centred).float()
 
@@ -79,7 +79,8 @@ def set_advantages(groups, scale=True):
     """Fill in the advantage of each Completion from the rewards of its group; groups are P lists of
     G completions, scale as of `advantages`."""
     if groups:
-        rewards = torch.tensor([[c.reward for c in group] for group in groups])  # (P, G)
+        rewards = torch.tensor([[c.reward for c in group] for group in groups],
+                               dtype=torch.double)  # (P, G)
         values = advantages(rewards, scale).flatten().tolist()
         for c, value in zip(chain(*groups), values, strict=True):
             c.advantage = value
@@ -87,7 +88,8 @@ def set_advantages(groups, scale=True):
 
 def has_signal(group):
     """Whether the rewards of a group differ: if not, its advantages are all 0."""
-    return len({c.reward for c in group}) > 1
+    first = group[0].reward  # sums of the same parts may differ in the last bit
+    return not all(math.isclose(c.reward, first, rel_tol=1e-9) for c in group)
 
 
 def soft_overlong_penalty(lengths, max_len, buffer):
@@ -156,7 +158,9 @@ def constant(per_token, mask, tokens, seqs, max_len):
 @dataclass(frozen=True)
 class Objective:
     level: Callable  # log-ratios (B, T), mask -> log-ratios (B, T)
-    surrogate: Callable  # ratio, advantages, logp, low, high (infinite: no clip) -> gain (B, T)
+    # ratio, advantages, logp, low, high -> gain (B, T); where both are infinite, without its clip:
+    # clips are counted by the difference. An entropy bonus is its term -c * logp.detach() * logp
+    surrogate: Callable
     normaliser: Callable  # per_token, mask, tokens, seqs, max_len -> the loss
     clip: tuple = (0.2, 0.2)  # eps_low, eps_high if none are given
     scale: bool = True  # advantages are divided by their group's standard deviation
@@ -183,13 +187,17 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
     ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
         estimator k3. Without beta the KL is only measured.
-    trainer_old_logp, tis_cap: (B, T), the trainer's own log-probs, those before the first update
-        or this pass's, detached. The ratio is then taken against these, and
-        min(pi_trainer / pi_sampler, tis_cap) corrects for the sampler. At GSPO's level both are
-        geometric means: TRL's exp(sum) of a long completion is 0 or the cap.
+    trainer_old_logp, tis_cap: (B, T), the trainer's own log-probs. The ratio is then taken against
+        these, and a weight corrects for the sampler:
+            --old-logp   trainer_old_logp                the ratio pi / ..., its weight
+            sampler      None                            sampler; none
+            trainer      before the first update         trainer; min(trainer / sampler, tis_cap)
+            current      of this pass, detached          itself, so 1; min(pi / sampler, tis_cap)
+        At GSPO's level both are geometric means: TRL's exp(sum) of a long completion is 0 or the
+        cap.
     total_tokens, total_seqs: counts over the *global* batch, of tokens in the mask and of
         completions. Default: this batch's own, which is right only if it is the whole batch.
-    max_len: Dr.GRPO's constant. entropy: (B, T), only measured.
+    max_len: Dr.GRPO's constant. entropy: (B, T), without a gradient, only measured.
 
     Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum), for sum_metrics and
     mean_metrics; sampler_kl is KL(sampler || trainer), k3. ValueError for arguments that

@@ -13,8 +13,8 @@ left out, so files of other programs work too.
 from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import math
-import re
 import sys
+from itertools import dropwhile, takewhile
 from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, stdev
@@ -162,7 +162,10 @@ def told(run):
     flags = {k: v for k, v in had.items() if k not in (*IDLE, *MINOR, "command")}
     if flags:
         command = str(had.get("command") or beside(run, "summary.json").get("command", "train.py"))
-        flags["script"] = re.search(r"\S+\.py( [^-]\S*)?|$", command)[0]
+        words = [*dropwhile(lambda word: not word.endswith(".py"), command.split())]
+        ours = {f"--{no}{name.replace('_', '-')}" for name in had for no in ("", "no-")}
+        own = takewhile(lambda word: word.partition("=")[0] not in ours, words)  # and its own flags
+        flags["script"] = " ".join(takewhile(lambda word: word != "&&", own))
     return flags
 
 

@@ -57,12 +57,15 @@ class Prompts:
 
 
 def questions(args):
-    """(training rows, held-out rows): the set's own splits, or of a single file a tenth held out;
-    other rows that ask the same are not trained on."""
+    """(training rows, held-out rows): the set's own splits, or of a single file a tenth of the
+    questions held out, each once; no row that asks one of them is trained on."""
     if Path(args.data).is_file():
         rows = data.load(args.data, levels=args.levels)
         random.Random(f"{args.seed}/held out").shuffle(rows)
-        held = rows[: max(1, len(rows) // 10)] if args.eval_n else []
+        once = {}  # the first row of each question
+        for row in rows:
+            once.setdefault(row["question"], row)
+        held = [*once.values()][: max(1, len(once) // 10)] if args.eval_n else []
         asked = {row["question"] for row in held}
         rows = [row for row in rows if row["question"] not in asked]
         if not rows:
@@ -153,7 +156,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         # 4. Optimizer steps, each on groups of its own. Algorithm 1 trains the clean policy; what
         #    sampled was a noisy one, so pi_old is the log-probs it recorded.
         if args.aqn_scope == "rollout":
-            aqn.set_noise(model, 0.0)
+            aqn.clear(model)
         engine.make_room(model, model.update_bytes)  # the sampler's cache may have to go
         if args.old_logp == "trainer":
             grpo.record_trainer_logprobs(model, chain(*groups), settings)

@@ -88,7 +88,7 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
               f"log p {sum(c.logprobs):6.2f}: {' '.join(c.text.split())!r}")
 
     head("6. The clean policy's log-probs of the same tokens, and the ratio (grpo.py)")
-    aqn.set_noise(model, 0.0)
+    aqn.clear(model)
     logp, entropy, mask = grpo.completion_logprobs(model, cs, 1.0)
     show("log-probs (G, T), padded; mask from lengths", logp)
     ratio = (logp[0][mask[0]] - torch.tensor(cs[0].logprobs)).exp()

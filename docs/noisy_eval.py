@@ -19,7 +19,7 @@ import eval as evaluation
 def noisy(model):
     aqn.set_noise(model, float(sys.argv[1]))
     yield
-    aqn.set_noise(model, 0.0)
+    aqn.clear(model)
 
 
 aqn.clean = noisy

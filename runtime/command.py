@@ -43,7 +43,9 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def script(argv, name="train.py"):
-    """The words of the command line before argv, the flags of `name`: that, or what calls it."""
+    """The words of the command line but argv, the flags of `name`, without the folder of this
+    project: what was started, and what else it was told. ["train.py"]; ["experiments.py",
+    "two-copies"]; ["mine.py", "--tau", "5"] where mine.py has a flag of its own."""
     own = typed(argv) or [name]
     path = Path(own[0]).resolve()
     return [str(path.relative_to(HOME)) if path.is_relative_to(HOME) else own[0], *own[1:]]
@@ -51,9 +53,14 @@ def script(argv, name="train.py"):
 
 def typed(argv):
     """The same words as they were typed, which is how to type them again in the same folder; [] if
-    other Python has called."""
-    own = sys.argv[: len(sys.argv) - len(argv)]
-    return own if sys.argv == [*own, *argv] else []
+    argv does not come from the command line: from a test, say, or a notebook."""
+    own, rest = sys.argv[:1], [*argv]
+    for word in sys.argv[1:]:
+        if rest and word == rest[0]:
+            del rest[0]
+        else:
+            own.append(word)
+    return [] if rest else own
 
 
 @contextmanager
@@ -75,7 +82,7 @@ def signals(handler, after=None):
 
 class Out:
     """sys.stdout; when whoever reads it has gone, that is a signal like the others, and the rest
-    goes nowhere."""
+    goes nowhere. Letters that its encoding lacks are escaped."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -84,6 +91,8 @@ class Out:
         return getattr(self.stream, name)
 
     def write(self, text):
+        encoding = self.stream.encoding or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         return self.attempt(self.stream.write, text)
 
     def flush(self):

@@ -40,7 +40,8 @@ def show_step(row, samples, args, warned):
 
 def warnings_for(row, args):
     """What a user of this row should be told, each with what to do."""
-    if row["reward"] == row["reward_std"] == 0:  # 1 and -1 have a mean of 0 as well
+    drawn_anew = args.dynamic_sampling and row["groups"]
+    if row["reward"] == row["reward_std"] == 0 and not drawn_anew:  # -1 and 1 have a mean of 0
         yield ("every reward is 0: nothing can be learned; does --prompt-style fit the model, is "
                "--max-new-tokens long enough?")
     elif row["format"] == 0:
@@ -48,7 +49,7 @@ def warnings_for(row, args):
                "an instruction-tuned --model")
     if row["truncated_frac"] == 1:
         yield f"every completion was cut at {args.max_new_tokens} tokens: raise --max-new-tokens"
-    if row["zero_var_frac"] == 1 and not (args.dynamic_sampling and row["groups"]):
+    if row["zero_var_frac"] == 1 and not drawn_anew:
         yield ("no group has rewards that differ, so there is no gradient: raise --group-size, or "
                "choose easier or harder --data")
     gap, alike = row["logp_gap_mean"] or 0, row["sigma"] == 0 or args.aqn_scope == "both"

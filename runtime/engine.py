@@ -55,6 +55,12 @@ class OneDNNLinear(torch.nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
+def changed(m):
+    """Whether a linear does something else than this project's."""
+    ours = m.forward.__module__ in ("model", "nvfp4", "lora")
+    return not ours or m._forward_pre_hooks or m._forward_hooks
+
+
 @contextmanager
 def onednn_linears(model):
     """On the CPU every linear as a OneDNNLinear inside the `with`.
@@ -62,7 +68,7 @@ def onednn_linears(model):
     A few rows times a plain row-major weight is slow there; reordering costs as much as a few
     tokens. It is a second copy of the weights, for the one call, so an adapter can be merged into
     it. Not in bfloat16, where rounding would take most of the adapter away. A linear with a noise
-    of one's own stays: its weight is not all that its forward does."""
+    or a forward of one's own stays: its weight is not all that it does."""
     swaps, w = [], model.embed.weight  # (path, what stands there, what will)
     able = w.device.type == "cpu" and torch.backends.mkldnn.is_available()
     if w.dtype != torch.float32:  # some CPUs cannot: they, and other dtypes, take torch's own
@@ -70,7 +76,7 @@ def onednn_linears(model):
                 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if able:
         for path, m in [*projections(model), ("lm_head", model.lm_head)]:
-            if any(b.any() for b in aqn.buffers(m).values()):
+            if any(b.any() for b in aqn.buffers(m).values()) or changed(m) or changed(m.base):
                 continue
             weight = m.base.cpu_weight(w.dtype)
             if m.adapter is not None and w.dtype == torch.float32:

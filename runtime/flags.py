@@ -267,8 +267,9 @@ def tell_idle(args, argv):
 
 def check_train(args):
     if args.aqn:
-        # raises what it would raise later
-        aqn.sigma(0, 1, args.aqn_start, args.aqn_end, args.aqn_stages, args.aqn_schedule)
+        for stage in {0, 1, args.aqn_stages // 2, args.aqn_stages - 1}:  # what it would raise later
+            aqn.sigma(stage, args.aqn_stages, args.aqn_start, args.aqn_end, args.aqn_stages,
+                      args.aqn_schedule)
     if args.lora_rank == 0 and args.quant != "none":
         raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
                          f"{args.quant} cannot be trained")
@@ -355,6 +356,11 @@ def place(device="auto", dtype="auto"):
     return device, getattr(torch, dtype)
 
 
+def dtype_of(args):
+    """The name of what --dtype stands for."""
+    return str(place(args.device, args.dtype)[1]).removeprefix("torch.")
+
+
 def load_policy(args):
     """(model, tokenizer) as the flags say: base, format, AWQ, adapter, and ids past the tokenizer
     shut off."""
@@ -394,7 +400,7 @@ def policy(args, base):
     """What goes into policy.json beside an adapter: what it was trained with, and by which it must
     be used. base: base_of(args), as it was when training began."""
     kept = [*(dest(f) for _, f in flags_of("train") if f.kept), "reward"]
-    return {name: getattr(args, name) for name in kept} | base
+    return {name: getattr(args, name) for name in kept} | {"dtype": dtype_of(args)} | base
 
 
 def read_policy(folder):
@@ -403,9 +409,10 @@ def read_policy(folder):
     if not path.is_file():
         return {}
     found = read_json(path, dict.fromkeys(("base", "norms", "weights", "text", "reward"), str))
-    kept = [(f.name, found.get(dest(f))) for _, f in flags_of("train") if f.kept]
-    from_file("train", kept, f"{path}; delete it to choose --model, --quant and --prompt-style "
-                 "by hand")
+    kept = [(f.name, found.get(dest(f))) for _, f in flags_of("train")
+            if f.kept or f.name == "dtype"]
+    from_file("train", kept, f"{path}; a format of a script's own needs that script, else delete "
+                 "the file to choose --model, --quant and --prompt-style by hand")
     return found
 
 
@@ -470,3 +477,7 @@ def check_policy(args):
     if known == "weights" and args.awq and had.get("text") != now.get("text"):
         print(f"warning: --calib {args.calib or 'by default'}: the adapter was trained with scales "
               "by another text", file=sys.stderr)
+    dtype = dtype_of(args)
+    if known == "weights" and args.awq and had.get("dtype", dtype) != dtype:
+        print(f"warning: --dtype {dtype}: the adapter was trained with AWQ's scales as they come "
+              f"out in {had['dtype']}", file=sys.stderr)

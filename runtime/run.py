@@ -85,7 +85,10 @@ def settle(args, argv):
     if not saved.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
     read = ((k.replace("_", "-"), v) for k, v in read_json(saved).items() if k != "command")
-    old, wanted = flags.from_file("train", read, saved), flags.given("train", argv)
+    try:
+        old, wanted = flags.from_file("train", read, saved), flags.given("train", argv)
+    except ValueError as e:  # a value that only the script knows that the run was begun by
+        raise ValueError(f"{e}; the run was begun by {plot.told(out).get('script')}") from None
     for name, value in wanted.items():
         if name not in FREE and value != getattr(old, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
@@ -106,7 +109,8 @@ class Run:
         begin = [*ranks.launcher(), *script]
         typed = [*ranks.launcher(), *(command.typed(argv) or script)]
         self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # goes on with it
-        self.state = State(script=Path(script[0]).name, command=shlex.join([*begin, *argv]))
+        told = shlex.join([Path(script[0]).name, *script[1:]])
+        self.state = State(script=told, command=shlex.join([*begin, *argv]))
         self.started = time.time()
         self.clock, self.current = {}, None  # seconds of each phase of a step; the one it is in
         self.drawn = 0  # tokens sampled in this step, those of groups that were replaced included
@@ -454,7 +458,7 @@ def of_samples(groups):
     """The columns of a row that are of a rollout: P groups of G Completions."""
     flat = [*chain(*groups)]
     lengths = [len(c.ids) for c in flat]
-    rewards = torch.tensor([[c.reward for c in g] for g in groups])  # (P, G)
+    rewards = torch.tensor([[c.reward for c in g] for g in groups], dtype=torch.double)  # (P, G)
     means = rewards.mean(1)  # (P,): the groups are the independent draws
     return {"reward": fmean(c.reward for c in flat),
             "reward_se": (means.std() / len(groups) ** 0.5).item() if len(groups) > 1 else 0.0,

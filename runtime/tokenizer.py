@@ -8,6 +8,7 @@ the time where it is not the main thread that renders.
     python data.py --data arithmetic --n 2 --model assets/tiny
 """
 import json
+import re
 import resource
 import signal
 import threading
@@ -46,6 +47,8 @@ class Tokenizer:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # tokenizers raises plain Exception
             raise ValueError(f"{path}: not a tokenizer file ({e})") from None
+        self.tokenizer.no_truncation()  # settings of whoever saved it last
+        self.tokenizer.no_padding()
         self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.settings = folder / "tokenizer_config.json"
         if not self.settings.is_file():
@@ -91,11 +94,14 @@ class Tokenizer:
             template = next((t.get("template") for t in template if isinstance(t, dict)
                              and t.get("name") == "default"), None)
         self.source, file = self.settings, self.folder / "chat_template.jinja"
-        if not template and file.is_file():
+        if file.is_file():  # newer, and first in transformers too
             template, self.source = decode(file.read_bytes(), file), file
         if not template or not isinstance(template, str):
             raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint, or "
                              "add one")
+        # what trainers of others mark the assistant's tokens with: here a block like any
+        template = re.sub(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})",
+                          lambda m: m[1] + ("endif" if m[2] else "if true"), template)
         # the settings and functions that checkpoints are written against
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -151,7 +157,8 @@ class Tokenizer:
         """messages [{"role", "content"}] -> the text the checkpoint was trained to continue."""
         special = {k: v for k, v in self.special.items() if v is not None}
         with self._bounded("failed"):
-            out = self.template.render(messages=messages, add_generation_prompt=True, **special)
+            out = self.template.render(messages=messages, add_generation_prompt=True, tools=None,
+                                       documents=None, **special)
             if len(out) > (1 << 20) + 4 * sum(len(m["content"]) for m in messages):
                 raise ValueError(f"it writes {len(out)} characters")
         return out

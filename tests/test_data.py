@@ -120,10 +120,11 @@ def test_own_reward_may_return_a_dict(tmp_path):
 
 
 def test_the_levels_of_math_are_read(tmp_path):
-    """"Level 5" was none in [5]."""
-    levels = ["Level 5", "Level 1", 5, "Level ?"]
+    """"Level 5" was none in [5], and "10" none in [10]."""
+    levels = ["Level 5", "Level 1", 5, "Level ?", "10"]
     path = write(tmp_path / "a.jsonl", [{"problem": str(i), "solution": "1", "level": level} for i, level in enumerate(levels)])
     assert [row["question"] for row in data.load(path, levels=[5])] == ["0", "2"]
+    assert [row["question"] for row in data.load(path, levels=[10])] == ["4"]
 
 
 @pytest.mark.parametrize("value", ["numpy.float64(1) > 0", "numpy.float32(1)", "torch.tensor(True)", "torch.tensor(1.0)"])
@@ -614,12 +615,29 @@ def test_a_prompt_may_be_made_in_any_thread():
 
 
 def test_a_template_may_lie_in_a_file_of_its_own(checkpoint):
-    """As newer checkpoints have it; one in tokenizer_config.json comes first."""
-    (checkpoint / "chat_template.jinja").write_text("own: {{ messages[0].content }}")
+    """As newer checkpoints have it; it comes before the one in tokenizer_config.json, as in transformers."""
     turn = [{"role": "user", "content": "7"}]
     assert "own" not in data.Tokenizer(checkpoint).chat(turn)
+    (checkpoint / "chat_template.jinja").write_text("own: {{ messages[0].content }}")
+    assert data.Tokenizer(checkpoint).chat(turn) == "own: 7"
     edit(checkpoint / "tokenizer_config.json", chat_template=None)
     assert data.Tokenizer(checkpoint).chat(turn) == "own: 7"
+
+
+def test_a_template_for_training_elsewhere_is_rendered(checkpoint):
+    """Marks round what the assistant says were an unknown tag; and without tools a template asked for them, which were not None."""
+    marked = "{% for m in messages %}{%- generation -%}{{ m.content }}{%- endgeneration %}|{% endfor %}{% if tools is not none %}TOOLS{% endif %}"
+    edit(checkpoint / "tokenizer_config.json", chat_template=marked)
+    assert data.Tokenizer(checkpoint).chat([{"role": "user", "content": "7"}]) == "7|"
+
+
+def test_a_prompt_is_neither_cut_nor_padded_by_what_a_tokenizer_was_saved_with(checkpoint):
+    """The end of the question and the assistant's turn were gone, without a word."""
+    want = data.Tokenizer(checkpoint).prompt_ids("What is 1+1?")
+    edit(checkpoint / "tokenizer.json", truncation={"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+         padding={"strategy": {"Fixed": 512}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+                  "pad_token": "<|endoftext|>"})
+    assert data.Tokenizer(checkpoint).prompt_ids("What is 1+1?") == want
 
 
 @pytest.mark.parametrize(("spoil", "says"), [

@@ -21,6 +21,12 @@ import train
 from runtime import flags
 
 
+@pytest.fixture(autouse=True)
+def started(monkeypatch):
+    """As by `python experiments.py`."""
+    monkeypatch.setattr(experiments.command, "ALONE", True)
+
+
 @pytest.fixture
 def trained(monkeypatch):
     """train.main writes a run whose accuracy is 0.5, + 0.1 with NVFP4, + 0.02 with noise, + 0.01 a seed; the arguments of each."""
@@ -309,12 +315,12 @@ def test_the_trainer_of_two_copies_is_the_sixteen_bit_one(monkeypatch):
     for name in ("update", "record_trainer_logprobs"):
         monkeypatch.setattr(grpo, name, lambda model, *rest, name=name: called.append((name, model.how, model.checkpointing, model.layer)))
     with experiments.two_copies():
-        model, _ = flags.load_policy(SimpleNamespace(quant="nvfp4", awq=True, lora_rank=4))
+        model, _ = flags.load_policy(SimpleNamespace(quant="nvfp4", awq=False, aqn=True, aqn_scope="rollout", lora_rank=4))
         params = lora.add_lora(model, 4)
         model.checkpointing = True
         grpo.record_trainer_logprobs(model, [], None)
         grpo.update(model, None, [], None)
-    assert model.how == ("nvfp4", True) and params == [model.layer]
+    assert model.how == ("nvfp4", False) and params == [model.layer]
     assert [c[:3] for c in called] == [(name, ("none", False), True) for name in ("record_trainer_logprobs", "update")]
     assert all(c[3].A is model.layer.A and c[3].B is model.layer.B for c in called)
 
@@ -368,6 +374,17 @@ def test_two_copies_share_an_adapter(capsys, tmp_path):
     for name in ("two-copies", "gradient"):
         assert experiments.main([name, "--lora-rank", "0", "--quant", "none", "--device", "cpu", "--out", str(tmp_path / name)]) == 2
         assert capsys.readouterr().err.startswith("experiments.py: error: --lora-rank 0: ")
+    for flag in ("--awq", "--aqn-scope both"):  # one copy has the noise, or the scales that AWQ moved; nothing said so
+        assert experiments.main(["two-copies", *flag.split(), "--device", "cpu", "--out", str(tmp_path / "two")]) == 2
+        assert capsys.readouterr().err.startswith(f"experiments.py: error: {flag}: ")
+
+
+def test_runs_side_by_side_of_a_script_are_refused(trained, monkeypatch, tmp_path, capsys):
+    """They were plain train.py's: what the script had changed stayed in its own process."""
+    monkeypatch.setattr(experiments.command, "ALONE", False)
+    assert experiments.main(["2x2", "--jobs", "2", "--out", str(tmp_path)]) == 2 and not trained
+    assert "--jobs 2: starts train.py" in capsys.readouterr().err
+    assert experiments.main(["2x2", "--seeds", "0", "--out", str(tmp_path)]) == 0 and len(trained) == 4
 
 
 def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys):

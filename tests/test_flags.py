@@ -1,4 +1,5 @@
 """What flags stand for, what is refused where they meet, how commands end, and what ranks are told: in one process."""
+import io
 import json
 import os
 import signal
@@ -150,6 +151,22 @@ def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
     assert capsys.readouterr().err == "warning: --awq False: the adapter was trained with True\n"
 
 
+def test_awqs_scales_of_another_dtype_are_told_of(shallow, tmp_path, capsys):
+    """They follow from activations: of the embedded model a tenth of the codes comes out otherwise."""
+    m = qwen.load(shallow, dtype=torch.float32)
+    lora.add_lora(m, 2, 2.0)
+    lora.save_adapter(m, tmp_path)
+    args = flags.parse("train", ["--model", str(shallow), "--awq", "--device", "cpu"])
+    policy = flags.policy(args, flags.base_of(args))
+    assert policy["dtype"] == "float32"
+    (tmp_path / "policy.json").write_text(json.dumps(policy))
+    for more, told in (([], ""), (["--dtype", "bfloat16"], "warning: --dtype bfloat16: the adapter was trained with AWQ's scales as they "
+                                  "come out in float32\n"), (["--dtype", "bfloat16", "--no-awq"], "warning: --awq False: ")):
+        flags.check_policy(flags.parse("eval", ["--adapter", str(tmp_path), "--device", "cpu", *more]))
+        err = capsys.readouterr().err
+        assert err.startswith(told) and err.count("\n") == bool(told)
+
+
 def test_four_bits_are_not_taken_for_sixteen():
     """--lora-rank 0 "trained all parameters" of a quantized checkpoint, which were its embedding and norms, and wrote a model/ that did
     not load; the update's memory was planned without the GEMM's scratch."""
@@ -198,6 +215,14 @@ def test_what_a_user_can_mend_is_one_line_and_a_bug_is_a_traceback(capsys):
     assert command.run("x.py", fails(OSError("z" * 5000))) == 2 and len(capsys.readouterr().err) < 450
     with pytest.raises(TypeError):
         command.run("x.py", fails(TypeError("a bug")))
+
+
+def test_a_letter_that_the_terminal_does_not_know_ends_nothing(monkeypatch):
+    """A completion in Chinese on a Latin-1 terminal ended the run at the same step each time."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    assert command.run("x.py", lambda: print("\u4e8c = 2, \u00e9")) == 0
+    assert shown.getvalue() == b"\\u4e8c = 2, \xe9\n"
 
 
 def test_a_signal_that_a_library_makes_an_error_of_is_a_stop(capsys):

@@ -279,9 +279,22 @@ def test_advantages_are_by_group():
     assert a.dtype == torch.float32 and not a[1:].any()
     np.testing.assert_allclose(grpo.advantages(r, scale=False).numpy(), n - n.mean(1, keepdims=True), atol=1e-7)
     for n_same in range(2, 40):  # 0.1 is not a binary fraction: its mean must still be itself
-        assert not grpo.advantages(torch.full((1, n_same), 0.1)).any()
+        for dtype in (torch.float32, torch.float64):
+            assert not grpo.advantages(torch.full((1, n_same), 0.1, dtype=dtype)).any()
     with pytest.raises(ValueError, match="--group-size"):
         grpo.advantages(torch.ones(3, 1))
+
+
+def test_rewards_that_float32_cannot_tell_apart_teach_and_those_that_rounding_tells_apart_do_not():
+    """Four different rewards of -2e8 had four advantages of 0; 0.1 + 0.2 beside 0.3 was a signal, whose advantages were all 0."""
+    def group(*rewards):
+        return [grpo.Completion({}, [1], [2], [0.0], True, reward=r) for r in rewards]
+
+    large = group(-2e8, -2e8 - 5, -2e8 - 7, -2e8 - 3)
+    grpo.set_advantages([large], scale=False)
+    assert grpo.has_signal(large)
+    assert [c.advantage for c in large] == [3.75, -1.25, -3.25, 0.75]
+    assert not grpo.has_signal(group(0.1 + 0.2, 0.3, 0.3)) and not grpo.has_signal(group(0.0, 0.0)) and grpo.has_signal(group(0.0, 1e-6))
 
 
 def test_contradicting_arguments_are_errors():

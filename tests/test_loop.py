@@ -711,7 +711,7 @@ def test_a_few_steps_raise_the_reward_and_negated_rewards_lower_it(tmp_path, mon
 def test_warnings_name_the_clip_that_noise_alone_reaches():
     """At sigma 5e-2 the first update already loses 4% of its tokens to the clip: nothing has been learned from them yet."""
     args = flags.parse("train", [])
-    fine = dict.fromkeys(("reward", "reward_std", "accuracy", "format", "truncated_frac", "zero_var_frac", "logp_gap_mean", "sigma"), 0.02)
+    fine = dict.fromkeys(("reward", "reward_std", "accuracy", "format", "truncated_frac", "zero_var_frac", "logp_gap_mean", "sigma", "groups"), 0.02)
     assert not list(console.warnings_for({**fine, "clip_first_frac": 0.01, "skipped": 0}, args))
     [text] = console.warnings_for({**fine, "clip_first_frac": 0.04, "skipped": 0}, args)
     assert "--old-logp current" in text

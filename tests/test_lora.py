@@ -321,6 +321,21 @@ def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, 
         assert torch.equal(a.input_layernorm.weight, b.input_layernorm.weight)
 
 
+def test_awqs_weights_are_merged_as_they_came_out_in_training(tmp_path, monkeypatch):
+    """Scales follow from activations: what was trained in float32 was merged into those of bfloat16, 0.2 in the logits away."""
+    shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
+    (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "dtype": "float32"}))
+    ids = torch.randint(0, 48, (16, 32), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(awq, "calibration", lambda *_: ids)
+    convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
+    assert {t.dtype for t in load_file(tmp_path / "m" / "model.safetensors").values()} == {torch.bfloat16}
+    merged = M.load(tmp_path / "m")
+    for dtype, same in ((torch.float32, True), (torch.bfloat16, False)):
+        trained = load_adapter(awq.load(BASE, dtype=dtype), tmp_path / "a")
+        assert same == all(torch.equal(b.get_submodule(name).weight, a.get_submodule(name).dense().bfloat16())
+                           for a, b in zip(trained.layers, merged.layers, strict=True) for name in M.PROJECTIONS)
+
+
 def test_a_merge_into_another_base_is_refused_before_its_blocks(tmp_path, monkeypatch, capsys):
     """It went through all of them first: of a 32B, minutes."""
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")

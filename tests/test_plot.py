@@ -177,6 +177,8 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     runs = [folder(tmp_path / "a", config=same | {"seed": 0}), folder(tmp_path / "b", config=same | {"seed": 1}, summary=summary)]
     assert [name for name, _ in plot.lines(runs)] == ["script=train.py", "script=mine.py"]
     assert [name for name, _ in plot.lines([run / "metrics.jsonl" for run in runs])] == ["script=train.py", "script=mine.py"]
+    taus = [folder(tmp_path / f"tau{i}", config=same | {"seed": i, "command": f"python mine.py --tau {i} --lr 1"}) for i in (0, 1)]
+    assert [name for name, _ in plot.lines(taus)] == ["script=mine.py --tau 0", "script=mine.py --tau 1"]  # not seeds of one idea
     two = folder(tmp_path / "c", config=same | {"seed": 1}, summary={"command": "torchrun --nproc-per-node=2 -- train.py --lr 1"})
     assert [name for name, _ in plot.lines([runs[0], two])] == ["* (2 seeds)"]
 

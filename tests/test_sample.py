@@ -1,4 +1,5 @@
 """Sampling: what is drawn depends on the prompt and the seed alone, and each log-prob is the full forward's."""
+import functools
 import inspect
 import json
 from types import SimpleNamespace
@@ -180,6 +181,32 @@ def test_long_prompts_go_through_in_chunks(model, monkeypatch):
     want = tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6))
     monkeypatch.setattr(memory, "PREFILL_TOKENS", 5)
     assert tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6)) == want
+
+
+@pytest.mark.parametrize("patch", ["class", "object", "hook", "base"])
+def test_a_forward_of_ones_own_is_what_samples(monkeypatch, patch):
+    """On the CPU linears give way to faster ones, and dropout put into LoRA's forward never ran in a rollout."""
+    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
+    lora.add_lora(m, 2, 4)
+    called, layers = [], [layer for _, layer in lora.lora_layers(m)]
+
+    def forward(self, x, own=lora.LoRALinear.forward):
+        called.append(self)
+        return own(self, x)
+
+    if patch == "class":
+        monkeypatch.setattr(lora.LoRALinear, "forward", forward)
+    elif patch == "object":
+        for layer in layers:
+            layer.forward = functools.partial(forward, layer)
+    elif patch == "hook":
+        for layer in layers:
+            layer.register_forward_hook(lambda layer, *_: called.append(layer))
+    else:
+        plain = M.Linear.forward
+        monkeypatch.setattr(M.Linear, "forward", lambda self, x: called.append(self) or plain(self, x))
+    sample.generate(m, PROMPTS, n=1, max_new_tokens=3)
+    assert len(called) >= 3 * len(layers)
 
 
 def test_lora_and_noise_changed_between_calls(model):

@@ -655,7 +655,8 @@ def test_warnings_say_no_more_than_the_row():
     args = flags.parse("train", ["--gap-bound", "0.1"])
     assert not list(warnings_for(FINE, args)) and not list(warnings_for({**FINE, "logp_gap_mean": 0.09}, args))
     assert not list(warnings_for({**FINE, "reward": 0.0, "reward_std": 1.0}, args))  # right is 1, wrong is -1
-    assert not list(warnings_for({**FINE, "zero_var_frac": 1.0, "groups": 3}, args))  # --dynamic-sampling drew others
+    for change in ({"zero_var_frac": 1.0}, {"reward": 0.0}):
+        assert not list(warnings_for({**FINE, **change, "groups": 3}, args))  # --dynamic-sampling drew others
     for change, told in (({"logp_gap_mean": 0.11}, "more than 0.1 nats"), ({"skipped": 1}, "an update was skipped"),
                          ({"reward": 0, "format": 0}, "every reward is 0")):
         [text] = warnings_for({**FINE, **change}, args)
@@ -730,8 +731,8 @@ def test_a_question_that_is_there_twice_is_not_on_both_sides(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i % 20}+1?", "answer": i % 20 + 1}) + "\n" for i in range(60)))
     rows, held = train.questions(flags.parse("train", ["--data", str(path)]))
-    assert len(held) == 6 and not {r["question"] for r in rows} & {r["question"] for r in held}
-    assert len({r["question"] for r in [*rows, *held]}) == 20
+    assert len(held) == 2 and not {r["question"] for r in rows} & {r["question"] for r in held}
+    assert len(rows) == 54 and len({r["question"] for r in [*rows, *held]}) == 20  # it held out six rows, and trained on 14 questions
 
 
 def test_splits_that_share_questions_are_told_of(tmp_path, capsys):
@@ -754,6 +755,27 @@ def test_the_only_question_is_not_held_out(tmp_path):
         f.write('{"question": "1+2?", "answer": "3"}\n')
     rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl")]))
     assert len(rows) == len(held) == 1 and rows != held
+
+
+def test_a_script_goes_on_with_the_flags_it_was_begun_with(tmp_path, monkeypatch, capsys):
+    """mine.py --tau 9 went on with a run of mine.py --tau 5; train.py said of mine.py's objective only that there is none."""
+    rest = ["--out", str(tmp_path / "r"), "--eval-n", "0", "--show-every", "0", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8"]
+
+    def started(own, *flags):
+        monkeypatch.setattr(sys, "argv", [*own, *flags])
+        return train.main([*flags])
+
+    mine = ["mine.py", "--tau", "5"]
+    with monkeypatch.context() as m:
+        m.setitem(grpo.OBJECTIVES, "mine", grpo.OBJECTIVES["dapo"])
+        assert started(mine, *rest, "--loss", "mine", "--steps", "1") == 0
+        assert json.loads((tmp_path / "r" / "config.json").read_text())["command"].startswith("python mine.py --tau 5 --out")
+        capsys.readouterr()
+        assert started(["mine.py", "--tau", "9"], *rest, "--resume", "--steps", "2") == 2
+        assert "was begun by mine.py --tau 5, which mine.py --tau 9 does not know" in capsys.readouterr().err
+        assert started(mine, *rest, "--resume", "--steps", "2") == 0
+    assert started(["train.py"], *rest, "--resume", "--steps", "3") == 2
+    assert "invalid choice: 'mine'" in (err := capsys.readouterr().err) and "the run was begun by mine.py --tau 5" in err
 
 
 def test_a_set_without_a_test_split_is_an_error_before_anything_is_written(tmp_path, capsys):
@@ -1080,6 +1102,8 @@ def test_no_step_of_a_full_parameter_run_is_called_the_best(tmp_path):
     ([str(Path(train.__file__)), "--lr", "1"], ["--lr", "1"], ["train.py"]),
     (["docs/relative_noise.py"], [], ["docs/relative_noise.py"]),
     (["experiments.py", "two-copies", "--lr", "1"], ["--lr", "1"], ["experiments.py", "two-copies"]),
+    (["mine.py", "--tau", "5", "--lr", "5"], ["--lr", "5"], ["mine.py", "--tau", "5"]),
+    (["mine.py", "--lr", "1", "--tau", "5", "--seed", "2"], ["--lr", "1", "--seed", "2"], ["mine.py", "--tau", "5"]),
     (["pytest", "-q"], ["--lr", "1"], ["train.py"])])
 def test_the_command_names_the_script_that_was_started(monkeypatch, line, argv, want):
     """A run of docs/relative_noise.py whose summary says train.py."""

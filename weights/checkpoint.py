@@ -272,9 +272,10 @@ def read_module(model, path, source, device, dtype, quant):
     def get(name):
         return nn.Parameter(source.get(name, m.weight.shape, dtype, device), requires_grad=False)
 
+    if hasattr(m, "noise"):  # a norm's, or of a module that someone gave one
+        m.noise = torch.zeros(m.noise.shape, device=device)
     if isinstance(m, RMSNorm):
         m.weight = get(norm_name(path))
-        m.noise = torch.zeros_like(m.weight, dtype=torch.float32)
     elif isinstance(m, nn.Embedding):
         m.weight = get("model.embed_tokens.weight")
     elif path == "lm_head":

@@ -113,16 +113,17 @@ def streamed_logits(model, pieces, ids, device):
 
 
 @torch.no_grad()
-def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None):
+def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
+          dtype=torch.bfloat16):
     """Write base + adapter as a 16-bit checkpoint in Hugging Face layout; returns how far its
     logits are from base + adapter.
 
     quant: what the adapter was trained on, if the checkpoint is not quantized itself: w_hat, not w,
-    is what it was fitted to. calib: awq.calibration's ids if AWQ rounded it, in bfloat16, as on a
-    GPU. The numbers are over 4 x 64 random ids: {"max", "mean"} of |difference|, "same_top" (share
-    of positions with the same best id), "adapter_max" (what the adapter itself changes at
-    most)."""
-    folder, dtype = checkpoint.fetch(path_or_hub_id), torch.bfloat16
+    is what it was fitted to. calib: awq.calibration's ids if AWQ rounded it; dtype: in which it
+    did, since its scales follow from activations. The numbers are over 4 x 64 random ids: {"max",
+    "mean"} of |difference|, "same_top" (share of positions with the same best id), "adapter_max"
+    (what the adapter itself changes at most)."""
+    folder = checkpoint.fetch(path_or_hub_id)
     config = read_config(folder)
     model = checkpoint.skeleton(config)
     rank, scaling, state = lora.read_adapter(model, adapter)
@@ -154,7 +155,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None):
                     piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))
                 model.layers[int(path.split(".")[1])] = None
             for name, tensor in checkpoint.tensors(piece, path):
-                writer.add(name, tensor)
+                writer.add(name, tensor.to(torch.bfloat16))
         plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
     model = checkpoint.skeleton(read_config(out))
     written = checkpoint.stream(model, checkpoint.Checkpoint(out), device, dtype)
@@ -259,9 +260,11 @@ def merge_body(argv):
     if args.calib and not calibrate:
         raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
     args.calib = args.calib or policy.get("calib") if calibrate else None
+    args.dtype = policy.get("dtype", "bfloat16") if calibrate else "bfloat16"
     flags.check_policy(args)  # before what takes its time
     ids = awq.calibration(args.calib, folder) if calibrate else None
-    r = merge(folder, args.adapter, args.out, flags.place(args.device)[0], args.quant, ids)
+    device, dtype = flags.place(args.device, args.dtype)
+    r = merge(folder, args.adapter, args.out, device, args.quant, ids, dtype)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
           f"{r['max']:.2e} at most (the adapter itself moves them by up to "
           f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions. "

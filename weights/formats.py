@@ -40,6 +40,7 @@ ascending values, and a float32 scale for each 16, 32, 64 or 128 weights. INT4, 
 
 Shapes: N rows (outputs), K columns (inputs), K/block scales a row.
 """
+import math
 from dataclasses import dataclass
 
 import torch
@@ -64,10 +65,13 @@ class Format:
     values: tuple
 
     def __post_init__(self):
-        values = tuple(sorted(self.codebook)) if self.codebook else E2M1
+        values = tuple(sorted({*self.codebook})) if self.codebook else E2M1
         if self.block not in (16, 32, 64, 128) or len(values) != 16 or self.values != values:
             raise ValueError(f"{self}: a block has 16, 32, 64 or 128 columns, a codebook 16 "
                              "ascending values and float32 scales")
+        if self.codebook and not (all(map(math.isfinite, values)) and values[-1] > 0):
+            raise ValueError(f"{self}: the last value stands for a block's largest |weight|: it "
+                             "must be above 0, and all of them finite")
 
     @property
     def codebook(self):
