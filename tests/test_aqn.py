@@ -5,6 +5,7 @@ import runpy
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import aqn
 import model as qwen
 import sample
+import train
 from runtime import engine, flags
 from weights import checkpoint
 
@@ -192,18 +194,20 @@ def test_noise_depends_on_seed_and_step_only():
     assert torch.get_rng_state().equal(state)  # drawing leaves the sampler's stream alone
 
 
-def noisy_o_proj():
-    """The tiny model with a noise of one's own on what o_proj reads."""
+def noisy_o_proj(module=__name__):
+    """The tiny model with a noise of one's own on what o_proj reads, by a forward from a script, or as if model.py had been edited."""
     m = tiny()
     o = m.layers[0].attn.o_proj
     o.register_buffer("noise", torch.full((32,), 0.5))
     o.forward = lambda x: qwen.Linear.forward(o, x * (1 + o.noise))
+    o.forward.__module__ = module
     return m
 
 
-def test_a_noise_in_a_linear_reaches_the_sampler():
+@pytest.mark.parametrize("module", [__name__, "model"])
+def test_a_noise_in_a_linear_reaches_the_sampler(module):
     """On the CPU the sampler puts linears of its own in the model's place: the noise was in no rollout, and nothing said so."""
-    m, prompt = noisy_o_proj(), [3, 1, 4]
+    m, prompt = noisy_o_proj(module), [3, 1, 4]
     [[s]] = sample.generate(m, [prompt], 1, 8)
     logp = m(torch.tensor([prompt + s.ids]))[0, 2:-1].log_softmax(-1)  # (8, V)
     torch.testing.assert_close(torch.tensor(s.logprobs), logp.gather(1, torch.tensor(s.ids)[:, None])[:, 0], rtol=1e-4, atol=1e-4)
@@ -359,6 +363,45 @@ def test_the_documented_evaluation_is_of_the_noisy_policy(monkeypatch):
     with aqn.clean(m):  # as eval.py samples
         assert 0.2 < torch.cat([b for b in aqn.buffers(m).values()]).std() < 0.4
     assert not any(b.any() for b in aqn.buffers(m).values())
+
+
+def test_the_documented_idea_gives_each_completion_of_a_group_its_noise(monkeypatch):
+    """docs/own_noise.py: the j-th completions of all prompts have the j-th noise, by which they were sampled, and other dice."""
+    monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
+    m, drawn = tiny(), []
+
+    def complete(model, tok, rows, args, seed, indices=None):
+        drawn.append((torch.cat([b for b in aqn.buffers(model).values()]), seed, args.group_size, indices))
+        return [[(row, seed)] for row in rows]
+
+    monkeypatch.setattr(train, "complete", complete)
+    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "own_noise.py"))
+    aqn.set_noise(m, 0.3, 5)
+    groups = train.complete(m, None, ["a", "b"], SimpleNamespace(group_size=3), 7, indices=[4, 5])
+    noises, seeds, sizes, indices = zip(*drawn, strict=True)
+    assert groups == [[(row, seed) for seed in seeds] for row in "ab"] and len({*seeds}) == 3
+    assert sizes == (1, 1, 1) and indices == ([4, 5],) * 3
+    assert all(0.2 < z.std() < 0.4 for z in noises) and not noises[0].equal(noises[1]) and not noises[1].equal(noises[2])
+    aqn.set_noise(m, 0.0)
+    train.complete(m, None, ["a"], SimpleNamespace(group_size=1), 7)
+    assert not drawn[-1][0].any()
+
+
+def test_the_documented_evaluation_may_draw_anew_for_each_sample(monkeypatch):
+    """docs/noisy_eval.py SIGMA each: of one draw for all, pass@k says nothing of what other draws would find."""
+    monkeypatch.setattr(aqn, "clean", aqn.clean)  # put back afterwards
+    monkeypatch.setattr(sys, "argv", ["noisy_eval.py", "0.3", "each"])
+    m, seen = tiny(), []
+
+    def generate(model, prompts, n=1, max_new_tokens=256, seed=0, indices=None):
+        seen.append((torch.cat([b for b in aqn.buffers(model).values()]), n, seed, indices))
+        return [[(p, seed)] for p in prompts]
+
+    monkeypatch.setattr(sample, "generate", generate)
+    each = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "noisy_eval.py"))["generate"]
+    groups = each(m, ["a", "b"], 3, 8, 1, indices=[0, 1])
+    assert [len(group) for group in groups] == [3, 3] and len({seed for _, seed in groups[0]}) == 3
+    assert not seen[0][0].equal(seen[1][0]) and all(n == 1 and at == [0, 1] and 0.2 < z.std() < 0.4 for z, n, _, at in seen)
 
 
 def test_the_recipe_for_a_noise_of_ones_own_repeats():
