@@ -1770,9 +1770,9 @@ MUTANTS = {
     "experiments.py": [
         ("side by side a script's changes are lost", "if jobs > 1 and not command.ALONE:", "if False:",
          "experiments::runs_side_by_side_of_a_script_are_refused"),
-        ("two copies, of which one has AWQ's scales", "        if args.awq:\n", "        if False:\n", "experiments::two_copies_share_an_adapter"),
+        ("two copies, of which one has AWQ's scales", "        if args.awq:\n", "        if False:\n", "experiments::two_copies_are_of_one_model"),
         ("two copies, of which one has the noise", 'if args.aqn and args.aqn_scope == "both":', "if False:",
-         "experiments::two_copies_share_an_adapter"),
+         "experiments::two_copies_are_of_one_model"),
         ("a run of two copies goes on with one", 'mock.patch.object(sys, "argv", called):', "mock.patch.object(sys, 'argv', argv):",
          "experiments::two_copies_sample_in_four_bits_and_train_in_sixteen"),
         ("a run of other flags is taken for the one asked for", "had.get(flag, value) != value", "False",
