@@ -56,8 +56,8 @@ class OneDNNLinear(torch.nn.Module):
 
 
 def changed(m):
-    """Whether a linear does something else than this project's."""
-    ours = m.forward.__module__ in ("model", "nvfp4", "lora")
+    """Whether a module has a forward, or a hook, that is not this project's."""
+    ours = m.forward.__module__.partition(".")[0] in ("model", "nvfp4", "lora", "torch")
     return not ours or m._forward_pre_hooks or m._forward_hooks
 
 
@@ -386,7 +386,8 @@ def engine_for(model, slots, max_len, top_p):
     """The model's Graphs engine for (at most) `slots` rows of max_len tokens; the one of the last
     call if it serves.
 
-    ValueError if not even one row fits the free memory, or for a noise that no kernel reads."""
+    ValueError if not even one row fits the free memory, or for a noise, a forward or a hook of
+    one's own, of which the kernels know nothing."""
     mark = fingerprint(model)
     old_mark, old, wanted = ENGINES.get(model, (None, None, 0))
     if (old is not None and old_mark == mark and old.max_len >= max_len
@@ -396,6 +397,10 @@ def engine_for(model, slots, max_len, top_p):
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
             raise ValueError(f"{name}: the GPU's kernels read the noise of the norms alone; give "
                              "it a line in runtime/decode.py and runtime/packed.py, and allow it")
+    for name, m in model.named_modules():
+        if changed(m):
+            raise ValueError(f"{name}: the GPU's kernels call no forward or hook of one's own; use "
+                             "--device cpu, or write it in runtime/decode.py and runtime/packed.py")
     if old is not None:  # training and evaluation take turns: make one that serves both
         slots, max_len = max(slots, wanted), max(max_len, old.max_len)
         top_p = min(top_p, old.top_p)

@@ -801,8 +801,10 @@ MUTANTS = {
          "packed::score_is_one_kernel_for_log_prob_entropy_and_slope"),
     ],
     "runtime/engine.py": [
-        ("a forward of one's own does not sample", 'm.forward.__module__ in ("model", "nvfp4", "lora")', "True",
+        ("a forward of one's own does not sample", 'm.forward.__module__.partition(".")[0] in ("model", "nvfp4", "lora", "torch")', "True",
          "sample::a_forward_of_ones_own_is_what_samples"),
+        ("the GPU passes over a forward of one's own", "        if changed(m):\n", "        if False:\n",
+         "aqn::a_noise_that_the_gpus_kernels_do_not_read_is_refused"),
         ("a hook is not called in a rollout", "not ours or m._forward_pre_hooks or m._forward_hooks", "not ours",
          "sample::a_forward_of_ones_own_is_what_samples"),
         ("a base's forward does not sample", " or changed(m.base):", ":", "sample::a_forward_of_ones_own_is_what_samples"),

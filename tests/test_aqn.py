@@ -218,6 +218,11 @@ def test_a_noise_in_a_linear_reaches_the_sampler(module):
 def test_a_noise_that_the_gpus_kernels_do_not_read_is_refused():
     with pytest.raises(ValueError, match="layers.0.attn.o_proj.noise: the GPU's kernels read the noise of the norms alone"):
         engine.engine_for(noisy_o_proj(), 1, 10, 1.0)
+    for change in (lambda m: setattr(m, "forward", lambda *_: None), lambda m: m.register_forward_hook(lambda *_: None)):
+        m = tiny()
+        change(m.layers[1].mlp)
+        with pytest.raises(ValueError, match="layers.1.mlp: the GPU's kernels call no forward or hook of one's own"):
+            engine.engine_for(m, 1, 10, 1.0)
 
 
 def test_noise_equals_row_scaling_of_the_weights_behind_it():
