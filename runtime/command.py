@@ -91,7 +91,7 @@ class Out:
         return getattr(self.stream, name)
 
     def write(self, text):
-        encoding = self.stream.encoding or "utf-8"
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         return self.attempt(self.stream.write, text)
 

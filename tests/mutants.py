@@ -1170,7 +1170,7 @@ MUTANTS = {
          "sample::flags_reach_the_file_of_answers"),
     ],
     "weights/checkpoint.py": [
-        ("a noise that was there at the beginning has no memory", 'hasattr(m, "noise"):', "isinstance(m, RMSNorm):",
+        ("a noise that was there at the beginning has no memory", '(noise := getattr(m, "noise", None)) is not None:', "isinstance(m, RMSNorm) and (noise := m.noise) is not None:",
          "aqn::a_noise_may_be_a_modules_own_from_its_beginning"),
         ("a config of another dtype than its tensors", "= self.dtype\n", '= "bfloat16"\n',
          "train::a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load"),

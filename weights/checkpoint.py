@@ -272,8 +272,8 @@ def read_module(model, path, source, device, dtype, quant):
     def get(name):
         return nn.Parameter(source.get(name, m.weight.shape, dtype, device), requires_grad=False)
 
-    if hasattr(m, "noise"):  # a norm's, or of a module that someone gave one
-        m.noise = torch.zeros(m.noise.shape, device=device)
+    if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or of one's own
+        m.noise = torch.zeros_like(noise, device=device)
     if isinstance(m, RMSNorm):
         m.weight = get(norm_name(path))
     elif isinstance(m, nn.Embedding):
