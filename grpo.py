@@ -23,7 +23,6 @@ import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import chain, islice
 
 import torch
@@ -209,7 +208,9 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     low, high = (default if given is None else given
                  for given, default in zip((eps_low, eps_high), objective.clip, strict=True))
 
-    difference = partial(masked_difference, mask)
+    def difference(a, b):  # what stands in the padding, nan included, reaches nothing
+        return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
+
     trainer = logp.detach() if trainer_old_logp is None else trainer_old_logp
     gap = difference(trainer, old_logp).detach()  # to the sampler, token by token
     anchor = old_logp if trainer_old_logp is None else trainer_old_logp
@@ -244,12 +245,6 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
             "entropy": (mask * 0.0 if entropy is None else entropy.masked_fill(~mask, 0.0)).sum(),
         }
     return value, metrics
-
-
-def masked_difference(mask, a, b):
-    """a - b where the mask is true, else 0: what stands in the padding, nan included, reaches
-    nothing."""
-    return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
 
 
 def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
