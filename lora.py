@@ -217,17 +217,18 @@ def read_adapter(model, folder):
         state = load_file(weights)
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{weights}: not a readable safetensors file ({e})") from None
-    shapes = {name: shape for path, m in projections(model) for part, n in m.parts.items()
-              for name, shape in zip(names(path, part), ((rank, m.shape[1]), (n, rank)),
-                                     strict=True)}
+    shapes, partner = {}, {}  # of each A and B that the model has room for
+    for path, m in projections(model):
+        for part, n in m.parts.items():
+            a, b = names(path, part)
+            shapes |= {a: (rank, m.shape[1]), b: (n, rank)}
+            partner |= {a: b, b: a}
     strangers = sorted(set(state) - set(shapes)) or ([] if state else ["nothing in it"])
     if strangers:
         raise ValueError(f"{weights}: {strangers[0]} fits this model nowhere")
     for name, t in state.items():
-        other = {"lora_A": "lora_B", "lora_B": "lora_A"}[name.split(".")[-2]]
-        partner = name.replace(name.split(".")[-2], other)
-        if partner not in state:
-            raise ValueError(f"{weights}: {name} is there, but {partner} is missing")
+        if partner[name] not in state:
+            raise ValueError(f"{weights}: {name} is there, but {partner[name]} is missing")
         if tuple(t.shape) != shapes[name]:
             raise ValueError(f"{weights}: {name} is {tuple(t.shape)}, the model's is "
                              f"{shapes[name]}")

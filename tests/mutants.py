@@ -469,7 +469,7 @@ MUTANTS = {
          "lora::disabled_restores_each_layer_as_it_was_even_after_an_error"),
         ("8-bit adapters are loaded", "t.dtype.itemsize < 2 or ", "",
          "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
-        ("half of an adapter is loaded", "if partner not in state:", "if False:",
+        ("half of an adapter is loaded", "if partner[name] not in state:", "if False:",
          "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
         ("A has one sign", "generator=generator) * 2 - 1) * bound",
          "generator=generator)) * bound",
