@@ -97,8 +97,7 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
         return out
     eos, top_p = set(eos_ids), top_p if temperature else 1.0  # greedy: no sort to keep memory for
     numbers = torch.tensor(range(len(prompts)) if indices is None else indices)
-    index = torch.cartesian_prod(numbers, torch.arange(n)).view(-1, 2)
-    keys = row_keys(seed, index[:, 0], index[:, 1]).tolist()
+    keys = row_keys(seed, *torch.cartesian_prod(numbers, torch.arange(n)).T).tolist()
     rows = [Row(p, j, prompts[p], limits[p], key, out[p][j])
             for (p, j), key in zip(product(range(len(prompts)), range(n)), keys, strict=True)]
     slots = min(len(rows), max_rows or MAX_ROWS)
