@@ -237,8 +237,9 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
         if len(p) + m > room:
             raise ValueError(f"prompt {i}: its {len(p)} tokens and {m} new ones pass the model's "
                              f"{room} positions; shorten it, or lower --max-new-tokens")
-        if min(p) < 0 or max(p) >= model.config.vocab_size:
-            raise ValueError(f"prompt {i} holds the id {max(p)}, the model has "
+        worst = min(p) if min(p) < 0 else max(p)
+        if not 0 <= worst < model.config.vocab_size:
+            raise ValueError(f"prompt {i} holds the id {worst}, the model has "
                              f"{model.config.vocab_size}: wrong tokenizer?")
 
 

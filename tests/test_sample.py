@@ -278,8 +278,9 @@ def test_prompts_that_do_not_fit(model):
     """An empty prompt has nothing to condition on; an id past the embedding would read foreign memory."""
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         sample.generate(model, [[1], []], max_new_tokens=2)
-    with pytest.raises(ValueError, match="wrong tokenizer"):
-        sample.generate(model, [[101]], max_new_tokens=2)
+    for bad in (101, -1):
+        with pytest.raises(ValueError, match=f"prompt 0 holds the id {bad}, .* wrong tokenizer"):
+            sample.generate(model, [[1, bad]], max_new_tokens=2)
 
 
 def test_a_model_that_overflows_is_refused(model):
