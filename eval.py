@@ -289,33 +289,35 @@ def run(args, argv):
     if args.adapter:
         check_adapter(model, kept[0]["ids"], args.adapter)
 
-    def arm(name, rows, which):
+    def measured(name, rows, arm):
         return evaluate(
             model, tok, rows, style=args.prompt_style, n=args.n, temperature=args.temperature,
             top_p=args.top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
             max_rows=args.max_rows, seed=args.seed, score=score, progress=sys.stderr.isatty(),
-            ks=args.k or (), done=book.done.get((name, which), ()), keep=book.keeper(name, which))
+            ks=args.k or (), done=book.done.get((name, arm), ()), keep=book.keeper(name, arm))
 
-    results, gains = [], {}
+    results, alone = [], plain(args)
     for name, rows in sets:
         with lora.disabled(model):
-            results.append((name, plain(args), arm(name, rows, plain(args))))
+            base = measured(name, rows, alone)
+        results.append((name, alone, base))
         if args.adapter:
-            results.append((name, "adapter", arm(name, rows, "adapter")))
-            d, se = gain(results[-2][2], results[-1][2])
-            gains[name] = {"gain": d, "stderr_gain": se}
+            r = measured(name, rows, "adapter")
+            r["gain"], r["stderr_gain"] = gain(base, r)
+            results.append((name, "adapter", r))
     print("\n".join(table(results)))
-    for name, g in gains.items():
-        print(f"{name}: the adapter adds {100 * g['gain']:+.1f} points (s.e. "
-              f"{error(g['stderr_gain'])})")
+    for name, _, r in results:
+        if "gain" in r:
+            print(f"{name}: the adapter adds {100 * r['gain']:+.1f} points (s.e. "
+                  f"{error(r['stderr_gain'])})")
     for name, arm, r in results:
         if r["skipped"]:
             print(f"{name}, {arm}: {r['skipped']} questions skipped, longer than --max-prompt")
         if r["format"] == 0:
             print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
                   "fit the model?")
-    told = [{"data": name, "model": arm, **{k: v for k, v in r.items() if k != "rows"},
-             **(gains[name] if arm == "adapter" else {})} for name, arm, r in results]
+    told = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
+            for name, arm, r in results]
     print(json.dumps({"results": told, "seconds": round(time.time() - begin, 1),
                       "command": shlex.join([*ranks.launcher(), *script, *argv])}))
 
