@@ -118,10 +118,12 @@ def pass_at(k, correct):
 def same_answers(rows):
     """{(a, b), (b, a)} of the answers that samples of one question gave and that are the same,
     however written."""
-    pairs = {pair for row in rows for pair in combinations(dict.fromkeys(
-        s["given"] for s in row["samples"] if s["given"] is not None), 2)}
+    pairs = set()
+    for row in rows:
+        given = dict.fromkeys(s["given"] for s in row["samples"] if s["given"] is not None)
+        pairs.update(combinations(given, 2))
     pairs = sorted(pairs)
-    same = [pair for pair, same in zip(pairs, same_all(pairs), strict=True) if same]
+    same = [pair for pair, alike in zip(pairs, same_all(pairs), strict=True) if alike]
     return {*same, *((b, a) for a, b in same)}
 
 
@@ -158,10 +160,9 @@ def check_adapter(model, ids, folder):
     with lora.disabled(model):
         base = model(ids)
     if torch.equal(model(ids), base):
-        zero = all(not m.B.any() for _, m in lora.lora_layers(model))
-        why = "the logits are the base model's, bit for bit"
-        if zero:
-            why = "every B is zero, it was never trained"
+        trained = any(m.B.any() for _, m in lora.lora_layers(model))
+        why = ("the logits are the base model's, bit for bit" if trained else
+               "every B is zero, it was never trained")
         raise ValueError(f"--adapter {folder}: changes nothing ({why})")
 
 
