@@ -16,12 +16,13 @@ import math
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 import data
 import sample
-from eval import evaluate, mean, stderr
+from eval import evaluate, stderr
 from model import logits
 from runtime.flags import place
 from runtime.logprobs import token_logprobs
@@ -42,7 +43,7 @@ def own_entropy(model, tok, prompts, max_new_tokens):
         _, entropy = token_logprobs(hidden, model.lm_head.weight, ids[0, len(prompt) :],
                                     valid_vocab=model.valid_vocab)
         out.append(entropy.mean().item())
-    return mean(out), stderr(out)
+    return fmean(out), stderr(out)
 
 
 @torch.no_grad()
@@ -71,8 +72,8 @@ def row(args, fmt, method, docs, questions, tok):
     begin, where = time.time(), (args.model, args.device, args.dtype, fmt)
     if method in METHODS:
         model = awq.load(*where, args.calib, args.sequences, args.length, **METHODS[method])
-        out = {"error_kept": math.exp(mean(math.log(r["awq"] / r["rtn"]) for r in model.awq)),
-               "exponents_above_0": mean(r["exponent"] > 0 for r in model.awq)}
+        out = {"error_kept": math.exp(fmean(math.log(r["awq"] / r["rtn"]) for r in model.awq)),
+               "exponents_above_0": fmean(r["exponent"] > 0 for r in model.awq)}
     else:
         model, out = checkpoint.load(*where), {}
     out = {"format": fmt, "method": method, "load_seconds": round(time.time() - begin, 1), **out}

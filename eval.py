@@ -25,6 +25,7 @@ import sys
 import time
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean, stdev
 
 import torch
 
@@ -83,7 +84,7 @@ def graded(tok, rows, groups, score):
                             "format": verdict["format"], "length": len(s.ids),
                             "finished": s.finished})
         out.append({"question": row["question"], "answer": row["answer"],
-                    "accuracy": mean(s["correct"] for s in samples), "samples": samples})
+                    "accuracy": fmean(s["correct"] for s in samples), "samples": samples})
     return out
 
 
@@ -93,18 +94,18 @@ def summary(rows, ks=()):
     (mean, standard error). No maj@k where a reward of one's own does not say what was given."""
     flat = [s for row in rows for s in row["samples"]]
     accuracies = [row["accuracy"] for row in rows]
-    out = {"accuracy": mean(accuracies), "stderr": stderr(accuracies),
-           "format": mean(s["format"] for s in flat), "length": mean(s["length"] for s in flat),
-           "truncated": mean(not s["finished"] for s in flat), "questions": len(rows)}
+    out = {"accuracy": fmean(accuracies), "stderr": stderr(accuracies),
+           "format": fmean(s["format"] for s in flat), "length": fmean(s["length"] for s in flat),
+           "truncated": fmean(not s["finished"] for s in flat), "questions": len(rows)}
     same = same_answers(rows) if ks else None
     votes = all(s["given"] is not None for s in flat if s["correct"])
     for k in ks:
         passed = [pass_at(k, [s["correct"] for s in row["samples"]]) for row in rows]
         blocks = range(0, len(rows[0]["samples"]) - k + 1, k)  # so maj@1 is pass@1
-        voted = [mean(majority(row["samples"][i : i + k], same) for i in blocks) for row in rows]
-        out[f"pass@{k}"] = mean(passed), stderr(passed)
+        voted = [fmean(majority(row["samples"][i : i + k], same) for i in blocks) for row in rows]
+        out[f"pass@{k}"] = fmean(passed), stderr(passed)
         if votes:
-            out[f"maj@{k}"] = mean(voted), stderr(voted)
+            out[f"maj@{k}"] = fmean(voted), stderr(voted)
     return out
 
 
@@ -138,18 +139,10 @@ def majority(samples, same):
     return bool(votes) and max(votes.values(), key=len)[0]["correct"]
 
 
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values)
-
-
 def stderr(values):
     """Standard error of the mean of one value a question: the samples of a question are not
     independent of each other."""
-    if len(values) < 2:
-        return None
-    m = mean(values)
-    return math.sqrt(sum((v - m) ** 2 for v in values) / (len(values) - 1) / len(values))
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 @torch.no_grad()
@@ -186,7 +179,7 @@ def error(stderr):
 def gain(base, adapter):
     """The adapter's gain over the base and its standard error, paired by question."""
     d = [b["accuracy"] - a["accuracy"] for a, b in zip(base["rows"], adapter["rows"], strict=True)]
-    return mean(d), stderr(d)
+    return fmean(d), stderr(d)
 
 
 def plain(args):

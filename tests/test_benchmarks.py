@@ -3,6 +3,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -18,7 +19,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 def row(*given, gold="7"):
     samples = [{"text": "", "given": g, "correct": g is not None and g.strip("$") == gold, "format": True, "length": 1,
                 "finished": True} for g in given]
-    return {"question": "q", "answer": gold, "accuracy": evaluation.mean(s["correct"] for s in samples), "samples": samples}
+    return {"question": "q", "answer": gold, "accuracy": fmean(s["correct"] for s in samples), "samples": samples}
 
 
 def test_pass_at_k_is_unbiased_and_not_the_share_of_questions_with_a_right_sample():
