@@ -49,7 +49,7 @@ from functools import partial
 from itertools import chain, combinations, product
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import fmean, stdev
+from statistics import fmean
 from unittest import mock
 
 import torch
@@ -294,9 +294,15 @@ def table(name, seeds, out):
     lines = ["| | " + " | ".join(f"after {s}" for s in steps) + " | at the end |",
              "|---" * (len(steps) + 2) + "|"]
     for arm in arms:
-        cells = [told(at[arm][s]) for s in steps] + [told(last[arm])]
+        cells = [percent(at[arm][s]) for s in steps] + [percent(last[arm])]
         lines.append(f"| {arm.replace('--', ', ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def percent(values):
+    """Their mean, and its standard error."""
+    mean = f"{100 * fmean(values):.1f}"
+    return mean if len(values) < 2 else f"{mean} +- {100 * stderr(values):.1f}"
 
 
 def accuracy_after(run):
@@ -400,12 +406,6 @@ def comparison(argv):
     p.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
     lines = compare(p.parse_args(argv).runs)
     print("\n".join(lines) or "no two of these runs have the same seed, and differ in one flag")
-
-
-def told(values):
-    """Mean and standard error, in percent."""
-    mean = f"{100 * fmean(values):.1f}"
-    return mean if len(values) < 2 else f"{mean} +- {100 * stdev(values) / len(values)**0.5:.1f}"
 
 
 def main(argv=None):
