@@ -153,7 +153,7 @@ def cards(args):
     show(columns)
     alone = None
     for run, name in zip(args.runs, plot.names(args.runs), strict=True):
-        group = plot.beside(run, "config.json").get("group_size")
+        group = plot.saved(run, "config.json").get("group_size")
         if not group:
             raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
         before, *rows = plot.read(run)[args.skip - 1 :] or [None]

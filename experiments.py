@@ -271,7 +271,7 @@ def folder(out, arm, seed):
 
 def check_flags(out, wanted):
     """ValueError if a run in the folder `out` has other flags than those wanted."""
-    had = plot.beside(out, "config.json")
+    had = plot.saved(out, "config.json")
     for flag, value in wanted.items():
         counts = flag not in plot.IDLE + plot.MINOR and (flag, value) != ("steps", None)
         if counts and had.get(flag, value) != value:
@@ -307,7 +307,7 @@ def percent(values):
 
 def accuracy_after(run):
     """Of a run that has ended, and has not gone on since."""
-    found, steps = plot.beside(run, "summary.json"), plot.beside(run, "config.json").get("steps")
+    found, steps = plot.saved(run, "summary.json"), plot.saved(run, "config.json").get("steps")
     if found.get("accuracy_after") is None or found.get("steps", steps) != steps:
         raise ValueError(f"{run}: has no accuracy_after of its last step in summary.json; let it "
                          "end, without --eval-n 0")

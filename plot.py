@@ -90,7 +90,7 @@ def read(run):
     return [rows[step] for step in sorted(rows)]
 
 
-def beside(run, name):
+def saved(run, name):
     """The dict in the JSON file `name` of a run's folder; {} without that file."""
     path = (Path(run).parent if Path(run).is_file() else Path(run)) / name
     share = (float, 0, 1)
@@ -101,7 +101,7 @@ def beside(run, name):
 def with_summary(run, rows):
     """`rows`, and the held-out accuracy after the last of them, which stands in summary.json alone;
     that before the first too, if no row has any."""
-    summary = beside(run, "summary.json")
+    summary = saved(run, "summary.json")
     if not any("eval_accuracy" in row for row in rows):
         rows = [{**rows[0], "eval_accuracy": summary.get("accuracy_before")}, *rows[1:]]
     after, steps = summary.get("accuracy_after"), rows[-1]["step"] + 1
@@ -158,10 +158,10 @@ def shown(value):
 def told(run):
     """{flag: value} of what a run was told that its numbers follow from, and the script that it was
     told; {} without config.json."""
-    had = beside(run, "config.json")
+    had = saved(run, "config.json")
     flags = {k: v for k, v in had.items() if k not in (*IDLE, *MINOR, "command")}
     if flags:
-        command = str(had.get("command") or beside(run, "summary.json").get("command", "train.py"))
+        command = str(had.get("command") or saved(run, "summary.json").get("command", "train.py"))
         words = [*dropwhile(lambda word: not word.endswith(".py"), command.split())]
         ours = {f"--{no}{name.replace('_', '-')}" for name in had for no in ("", "no-")}
         own = takewhile(lambda word: word.partition("=")[0] not in ours, words)  # and its own flags

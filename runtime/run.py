@@ -143,7 +143,7 @@ class Run:
             self.state.reward = files.file_digest(self.args.reward.rpartition(":")[0])
         if self.args.resume:
             self.restore(optimizer)
-            summed = plot.beside(self.out, "summary.json").get("steps")  # of before it went on, say
+            summed = plot.saved(self.out, "summary.json").get("steps")  # of before it went on, say
             if summed == self.state.step and self.state.step >= self.args.steps:
                 if not (self.out / "metrics.png").is_file():  # stopped while it was drawn
                     self.tell()
@@ -331,7 +331,7 @@ class Run:
             print(f"warning: --reward {self.args.reward}: is not as it was when the run began",
                   file=sys.stderr)
         self.state.base, self.state.reward = now.base, now.reward
-        if plot.beside(self.out, "config.json").get("steps") != self.args.steps:
+        if plot.saved(self.out, "config.json").get("steps") != self.args.steps:
             self.state.command += f" && {now.command}"
         if self.state.script != now.script:
             raise ValueError(f"--resume: the run in {self.out} was begun by {self.state.script}, "
