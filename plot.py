@@ -232,10 +232,14 @@ def plot(runs, out, x="step", smooth=1):
     for run, rows in data.items():
         if not any(math.isfinite(v) for v in column(rows, x)):
             raise ValueError(f"--x {x}: {run} logged no such column; choose another")
-    # a log axis has no place for the zeros of a run without noise
-    floor, drawn = {"log": 0.0}, lines(runs)
-    panels = [p for p in PANELS if any(v > floor.get(p[2], -math.inf) for _, m in drawn for name in
-                                       p[1] for v in over_seeds([data[run] for run in m], name)[0])]
+    drawn = [(label, [data[run] for run in members]) for label, members in lines(runs)]
+
+    def shows(columns, scale):  # a log axis has no place for the zeros of a run without noise
+        least = 0.0 if scale == "log" else -math.inf
+        return any(v > least for _, seeds in drawn for name in columns
+                   for v in over_seeds(seeds, name)[0])
+
+    panels = [p for p in PANELS if shows(*p[1:])]
     if not panels:
         known = ", ".join(c for p in PANELS for c in p[1])
         raise ValueError(f"{runs[0]}: metrics.jsonl has none of the columns {known}")
@@ -245,10 +249,10 @@ def plot(runs, out, x="step", smooth=1):
     for n, (title, columns, scale) in enumerate(panels):
         ax = fig.add_subplot(tall, wide, n + 1, sharex=fig.axes[0] if n else None)
         mean = 1 if columns[0] in ("eval_accuracy", "sigma") else smooth
-        for i, (label, members) in enumerate(drawn):
+        for i, (label, seeds) in enumerate(drawn):
             for c, name in enumerate(columns):
-                curve(ax, [data[run] for run in members], name, x, mean,
-                      scale == "log", **look(i), lw=0.7 if c else 1.5, label=None if c else label)
+                curve(ax, seeds, name, x, mean, scale == "log", **look(i), lw=0.7 if c else 1.5,
+                      label=None if c else label)
         dress(ax, title, x + (f", mean of the last {mean}" if mean > 1 else ""))
         if scale == "log":
             ax.set_yscale("log", nonpositive="mask")
