@@ -170,8 +170,8 @@ def flags_of(command):
     """(group, flag) of each flag that a command has, in the table's order."""
     for entry in TABLE:
         if isinstance(entry, str):
-            group, _, commands = entry.partition(": ")
-        elif command in commands.split():
+            group, _, having = entry.partition(": ")
+        elif command in having.split():
             yield group, entry
 
 
@@ -184,12 +184,12 @@ def parser(command, tiny=False, only_given=False):
     p = commands.Parser(f"{command}.py", f"python {command}.py [flags]", ABOUT[command])
     groups = {}
     for title, f in flags_of(command):
-        shown = [] if f.default is None else [str(f.default)]
+        defaults = [] if f.default is None else [str(f.default)]
         if f.tiny is not None:
-            shown.append(f"tiny: {f.tiny}")
+            defaults.append(f"tiny: {f.tiny}")
         if f.kept and command != "train":
-            shown.append("an adapter's own")
-        how = {"help": f.help + (f" [{'; '.join(shown)}]" if shown else "")}
+            defaults.append("an adapter's own")
+        how = {"help": f.help + (f" [{'; '.join(defaults)}]" if defaults else "")}
         how["default"] = f.tiny if tiny and f.tiny is not None else f.default
         if only_given:
             how["default"] = argparse.SUPPRESS
