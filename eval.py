@@ -23,7 +23,7 @@ import math
 import shlex
 import sys
 import time
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -36,7 +36,7 @@ import sample
 from runtime import command, flags, ranks
 from runtime.grade import same_all
 from weights import checkpoint
-from weights.files import check, file_digest, read_jsonl, whole
+from weights.files import check, file_digest, read_jsonl, write_jsonl
 
 PART = 4  # times --max-rows samples are drawn between two writes of --out
 
@@ -241,9 +241,7 @@ class Book:
         def keep(rows):
             head = {"data": name, "model": arm, "run": self.runs[name, arm]}
             self.done[name, arm] = [{**head, **row} for row in rows]
-            with whole(self.path) as part, open(part, "w", encoding="utf-8") as f:
-                f.writelines(json.dumps(row) + "\n" for some in self.done.values()
-                             for row in some)
+            write_jsonl(self.path, chain(*self.done.values()))
 
         return keep if self.path else None
 

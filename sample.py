@@ -17,7 +17,6 @@ Left out: beam search, repetition penalties, stop strings, speculative decoding.
     python sample.py --model Qwen/Qwen2.5-0.5B-Instruct --file prompts.txt --out out.jsonl --n 4
 """
 import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
-import json
 import math
 import sys
 import time
@@ -36,7 +35,7 @@ from runtime import flags
 from runtime.draw import row_keys
 from runtime.engine import Eager, engine_for, onednn_linears, prefill, release
 from runtime.tokenizer import styled
-from weights.files import lines, read_jsonl, whole
+from weights.files import lines, read_jsonl, write_jsonl
 
 __all__ = ["Sample", "generate", "release"]
 MAX_ROWS = 256  # rows that decode together, if the caller does not say
@@ -337,8 +336,7 @@ def batch(model, tok, args, prompts):
     rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids),
              "finished": s.finished, "logprob": sum(s.logprobs)}
             for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]
-    with whole(args.out) as part, open(part, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_jsonl(args.out, rows, ensure_ascii=False)
     print(f"{args.out}: {len(rows)} rows, {sum(row['tokens'] for row in rows)} tokens")
 
 

@@ -154,10 +154,11 @@ class Run:
                 raise ValueError(busy)
             for name in NAMES - {"lock"}:  # of a start that came to nothing
                 files.discard(self.out / name)
-        for path in self.out.glob(".model.*.part") if ranks.rank == 0 else ():
-            files.discard(path)  # of a save that was killed
-        config = vars(self.args) | {"command": self.state.command}
-        write(self.out / "config.json", json.dumps(config, indent=2))
+        if ranks.rank == 0:
+            for path in self.out.glob(".model.*.part"):
+                files.discard(path)  # of a save that was killed
+            config = vars(self.args) | {"command": self.state.command}
+            files.write_json(self.out / "config.json", config)
         self.started -= self.state.seconds
         gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
         self.held.callback(gc.unfreeze)
@@ -214,7 +215,7 @@ class Run:
               + (f" ({long} questions longer than --max-prompt)" if long else ""), flush=True)
         if s.step == 0:
             s.before = found
-            write(self.out / "eval_before.jsonl", *map(json.dumps, result["rows"]))
+            ranks.first(files.write_jsonl)(self.out / "eval_before.jsonl", result["rows"])
         elif self.args.eval_every and (s.best is None or found["accuracy"] > s.best["accuracy"]):
             if self.args.lora_rank:
                 s.best = {"step": s.step, **found}
@@ -351,7 +352,8 @@ class Run:
                     raise
                 break  # a kill in the middle of the last one
             kept += [text] if row["step"] < self.state.step else []
-        write(path, *kept)
+        with whole(path) as part:
+            part.write_text("".join(text + "\n" for text in kept))
 
     # ---- the end
 
@@ -363,7 +365,7 @@ class Run:
         before, gain, error = self.state.before, None, None
         if after:
             base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
-            write(self.out / "eval_after.jsonl", *map(json.dumps, after["rows"]))
+            files.write_jsonl(self.out / "eval_after.jsonl", after["rows"])
             gain, error = evaluation.gain({"rows": base}, after)
         summary = {"accuracy_before": before and before["accuracy"],
                    "accuracy_after": after and after["accuracy"],
@@ -372,16 +374,20 @@ class Run:
                    "best": self.state.best, "steps": self.state.step,
                    "seconds": round(self.seconds(), 1), "peak_gib": round(peak_gib(), 2),
                    "command": self.state.command}
-        write(self.out / "summary.json", json.dumps(summary, indent=2))
+        files.write_json(self.out / "summary.json", summary)
         self.tell()
 
     @ranks.first
     def tell(self):
         """metrics.png, and what was learned, of a run whose summary.json is there."""
         plot.plot([self.out], self.out / "metrics.png")
-        rows = [[json.loads(text) for _, text in lines(path)] if path.is_file() else [] for path in
-                (self.out / "eval_before.jsonl", self.out / "eval_after.jsonl")]
-        console.show_end(self.out, self.args, read_json(self.out / "summary.json"), *rows)
+
+        def rows(name):
+            path = self.out / name
+            return [json.loads(text) for _, text in lines(path)] if path.is_file() else []
+
+        console.show_end(self.out, self.args, read_json(self.out / "summary.json"),
+                         rows("eval_before.jsonl"), rows("eval_after.jsonl"))
 
     def stop(self, model, optimizer):
         """The end of a run that was interrupted: saved where it stands, but for one that was told
@@ -422,13 +428,6 @@ def digest_of(state):
 
     add(state)
     return h.hexdigest()
-
-
-@ranks.first
-def write(path, *texts):
-    """A file of these lines."""
-    with whole(path) as part:
-        part.write_text("".join(text + "\n" for text in texts))
 
 
 def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result):

@@ -178,6 +178,12 @@ def write_json(path, value):
         part.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def write_jsonl(path, rows, **options):
+    """The file `path`, whole, of one JSON value a line; options of json.dumps."""
+    with whole(path) as part, open(part, "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(row, **options) + "\n" for row in rows)
+
+
 def append(path, rows):
     """`rows` as JSON, a line each, at the end of the file."""
     with writing(path), open(path, "a", encoding="utf-8") as f:
