@@ -340,7 +340,8 @@ def _given(text, style):
         raise unknown_style(style)
     if (given := last_boxed(text)) is not None:
         return given, True
-    return ([None] + [m.group() for m in LAST_NUMBER.finditer(text)])[-1], False
+    found = LAST_NUMBER.findall(text)
+    return found[-1] if found else None, False
 
 
 def _tagged(text):
