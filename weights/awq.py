@@ -174,17 +174,21 @@ def quantize_pair(owner, names, norm, above, G, D, stats, fmt, **options):
     def foldable(s):  # the s that this divides by, rounding included; 1 at a weight of zero
         return torch.where(gain == 0, 1.0, gain.float() / folded(s).float())
 
-    H, mean = stats[then].H, spread(share(stats[then].mean))
-    out = Search(consumer.dense(), H, mean, fmt, **options)
-    for s in (out.s, torch.ones_like(out.s)):
+    def search_consumer(**options):
+        mean = spread(share(stats[then].mean))
+        return Search(consumer.dense(), stats[then].H, mean, fmt, **options)
+
+    def search_producer(s):  # of a consumer with channel scales s
         divide = torch.ones(producer.shape[0], device=s.device)
         divide[above:] = share(s)  # rows of v, or of up
-        into = Search(producer.dense(), stats[first].H, stats[first].mean, fmt, foldable, divide,
-                      **options)
-        if into.awq <= into.rtn:
-            break
-    if not torch.equal(s, out.s):  # else its producer would be worse than by plain rounding
-        out = Search(consumer.dense(), H, mean, fmt, **options | {"grid": 0})
+        return divide, Search(producer.dense(), stats[first].H, stats[first].mean, fmt, foldable,
+                              divide, **options)
+
+    out = search_consumer(**options)
+    divide, into = search_producer(out.s)
+    if into.awq > into.rtn:  # worse than by plain rounding: the consumer goes without scales
+        out = search_consumer(**options | {"grid": 0})
+        divide, into = search_producer(out.s)
     norm.weight.data = folded(into.s)
     bias = producer.bias
     bias = None if bias is None else (bias.float() / divide).to(bias.dtype)
