@@ -49,9 +49,9 @@ class Prompts:
         for _ in range(n):
             epoch, place = divmod(self.cursor, len(self.rows))
             if epoch != self.epoch:
-                self.epoch, self.order = epoch, list(range(len(self.rows)))
+                self.epoch, self.order = epoch, [*self.rows]
                 random.Random(f"{self.seed}/{epoch}").shuffle(self.order)
-            chosen.append(self.rows[self.order[place]])
+            chosen.append(self.order[place])
             self.cursor += 1
         return chosen
 
