@@ -237,14 +237,14 @@ class Transformer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.checkpointing, self.valid_vocab = config, False, config.vocab_size
-        self.update_bytes = 0
         V, C = config.vocab_size, config.hidden_size
+        self.config, self.checkpointing, self.valid_vocab = config, False, V
+        self.update_bytes = 0
         self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)
         random_init(self.embed.weight)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})
+        self.norm = RMSNorm(C, config.rms_norm_eps)
+        self.lm_head = Linear(C, {"lm_head": V})
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed.weight
 
