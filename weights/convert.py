@@ -69,8 +69,8 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
             ids = awq.calibration(calib, folder, sequences + 16, length)
             kept = min(sequences, max(len(ids) - 16, len(ids) * 7 // 8))
             if kept < 1:
-                raise ValueError(f"--calib {calib}: gives one sequence of {length} tokens; one "
-                                 "more is needed to test on")
+                raise ValueError(f"--calib {calib or 'by default'}: gives one sequence of {length} "
+                                 "tokens; one more is needed to test on")
             held_out = awq.HeldOut(ids[kept:])
             steps = awq.calibrated(model, pieces, fmt, ids[:kept], device, held_out)
         for path, rows in tqdm(steps, fmt, len(checkpoint.pieces(config)), disable=None):
