@@ -154,12 +154,11 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
                          to_device([row.key for row in new], engine.cache.k.device))
         left = max(row.limit - len(row.sample.ids) - flight.steps * (row in flight.places)
                    for row in live if row)
-        landed, flight = flight, grounded
+        launched = grounded
         if left > 0:
             steps, fetch = engine.run(len(live), left)
-            flight = Flight(steps, {row: s for s, row in enumerate(live) if row}, fetch)
-        if not engine.ahead:
-            landed, flight = flight, grounded
+            launched = Flight(steps, {row: s for s, row in enumerate(live) if row}, fetch)
+        landed, flight = (flight, launched) if engine.ahead else (launched, grounded)
         if not landed.steps:
             continue
         new_ids, new_logprobs = landed.fetch()

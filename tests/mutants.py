@@ -507,7 +507,7 @@ MUTANTS = {
          "sample::refill_and_shrink_keep_every_sample"),
         ("a NaN is a sample", "if lost := sum(not math.isfinite(", "if lost := 0 * sum(not math.isfinite(",
          "sample::a_model_that_overflows_is_refused"),
-        ("the device waits for the host", "if not engine.ahead:", "if True:",
+        ("the device waits for the host", "if engine.ahead else", "if False else",
          "decode::the_next_steps_are_launched_before_the_last_ones_are_fetched"),
         ("steps past the limit are launched", "flight.steps * (row in flight.places)", "0",
          "decode::the_next_steps_are_launched_before_the_last_ones_are_fetched"),
