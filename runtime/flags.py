@@ -422,18 +422,17 @@ def take_policy(command, args):
         raise ValueError("--run and --adapter exclude each other: a run holds its adapter")
     folder = args.adapter or args.model  # a merged model has a policy.json as well
     if args.run:
-        folder = next((f for f in (Path(args.run) / name for name in ("adapter", "model"))
-                       if f.is_dir()), None)
-        if folder is None:
+        adapter, model = Path(args.run, "adapter"), Path(args.run, "model")
+        if adapter.is_dir():
+            folder = args.adapter = str(adapter)
+        elif not model.is_dir():
             raise ValueError(f"--run {args.run}: has no adapter/ nor model/ (before its first "
                              "save); give the folder that train.py called --out")
-        if folder.name == "adapter":
-            args.adapter = str(folder)
         elif args.model is not None:
             raise ValueError(f"--model {args.model}: --run {args.run} holds a whole model, all of "
                              "it trained; leave one of them out")
         else:
-            args.model = str(folder)
+            folder = args.model = str(model)
     args.trained_with = read_policy(folder) if folder else {}
     for _, f in flags_of(command):
         if f.kept and getattr(args, dest(f)) is None:
