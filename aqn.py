@@ -71,8 +71,8 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
 
     Training is cut into `stages` equal intervals. The first has no added noise (quantization noise
     alone explores), but in "eq8"; the others go from start to exactly end, by a row of SCHEDULES.
-    A single noisy stage has end. Steps past the end keep the last level. ValueError for bad
-    arguments, and for a schedule that gives no number of at least 0.
+    If only one stage is noisy, it has end. Steps past the end keep the last level. ValueError for
+    bad arguments, and for a schedule that gives no number of at least 0.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"--aqn-schedule {schedule}: choose one of {', '.join(SCHEDULES)}")

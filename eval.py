@@ -1,6 +1,6 @@
 """
-Pass@1 on questions with a checkable answer: the base model and, with --adapter, the adapter on
-the same samples' seeds.
+Pass@1 on questions with a checkable answer: of the base model and, with --adapter, of the adapter,
+sampled by the same seeds.
 
 The paper's protocol: temperature 0.6, top-p 0.95, n samples a question, averaged. It uses the
 generator, the prompts and the reward of training, so that a number here means what the same number

@@ -386,13 +386,13 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
 
 
 def half_scale(lengths):
-    """By what power of two a float16 loss is multiplied for its backward, for completions of these
-    lengths.
+    """The power of two by which a float16 loss is multiplied for its backward, for completions of
+    these lengths.
 
-    float16 holds 6e-5 to 65,504. Where a token's own gradient is 1, those of a 0.5B's activations
-    are 22 at most, and 1e-6 the median in its last layer. A token's own is 1 / sum(lengths) in the
-    mean, and in GRPO 1 / (len(lengths) * its completion's length): they become 64, and at most
-    1024."""
+    float16 holds 6e-5 to 65,504. Where d loss / d logp of each token is 1, the gradients of a
+    0.5B's activations are 22 at most, and their median in its last layer is 1e-6. The mean of
+    d loss / d logp over the tokens is 1 / sum(lengths): it becomes 64, or less where that would
+    take a token of the shortest completion, in GRPO 1 / (len(lengths) * its length), past 1024."""
     most = min(64 * sum(lengths), 1024 * min(lengths) * len(lengths))
     return 2.0 ** math.floor(math.log2(most))
 

@@ -171,7 +171,7 @@ def save_adapter(model, folder, base_model=""):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     m = layers[0][1]
-    alpha = round(m.scaling * m.rank, 9)
+    alpha = round(m.scaling * m.rank, 9)  # as it was given: 7 / 25 * 25 is 7.000000000000001
     alpha = int(alpha) if alpha == int(alpha) else m.scaling * m.rank
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
               "base_model_name_or_path": str(base_model), "r": m.rank, "lora_alpha": alpha,

@@ -259,7 +259,7 @@ def merge_body(argv):
     calibrate = args.awq and read_config(folder).quantization is None
     if args.calib and not calibrate:
         raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
-    args.calib = args.calib or policy.get("calib") if calibrate else None
+    args.calib = (args.calib or policy.get("calib")) if calibrate else None
     args.dtype = policy.get("dtype", "bfloat16") if calibrate else "bfloat16"
     flags.check_policy(args)  # before what takes its time
     ids = awq.calibration(args.calib, folder) if calibrate else None
