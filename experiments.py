@@ -335,16 +335,7 @@ def compare(runs):
     from none. In points, with the standard error over seeds and, where their answers are kept, over
     questions."""
     runs = [*{Path(run).resolve(): run for run in runs}.values()]
-    had, default = {run: plot.told(run) for run in runs}, vars(flags.parse("train", []))
-    for run in runs:
-        if not had[run]:
-            raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
-    # what an older run was not asked yet is as if it were not given
-    every = dict.fromkeys(chain(*had.values()))
-    had = {run: {k: given.get(k, default.get(k)) for k in every} for run, given in had.items()}
-    for given in had.values():  # nor has a flag a value that did nothing
-        now = argparse.Namespace(**default | given)
-        given |= {k: UNUSED for k, (_, used) in flags.NEEDS.items() if k in given and not used(now)}
+    had = flags_used(runs)
     for one, other in combinations(runs, 2):
         if had[one] == had[other]:
             raise ValueError(f"{one} and {other} have the same flags; leave one out")
@@ -354,32 +345,46 @@ def compare(runs):
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
 
-    values = {flag: [given[flag] for given in had.values()] for flag in every}
-    which = {flag: tuple(map(column.index, column)) for flag, column in values.items()}
-
-    def order(run, flag):
-        value = had[run][flag]
-        return *least(value), values[flag].index(value)
-
+    values = {flag: [given[flag] for given in had.values()] for flag in had[runs[0]]}
+    ordered = {flag: sorted(column, key=least) for flag, column in values.items()}
+    # which runs are alike in a flag. Flags that change together in all runs are one change: quant
+    # and lr, of two runs none 5e-4 and nvfp4 1e-3. With a third, nvfp4 5e-4, they are two, and
+    # those two runs are no pair
+    alike = {flag: tuple(map(column.index, column)) for flag, column in values.items()}
     found = {}  # (a flag, its places in order, the change as text) -> {seed: [gains by question]}
     for pair in combinations(runs, 2):
-        differ = sorted(f for f in every if had[pair[0]][f] != had[pair[1]][f])
+        differ = sorted(f for f in values if had[pair[0]][f] != had[pair[1]][f])
         causes = [f for f in differ if all(had[run][f] != UNUSED for run in pair)]
-        # flags that change together in all runs are one change: quant and lr, of two runs none 5e-4
-        # and nvfp4 1e-3. With a third, nvfp4 5e-4, they are two, and those two runs are no pair
-        if "seed" in causes or len({which[f] for f in causes}) > 1:
+        if "seed" in causes or len({alike[f] for f in causes}) > 1:
             continue
-        less, more = sorted(pair, key=partial(order, flag=causes[0]))
+        first = causes[0]
+        (low, less), (high, more) = sorted((ordered[first].index(had[run][first]), run)
+                                           for run in pair)
         change = [f"{flag.replace('_', '-')} {plot.shown(had[less][flag])} -> "
                   f"{plot.shown(had[more][flag])}" for flag in causes]
         for flag in differ:  # how large the noise is that is on in one of the two
             if flag not in causes and len({str(v) for v in values[flag] if v != UNUSED}) > 1:
                 own = next(had[run][flag] for run in pair if had[run][flag] != UNUSED)
                 change.append(f"{flag.replace('_', '-')} {plot.shown(own)}")
-        key = causes[0], order(less, causes[0]), order(more, causes[0]), ", ".join(change)
         gains = [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)]
-        found.setdefault(key, {}).setdefault(had[less].get("seed"), []).append(gains)
+        seeds = found.setdefault((first, low, high, ", ".join(change)), {})
+        seeds.setdefault(had[less].get("seed"), []).append(gains)
     return [f"{key[-1]}: {effect([*found[key].values()])}" for key in sorted(found)]
+
+
+def flags_used(runs):
+    """{run: {flag: value}}, the same flags for each: an older run that was not asked for one has
+    its default, and one that did nothing is UNUSED."""
+    had, default = {run: plot.told(run) for run in runs}, vars(flags.parse("train", []))
+    for run in runs:
+        if not had[run]:
+            raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
+    every = dict.fromkeys(chain(*had.values()))
+    had = {run: {k: given.get(k, default.get(k)) for k in every} for run, given in had.items()}
+    for given in had.values():
+        now = argparse.Namespace(**default | given)
+        given |= {k: UNUSED for k, (_, used) in flags.NEEDS.items() if k in given and not used(now)}
+    return had
 
 
 def effect(seeds):

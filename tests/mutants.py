@@ -1841,7 +1841,7 @@ MUTANTS = {
          "experiments::runs_are_compared_where_they_differ_in_one_flag_alone"),
         ("flags that change together say nothing", "tuple(map(column.index, column))", "(flag, *map(column.index, column))",
          "experiments::runs_are_compared_where_they_differ_in_one_flag_alone"),
-        ("runs are compared whatever else differs", "len({which[f] for f in causes}) > 1", "False",
+        ("runs are compared whatever else differs", "len({alike[f] for f in causes}) > 1", "False",
          "experiments::runs_are_compared_where_they_differ_in_one_flag_alone"),
         ("noise is on, of whatever size", "len({str(v) for v in values[flag] if v != UNUSED}) > 1", "False",
          "experiments::what_is_switched_on_is_one_change_whatever_its_size"),
