@@ -43,7 +43,6 @@ from model import PROJECTIONS
 from nvfp4 import QuantLinear
 from runtime.logprobs import token_logprobs
 from weights import checkpoint
-from weights.config import read_config
 from weights.files import decode, read_jsonl
 from weights.formats import FORMATS, block_scales, encode, scale_bits, snap
 
@@ -277,21 +276,13 @@ class HeldOut:
         return out
 
 
-def open_16_bit(folder, flag):
-    """(config, source) of a checkpoint folder that is to be quantized; ValueError if it is."""
-    config = read_config(folder)
-    if config.quantization:
-        raise ValueError(f"{flag}: {folder} is quantized already; give the 16-bit checkpoint")
-    return config, checkpoint.Checkpoint(folder)
-
-
 def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None,
          sequences=128, length=512, **options):
     """model.load(..., quant=fmt) with AWQ; the layers' report is in model.awq. calib: a file for
     `texts`; options: grid and finalists of Search. Raises as model.load does, and ValueError for
     too little text or a checkpoint quantized already."""
     folder = checkpoint.fetch(path_or_hub_id)
-    config, source = open_16_bit(folder, "--awq")
+    config, source = checkpoint.open_16_bit(folder, "--awq")
     ids = calibration(calib, folder, sequences, length)
     model = checkpoint.skeleton(config)
     pieces = checkpoint.stream(model, source, device, dtype)

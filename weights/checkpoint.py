@@ -228,6 +228,14 @@ def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none"):
     return model.eval()
 
 
+def open_16_bit(folder, flag):
+    """(config, source) of a checkpoint folder that is to be quantized; ValueError if it is."""
+    config = read_config(folder)
+    if config.quantization:
+        raise ValueError(f"{flag}: {folder} is quantized already; give the 16-bit checkpoint")
+    return config, Checkpoint(folder)
+
+
 def skeleton(config):
     """A Transformer without memory, on the meta device."""
     with torch.device("meta"):

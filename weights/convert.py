@@ -55,7 +55,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     Weights stay in the dtype they are stored in. ValueError for an `out` that exists, a checkpoint
     that is quantized already, and whatever `quantize` and `awq.calibration` refuse."""
     begin, folder = time.time(), checkpoint.fetch(path_or_hub_id)
-    config, source = awq.open_16_bit(folder, "--model")
+    config, source = checkpoint.open_16_bit(folder, "--model")
     if use_awq and length > config.max_position_embeddings:
         raise ValueError(f"--length {length}: the model has {config.max_position_embeddings} "
                          "positions; lower it")
