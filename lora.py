@@ -137,9 +137,10 @@ def packed(model):
     """runtime.packed where it can run the model: on a GPU, in 16 bits, with heads of a size that
     attention.py takes and, of Qwen3, nothing but adapters to train; else None, and model.py's own
     forward is the way."""
-    w, config, sizes = model.embed.weight, model.config, (16, 32, 64, 128)
-    more = torch.is_grad_enabled() and w.requires_grad and config.qk_norm
-    if not w.is_cuda or w.dtype not in HALVES or more or config.head_dim not in sizes:
+    w, config = model.embed.weight, model.config
+    fits = w.is_cuda and w.dtype in HALVES and config.head_dim in (16, 32, 64, 128)
+    head_norms_learn = torch.is_grad_enabled() and w.requires_grad and config.qk_norm
+    if not fits or head_norms_learn:
         return None
     from runtime import packed  # needs Triton, which the CPU does without
 
