@@ -58,7 +58,7 @@ class OneDNNLinear(torch.nn.Module):
 def changed(m):
     """Whether a module has a forward, or a hook, that is not this project's."""
     ours = m.forward.__module__.partition(".")[0] in ("model", "nvfp4", "lora", "torch")
-    return not ours or m._forward_pre_hooks or m._forward_hooks
+    return not ours or bool(m._forward_pre_hooks or m._forward_hooks)
 
 
 @contextmanager

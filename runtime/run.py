@@ -86,10 +86,10 @@ def settle(args, argv):
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
     read = ((k.replace("_", "-"), v) for k, v in read_json(saved).items() if k != "command")
     try:
-        old, wanted = flags.from_file("train", read, saved), flags.given("train", argv)
+        old = flags.from_file("train", read, saved)
     except ValueError as e:  # a value that only the script knows that the run was begun by
         raise ValueError(f"{e}; the run was begun by {plot.told(out).get('script')}") from None
-    for name, value in wanted.items():
+    for name, value in flags.given("train", argv).items():
         if name not in FREE and value != getattr(old, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
                              f"{getattr(old, name)}; --resume keeps a run's flags")
@@ -215,7 +215,8 @@ class Run:
               + (f" ({long} questions longer than --max-prompt)" if long else ""), flush=True)
         if s.step == 0:
             s.before = found
-            ranks.first(files.write_jsonl)(self.out / "eval_before.jsonl", result["rows"])
+            if ranks.rank == 0:
+                files.write_jsonl(self.out / "eval_before.jsonl", result["rows"])
         elif self.args.eval_every and (s.best is None or found["accuracy"] > s.best["accuracy"]):
             if self.args.lora_rank:
                 s.best = {"step": s.step, **found}

@@ -805,7 +805,7 @@ MUTANTS = {
          "sample::a_forward_of_ones_own_is_what_samples"),
         ("the GPU passes over a forward of one's own", "        if changed(m):\n", "        if False:\n",
          "aqn::a_noise_that_the_gpus_kernels_do_not_read_is_refused"),
-        ("a hook is not called in a rollout", "not ours or m._forward_pre_hooks or m._forward_hooks", "not ours",
+        ("a hook is not called in a rollout", "not ours or bool(m._forward_pre_hooks or m._forward_hooks)", "not ours",
          "sample::a_forward_of_ones_own_is_what_samples"),
         ("a base's forward does not sample", " or changed(m.base):", ":", "sample::a_forward_of_ones_own_is_what_samples"),
         ("a noise of one's own reaches no rollout", "if any(b.any() for b in aqn.buffers(m).values()) or", "if",
