@@ -187,54 +187,61 @@ def trainings(name, seeds, jobs, args, argv):
         other = "--seeds" if twice[0] == "seed" else "another experiment"
         raise ValueError(f"--{twice[0].replace('_', '-')}: is what the arms of {name} differ in; "
                          f"leave it out, or take {other}")
-
     if jobs > 1 and not command.ALONE:
         raise ValueError(f"--jobs {jobs}: starts train.py, without what the program that has "
                          "called may have changed; start experiments.py itself, or leave it out")
-    all_cards = ",".join(map(str, range(torch.cuda.device_count())))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
-    each = -(-jobs // len(visible))  # on a card, of whose memory each would take all that is free
-    shared = ["--card-share", str(1 / each)] if each > 1 else []
-    children, cards = set(), SimpleQueue()  # a free card for each job
-    for i in range(jobs):
-        cards.put(visible[i % len(visible)])
+    every = [(arm, [*argv, *ARMS[name][arm], "--seed", str(seed)], folder(args.out, arm, seed))
+             for seed, arm in product(seeds, ARMS[name])]
+    todo = [run for run in every if not (run[-1] / "summary.json").is_file()]
+    for _, given, out in every:
+        # beside runs that are there, runs of default flags would be others
+        check_flags(out, vars(flags.parse("train", given)) if todo else flags.given("train", given))
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    processes = Processes(jobs)
 
-    def one(seed_arm):
-        seed, arm = seed_arm
-        out = folder(args.out, arm, seed)
-        again = (out / "config.json").is_file()
-        given = [*argv, *ARMS[name][arm], *shared, *["--resume"] * again,
-                 "--seed", str(seed), "--out", str(out)]
+    def one(run):
+        arm, given, out = run
+        given = [*given, *["--resume"] * (out / "config.json").is_file(), "--out", str(out)]
         two = name == "copies" and arm != "one"
         if jobs == 1:
             return apart(given) if two else train.main(given)
+        return processes.run([__file__, "two-copies"] if two else [train.__file__], given, out)
+
+    with ThreadPoolExecutor(jobs) as pool, stopping(processes.children):
+        for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
+            if code:
+                return code
+    print(table(name, seeds, args.out), flush=True)
+    print("\n".join(compare([out for *_, out in every])))
+
+
+class Processes:
+    """Trainings side by side, `jobs` at most: each on one of the cards, and with its part of that
+    card's memory, since it would take all that is free."""
+
+    def __init__(self, jobs):
+        all_cards = ",".join(map(str, range(torch.cuda.device_count())))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
+        each = -(-jobs // len(visible))
+        self.share = ["--card-share", str(1 / each)] if each > 1 else []
+        self.children, self.cards = set(), SimpleQueue()  # a free card for each job
+        for i in range(jobs):
+            self.cards.put(visible[i % len(visible)])
+
+    def run(self, script, given, out):
+        """The exit code of a process that trains into the folder `out`; it prints to `out`.log."""
         print(out, flush=True)
-        script, card = [__file__, "two-copies"] if two else [train.__file__], cards.get()
+        card = self.cards.get()
         try:
             with open(f"{out}.log", "a") as log:
-                code = process(children, [sys.executable, *script, *given], stdout=log, stderr=log,
+                code = process(self.children, [sys.executable, *script, *self.share, *given],
+                               stdout=log, stderr=log,
                                env=os.environ | {"CUDA_VISIBLE_DEVICES": card})
             if code:
                 print(f"{out}: ended with exit code {code}, see {out}.log", file=sys.stderr)
             return code
         finally:
-            cards.put(card)
-
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    every = [*product(seeds, ARMS[name])]
-    todo = [(seed, arm) for seed, arm in every
-            if not (folder(args.out, arm, seed) / "summary.json").is_file()]
-    for seed, arm in every:
-        own = [*argv, *ARMS[name][arm], "--seed", str(seed)]
-        # beside runs that are there, runs of default flags would be others
-        wanted = vars(flags.parse("train", own)) if todo else flags.given("train", own)
-        check_flags(folder(args.out, arm, seed), wanted)
-    with ThreadPoolExecutor(jobs) as pool, stopping(children):
-        for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
-            if code:
-                return code
-    print(table(name, seeds, args.out), flush=True)
-    print("\n".join(compare([folder(args.out, arm, seed) for seed, arm in every])))
+            self.cards.put(card)
 
 
 def process(children, argv, **options):

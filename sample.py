@@ -64,6 +64,20 @@ class Row:
     key: int  # of its random numbers
     sample: Sample
 
+    @property
+    def ended(self):
+        return self.sample.finished or len(self.sample.ids) == self.limit
+
+    def take(self, ids, logprobs, eos):
+        """Drawn tokens into the sample, up to its end; returns them."""
+        ids = ids[: self.limit - len(self.sample.ids)]
+        if not eos.isdisjoint(ids):
+            ids = ids[: 1 + next(i for i, t in enumerate(ids) if t in eos)]
+            self.sample.finished = True
+        self.sample.ids += ids
+        self.sample.logprobs += logprobs[: len(ids)]
+        return ids
+
 
 class Flight(NamedTuple):
     """Steps that an engine was told to decode: how many, {row: its place}, and what waits for their
@@ -129,29 +143,17 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
     while True:
         # Waiting rows take the free slots, lowest first, once these have stood empty for as long
         # as a prefill makes the others wait: sooner, and all wait too often; later, and they decode
-        # too few. When none waits, the last rows move into the holes.
+        # too few.
         free = [s for s, row in enumerate(live) if row is None]
-        starts, busy = [], len(live) - len(free)
-        if waiting and free and idle >= engine.stall * busy:
+        if waiting and free and idle >= engine.stall * (len(live) - len(free)):
             starts, idle = free[: len(waiting)], 0
-            free = free[len(starts) :]
             for s in starts:
                 live[s] = waiting.popleft()
+            begin_rows(model, engine, starts, live, held)
         if not waiting:
-            for s in reversed(free):
-                row = live.pop()
-                if s < len(live):
-                    length = len(row.prompt) + len(row.sample.ids) + flight.steps
-                    engine.move(len(live), s, length)
-                    live[s], held[s] = row, row.p
+            close_holes(engine, live, held, flight.steps)
         if not live:
             break
-        if starts:
-            bring_prompts(model, engine, starts, live, held)
-            new = [live[s] for s in starts]
-            engine.start(starts, [row.prompt[-1] for row in new],
-                         [len(row.prompt) - 1 for row in new], [row.limit for row in new],
-                         to_device([row.key for row in new], engine.cache.k.device))
         left = max(row.limit - len(row.sample.ids) - flight.steps * (row in flight.places)
                    for row in live if row)
         launched = grounded
@@ -161,23 +163,18 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
         landed, flight = (flight, launched) if engine.ahead else (launched, grounded)
         if not landed.steps:
             continue
-        new_ids, new_logprobs = landed.fetch()
+        ids, logprobs = landed.fetch()
         for s, row in enumerate(live):
             if row not in landed.places:
                 continue
-            i, sample = landed.places[row], row.sample
-            ids = new_ids[i][: row.limit - len(sample.ids)]
-            if not eos.isdisjoint(ids):
-                ids = ids[: 1 + next(i for i, t in enumerate(ids) if t in eos)]
-                sample.finished = True
-            sample.ids += ids
-            sample.logprobs += new_logprobs[i][: len(ids)]
-            tokens += len(ids)
-            if sample.finished or len(sample.ids) == row.limit:
+            i = landed.places[row]
+            new = row.take(ids[i], logprobs[i], eos)
+            tokens += len(new)
+            if row.ended:
                 live[s] = None
                 bar.update()
             if on_token:
-                for t in ids:
+                for t in new:
                     on_token(row.p, row.j, t)
         idle += live.count(None) * landed.steps
         if progress:
@@ -186,8 +183,19 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
     bar.close()
 
 
-def bring_prompts(model, engine, starts, live, held):
-    """Bring the prompt of each starting row into its slot: it may lie there already, or in the slot
+def close_holes(engine, live, held, ahead):
+    """Move the last rows into the holes, so that the batch shrinks. ahead: steps that are launched
+    and not in the samples yet."""
+    for s in reversed(range(len(live))):  # behind s there are rows only
+        if live[s] is None:
+            row = live.pop()
+            if s < len(live):
+                engine.move(len(live), s, len(row.prompt) + len(row.sample.ids) + ahead)
+                live[s], held[s] = row, row.p
+
+
+def begin_rows(model, engine, starts, live, held):
+    """Begin the rows in the slots `starts`. A row's prompt may lie in its slot already, or in that
     of another row of its group, else it is prefilled. While a prompt has rows waiting, some slot
     always holds it, since freed slots go to them."""
     fresh = {}  # prompt -> the slot it is prefilled into
@@ -214,6 +222,10 @@ def bring_prompts(model, engine, starts, live, held):
             engine.copy_row(fresh[p], first, end, len(live[first].prompt) - 1)
     for s in starts:
         held[s] = live[s].p
+    rows = [live[s] for s in starts]
+    engine.start(starts, [row.prompt[-1] for row in rows], [len(row.prompt) - 1 for row in rows],
+                 [row.limit for row in rows],
+                 to_device([row.key for row in rows], engine.cache.k.device))
 
 
 def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):

@@ -147,13 +147,13 @@ def cell(value, spec):
     return "-" if value is None else format(value, spec)
 
 
-def number(low, below, kind=int):
-    """An argparse type: a number of `kind` in [low, below), never NaN."""
+def number(low, end, kind=int, closed=False):
+    """An argparse type: a number of `kind` in [low, end), or `closed` in [low, end], never NaN."""
 
     def parse(text):
         value = kind(text)
-        if not low <= value < below:
-            bounds = f"at least {low} and below {below:.7g}"
+        if not (low <= value < end or closed and value == end):
+            bounds = f"at least {low} and {'at most' if closed else 'below'} {end:.7g}"
             raise argparse.ArgumentTypeError(f"{text}: must be {bounds}")
         return value
 
@@ -161,11 +161,11 @@ def number(low, below, kind=int):
     return parse
 
 
-def numbers(low, below):
-    """An argparse type: whole numbers in [low, below) as in 3,4,5, each once, in order."""
+def numbers(low, end):
+    """An argparse type: whole numbers in [low, end) as in 3,4,5, each once, in order."""
 
     def parse(text):
-        return sorted({number(low, below)(part) for part in text.split(",")})
+        return sorted({number(low, end)(part) for part in text.split(",")})
 
     parse.__name__ = "comma-separated int"
     return parse

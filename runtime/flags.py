@@ -114,7 +114,7 @@ TABLE = (
     Flag("eval-every", number(0, 1e8), 0, "steps between evaluations; 0: before and after", 10),
     Flag("eval-limit", number(1, 1e8), None, "how many questions (default: all)", 256),
     Flag("eval-temperature", number(0, 100, float), 0.6, "0 is greedy"),
-    Flag("eval-top-p", number(1e-6, 1.000001, float), 0.95, "nucleus"),
+    Flag("eval-top-p", number(1e-6, 1, float, closed=True), 0.95, "nucleus"),
     "questions: eval",
     Flag("split", ("test", "train"), "test", "which part of the data"),
     Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
@@ -132,7 +132,8 @@ TABLE = (
     "sampling: eval sample",
     Flag("max-new-tokens", number(1, 1e7), None, "completion limit (4096, or what fits)"),
     Flag("temperature", number(0, 100, float), 0.6, "0 is greedy"),
-    Flag("top-p", number(1e-6, 1.000001, float), 0.95, "draw from the likeliest, of this mass"),
+    Flag("top-p", number(1e-6, 1, float, closed=True), 0.95,
+         "draw from the likeliest, of this mass"),
     "run: train",
     Flag("out", str, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
     Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it, and noise "
@@ -143,7 +144,7 @@ TABLE = (
     Flag("gap-bound", number(0, 1e6, float), 0.05, "nats between sampler and trainer to warn at"),
     "engine: train eval sample",
     Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
-    Flag("card-share", number(0.01, 1.000001, float), 1.0,
+    Flag("card-share", number(0.01, 1, float, closed=True), 1.0,
          "part of the card's memory to take, where several runs share it"),
     Flag("seed", number(0, 2**63), 0, "of samples, noise, data order and adapter"),
     "ranks: train eval",
@@ -366,7 +367,7 @@ def load_policy(args):
     shut off."""
     device, dtype = place(args.device, args.dtype)
     if device.startswith("cuda"):
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.card_share))
+        torch.cuda.set_per_process_memory_fraction(args.card_share)
     folder = checkpoint.fetch(args.model)
     if getattr(args, "adapter", None):
         check_policy(args)  # before what takes its time
@@ -458,25 +459,31 @@ def check_policy(args):
     if weights.is_file() and file_digest(weights) in merged(checkpoint.fetch(args.model)):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} is merged into it "
                          "already; give the base it was trained on, or leave the adapter out")
-    stored, *_ = (had.get("weights") or "").partition(":")  # as none, or nvfp4
-    known = "weights" if now["weights"].startswith(f"{stored}:") else "base"
+
+    def stored(of):  # in which format: none, nvfp4, ...
+        return (of.get("weights") or "").partition(":")[0]
+
+    same = stored(had) == stored(now)  # only then the digests of all weights compare
+    known = "weights" if same else "base"
     if had.get(known) not in (None, now[known]):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} was trained on another "
                          f"base, {had.get('model')}; an adapter only fits its own")
-    # stored in another format: by other norms, AWQ's scales are in one of the two
-    alike, anew = had.get("norms") == now["norms"], args.awq and now["weights"].startswith("none:")
-    if known == "base" and had.get("norms") and not anew and alike == bool(had.get("awq")):
-        raise ValueError(f"--model {args.model}: was rounded by other scales (AWQ's, or without "
-                         f"AWQ) than the adapter {args.adapter} was trained with; give its own "
-                         f"base, {had.get('model')}")
+    scaled_here = args.awq and stored(now) == "none"
+    if not same and had.get("norms") and not scaled_here:
+        # one of the two was rounded beforehand; by AWQ, the scales are in its norms
+        scaled = had["norms"] != now["norms"]
+        if scaled != bool(had.get("awq")):
+            raise ValueError(f"--model {args.model}: was rounded by other scales (AWQ's, or "
+                             f"without AWQ) than the adapter {args.adapter} was trained with; give "
+                             f"its own base, {had.get('model')}")
     for name in ("quant", "awq"):
         if had.get(name, getattr(args, name)) != getattr(args, name):
             print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "
                   f"{had[name]}", file=sys.stderr)
-    if known == "weights" and args.awq and had.get("text") != now.get("text"):
+    if same and args.awq and had.get("text") != now.get("text"):
         print(f"warning: --calib {args.calib or 'by default'}: the adapter was trained with scales "
               "by another text", file=sys.stderr)
     dtype = dtype_of(args)
-    if known == "weights" and args.awq and had.get("dtype", dtype) != dtype:
+    if same and args.awq and had.get("dtype", dtype) != dtype:
         print(f"warning: --dtype {dtype}: the adapter was trained with AWQ's scales as they come "
               f"out in {had['dtype']}", file=sys.stderr)

@@ -34,6 +34,7 @@ size, G = H / Hkv.
 """
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -101,6 +102,16 @@ def search_blocks(w, fmt, scale, global_scale, H):
     return best
 
 
+class Trial(NamedTuple):
+    """Channel scales s = mean|x|^exponent (K,), and what rounding by them and `blocks`, the block
+    scales and the global one, leaves of the output error."""
+
+    error: float
+    exponent: float
+    s: torch.Tensor
+    blocks: tuple
+
+
 class Search:
     """One linear: the best scales of its input channels, and its quantized weight.
 
@@ -114,30 +125,29 @@ class Search:
                  finalists=FINALISTS):
         power = output_error(w, H) or 1.0
         divide = torch.ones(len(w), 1, device=w.device) if divide is None else divide[:, None]
-        self.rtn = output_error(snap(w, fmt, *block_scales(w, fmt)) - w, H) / power
 
-        def error(t, s, scales):
-            return output_error(snap(t, fmt, *scales) * divide / s - w, H) / power
-
-        tried = []
-        for a in [i / grid for i in range(grid + 1)] if grid else [0.0]:
-            s = magnitude.clamp(min=1e-8) ** a
-            s = exact(s / (s.max() * s.min()).sqrt()) if a else torch.ones_like(magnitude)
+        def attempt(exponent, s, search=False):
             t = w * s / divide
-            tried.append((error(t, s, block_scales(t, fmt)), a, s))
-        self.channels, self.exponent, self.s = min(tried, key=lambda x: x[0])
-        self.awq, t = self.channels, w * self.s / divide
-        final = (t, fmt, *block_scales(t, fmt))
+            scale, top = block_scales(t, fmt)
+            if search:
+                scale = search_blocks(t, fmt, scale, top, H / s / s[:, None])
+            d = snap(t, fmt, scale, top) * divide / s - w
+            return Trial(output_error(d, H) / power, exponent, s, (scale, top))
+
+        self.rtn = output_error(snap(w, fmt, *block_scales(w, fmt)) - w, H) / power
+        trials = [attempt(0.0, torch.ones_like(magnitude))]
+        for i in range(1, grid + 1):
+            s = magnitude.clamp(min=1e-8) ** (i / grid)
+            trials.append(attempt(i / grid, exact(s / (s.max() * s.min()).sqrt())))
+        best = min(trials, key=lambda t: t.error)
+        self.channels = best.error
         if finalists is not None:
             # a search of blocks costs ten trials, and evens out much of what exponents differ by:
             # for the best of them, and 0
-            for _, a, s in sorted(tried[1:], key=lambda x: x[0])[:finalists] + tried[:1]:
-                t = w * s / divide
-                scale, top = block_scales(t, fmt)
-                scale = search_blocks(t, fmt, scale, top, H / s / s[:, None])
-                if (e := error(t, s, (scale, top))) < self.awq:
-                    self.exponent, self.s, self.awq, final = a, s, e, (t, fmt, scale, top)
-        self.q = encode(*final)
+            for t in sorted(trials[1:], key=lambda t: t.error)[:finalists] + trials[:1]:
+                best = min(best, attempt(t.exponent, t.s, search=True), key=lambda t: t.error)
+        self.exponent, self.s, self.awq = best.exponent, best.s, best.error
+        self.q = encode(w * best.s / divide, fmt, *best.blocks)
 
 
 def quantize_block(block, stats, config, fmt, **options):
