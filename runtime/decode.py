@@ -13,8 +13,8 @@ and silu(gate) * up. Beside it:
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
              state
 
-Beside 16-bit weights cuBLAS adds bias and residual; LoRA is a kernel of its own behind each
-projection, with silu(gate) * up in it.
+Beside 16-bit weights cuBLAS adds bias and residual; silu and, for each projection, lora are kernels
+of their own.
 
 What earlier kernels of the step wrote is read after gdc_wait(): on Hopper a kernel may be launched
 while its predecessor still runs (programmatic dependent launch), and fetches meanwhile what the
@@ -380,19 +380,15 @@ class Step:
             y = residual.add_(p.base(x))
         else:
             y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
-        if p.A is None:
-            return self.silu(y) if glu else y
-        (B, K), parts = x.shape, len(p.bounds) + 1
-        out, width, RB, BN = y, p.N, 8 if B <= 8 else 16, 128
-        if glu:
-            width //= 2
-            out = y.new_empty(B, width)
-        work, adapter, makers = adapter_work(x, p.A, parts, RB)
-        lora_kernel[(makers + triton.cdiv(width, BN) * triton.cdiv(B, RB),)](
-            y, out, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling,
-            PR=len(p.A), RB=RB, BN=BN, GLU=glu, **adapter, num_warps=4, num_stages=1,
-            IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, **self.launch)
-        return out
+        if p.A is not None:
+            (B, K), RB, BN = x.shape, 8 if x.shape[0] <= 8 else 16, 128
+            tiles, parts = triton.cdiv(p.N, BN), len(p.bounds) + 1
+            work, adapter, makers = adapter_work(x, p.A, parts, RB)
+            lora_kernel[(makers + tiles * triton.cdiv(B, RB),)](
+                y, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling,
+                PR=len(p.A), RB=RB, BN=BN, **adapter, num_warps=4, num_stages=1,
+                IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, **self.launch)
+        return self.silu(y) if glu else y
 
     def attention(self, layer, qkv):
         """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D); writes the cache."""
