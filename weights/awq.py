@@ -33,6 +33,7 @@ Shapes: N rows, K columns, B sequences, T tokens, C hidden, H query heads, Hkv k
 size, G = H / Hkv.
 """
 import math
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,6 +113,9 @@ class Trial(NamedTuple):
     blocks: tuple
 
 
+BY_ERROR = attrgetter("error")
+
+
 class Search:
     """One linear: the best scales of its input channels, and its quantized weight.
 
@@ -139,13 +143,14 @@ class Search:
         for i in range(1, grid + 1):
             s = magnitude.clamp(min=1e-8) ** (i / grid)
             trials.append(attempt(i / grid, exact(s / (s.max() * s.min()).sqrt())))
-        best = min(trials, key=lambda t: t.error)
+        best = min(trials, key=BY_ERROR)
         self.channels = best.error
         if finalists is not None:
             # a search of blocks costs ten trials, and evens out much of what exponents differ by:
             # for the best of them, and 0
-            for t in sorted(trials[1:], key=lambda t: t.error)[:finalists] + trials[:1]:
-                best = min(best, attempt(t.exponent, t.s, search=True), key=lambda t: t.error)
+            for plain in sorted(trials[1:], key=BY_ERROR)[:finalists] + trials[:1]:
+                found = attempt(plain.exponent, plain.s, search=True)
+                best = min(best, found, key=BY_ERROR)
         self.exponent, self.s, self.awq = best.exponent, best.s, best.error
         self.q = encode(w * best.s / divide, fmt, *best.blocks)
 
