@@ -151,7 +151,7 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
                 live[s] = waiting.popleft()
             begin_rows(model, engine, starts, live, held)
         if not waiting:
-            close_holes(engine, live, held, flight.steps)
+            close_holes(engine, live, flight.steps)
         if not live:
             break
         left = max(row.limit - len(row.sample.ids) - flight.steps * (row in flight.places)
@@ -183,15 +183,15 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
     bar.close()
 
 
-def close_holes(engine, live, held, ahead):
-    """Move the last rows into the holes, so that the batch shrinks. ahead: steps that are launched
-    and not in the samples yet."""
+def close_holes(engine, live, ahead):
+    """Move the last rows into the holes, so that the batch shrinks; none begins after that. ahead:
+    steps that are launched and not in the samples yet."""
     for s in reversed(range(len(live))):  # behind s there are rows only
         if live[s] is None:
             row = live.pop()
             if s < len(live):
                 engine.move(len(live), s, len(row.prompt) + len(row.sample.ids) + ahead)
-                live[s], held[s] = row, row.p
+                live[s] = row
 
 
 def begin_rows(model, engine, starts, live, held):
