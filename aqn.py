@@ -19,7 +19,7 @@ so CUDA graphs that captured the buffers see it.
 To try a noise of your own, put it in the place of set_noise and write to the buffers (here: only
 the second half of the layers, and scaled by w). Draw it from a generator that the seed seeds: then
 a run repeats, a resume goes on as it would have, and all ranks have the same. Every RMSNorm has a
-buffer, the last (model.norm, a temperature) and Qwen3's q_norm and k_norm too. On the CPU any
+buffer, the last (model.norm) and Qwen3's q_norm and k_norm too. On the CPU any
 module's buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into
 update or evaluation.
 
@@ -56,12 +56,12 @@ def between(start, end, f):
     return start * (1 - f) + end * f
 
 
-SCHEDULES = {  # sigma of start, end and x, which goes from 0 to 1 in n steps, one a noisy stage
+SCHEDULES = {  # (start, end, x, n) -> sigma of noisy stage i = 0 to n, x = i / n
     "exponential": exponential,
     "linear": lambda start, end, x, n: between(start, end, x),
     "cosine": lambda start, end, x, n: between(start, end, (1 - math.cos(math.pi * x)) / 2),
     "logarithmic": lambda start, end, x, n: between(start, end, math.log1p(n * x) / math.log1p(n)),
-    "eq8": exponential,  # of Eq. 8 as printed: noisy from the first stage on
+    "eq8": exponential,  # as printed: `sigma` gives its first stage noise, too
 }
 
 
@@ -85,10 +85,10 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
         raise ValueError(f"step {step} of {total_steps}: --steps must be at least 1, no step is "
                          "negative")
     stage = min(step * stages // total_steps, stages - 1)
-    silent = schedule != "eq8"  # the first stage
-    i, n = stage - silent, stages - 1 - silent  # the noisy stage, from 0; the last one
-    if i < 0:
+    first = 0 if schedule == "eq8" else 1  # stage with noise
+    if stage < first:
         return 0.0
+    i, n = stage - first, stages - 1 - first  # the stage among the noisy ones, 0 to n
     level = SCHEDULES[schedule](start, end, i / n, n) if n else end
     if not isinstance(level, float | int) or not 0 <= level < math.inf:
         raise ValueError(f"--aqn-schedule {schedule}: gives {level!r:.40} at stage {stage}; a "

@@ -113,7 +113,7 @@ def gradient(args, argv):
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    engine.fit_update(args, model, params)
+    engine.settle_update(args, model, params)
     out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
                          for anchor in ("sampler", "current")}
     draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed

@@ -29,8 +29,7 @@ import torch
 
 import lora
 from model import to_device
-from runtime import ranks
-from runtime.batches import dealt, families, micro_batches, padding, rows_end_to_end
+from runtime import batches, ranks
 from runtime.logprobs import token_logprobs
 
 
@@ -48,7 +47,7 @@ class Completion:
     correct: bool = False
     format: bool = False
     advantage: float = 0.0
-    trainer_logprobs: list | None = None  # of each id, under the clean policy before the step
+    trainer_logprobs: list | None = None  # of each id, under the trainer's policy before the step
 
     def __getstate__(self):
         """Between ranks numbers go as arrays: pickled one by one they take 0.1 s of a step."""
@@ -157,8 +156,9 @@ def constant(per_token, mask, tokens, seqs, max_len):
 @dataclass(frozen=True)
 class Objective:
     level: Callable  # log-ratios (B, T), mask -> log-ratios (B, T)
-    # ratio, advantages, logp, low, high -> gain (B, T); where both are infinite, without its clip:
-    # clips are counted by the difference. An entropy bonus is its term -c * logp.detach() * logp
+    # ratio, advantages, logp, low, high -> gain (B, T). Called again with both infinite:
+    # where the two differ, a token counts as clipped. An entropy bonus would be one more term,
+    # -c * logp.detach() * logp
     surrogate: Callable
     normaliser: Callable  # per_token, mask, tokens, seqs, max_len -> the loss
     clip: tuple = (0.2, 0.2)  # eps_low, eps_high if none are given
@@ -175,23 +175,22 @@ OBJECTIVES = {
 
 
 def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps_high=None,
-                ref_logp=None, beta=0.0, trainer_old_logp=None, tis_cap=None, total_tokens=None,
+                ref_logp=None, beta=0.0, trainer_logp=None, tis_cap=None, total_tokens=None,
                 total_seqs=None, max_len=None, entropy=None):
     """The policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
 
-    logp, old_logp: (B, T), of the trained policy (differentiable), and of whoever sampled. With
-        quantization noise the two differ from the first update on, so old_logp must be what the
-        sampler recorded.
+    logp, old_logp: (B, T), of the trained policy (differentiable), and of whoever sampled, as it
+        recorded them: with noise the two differ from the first update on.
     advantages: (B,). mask: (B, T) bool, true on the completion tokens to train on.
     loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
     ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
         estimator k3. Without beta the KL is only measured.
-    trainer_old_logp, tis_cap: (B, T), the trainer's own log-probs. The ratio is then taken against
+    trainer_logp, tis_cap: (B, T), the trainer's own log-probs. The ratio is then taken against
         these, and a weight corrects for the sampler:
-            --old-logp   trainer_old_logp                the ratio pi / ..., its weight
-            sampler      None                            sampler; none
-            trainer      before the first update         trainer; min(trainer / sampler, tis_cap)
-            current      of this pass, detached          itself, so 1; min(pi / sampler, tis_cap)
+            --old-logp   trainer_logp               ratio          weight
+            sampler      None                       pi / old       none
+            trainer      before the first update    pi / trainer   min(trainer / old, tis_cap)
+            current      logp.detach()              pi / pi = 1    min(pi / old, tis_cap)
         At GSPO's level both are geometric means: TRL's exp(sum) of a long completion is 0 or the
         cap.
     total_tokens, total_seqs: counts over the *global* batch, of tokens in the mask and of
@@ -202,7 +201,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     mean_metrics; sampler_kl is KL(sampler || trainer), k3. ValueError for arguments that
     contradict each other.
     """
-    check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
+    check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_logp,
                     tis_cap, max_len)
     objective = OBJECTIVES[loss]
     low, high = (default if given is None else given
@@ -211,9 +210,11 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     def difference(a, b):  # what stands in the padding, nan included, reaches nothing
         return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
 
-    trainer = logp.detach() if trainer_old_logp is None else trainer_old_logp
-    gap = difference(trainer, old_logp).detach()  # to the sampler, token by token
-    anchor = old_logp if trainer_old_logp is None else trainer_old_logp
+    if trainer_logp is None:
+        anchor, trainer = old_logp, logp.detach()
+    else:
+        anchor = trainer = trainer_logp
+    gap = difference(trainer, old_logp).detach()  # trainer to sampler, token by token
     ratio = objective.level(difference(logp, anchor), mask).exp()  # (B, T)
     adv = advantages[:, None].to(logp.dtype)  # (B, 1)
     said = logp.masked_fill(~mask, 0.0)
@@ -247,7 +248,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     return value, metrics
 
 
-def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_old_logp,
+def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_logp,
                     tis_cap, max_len):
     if loss not in OBJECTIVES:
         raise ValueError(f"--loss {loss}: choose one of {', '.join(OBJECTIVES)}")
@@ -255,8 +256,8 @@ def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trai
         raise ValueError(f"--loss {loss} needs max_len, the completion limit it divides by")
     if beta and ref_logp is None:
         raise ValueError(f"--beta {beta} needs ref_logp, the log-probs with the adapter off")
-    if (trainer_old_logp is None) != (tis_cap is None):
-        raise ValueError("truncated importance weights need both trainer_old_logp and tis_cap")
+    if (trainer_logp is None) != (tis_cap is None):
+        raise ValueError("truncated importance weights need both trainer_logp and tis_cap")
     if not logp.shape == old_logp.shape == mask.shape or advantages.shape != logp.shape[:1]:
         raise ValueError(f"shapes differ: logp {tuple(logp.shape)}, old_logp "
                          f"{tuple(old_logp.shape)}, mask {tuple(mask.shape)}, advantages "
@@ -318,8 +319,9 @@ def completion_logprobs(model, completions, temperature):
     its noise, its adapter."""
     device, T = model.embed.weight.device, max(len(c.ids) for c in completions)
     # the state at a token predicts the next one; the last predicts nothing
-    if packed := lora.packed(model):
-        hidden = packed.hidden(model, *rows_end_to_end(families(model, completions)))  # (S, C)
+    if packed := batches.packed(model):
+        rows = batches.rows_end_to_end(batches.families(model, completions))
+        hidden = packed.hidden(model, *rows)  # (S, C)
     else:  # padded on the right
         rows = [c.prompt + c.ids[:-1] for c in completions]
         L = max(map(len, rows))
@@ -347,8 +349,8 @@ def record_trainer_logprobs(model, completions, settings):
     """Fill `trainer_logprobs` of each completion that is trained on: a pass of its own, before any
     parameter moves (--old-logp trainer)."""
     budget = settings.micro_batch_tokens
-    shares = dealt(model, trained(completions, settings.overlong), budget)
-    for batch in micro_batches(model, shares[ranks.rank], budget):
+    shares = batches.dealt(model, trained(completions, settings.overlong), budget)
+    for batch in batches.micro_batches(model, shares[ranks.rank], budget):
         logp, _, mask = completion_logprobs(model, batch, settings.temperature)
         values = iter(logp[mask].tolist())  # of all at once: each look waits for the device
         for c in batch:
@@ -360,8 +362,7 @@ def record_trainer_logprobs(model, completions, settings):
 
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
-    """policy_loss of one micro-batch, with the reference and the ratio's anchor that `settings` ask
-    for."""
+    """policy_loss of one micro-batch, with the log-probs beside its own that `settings` ask for."""
     s, device, reference = settings, model.embed.weight.device, None
 
     def padded(rows):  # a list a completion -> (B, T)
@@ -372,16 +373,16 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
         with torch.no_grad(), lora.disabled(model):  # the base: the same model, adapter off
             reference = completion_logprobs(model, batch, s.temperature)[0]
     logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
-    anchor = None
+    trainer = None
     if s.old_logp == "trainer":
-        anchor = padded([c.trainer_logprobs for c in batch])
+        trainer = padded([c.trainer_logprobs for c in batch])
     elif s.old_logp == "current":  # the ratio is 1: the plain policy gradient, weighted
-        anchor = logp.detach()
+        trainer = logp.detach()
     advantages = to_device([c.advantage for c in batch], device, torch.float32)
     return policy_loss(
         logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, s.eps_low, s.eps_high,
-        ref_logp=reference, beta=s.beta, trainer_old_logp=anchor,
-        tis_cap=None if anchor is None else s.tis_cap, total_tokens=total_tokens,
+        ref_logp=reference, beta=s.beta, trainer_logp=trainer,
+        tis_cap=None if trainer is None else s.tis_cap, total_tokens=total_tokens,
         total_seqs=total_seqs, max_len=s.max_new_tokens, entropy=entropy)
 
 
@@ -390,9 +391,9 @@ def half_scale(lengths):
     these lengths.
 
     float16 holds 6e-5 to 65,504. Where d loss / d logp of each token is 1, the gradients of a
-    0.5B's activations are 22 at most, and their median in its last layer is 1e-6. The mean of
-    d loss / d logp over the tokens is 1 / sum(lengths): it becomes 64, or less where that would
-    take a token of the shortest completion, in GRPO 1 / (len(lengths) * its length), past 1024."""
+    0.5B's activations are 22 at most, and their median in its last layer is 1e-6. Scaled,
+    d loss / d logp is 64 on average (1 / sum(lengths) before), or less, where a token of the
+    shortest completion would pass 1024 (in GRPO 1 / (len(lengths) * its length) before)."""
     most = min(64 * sum(lengths), 1024 * min(lengths) * len(lengths))
     return 2.0 ** math.floor(math.log2(most))
 
@@ -412,12 +413,12 @@ def backward(model, completions, settings):
     half = model.embed.weight.dtype == torch.float16
     scale = half_scale(lengths) if half else 1.0
     budget = settings.micro_batch_tokens
-    share = dealt(model, learned, budget)[ranks.rank]
-    for batch in micro_batches(model, share, budget):
+    share = batches.dealt(model, learned, budget)[ranks.rank]
+    for batch in batches.micro_batches(model, share, budget):
         loss, metrics = batch_loss(model, batch, settings, sum(lengths), len(counted))
         (scale * loss).backward()
-        if not lora.packed(model):
-            places, wasted = to_device(padding(batch), loss.device)
+        if not batches.packed(model):
+            places, wasted = to_device(batches.padding(batch), loss.device)
             metrics |= {"places": places, "padding": wasted}
         parts.append(metrics)
     for p in model.parameters() if half else ():

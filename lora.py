@@ -28,12 +28,12 @@ import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import HALVES, prefix, projections
+from model import prefix, projections
 from weights.files import read_json, whole, write_json
 
-# Fields of adapter_config.json that leave plain LoRA plain, with these values or with any. Which
-# layers are adapted is read off the tensors, so the fields that choose layers are free. Any other
-# field that is set (use_dora, rank_pattern, what PEFT learns later) makes it something else.
+# Fields of adapter_config.json that may be set: PLAIN's to these values, FREE's to any (which
+# layers are adapted is read off the tensors). With any other (use_dora, rank_pattern, what PEFT
+# learns later) it is something else than plain LoRA.
 PLAIN = {"peft_type": ("LORA",), "bias": ("none",),
          "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 FREE = {"r", "lora_alpha", "use_rslora", "lora_dropout", "task_type", "base_model_name_or_path",
@@ -131,20 +131,6 @@ def disabled(model):
     finally:
         for m, on in zip(layers, before, strict=True):
             m.enabled = on
-
-
-def packed(model):
-    """runtime.packed where it can run the model: on a GPU, in 16 bits, with heads of a size that
-    attention.py takes and, of Qwen3, nothing but adapters to train; else None, and model.py's own
-    forward is the way."""
-    w, config = model.embed.weight, model.config
-    fits = w.is_cuda and w.dtype in HALVES and config.head_dim in (16, 32, 64, 128)
-    head_norms_learn = torch.is_grad_enabled() and w.requires_grad and config.qk_norm
-    if not fits or head_norms_learn:
-        return None
-    from runtime import packed  # needs Triton, which the CPU does without
-
-    return packed
 
 
 # ---- PEFT's files

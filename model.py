@@ -72,7 +72,7 @@ def random_init(weight):
 
 
 class Linear(nn.Module):
-    """y = x W^T + b for W (N, K), in 16 bits.
+    """y = x W^T + b for W (N, K), not quantized.
 
     nvfp4.QuantLinear and lora.LoRALinear take its place. What a linear is, whichever it is:
 
@@ -233,7 +233,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """`checkpointing`: recompute each block in backward. `valid_vocab`: ids at or past it belong
     to no token and are never sampled nor scored (Qwen's embedding has more rows than its tokenizer
-    has ids). `update_bytes`: what an update takes beside the model (engine.fit_update)."""
+    has ids). `update_bytes`: what an update takes beside the model (engine.settle_update)."""
 
     def __init__(self, config):
         super().__init__()

@@ -135,9 +135,10 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
     # live[s]: the row in slot s, None for a hole; held[s]: the prompt (its number) whose cache lies
     # there; idle: the slots that have stood empty, times steps
     live, held, idle = [None] * slots, [None] * slots, 0
-    # what is launched and not fetched yet. While an engine works ahead, the host reads what came
-    # before; a row that has ended meanwhile is decoded a few more times, which changes nothing
-    flight = grounded = Flight(0, {}, None)
+    # pending: launched, not fetched yet. An engine that works ahead is given its next steps before
+    # the host reads the last ones; a row that has ended meanwhile is decoded a few more times,
+    # which changes nothing
+    nothing = pending = Flight(0, {}, None)
     bar = tqdm(total=len(waiting), unit="row", desc="sample", leave=False, disable=not progress)
     begin, tokens = time.perf_counter(), 0
     while True:
@@ -151,24 +152,27 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
                 live[s] = waiting.popleft()
             begin_rows(model, engine, starts, live, held)
         if not waiting:
-            close_holes(engine, live, flight.steps)
+            close_holes(engine, live, pending.steps)
         if not live:
             break
-        left = max(row.limit - len(row.sample.ids) - flight.steps * (row in flight.places)
+        left = max(row.limit - len(row.sample.ids) - pending.steps * (row in pending.places)
                    for row in live if row)
-        launched = grounded
+        launched = nothing
         if left > 0:
             steps, fetch = engine.run(len(live), left)
             launched = Flight(steps, {row: s for s, row in enumerate(live) if row}, fetch)
-        landed, flight = (flight, launched) if engine.ahead else (launched, grounded)
-        if not landed.steps:
+        if engine.ahead:
+            ready, pending = pending, launched
+        else:
+            ready = launched
+        if not ready.steps:
             continue
-        ids, logprobs = landed.fetch()
+        ids, logprobs = ready.fetch()
         for s, row in enumerate(live):
-            if row not in landed.places:
+            if row not in ready.places:  # a hole, or it began after these were launched
                 continue
-            i = landed.places[row]
-            new = row.take(ids[i], logprobs[i], eos)
+            place = ready.places[row]  # its slot then
+            new = row.take(ids[place], logprobs[place], eos)
             tokens += len(new)
             if row.ended:
                 live[s] = None
@@ -176,7 +180,7 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
             if on_token:
                 for t in new:
                     on_token(row.p, row.j, t)
-        idle += live.count(None) * landed.steps
+        idle += live.count(None) * ready.steps
         if progress:
             speed = tokens / (time.perf_counter() - begin)
             bar.set_postfix_str(f"{len(live) - live.count(None)} live, {speed:.0f} tokens/s")

@@ -85,11 +85,11 @@ def questions(args):
     return rows, held
 
 
-def rollout(run, model, tok, score, rows, name):
+def rollout(run, model, tok, score, rows, key):
     """G graded completions of each row's prompt, by the policy as it is now: P groups, on all ranks
-    the same. Another `name`, other samples."""
+    the same. Another `key`, other samples."""
     args, mine = run.args, ranks.mine(range(len(rows)))  # the prompts that this rank draws for
-    seed = aqn.noise_seed(args.seed, f"samples/{name}")
+    seed = aqn.noise_seed(args.seed, f"samples/{key}")
     run.phase("rollout")
     groups = complete(model, tok, [rows[i] for i in mine], args, seed, indices=mine)
     run.phase("reward")
@@ -126,13 +126,13 @@ def grade(completions, tok, score, args):
 def learn(run, model, tok, optimizer, prompts, score, held_out):
     """The training loop, Algorithm 1 of the paper, from step run.state.step on."""
     args, draw = run.args, partial(rollout, run, model, tok, score)
+    schedule = args.aqn_start, args.aqn_end, args.aqn_stages, args.aqn_schedule
     settings = grpo.Settings.of(args)
     for step in range(run.state.step, args.steps):
         result = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
         # 1. Noise (AQN, Eq. 8): drawn anew for each step, the same for all its rollouts. It sits in
         #    the RMSNorms of the one model there is: the sampler has no weights of its own.
-        schedule = args.aqn_start, args.aqn_end, args.aqn_stages, args.aqn_schedule
         sigma = aqn.sigma(step, args.steps, *schedule) if args.aqn else 0.0
         aqn.set_noise(model, sigma, aqn.noise_seed(args.seed, step))
 
@@ -208,7 +208,7 @@ def train(args, argv):
     else:
         params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr, (args.beta1, args.beta2), args.weight_decay)
-    engine.fit_update(args, model, params)  # settles --micro-batch-tokens and --checkpointing
+    engine.settle_update(args, model, params)  # settles --micro-batch-tokens and --checkpointing
 
     with Run(args, argv) as run:
         if not run.open(model, optimizer, [*rows, *held_out]):  # it has ended, and is not extended

@@ -1,4 +1,4 @@
-"""A third idea: each completion of a group has a noise of its own.
+"""A second idea: each completion of a group has a noise of its own.
 
 With one noise a step, completions of a group differ by the dice alone, and what the noise did to
 all of them goes with the group's mean. Here the j-th completions of all prompts have the j-th

@@ -13,11 +13,27 @@ Completions are grpo.Completion's: a prompt and ids, lists of token ids.
 import math
 from itertools import chain
 
-import lora
+import torch
+
+from model import HALVES
 from runtime import ranks
 
 # more completions a family, and few programs of attention's backward would do most of the work
 TOGETHER = 8
+
+
+def packed(model):
+    """runtime.packed where it can run the model: on a GPU, in 16 bits, with heads of a size that
+    attention.py takes and, of Qwen3, nothing but adapters to train; else None, and model.py's own
+    forward is the way."""
+    w, config = model.embed.weight, model.config
+    fits = w.is_cuda and w.dtype in HALVES and config.head_dim in (16, 32, 64, 128)
+    head_norms_learn = torch.is_grad_enabled() and w.requires_grad and config.qk_norm
+    if not fits or head_norms_learn:
+        return None
+    from runtime import packed  # needs Triton, which the CPU does without
+
+    return packed
 
 
 def size(family):
@@ -28,7 +44,7 @@ def size(family):
 def families(model, completions, token_budget=math.inf):
     """Lists of neighbours of one prompt, at most TOGETHER and within the budget, where rows lie end
     to end; else of one completion each."""
-    most, found = TOGETHER if lora.packed(model) else 1, []
+    most, found = TOGETHER if packed(model) else 1, []
     for c in completions:
         f = found[-1] if found else []
         if (f and f[0].prompt == c.prompt and len(f) < most
@@ -49,7 +65,7 @@ def micro_batches(model, families, token_budget):
     """Lists of completions, those of a family together, the smallest first, cut so that what is
     computed for them stays within the budget: their tokens where rows lie end to end, rows x
     longest where they are padded. A family that passes it is a batch alone."""
-    end_to_end, batch, total = lora.packed(model), [], 0
+    end_to_end, batch, total = packed(model), [], 0
     for family in sorted(families, key=size):
         total += size(family)
         # padded, a family is one row, and this one the longest so far

@@ -217,8 +217,8 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
 @triton.jit
 def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, BLOCK: tl.constexpr,
                  PDL: tl.constexpr):
-    """Per row and block of the vocabulary: the largest tempered logit, the sum of exponentials
-    below it, its index."""
+    """Per row and block of the vocabulary: the largest tempered logit, the sum of exp(x - it), its
+    index."""
     b, j = tl.program_id(0), tl.program_id(1)
     wait(PDL)
     v = j * BLOCK + tl.arange(0, BLOCK)
@@ -304,7 +304,7 @@ def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_log
                out_logp, eos, S, EOS)
 
 
-class Projection:
+class StepLinear:
     """A linear as the step uses it: the base weight where it lies, and 16-bit copies of an
     adapter's A (P*R, K) and B (N, R)."""
 
@@ -342,7 +342,7 @@ class Step:
         c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
         self.cos, self.sin = rope_tables(places, c.head_dim, c.rope_theta)  # (tokens, D/2)
         self.embed, self.head = model.embed.weight, model.lm_head.weight
-        linears = [Projection(m, self.dtype) for _, m in projections(model)]  # four a block
+        linears = [StepLinear(m, self.dtype) for _, m in projections(model)]  # four a block
         self.layers = [linears[i : i + 4] for i in range(0, len(linears), 4)]
         norms = ((b.input_layernorm, b.post_attention_layernorm) for b in model.layers)
         self.norms = [*chain(*norms), model.norm]
@@ -372,8 +372,8 @@ class Step:
         it; early: linear_decode's."""
         if p.quantized and x.dtype != torch.float32:
             return marlin_triton.linear_decode(
-                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, residual, glu,
-                early)
+                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual=residual,
+                out=residual, glu=glu, early=early)
         if residual is None:
             y = p.base(x)
         elif p.quantized or p.base.bias is not None:

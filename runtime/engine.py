@@ -32,10 +32,9 @@ from itertools import accumulate
 import torch
 
 import aqn
-import lora
 import model as qwen
 from model import KVCache, projections, to_device
-from runtime import plan, ranks
+from runtime import batches, plan, ranks
 from runtime.draw import sample_ids, uniform
 from weights import memory
 
@@ -156,8 +155,7 @@ class Eager:
 class Graphs:
     """The GPU engine: decode.Step on persistent buffers, one CUDA graph for each batch size of
     BUCKETS that comes up. `prompts` (packed.Prefill, or None) fills the cache; `stall` is what a
-    prefill costs, however small, in decode steps of the rows that wait for it, measured. `ahead`:
-    the next steps may be launched before the results of the last are fetched."""
+    XX    the next steps may be launched before the results of the last are fetched."""
 
     stall, ahead = 2, True
 
@@ -175,7 +173,7 @@ class Graphs:
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
         self.graphs, self.refresh, self.pool, self.scratch = {}, None, None, []
-        packed = lora.packed(model)
+        packed = batches.packed(model)
         self.prompts = packed and packed.Prefill(model, self.step)
         if self.cache.k.is_cuda:
             # steps launched ahead may outlive generate. Their memory goes with the graphs, and the
@@ -329,14 +327,14 @@ def make_room(model, need):
         release(model)
 
 
-def fit_update(args, model, params):
+def settle_update(args, model, params):
     """Settle train.py's --micro-batch-tokens and --checkpointing by the memory that is free, and
     say what goes where; model.update_bytes is what an update takes of it. A resumed run keeps what
     it began with: another cut into micro-batches rounds differently."""
     longest, w = args.max_prompt + args.max_new_tokens, model.embed.weight
     tokens, recompute = args.micro_batch_tokens or 16384, args.checkpointing != "off"
     if w.is_cuda:
-        way = lora.packed(model) is not None, w.dtype.itemsize
+        way = batches.packed(model) is not None, w.dtype.itemsize
         # gradient and two moments; of several ranks, also the buffer that gradients are summed in
         later = (12 if ranks.world == 1 else 16) * sum(p.numel() for p in params)
         free = min(ranks.gather(free_bytes())) - later

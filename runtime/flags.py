@@ -67,7 +67,8 @@ TABLE = (
     Flag("aqn-end", number(0, 10, float), 5e-4, "sigma of the last stage"),
     Flag("aqn-stages", number(2, 1e6), 10, "equal intervals of training; the first has no noise"),
     Flag("aqn-schedule", aqn.SCHEDULES, "exponential", "how sigma falls from stage to stage"),
-    Flag("aqn-scope", ("rollout", "both"), "rollout", "or in the update as well"),
+    Flag("aqn-scope", ("rollout", "both"), "rollout",
+         "where the noise is on: rollouts alone, or the update as well"),
     "data and prompt: train eval",
     Flag("data", str, "gsm8k",
          "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a .jsonl or .parquet, a "

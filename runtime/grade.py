@@ -41,9 +41,9 @@ UNIT = rf'(?:"[A-Za-z]+"|[A-Za-z]{{4,}}|(?:{UNITS})(?![A-Za-z]))(?: \^ [23])?'
 TAIL = re.compile(rf" (?:(?:/|an?) )?{UNIT}(?: (?:[-/.] )?(?:{UNIT}|[amghs]\b(?: \^ [23])?)| \.)*$")
 CLOCK = re.compile(r'([0-9]{1,2})(?: : ([0-9]{2}))?(?: : ([0-9]{2}))?'
                    r'(?: "?([ap])(?: \. )?m"?)?', re.I)
-NAME = re.compile(r"(?:(?:\"[A-Za-z]+\"|\\angle) )*(?:[A-Za-z](?: \+ [A-Za-z])*|\\[A-Za-z]+"
-                  r"|\"[A-Za-z]+\"|[A-Z]{2,4}|[A-Za-z]{4,}|(?=\())"
-                  r"(?: _ \w+)?(?: ')?(?: ?\( [^()]* \))?")
+NAME = re.compile(r"(?:(?:\"[A-Za-z]+\"|m(?= \\angle)|\\angle) )*"
+                  r"(?:[A-Za-z](?: \+ [A-Za-z])*|\\[A-Za-z]+|\"[A-Za-z]+\"|[A-Z]{2,4}"
+                  r"|[A-Za-z]{4,}|(?=\())(?: _ \w+)?(?: ')?(?: ?\( [^()]* \))?")
 SEPARATORS = (",", ";", "and", "or", '"and"', '"or"')
 
 JUDGED = {*LETTERS, *FUNCTIONS, *(  # the commands that math-verify is asked about
@@ -214,7 +214,8 @@ def _same_line(a, b):
         first, *others = (x / y for x, y in ratios)
     except (ValueError, ArithmeticError):
         return False
-    return all(cmath.isclose(first, other, rel_tol=1e-11) for other in others)
+    # 0 = 0 is true, and no line
+    return first != 0 and all(cmath.isclose(first, other, rel_tol=1e-11) for other in others)
 
 
 def _same_number(a, b):

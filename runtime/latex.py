@@ -15,6 +15,7 @@ import random
 import re
 from fractions import Fraction
 
+SIGNS = ("/", ":", "\\div", "*", "\\cdot", "\\times")  # within a product
 DEEPEST = 12  # brackets within brackets
 BITS = 5_000  # of the largest number worked out
 
@@ -50,7 +51,7 @@ CLEANED = [(re.compile(pattern), by) for pattern, by in [
     (r"\\%", "%"), (r"\*\*", "^"), (rf"(?<![\\A-Za-z\"])({BARE})(?![A-Za-z\"])", r"\\\1 "),
     # a word of its own: no product of letters
     (r"(?<!\S)([A-Za-z]{3,}|[Nn][Oo])(?=[\s.,)]|$)", r'"\1"'),
-    (r"(?<=[0-9}]) ([mgshlcf])(?=[\s/^.,]|$)", r' "\1"')]]  # "5 m" is a length, "5m" algebra
+    (r"(?<=[0-9}]) +([mgshlLcf])(?=[\s/^.,]|$)", r' "\1"')]]  # "5 m" is a length, "5m" algebra
 
 TEN = r"10\s*\^\s*(?:\{\s*-?[0-9]{1,3}\s*\}|[0-9]{1,3}(?![0-9]))"
 TOKEN = re.compile(
@@ -146,23 +147,28 @@ class Value:
         """Factors with or without a sign between them."""
         value = self.power()
         while (t := self.tokens[self.at]) not in ("", "+", "-", ")", "]", "}", *stops):
-            if self.next("/", ":", "\\div"):
+            if t in SIGNS and self.tokens[self.at + 1] in stops:  # ln 3 / ln 2
+                break
+            if self.next(*SIGNS[:3]):
                 self.plain &= t != ":"
                 value = _bounded(value / self.signed(self.power))
                 continue
-            if not self.next("*", "\\cdot", "\\times") and t[0].isdigit() and (
+            if not self.next(*SIGNS[3:]) and t[0].isdigit() and (
                     self.tokens[self.at - 1][-1].isdigit()):
                 raise ValueError("two numbers side by side")
             self.plain, value = False, _bounded(value * self.power())
         return value
 
     def power(self):
+        front, t = 1, self.tokens[self.at]
+        if re.fullmatch("[a-z]{2,3}", t):  # xy^2 is x y^2
+            front, self.tokens[self.at] = math.prod(_letter(c, self.point) for c in t[:-1]), t[-1]
         base = self.atom()
         if self.next("^"):
             self.plain, base = False, _power(base, self.signed(self.atom))
         if self.next("\\circ"):
             self.plain, base = False, base * complex(math.pi / 180)
-        return base
+        return front * base
 
     def atom(self):
         t = self.tokens[self.at]
@@ -182,7 +188,8 @@ class Value:
         if t in FUNCTIONS:
             base = complex(self.atom()) if self.next("_") else cmath.e
             exponent = self.signed(self.atom) if self.next("^") else Fraction(1)
-            argument = complex(self.product(*FUNCTIONS))  # sin 5x cos x
+            closed = self.tokens[self.at] in ("(", "{")  # ln(2)/3 is not ln(2/3)
+            argument = complex(self.atom() if closed else self.product(*FUNCTIONS))  # sin 5x cos x
             return _power(FUNCTIONS[t](argument) / cmath.log(base), exponent)
         if t not in LETTERS and not re.fullmatch(r'[A-Za-z]|[a-z]{2,3}|"[A-Za-z]"', t):
             raise ValueError("not an expression")

@@ -52,8 +52,9 @@ from runtime.decode import norm_kernel, swiglu_kernel
 from runtime.fused import norm_back_kernel, rope_back_kernel, rope_kernel, swiglu_back_kernel
 from runtime.plan import few, sms
 
-# ---- prologues: forward(x, E) -> (wide h (S, K + E), what backward needs beside x);
-# ---- backward(x, kept, d): the gradient of x, and h, for which it may take d's first K columns
+# ---- prologues: forward(x, E) -> (wide (S, K + E), its first K columns h, the others left for
+# ---- x A^T; what backward needs beside x). backward(x, kept, d): the gradient of x, and h, for
+# ---- which it may take d's first K columns
 
 
 class Norm:
@@ -148,7 +149,7 @@ class Attend:
 # ---- a linear
 
 
-class Projection:
+class WideLinear:
     """A linear, and 16-bit copies of its adapter: A (E, K) and tail = s B / alpha (N, E), the parts
     on a block diagonal. alpha: marlin_triton.decoded's."""
 
@@ -191,7 +192,8 @@ class Projection:
         return self.cuda and few(rows, self.N, self.K, sms(self.q.codes.device))
 
     def forward(self, wide, residual):
-        """wide [h | x A^T] (S, K + E) -> y (S, N) = residual + bias + h w^T + s x A^T B^T."""
+        """wide [h | x A^T] (S, K + E) -> y (S, N) = h w^T + s x A^T B^T + residual or bias: no
+        linear has both."""
         h, bias = wide[:, : self.K], self.base.bias
         if self.few(len(h)):
             y = marlin_triton.gemm_few(h, self.q, bias, residual=residual)
@@ -291,29 +293,29 @@ class Rows:
 def end_to_end(rows, slots=None, of=None):
     """(ids, places, slots, borders) of rows (lists of ids), as lists; row i continues row of[i], or
     is its own."""
-    ids, places, where = [], [], []
+    ids, places, slot_of = [], [], []
     for i, (row, slot) in enumerate(zip(rows, slots or [0] * len(rows), strict=True)):
         ids += row
         at = len(rows[of[i]]) if of and of[i] != i else 0
         places += range(at, at + len(row))
-        where += [slot] * len(row)
-    return ids, places, where, [0, *accumulate(map(len, rows))]
+        slot_of += [slot] * len(row)
+    return ids, places, slot_of, [0, *accumulate(map(len, rows))]
 
 
 def tables(config, longest, device):
     return rope_tables(torch.arange(longest, device=device), config.head_dim, config.rope_theta)
 
 
-LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its Projections}
+LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its WideLinears}
 
 
 def linears_of(model):
-    """The four Projections of each block. They are made once, and anew when a weight or an adapter
+    """The four WideLinears of each block. They are made once, and anew when a weight or an adapter
     is another."""
     modules = [m for _, m in projections(model)]
     kept, on = LINEARS.setdefault(model, {}), any(m.adapter is not None for m in modules)
     if on not in kept or not all(p.of(m) for p, m in zip(kept[on], modules, strict=True)):
-        kept[on] = [Projection(m, model.embed.weight.dtype) for m in modules]
+        kept[on] = [WideLinear(m, model.embed.weight.dtype) for m in modules]
     return [kept[on][i : i + 4] for i in range(0, len(modules), 4)]
 
 
@@ -360,15 +362,15 @@ def states(model, linears, ids, rows):
 def hidden(model, rows, take, of=None):
     """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
     ids) laid end to end; differentiable in what is trained. of: which row each continues, itself if
-    none (attention.blocks)."""
+    none; those that continue one follow it at once (attention.blocks)."""
     device, linears = model.embed.weight.device, linears_of(model)
     refresh(linears)
     ids, places, _, borders = end_to_end(rows, of=of)
     blocks = attention.blocks(to_device(borders, device), len(ids), of and to_device(of, device))
-    shared = of is not None and any(i != row for row, i in enumerate(of))
-    where = Rows(to_device(places, device), blocks,
-                 *tables(model.config, max(places) + 1, device), shared=shared)
-    x = states(model, linears, to_device(ids, device), where)
+    shared = of is not None and of != [*range(len(rows))]
+    layout = Rows(to_device(places, device), blocks,
+                  *tables(model.config, max(places) + 1, device), shared=shared)
+    x = states(model, linears, to_device(ids, device), layout)
     # a place may be taken more than once: index_select would add its gradients in any order
     norm = Norm(model.norm)
     return FinalNorm.apply(norm, x[to_device(take, device)], norm.weight)
@@ -396,15 +398,15 @@ class Prefill:
     def run(self, model, rows, slots, capture=None):
         """rows (lists of ids) into `slots`. capture(launch): a replay of launch() as a graph; None:
         launch."""
-        device, (ids, places, where, borders) = self.step.cache.k.device, end_to_end(rows, slots)
+        device, (ids, places, slot_of, borders) = self.step.cache.k.device, end_to_end(rows, slots)
         size = next((s for s in self.SIZES if s >= len(ids)), None)
         most = size and max(8, size // 32)  # rows that a graph of this size takes
         if capture is None or size is None or len(rows) > most:
-            x = [to_device(t, device) for t in (ids, places, where, borders)]
+            x = [to_device(t, device) for t in (ids, places, slot_of, borders)]
             self.launch(model, *x, max(map(len, rows)))
             return
         pad = size - len(ids)
-        padded = (ids + [0] * pad + places + [-1] * pad + where + [0] * pad
+        padded = (ids + [0] * pad + places + [-1] * pad + slot_of + [0] * pad
                   + borders + borders[-1:] * (most + 1 - len(borders)) + [size])
         if size not in self.graphs:
             static = to_device(padded, device)

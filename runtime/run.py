@@ -112,11 +112,13 @@ class Run:
         told = shlex.join([Path(script[0]).name, *script[1:]])
         self.state = State(script=told, command=shlex.join([*begin, *argv]))
         self.started = time.time()
-        self.clock, self.current = {}, None  # seconds of each phase of a step; the one it is in
+        self.clock = {}  # seconds of each phase of a step
+        self.current, self.since = None, 0.0  # the phase it is in; since when
         self.drawn = 0  # tokens sampled in this step, those of groups that were replaced included
         self.failed, self.warned = 0, set()  # updates skipped in a row; warnings given
         self.interrupted = False  # a signal has come
         self.held = ExitStack()  # the folder's lock, the signals, the collector
+        self.tracker = None  # of --log-to
 
     def __enter__(self):
         return self
@@ -132,12 +134,13 @@ class Run:
         `rows`, all questions of training and evaluation, or the model's weights are not those the
         run began with."""
         if ranks.rank == 0:
-            self.tracker = console.tracker(self.args) if self.args.log_to else None
+            if self.args.log_to:
+                self.tracker = console.tracker(self.args)
             self.out.mkdir(parents=True, exist_ok=True)
             busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
             self.held.enter_context(lock(self.out / "lock", busy))
-        told = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
-        self.state.data = hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+        asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
+        self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
         self.state.base = flags.base_of(self.args)
         if self.args.reward:
             self.state.reward = files.file_digest(self.args.reward.rpartition(":")[0])
@@ -435,13 +438,12 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
     """A step's row of metrics.jsonl. first: the groups of the first rollout, whole, for honest
     statistics; groups: those trained on; n_prompts: how many were drawn; updates: (summed metrics,
     gradient norm) of each, None where it had nothing to train on; result: the evaluation before
-    this step, if there was one. Takes the step's seconds and tokens from `run`, for the next to
-    begin at 0."""
+    this step, if there was one. Empties the run's clock and count of tokens."""
     updates = [u for u in updates if u]
     skipped = sum(not math.isfinite(norm) for _, norm in updates)
     updates = [u for u in updates if math.isfinite(u[1])]
-    s = {f"seconds_{k}": run.clock.pop(k, 0.0) for k in ("rollout", "reward", "update")}
-    drawn, run.drawn = run.drawn, 0
+    clock, drawn, run.clock, run.drawn = run.clock, run.drawn, {}, 0
+    s = {f"seconds_{k}": clock.get(k, 0.0) for k in ("rollout", "reward", "update")}
     trained = sum(float(sums["tokens"]) for sums, _ in updates)
     return {"step": step, **of_samples(first), "groups": len(groups), "prompts_sampled": n_prompts,
             "updates": len(updates), "lr": lr, "sigma": sigma, "skipped": skipped,

@@ -94,6 +94,7 @@ SAME = [
     ("50%", "50"), ("50%", "1/2"), ("50\\%", "50%"), ("\\boxed{42}", "42"), ("$42$", "42"), ("\\(42\\)", "42"), ("**42**", "42"),
     ("5 a day", "5"), ("$5/hour", "5"), ("50 percent", "1/2"), ("3 millions", "3000000"), ("3 PM", "3:00 p.m."), ("3 p.m.", "3"),
     ("8:00", "8"), ("No", "\\text{No}"), ("NO.", "no"), ("X = 2", "x=2"), ("y = 2x + 1", "2x - y + 1 = 0"),
+    ("5 \\text{ m}", "5"), ("5\\,\\mathrm{m}", "5"), ("5 \\text{ m/s}", "5"), ("5~\\text{L}", "5"), ("\\frac{5}{2} \\text{ h}", "2.5"), ("m\\angle A = 30^\\circ", "30"),
     ("11,\\! 111", "11111"), ("1{,}000", "1000"), ("42409", "\\$42409"), ("6 \\text{ units}", "6"), ("evelyn", "\\text{Evelyn}"),
 ]
 DIFFERENT = [
@@ -179,7 +180,11 @@ def test_values_are_exact_while_they_are_rational():
     ("\\sqrt[3]{x}", "x^{1/3}", "\\sqrt{x}"), ("\\log_2 x", "\\frac{\\ln x}{\\ln 2}", "\\log_3 x"),
     ("\\sin 30^\\circ", "\\cos 60^\\circ", "\\sin 30"), ("3\\pi thousand", "3000\\pi", "3\\pi"), ("e^2", "\\exp(2)", "\\exp(3)"), ("(1+i)^2", "2i", "2+2i"), ("x³", "x^3", "x^2"),
     ("\\sin 5x \\cos x", "\\cos x \\sin 5x", "\\sin(5x \\cos x)"), ("\\sec x", "\\frac{1}{\\cos x}", "\\csc x"),
-    ("12:00 p.m.", "12:00", "0:00"), ("2x+2y=2", "x+y=1", "x+y=1.0001")])
+    ("12:00 p.m.", "12:00", "0:00"), ("2x+2y=2", "x+y=1", "x+y=1.0001"),
+    ("y^2x", "xy^2", "x^2y^2"), ("2 a b^2", "2ab^2", "2a^2b^2"), ("t e^{2t}", "te^{2t}", "t^{2t}e^{2t}"), ("x^{2n}", "x^{2 n}", "x^2 n"),
+    ("\\ln(2)/3", "\\frac{\\ln 2}{3}", "\\ln(2/3)"), ("\\ln 3/\\ln 2", "\\log_2 3", "\\ln(3/2)"), ("\\sin(x)^2", "(\\sin x)^2", "\\sin(x^2)"),
+    ("\\sin x \\cdot \\cos x", "\\sin x \\cos x", "\\sin(x \\cos x)"), ("5 \\log{2} x", "5x\\log 2", "5\\log 2x"),
+    ("\\ln 2x", "\\ln(2x)", "\\ln(2) x")])
 def test_roots_logarithms_degrees_and_thousands_have_their_values(alone, given, gold, other):
     assert grade.same(given, gold) and grade.same(gold, given) and not grade.same(given, other) and not grade.same(gold, other)
 
@@ -190,6 +195,7 @@ def test_a_clock_has_seconds_an_interval_brackets_and_a_billion_nine_noughts(alo
     assert grade.same("[1, 2]", "[1,2]") and grade.same("1, 2", "(1,2)") and not grade.same("1, 2", "[1,2]")
     for word, value in (("thousand", 10**3), ("million", 10**6), ("billion", 10**9), ("trillion", 10**12), ("hundred", 100)):
         assert grade.same(f"3 {word}", str(3 * value)) and not grade.same(f"3 {word}", str(30 * value))
+    assert not grade.same("0=0", "x+2y=3") and not grade.same("x=x", "y=2x+3")  # true, and no answer
     assert grade._verdict("(\\sqrt{x^2}, 1)", "(x, 2)") is False  # one part is wrong, whatever math-verify says of the other
 
 

@@ -53,7 +53,7 @@ def test_each_objective_equals_numpy_and_its_gradient_finite_differences(loss, e
         kw |= {"ref_logp": logp + noise, "beta": 0.3}
         hand |= {"ref": logp + noise, "beta": 0.3}
     if extra == "tis":
-        kw |= {"trainer_old_logp": old + noise, "tis_cap": 1.1}
+        kw |= {"trainer_logp": old + noise, "tis_cap": 1.1}
         hand |= {"own": old + noise, "cap": 1.1}
     mask = grpo.lengths_to_mask(lengths)
 
@@ -301,7 +301,7 @@ def test_contradicting_arguments_are_errors():
     """A silent fallback: no KL, no correction or a broadcast advantage where one was asked for."""
     x, a, m = torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 3, dtype=torch.bool)
     for kw, word in (({"loss": "ppo"}, "--loss"), ({"loss": "dr_grpo"}, "max_len"), ({"beta": 0.1}, "ref_logp"),
-                     ({"tis_cap": 2.0}, "trainer_old_logp"), ({"trainer_old_logp": x}, "tis_cap")):
+                     ({"tis_cap": 2.0}, "trainer_logp"), ({"trainer_logp": x}, "tis_cap")):
         with pytest.raises(ValueError, match=word):
             grpo.policy_loss(x, x, a, m, **kw)
     with pytest.raises(ValueError, match="shapes"):

@@ -565,7 +565,7 @@ def test_trainer_logprobs_are_those_before_the_first_update(tmp_path):
             torch.testing.assert_close(torch.tensor(c.trainer_logprobs), logp, atol=1e-4, rtol=0)
             assert not torch.allclose(torch.tensor(c.logprobs), logp, atol=1e-3)  # the sampler was noisy
     second = [call for index, call in r.losses if index == 1]
-    assert all((c["logp"] - c["trainer_old_logp"]).abs().max() > 1e-4 and c["tis_cap"] == 1.5 for c in second)
+    assert all((c["logp"] - c["trainer_logp"]).abs().max() > 1e-4 and c["tis_cap"] == 1.5 for c in second)
 
 
 def test_current_logprobs_make_every_ratio_one_and_keep_the_weight(policy, monkeypatch):
@@ -575,8 +575,8 @@ def test_current_logprobs_make_every_ratio_one_and_keep_the_weight(policy, monke
     calls, result = arguments(policy, monkeypatch, old_logp="current", tis_cap=1.2, eps_low=0.0, eps_high=0.0)
     aqn.set_noise(model, 0.0)
     for call in calls:
-        assert torch.equal(call["trainer_old_logp"], call["logp"].detach()) and call["tis_cap"] == 1.2
-        assert not torch.allclose(call["old_logp"], call["trainer_old_logp"], atol=1e-3)
+        assert torch.equal(call["trainer_logp"], call["logp"].detach()) and call["tis_cap"] == 1.2
+        assert not torch.allclose(call["old_logp"], call["trainer_logp"], atol=1e-3)
     assert result[0]["clip_low"] == result[0]["clip_high"] == 0 and result[0]["logp_gap"] > 0
     assert result[1] > 0  # not detached, the ratio would be 1 whatever the parameters, its gradient 0
 
@@ -584,7 +584,7 @@ def test_current_logprobs_make_every_ratio_one_and_keep_the_weight(policy, monke
 def test_sampler_anchor_takes_no_weight(policy, monkeypatch):
     """--old-logp sampler: the ratio itself corrects; a weight on top would count the gap twice."""
     calls, _ = arguments(policy, monkeypatch)
-    assert all(call["trainer_old_logp"] is None and call["tis_cap"] is None for call in calls)
+    assert all(call["trainer_logp"] is None and call["tis_cap"] is None for call in calls)
 
 
 def test_overlong_mask_leaves_cut_completions_out(policy, monkeypatch):

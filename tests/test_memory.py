@@ -134,21 +134,21 @@ def test_a_run_settles_its_micro_batches_by_what_is_free_and_says_so(monkeypatch
     args = SimpleNamespace(quant="nvfp4", max_prompt=256, max_new_tokens=4096, lora_rank=32, micro_batch_tokens=0, checkpointing="auto")
     params = [torch.empty(2**30, device="meta")]
     monkeypatch.setattr(engine, "free_bytes", lambda: 72 * memory.GIB)
-    engine.fit_update(args, model, params)
+    engine.settle_update(args, model, params)
     assert (args.micro_batch_tokens, args.checkpointing, model.checkpointing) == (9216, "off", False)
     # the first update of all makes them while keys and values stand by, each later one the gradients
     assert model.update_bytes == 12 * memory.GIB + sum(memory.update_bytes(model.config, "nvfp4", 9216, False))
     assert "12.0 gradients and moments" in capsys.readouterr().out
     args = SimpleNamespace(**{**vars(args), "micro_batch_tokens": 0, "checkpointing": "auto"})
     monkeypatch.setattr(engine, "free_bytes", lambda: 32 * memory.GIB)  # a row of 4,352 does not fit 10 GiB without recomputing
-    engine.fit_update(args, model, params)
+    engine.settle_update(args, model, params)
     assert (args.micro_batch_tokens, args.checkpointing) == (22528, "on")
     # all of a Qwen3, or an adapter in float32: by the modules, in the latter case with twice the bytes a number
     for trains, dtype, tokens in ((True, torch.bfloat16, 32768), (False, torch.float32, 24576)):
         w.requires_grad, w.dtype, model.config = trains, dtype, replace(model.config, qk_norm=trains)
         args = SimpleNamespace(**{**vars(args), "micro_batch_tokens": 0, "checkpointing": "auto"})
         monkeypatch.setattr(engine, "free_bytes", lambda: 92 * memory.GIB)
-        engine.fit_update(args, model, params)
+        engine.settle_update(args, model, params)
         assert (args.micro_batch_tokens, args.checkpointing) == (tokens, "on")
 
 

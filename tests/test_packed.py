@@ -167,7 +167,7 @@ def test_an_update_is_the_same_packed_padded_and_in_any_micro_batches(monkeypatc
     want = grpo.backward(m, completions(), settings)
     expected = [p.grad.clone() for p in m.parameters() if p.requires_grad]
     m.zero_grad()
-    monkeypatch.setattr(lora, "packed", lambda model: packed)
+    monkeypatch.setattr(batches, "packed", lambda model: packed)
     got = grpo.backward(m, completions(), dataclasses.replace(settings, micro_batch_tokens=budget))
     assert set(want) - set(got) == {"places", "padding"}  # end to end there is none
     for name, value in got.items():
@@ -187,7 +187,7 @@ def test_completions_of_a_prompt_share_its_states(monkeypatch, budget):
     expected = [p.grad.clone() for p in m.parameters() if p.requires_grad]
     m.zero_grad()
     seen, states = [], packed.states
-    monkeypatch.setattr(lora, "packed", lambda model: packed)
+    monkeypatch.setattr(batches, "packed", lambda model: packed)
     monkeypatch.setattr(packed, "states", lambda model, linears, ids, *rest: seen.append(len(ids)) or states(model, linears, ids, *rest))
     got = grpo.backward(m, cs, grpo.Settings(micro_batch_tokens=budget))
     assert set(want) - set(got) == {"places", "padding"}  # end to end there is none
@@ -207,7 +207,7 @@ def test_gradients_do_not_vanish_in_float16(monkeypatch, way):
     for c in batch:
         c.advantage *= 1e-6
     found = {}
-    monkeypatch.setattr(lora, "packed", lambda model: way)
+    monkeypatch.setattr(batches, "packed", lambda model: way)
     for dtype in (torch.float32, torch.float16):
         m = build(ONE, "nvfp4", dtype=dtype)
         metrics = grpo.backward(m, batch, grpo.Settings(micro_batch_tokens=20))
@@ -229,7 +229,7 @@ def test_a_short_completion_does_not_overflow_float16(monkeypatch):
 def test_families_leave_no_rank_idle(monkeypatch, prompts, group, world):
     """Completions of few prompts go to many cards: none has nothing, and none more than twice its share."""
     m = build(rank=0)
-    monkeypatch.setattr(lora, "packed", lambda model: packed)
+    monkeypatch.setattr(batches, "packed", lambda model: packed)
     monkeypatch.setattr(ranks, "world", world)
     cs = [grpo.Completion({}, [p] * 4, [5] * (20 + i), [0.0] * (20 + i), True) for p in range(prompts) for i in range(group)]
     shares = [sum(map(batches.size, share)) for share in batches.dealt(m, cs, 1000)]
@@ -241,7 +241,7 @@ def test_micro_batches_count_padding_only_where_there_is_padding(monkeypatch):
     sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in batches.micro_batches(m, batches.families(m, cs), 12)]
     assert sorted(sum(sizes, [])) == sorted(len(c.prompt) + len(c.ids) - 1 for c in cs)
     assert all(len(b) * max(b) <= 12 or len(b) == 1 for b in sizes)
-    monkeypatch.setattr(lora, "packed", lambda model: packed)
+    monkeypatch.setattr(batches, "packed", lambda model: packed)
     dense = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in batches.micro_batches(m, batches.families(m, cs), 20)]
     assert all(sum(b) <= 20 or len(b) == 1 for b in dense)
     assert any(len(b) * max(b) > 20 for b in dense)
@@ -252,7 +252,7 @@ def test_what_the_kernels_cannot_train_takes_the_modules():
 
     def way(dtype=torch.bfloat16, cuda=True, trains=False, head_dim=64, qk_norm=False):
         w = SimpleNamespace(is_cuda=cuda, dtype=dtype, requires_grad=trains)
-        return lora.packed(SimpleNamespace(embed=SimpleNamespace(weight=w), config=SimpleNamespace(head_dim=head_dim, qk_norm=qk_norm)))
+        return batches.packed(SimpleNamespace(embed=SimpleNamespace(weight=w), config=SimpleNamespace(head_dim=head_dim, qk_norm=qk_norm)))
 
     assert way() is way(torch.float16) is way(trains=True) is way(qk_norm=True) is packed
     with torch.no_grad():
@@ -290,7 +290,7 @@ def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
 def test_a_short_prefill_takes_the_linears_of_a_step(monkeypatch):
     """One kernel each, LoRA and silu included; of the last block only keys and values are computed."""
     m, calls, linear = build(CPU, "nvfp4"), [], decode.Step.linear
-    monkeypatch.setattr(packed.Projection, "few", lambda p, rows: True)
+    monkeypatch.setattr(packed.WideLinear, "few", lambda p, rows: True)
     monkeypatch.setattr(decode.Step, "linear", lambda step, p, x, *args, **kw: calls.append(p.N) or linear(step, p, x, *args, **kw))
     ours, theirs = filled(m, ROWS[1:], [0, 3, 5], None)
     assert len(calls) == 4 * (CPU.num_hidden_layers - 1)

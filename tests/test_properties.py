@@ -11,7 +11,6 @@ from hypothesis import given, settings
 import data
 import eval as evaluation
 import grpo
-import lora
 import model as M
 import sample
 from runtime import batches, draw
@@ -70,7 +69,7 @@ def test_a_mask_has_as_many_places_as_its_row_has_tokens(lengths):
 def test_micro_batches_hold_each_completion_once_within_the_budget(sizes, budget, packed):
     completions = [grpo.Completion({}, [0] * p, [0] * n, [0.0] * n, True) for p, n in sizes]
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(lora, "packed", lambda model: packed)
+        m.setattr(batches, "packed", lambda model: packed)
         found = list(batches.micro_batches(None, batches.families(None, completions, budget), budget))
         computed = [sum(map(batches.size, batches.families(None, b))) for b in found]
     assert sorted(id(c) for b in found for c in b) == sorted(id(c) for c in completions)

@@ -390,13 +390,13 @@ def test_the_collector_passes_over_what_a_run_began_with(tmp_path, monkeypatch):
 
 def test_each_step_makes_room_for_its_updates(tmp_path, monkeypatch):
     """Keys and values of the rollouts stay where an update does not fit beside them: it runs out of memory."""
-    calls, fit, update = [], train.engine.fit_update, grpo.update
+    calls, fit, update = [], train.engine.settle_update, grpo.update
 
     def fitted(args, model, params):
         fit(args, model, params)
         model.update_bytes = 123
 
-    monkeypatch.setattr(train.engine, "fit_update", fitted)
+    monkeypatch.setattr(train.engine, "settle_update", fitted)
     monkeypatch.setattr(train.engine, "make_room", lambda model, need: calls.append(need))
     monkeypatch.setattr(grpo, "update", lambda *a: calls.append("update") or update(*a))
     assert run(tmp_path / "run", "--steps", "2", "--aqn-stages", "2") == 0

@@ -65,11 +65,11 @@ class Format:
     values: tuple
 
     def __post_init__(self):
-        values = tuple(sorted({*self.codebook})) if self.codebook else E2M1
-        if self.block not in (16, 32, 64, 128) or len(values) != 16 or self.values != values:
+        want = tuple(sorted({*self.codebook})) if self.codebook else E2M1
+        if self.block not in (16, 32, 64, 128) or len(want) != 16 or self.values != want:
             raise ValueError(f"{self}: a block has 16, 32, 64 or 128 columns, a codebook 16 "
                              "ascending values and float32 scales")
-        if self.codebook and not (all(map(math.isfinite, values)) and values[-1] > 0):
+        if self.codebook and not (all(map(math.isfinite, want)) and want[-1] > 0):
             raise ValueError(f"{self}: the last value stands for a block's largest |weight|: it "
                              "must be above 0, and all of them finite")
 
@@ -184,8 +184,7 @@ def nearest(w, fmt, scale, global_scale):
     block = FORMATS[fmt].block
     w = w.detach().float().reshape(len(w), -1, block)  # (N, K/block, block)
     step = (scale_value(scale, fmt) * global_scale[:, None])[..., None]  # (N, K/block, 1)
-    # a block whose scale is zero holds nothing that the scale's format can hold: its codes are 0,
-    # not 0/0
+    # a scale of 0 (zeros, or too small for its type): the block rounds as zeros, not as w / 0
     x = torch.where(step > 0, w / step, 0).flatten(1)  # (N, K)
     book = FORMATS[fmt].codebook
     return round_to(book, x) if book else round_e2m1(x)
