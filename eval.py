@@ -81,21 +81,22 @@ def graded(tok, rows, groups, score):
         for s in group:
             (text, _), verdict = next(verdicts)
             samples.append({"text": text, "given": verdict["given"], "correct": verdict["correct"],
-                            "format": verdict["format"], "length": len(s.ids),
-                            "finished": s.finished})
+                            "format": verdict["format"], "reward": verdict["reward"],
+                            "length": len(s.ids), "finished": s.finished})
         out.append({"question": row["question"], "answer": row["answer"],
                     "accuracy": fmean(s["correct"] for s in samples), "samples": samples})
     return out
 
 
 def summary(rows, ks=()):
-    """accuracy, stderr (of the mean over questions, None for a single one), format, length (mean
-    tokens), truncated (share cut at the limit), questions; and for each k of ks pass@k and maj@k,
+    """accuracy, stderr (of the mean over questions, None for a single one), format, reward, length
+    (mean tokens), truncated (share cut at the limit), questions; for each k of ks pass@k and maj@k,
     (mean, standard error). No maj@k where a reward of one's own does not say what was given."""
     flat = [s for row in rows for s in row["samples"]]
     accuracies = [row["accuracy"] for row in rows]
     out = {"accuracy": fmean(accuracies), "stderr": stderr(accuracies),
-           "format": fmean(s["format"] for s in flat), "length": fmean(s["length"] for s in flat),
+           "format": fmean(s["format"] for s in flat), "reward": fmean(s["reward"] for s in flat),
+           "length": fmean(s["length"] for s in flat),
            "truncated": fmean(not s["finished"] for s in flat), "questions": len(rows)}
     same = same_answers(rows) if ks else None
     votes = all(s["given"] is not None for s in flat if s["correct"])
@@ -189,8 +190,8 @@ def plain(args):
 
 def digests(args, sets, script):
     """{(set, model): digest} of what a row follows from: script (the command line's words before
-    the flags), flags, questions, the model's weights and tokenizer, the files of --reward and
-    --calib, the adapter."""
+    the flags; one's own by its text, too), flags, questions, the model's weights and tokenizer, the
+    files of --reward and --calib, the adapter."""
     free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
             "trained_with")
     read, found = [flags.base_of(args)], {}
@@ -198,6 +199,8 @@ def digests(args, sets, script):
     read += [file_digest(f) for f in map(folder.joinpath, checkpoint.BESIDE) if f.is_file()]
     if args.reward:
         read.append(file_digest(args.reward.rpartition(":")[0]))
+    if command.OWN:
+        read.append(file_digest(command.MAIN))
     for name, rows in sets:
         # a reward of one's own sees all columns
         what = [Path(script[0]).name, *script[1:],
@@ -221,8 +224,8 @@ class Book:
         self.runs = digests(args, sets, script) if self.path else {}
         if not self.path or not self.path.exists():
             return
-        fields = {"text": str, "correct": bool, "format": bool, "length": (int, 0, 1 << 40),
-                  "finished": bool}
+        fields = {"text": str, "correct": bool, "format": bool, "reward": float,
+                  "length": (int, 0, 1 << 40), "finished": bool}
         for where, row in read_jsonl(self.path):
             check(row, where, {"data": str, "model": str, "samples": list, "question": str,
                                "accuracy": (float, 0, 1)})
@@ -298,6 +301,9 @@ def run(args, argv):
             r["gain"], r["stderr_gain"] = gain(base, r)
             results.append((name, "adapter", r))
     print("\n".join(table(results)))
+    for name, arm, r in results:
+        if args.reward:
+            print(f"{name}, {arm}: mean reward {r['reward']:.3f}")
     for name, _, r in results:
         if "gain" in r:
             print(f"{name}: the adapter adds {100 * r['gain']:+.1f} points (s.e. "

@@ -367,12 +367,12 @@ def compare(runs):
         first = causes[0]
         (low, less), (high, more) = sorted((ordered[first].index(had[run][first]), run)
                                            for run in pair)
-        change = [f"{flag.replace('_', '-')} {plot.shown(had[less][flag])} -> "
-                  f"{plot.shown(had[more][flag])}" for flag in causes]
+        change = [f"{flag.replace('_', '-')} {plot.shown(flag, had[less][flag])} -> "
+                  f"{plot.shown(flag, had[more][flag])}" for flag in causes]
         for flag in differ:  # how large the noise is that is on in one of the two
             if flag not in causes and len({str(v) for v in values[flag] if v != UNUSED}) > 1:
                 own = next(had[run][flag] for run in pair if had[run][flag] != UNUSED)
-                change.append(f"{flag.replace('_', '-')} {plot.shown(own)}")
+                change.append(f"{flag.replace('_', '-')} {plot.shown(flag, own)}")
         gains = [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)]
         seeds = found.setdefault((first, low, high, ", ".join(change)), {})
         seeds.setdefault(had[less].get("seed"), []).append(gains)

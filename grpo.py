@@ -76,6 +76,8 @@ def advantages(rewards, scale=True, eps=1e-4):
 def set_advantages(groups, scale=True):
     """Fill in the advantage of each Completion from the rewards of its group; groups are P lists of
     G completions, scale as of `advantages`."""
+    if len({len(group) for group in groups}) > 1:
+        raise ValueError("groups differ in size; completions of your own belong in grpo.update")
     if groups:
         rewards = torch.tensor([[c.reward for c in group] for group in groups],
                                dtype=torch.double)  # (P, G)
@@ -466,6 +468,13 @@ class AdamW(torch.optim.AdamW):
         """After a skipped step too: a NaN that stays in a 16-bit gradient is in all later ones."""
         for p in (*self.params, *self.masters):
             p.grad = None
+
+
+def set_rate(optimizer, lr):
+    """lr for each group of parameters, `times` as much for one that has such a key: ours is one,
+    an optimizer of one's own may have several."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("times", 1.0)
 
 
 def learning_rate(step, total, peak, warmup):

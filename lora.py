@@ -162,7 +162,8 @@ def save_adapter(model, folder, base_model=""):
     alpha = int(alpha) if alpha == int(alpha) else m.scaling * m.rank
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
               "base_model_name_or_path": str(base_model), "r": m.rank, "lora_alpha": alpha,
-              "lora_dropout": 0.0, "bias": "none", "target_modules": list(TARGETS),
+              "lora_dropout": 0.0, "bias": "none",
+              "target_modules": [t for t in TARGETS if any(t in m.parts for _, m in layers)],
               "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,
               "inference_mode": True}
     state = {k: v.cpu().contiguous() for k, v in adapter_state(model).items()}

@@ -13,6 +13,7 @@ left out, so files of other programs work too.
 from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import math
+import re
 import sys
 from itertools import dropwhile, takewhile
 from os.path import commonprefix
@@ -146,8 +147,10 @@ def names(runs):
     return [n if short.count(n) == 1 else str(r) for n, r in zip(short, runs, strict=True)]
 
 
-def shown(value):
-    """A flag's value as a legend has room for it."""
+def shown(flag, value):
+    """A flag's value as a legend has room for it; of a script its name and its own flags."""
+    if flag == "script":
+        return re.sub(r"^\S*/", "", value)
     if value is None or isinstance(value, bool):
         return {True: "on", False: "off", None: "none"}[value]
     if isinstance(value, float):
@@ -187,7 +190,7 @@ def lines(runs):
     every, many = [flags for flags, _ in found], [[*seeds.values()] for _, seeds in found]
     differ = [k for k in every[0] if all(k in f for f in every) and
               any(f[k] != every[0][k] for f in every)]
-    labels = [" ".join(f"{k.replace('_', '-')}={shown(f[k])}" for k in differ) for f in every]
+    labels = [" ".join(f"{k.replace('_', '-')}={shown(k, f[k])}" for k in differ) for f in every]
     if not 1 <= len(differ) <= 4 or len({*labels}) < len(labels):
         labels = [commonprefix([name for _, name in m]) + "*" * (len(m) > 1) for m in many]
     # matplotlib hides what begins with _, and reads TeX between two $

@@ -163,7 +163,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         updates, n = [], args.updates_per_rollout  # (summed metrics, gradient norm) of each
         for i in range(n):  # each on every n-th group
             lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr, args.warmup)
-            optimizer.param_groups[0]["lr"] = lr
+            grpo.set_rate(optimizer, lr)
             updates.append(grpo.update(model, optimizer, list(chain(*groups[i::n])), settings))
         run.check(updates, model)  # ValueError if ten in a row were not finite
 

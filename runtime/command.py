@@ -21,6 +21,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAIN = getattr(sys.modules["__main__"], "__file__", None)  # None: a prompt, or a notebook
 HOME = Path(__file__).resolve().parents[1]
 ALONE = MAIN is not None and Path(MAIN).resolve().parent == HOME  # not merely imported
+# a script of one's own, not pytest, say
+OWN = not ALONE and str(MAIN).endswith(".py") and Path(MAIN).name != "__main__.py"
 
 
 def leave(*_):
@@ -60,7 +62,10 @@ def typed(argv):
             del rest[0]
         else:
             own.append(word)
-    return [] if rest else own
+    if not rest:
+        return own
+    # a script of one's own may give flags of its own accord
+    return [*sys.argv[:1], *(word for word in sys.argv[1:] if word not in argv)] if OWN else []
 
 
 @contextmanager

@@ -56,7 +56,9 @@ class OneDNNLinear(torch.nn.Module):
 
 def changed(m):
     """Whether a module has a forward, or a hook, that is not this project's."""
-    ours = m.forward.__module__.partition(".")[0] in ("model", "nvfp4", "lora", "torch")
+    # not forward.__module__, which functools.wraps copies
+    home = getattr(getattr(m.forward, "__func__", None), "__globals__", {}).get("__name__", "")
+    ours = home.partition(".")[0] in ("model", "nvfp4", "lora", "torch")
     return not ours or bool(m._forward_pre_hooks or m._forward_hooks)
 
 

@@ -75,7 +75,7 @@ TABLE = (
          "folder, a hub id; eval.py takes several with commas", "arithmetic", kept=True),
     Flag("levels", numbers(1, 1e4), None,
          "train on rows of these (eval.py: ask them), 5 the hardest: 3,4,5 for Big-Math"),
-    Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.reward)"),
+    Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
     "prompt: train eval sample",
     Flag("prompt-style", (*data.SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
     "rollout: train",

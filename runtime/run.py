@@ -30,6 +30,7 @@ from statistics import fmean
 
 import torch
 
+import aqn
 import eval as evaluation
 import grpo
 import lora
@@ -59,6 +60,7 @@ class State:
     base: dict = field(default_factory=dict)  # flags.base_of
     reward: str = ""  # digest of --reward's file
     script: str = "train.py"  # or one that changes what it does
+    code: str = ""  # digest of that one
     command: str = ""  # that began the run
 
 
@@ -144,6 +146,8 @@ class Run:
         self.state.base = flags.base_of(self.args)
         if self.args.reward:
             self.state.reward = files.file_digest(self.args.reward.rpartition(":")[0])
+        if command.OWN:
+            self.state.code = files.file_digest(command.MAIN)
         if self.args.resume:
             self.restore(optimizer)
             summed = plot.saved(self.out, "summary.json").get("steps")  # of before it went on, say
@@ -215,6 +219,7 @@ class Run:
         s, found = self.state, {k: result[k] for k in ("accuracy", "stderr")}
         long = result.get("skipped")
         print(f"held-out accuracy after {s.step} steps: {found['accuracy']:.1%}"
+              + (f", reward {result['reward']:.3f}" if self.args.reward else "")
               + (f" ({long} questions longer than --max-prompt)" if long else ""), flush=True)
         if s.step == 0:
             s.before = found
@@ -270,6 +275,7 @@ class Run:
         if broken:
             raise ValueError(f"{broken[0]} holds NaN or inf after {self.state.step} steps; nothing "
                              f"was saved over the last checkpoint in {self.out}. Lower --lr")
+        aqn.clear(model)  # a noise of one's own may lie in what is saved
         if self.args.lora_rank:
             self.save_adapter("adapter", model)
         else:
@@ -332,10 +338,11 @@ class Run:
         if isinstance(self.state.base, dict) and self.state.base != now.base:  # older: a digest
             raise ValueError(f"--model {self.args.model}: its weights, or the text of --calib, are "
                              f"not those the run in {self.out} began with; --resume needs the same")
-        if self.state.reward not in ("", now.reward):  # an error of its own may have been mended
-            print(f"warning: --reward {self.args.reward}: is not as it was when the run began",
-                  file=sys.stderr)
-        self.state.base, self.state.reward = now.base, now.reward
+        for what, was, this in ((f"--reward {self.args.reward}", self.state.reward, now.reward),
+                                (now.script, self.state.code, now.code)):
+            if was not in ("", this):  # an error of its own may have been mended
+                print(f"warning: {what}: is not as it was when the run began", file=sys.stderr)
+        self.state.base, self.state.reward, self.state.code = now.base, now.reward, now.code
         if plot.saved(self.out, "config.json").get("steps") != self.args.steps:
             self.state.command += f" && {now.command}"
         if self.state.script != now.script:

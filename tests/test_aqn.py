@@ -4,6 +4,7 @@ import itertools
 import runpy
 import sys
 import textwrap
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,8 +200,8 @@ def noisy_o_proj(module=__name__):
     m = tiny()
     o = m.layers[0].attn.o_proj
     o.register_buffer("noise", torch.full((32,), 0.5))
-    o.forward = lambda x: qwen.Linear.forward(o, x * (1 + o.noise))
-    o.forward.__module__ = module
+    forward = (lambda self, x: qwen.Linear.forward(self, x * (1 + self.noise))).__code__
+    o.forward = types.MethodType(types.FunctionType(forward, {**globals(), "__name__": module}), o)
     return m
 
 

@@ -17,7 +17,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def row(*given, gold="7"):
-    samples = [{"text": "", "given": g, "correct": g is not None and g.strip("$") == gold, "format": True, "length": 1,
+    samples = [{"text": "", "given": g, "correct": g is not None and g.strip("$") == gold, "format": True, "reward": 1.0, "length": 1,
                 "finished": True} for g in given]
     return {"question": "q", "answer": gold, "accuracy": fmean(s["correct"] for s in samples), "samples": samples}
 

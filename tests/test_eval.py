@@ -18,7 +18,7 @@ import eval as evaluation
 import lora
 import model as qwen
 import sample
-from runtime import flags
+from runtime import command, flags
 from tests.conftest import exit_code
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,12 +81,13 @@ def test_a_file_that_was_trained_on_is_warned_of(tmp_path, capsys):
 def test_who_evaluates_by_another_reward_than_was_trained_by_is_warned(tmp_path, capsys):
     """The run's accuracy is of its own reward, eval.py's of the style's: 80% there and 3% here are no change of the policy."""
     home, own = adapter(tmp_path / "a", 0.1), tmp_path / "own.py"
-    own.write_text("def score(text, row):\n    return 1\n")
+    own.write_text("def score(text, row):\n    return 1.25\n")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"reward": f"{own}:score"}))
     few = ["--adapter", home, "--quant", "none", "--data", "arithmetic", "--limit", "1", "--n", "1", "--max-new-tokens", "1"]
     for more, warned in (([], True), (["--reward", f"{own}:score"], False)):
         assert evaluation.main([*few, *more]) == 0
-        assert ("warning: trained by --reward" in capsys.readouterr().err) == warned
+        said = capsys.readouterr()
+        assert ("warning: trained by --reward" in said.err) == warned == ("adapter: mean reward 1.250" not in said.out)
 
 
 def test_the_whole_answer_is_scored(monkeypatch, tok, model):
@@ -200,7 +201,7 @@ def test_rows_belong_to_every_flag_that_they_follow_from(shallow):
     assert {run_of(**{name: "other"}) for name in ("max_rows", "k", "device", "data", "adapter")} == {run_of()}
 
 
-def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path):
+def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path, monkeypatch):
     """A reward that was mended told the accuracy of before; it also sees columns that are no question and no answer."""
     reward, text = tmp_path / "r.py", tmp_path / "c.txt"
     args = flags.parse("eval", ["--reward", f"{reward}:score", "--awq", "--calib", str(text), "--out", str(tmp_path / "out.jsonl")])
@@ -211,7 +212,13 @@ def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path):
         return evaluation.Book(args, [("s", [{"question": "q", "answer": "1", "worth": worth}])], ["eval.py"]).runs["s", "base"]
 
     assert len({run_of("1", "1", 1), run_of("2", "1", 1), run_of("1", "2", 1), run_of("1", "1", 2)}) == 4
-    assert run_of("1", "1", 1) == run_of("1", "1", 1)
+    first = run_of("1", "1", 1)
+    assert first == run_of("1", "1", 1)
+    monkeypatch.setattr(command, "OWN", True)  # a script of one's own, which was edited
+    script = tmp_path / "mine.py"
+    monkeypatch.setattr(command, "MAIN", str(script))
+    mine = [run_of("1", "1", 1) for code in "aab" if script.write_text(code)]
+    assert mine[0] == mine[1] and len({first, *mine}) == 3
 
 
 def test_files_of_one_name_are_two_sets(tmp_path):
@@ -378,7 +385,7 @@ def test_the_embedded_model_is_half_trained(tok):
 
 def test_votes_are_counted_in_each_block_in_whatever_order(monkeypatch):
     """Answers that are one were two where a later block of samples had them the other way round."""
-    samples = [{"given": given, "correct": given != "7", "format": True, "length": 1, "finished": True}
+    samples = [{"given": given, "correct": given != "7", "format": True, "reward": 1.0, "length": 1, "finished": True}
                for given in ("1/2", "0.5", "7", "7", "0.5", "1/2")]
     rows = [{"samples": samples, "accuracy": 4 / 6}]
     assert evaluation.summary(rows, [3])["maj@3"][0] == 1.0

@@ -246,6 +246,12 @@ def test_ids_past_the_tokenizer_are_impossible_in_sampler_and_update(tmp_path):
 # ---- what is learned from
 
 
+def test_groups_of_several_sizes_are_refused(noisy):
+    """The replay of an old completion, say, in train.rollout: torch told of a sequence of length 9."""
+    with pytest.raises(ValueError, match="grpo.update"):
+        grpo.set_advantages([[grpo.Completion({}, [], [], [], True)] * n for n in (2, 3)])
+
+
 def test_advantages_are_the_rewards_within_their_group(noisy):
     """Negated advantages unlearn; advantages of another group, or of the batch, are noise."""
     for u in noisy.updates:

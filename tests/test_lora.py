@@ -153,6 +153,15 @@ def test_saved_names_and_shapes_are_pefts(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
+def test_only_what_has_an_adapter_is_named(tmp_path):
+    """Of an adapter of attention alone other readers would look for the MLP's tensors."""
+    model = with_random_adapter(rank=4)
+    for block in model.layers:
+        block.mlp.gate_up_proj, block.mlp.down_proj = block.mlp.gate_up_proj.base, block.mlp.down_proj.base
+    save_adapter(model, tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
 @pytest.mark.parametrize("rank,alpha", [(3, 5), (4, 32), (1, 1.3)])
 def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, rank, alpha):
     model = with_random_adapter(rank, alpha)

@@ -207,7 +207,7 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_ends_when_it_is_resumed(t
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return {"accuracy": 0.5, "stderr": None, "rows": [{"question": "?", "answer": "1", "accuracy": 0.5, "samples": []}]}
+        return {"accuracy": 0.5, "stderr": None, "reward": 0.5, "rows": [{"question": "?", "answer": "1", "accuracy": 0.5, "samples": []}]}
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
     out = tmp_path / "run"
@@ -280,7 +280,7 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
         adapters.append({k: v.clone() for k, v in lora.adapter_state(model).items()})
         mean, apart = next(answers), -0.1 if len(adapters) == 1 else 0.1
         rows = [{"question": "?", "answer": "1", "accuracy": a, "samples": []} for a in (mean + apart, mean - apart)]
-        return {"accuracy": mean, "stderr": mean / 10, "rows": rows}
+        return {"accuracy": mean, "stderr": mean / 10, "reward": 0.5, "rows": rows}
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
     out = tmp_path / "run"
@@ -320,7 +320,7 @@ def test_an_extended_run_knows_its_best_adapter(tmp_path, monkeypatch):
 
     def scripted(*a, **kw):
         mean = next(answers)
-        return {"accuracy": mean, "stderr": 0.01, "rows": [{"question": "?", "answer": "1", "accuracy": mean, "samples": []}]}
+        return {"accuracy": mean, "stderr": 0.01, "reward": 0.5, "rows": [{"question": "?", "answer": "1", "accuracy": mean, "samples": []}]}
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
     out, want = tmp_path / "run", {"step": 3, "accuracy": 0.8, "stderr": 0.01}
@@ -927,6 +927,72 @@ def test_a_resume_is_by_the_script_that_began_the_run(tmp_path, capsys, monkeypa
     assert train.main(again) == 0 and len(rows_of(out)) == 2
 
 
+def test_a_resume_tells_of_a_script_that_has_changed(tmp_path, capsys, monkeypatch):
+    """A format that it adds to the table was another after it was edited, and nobody was told."""
+    out, script = tmp_path / "run", tmp_path / "mine.py"
+    monkeypatch.setattr(command, "OWN", True)
+    monkeypatch.setattr(command, "MAIN", str(script))
+    for steps, code, told in (("1", "a", 0), ("2", "a", 0), ("3", "b", 1), ("4", "b", 0)):
+        script.write_text(code)
+        argv = [*SMALL, "--out", str(out), "--steps", steps, *["--resume"] * (steps != "1")]
+        monkeypatch.setattr(sys, "argv", [str(script), *argv])
+        assert train.main(argv) == 0
+        assert capsys.readouterr().err.count("mine.py: is not as it was") == told
+
+
+def test_a_noise_within_the_adapter_is_not_saved(tmp_path, monkeypatch):
+    """Added to a parameter, and taken out by `clear`, it was in the checkpoint of a run that was stopped in a rollout."""
+    put, works, calls = {}, sample.generate, []
+
+    def clear(model):
+        for p, value in put.items():
+            p.data.copy_(value)
+        put.clear()
+
+    def set_noise(model, sigma, seed):
+        clear(model)
+        for _, layer in lora.lora_layers(model):
+            put[layer.A] = layer.A.detach().clone()
+            layer.A.data += 0.01
+
+    monkeypatch.setattr(train.aqn, "clear", clear)
+    monkeypatch.setattr(train.aqn, "set_noise", set_noise)
+    assert run(tmp_path / "straight") == 0
+
+    def stopped(*args, **kwargs):
+        calls.append(1)
+        return works(*args, **kwargs) if len(calls) != 3 else (_ for _ in ()).throw(KeyboardInterrupt)
+
+    monkeypatch.setattr(sample, "generate", stopped)
+    assert run(tmp_path / "cut") == 130
+    assert train.main(["--resume", "--out", str(tmp_path / "cut")]) == 0
+    for a, b in zip(*(parameters_of(tmp_path / name) for name in ("straight", "cut")), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_each_group_of_an_optimizer_of_ones_own_has_its_rate(tmp_path, monkeypatch):
+    """LoRA+ trains B at several times A's rate: the second group stayed at its first one, without warm-up or decay."""
+    rates = []
+
+    class Two(grpo.AdamW):
+        def __init__(self, params, lr, betas, weight_decay):
+            super().__init__(params, lr, betas, weight_decay)
+            self.add_param_group({"params": self.param_groups[0]["params"][1::2], "times": 16.0})
+
+        def add_param_group(self, group):
+            if self.param_groups:
+                del self.param_groups[0]["params"][1::2]
+            super().add_param_group(group)
+
+        def step(self):
+            rates.append([group["lr"] for group in self.param_groups])
+            super().step()
+
+    monkeypatch.setattr(grpo, "AdamW", Two)
+    assert run(tmp_path / "run") == 0
+    assert len({a for a, _ in rates}) > 2 and all(b == 16 * a for a, b in rates)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "broadcast", "text"])
 def test_a_damaged_checkpoint_is_one_line_and_never_a_resume(straight, tmp_path, capsys, damage):
     """A flipped bit is a number like any other to torch.load, and a tensor of one element fits every shape."""
@@ -1109,3 +1175,13 @@ def test_the_command_names_the_script_that_was_started(monkeypatch, line, argv, 
     """A run of docs/relative_noise.py whose summary says train.py."""
     monkeypatch.setattr(sys, "argv", line)
     assert command.script(argv) == want
+
+
+@pytest.mark.parametrize(("line", "argv", "want"), [
+    (["mine.py", "--steps", "4"], ["--loss", "dapo", "--steps", "4"], ["mine.py"]),
+    (["mine.py", "--tau", "5", "--lr", "1"], ["--lr", "1", "--seed", "2"], ["mine.py", "--tau", "5"]), (["mine.py"], ["--seed", "3"], ["mine.py"])])
+def test_a_script_that_gives_flags_of_its_own_accord_is_that_script(monkeypatch, line, argv, want):
+    """It was train.py: resumed without its idea, and drawn as another seed of the runs that it is compared with."""
+    monkeypatch.setattr(sys, "argv", line)
+    monkeypatch.setattr(command, "OWN", True)
+    assert command.script(argv) == command.typed(argv) == want
