@@ -156,8 +156,9 @@ class Eager:
 
 class Graphs:
     """The GPU engine: decode.Step on persistent buffers, one CUDA graph for each batch size of
-    BUCKETS that comes up. `prompts` (packed.Prefill, or None) fills the cache; `stall` is what a
-    XX    the next steps may be launched before the results of the last are fetched."""
+    BUCKETS that comes up. `prompts` (packed.Prefill, or None) fills the cache; `stall`: a prefill,
+    however small, costs the rows that wait for it about so many decode steps. `ahead`: the next
+    steps may be launched before the results of the last are fetched."""
 
     stall, ahead = 2, True
 

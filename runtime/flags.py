@@ -27,7 +27,7 @@ from runtime.command import number, numbers
 from weights import awq, checkpoint
 from weights.config import packed_format, read_config
 from weights.files import check_out, file_digest, read_json, shown
-from weights.formats import FORMATS
+from weights.formats import FORMATS, OURS
 
 QUANTS = ("none", *FORMATS)
 
@@ -390,9 +390,11 @@ def load_policy(args):
 
 
 def base_of(args):
-    """What tells the base of these flags from others: checkpoint.fingerprint's digests and, where
-    --awq goes by a file, `text`, that file's."""
+    """What tells the base of these flags from others: checkpoint.fingerprint's digests; `text`,
+    that of the file that --awq goes by; `format`, a script's own as it is in its table."""
     told = checkpoint.fingerprint(args.model)
+    if args.quant in FORMATS and args.quant not in OURS:
+        told["format"] = repr(FORMATS[args.quant])
     if args.awq and args.calib:
         told["text"] = file_digest(awq.text_file(args.calib))
     return told
@@ -410,7 +412,8 @@ def read_policy(folder):
     path = Path(folder) / "policy.json"
     if not path.is_file():
         return {}
-    found = read_json(path, dict.fromkeys(("base", "norms", "weights", "text", "reward"), str))
+    texts = ("base", "norms", "weights", "text", "format", "reward")
+    found = read_json(path, dict.fromkeys(texts, str))
     kept = [(f.name, found.get(dest(f))) for _, f in flags_of("train")
             if f.kept or f.name == "dtype"]
     from_file("train", kept, f"{path}; a format of a script's own needs that script, else delete "
@@ -481,6 +484,9 @@ def check_policy(args):
         if had.get(name, getattr(args, name)) != getattr(args, name):
             print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "
                   f"{had[name]}", file=sys.stderr)
+    if had.get("format") not in (None, now.get("format")):
+        print(f"warning: --quant {args.quant}: is another format than the adapter was trained with",
+              file=sys.stderr)
     if same and args.awq and had.get("text") != now.get("text"):
         print(f"warning: --calib {args.calib or 'by default'}: the adapter was trained with scales "
               "by another text", file=sys.stderr)

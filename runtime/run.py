@@ -336,8 +336,9 @@ class Run:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
         if isinstance(self.state.base, dict) and self.state.base != now.base:  # older: a digest
-            raise ValueError(f"--model {self.args.model}: its weights, or the text of --calib, are "
-                             f"not those the run in {self.out} began with; --resume needs the same")
+            raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
+                             f"--calib, are not those the run in {self.out} began with; --resume "
+                             "needs the same")
         for what, was, this in ((f"--reward {self.args.reward}", self.state.reward, now.reward),
                                 (now.script, self.state.code, now.code)):
             if was not in ("", this):  # an error of its own may have been mended

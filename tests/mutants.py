@@ -1643,6 +1643,10 @@ MUTANTS = {
          "flags::the_line_to_continue_with_starts_as_many_ranks"),
     ],
     "runtime/flags.py": [
+        ("a format is its name", 'told["format"] = repr(FORMATS[args.quant])', 'told["format"] = args.quant',
+         "flags::a_format_of_a_script_that_has_changed_is_told_of"),
+        ("an older run had no nf4", "if args.quant in FORMATS and args.quant not in OURS:", "if args.quant in FORMATS:",
+         "flags::a_format_of_a_script_that_has_changed_is_told_of"),
         ("AWQ's scales of another dtype are not told of", 'if same and args.awq and had.get("dtype", dtype) != dtype:',
          "if False:", "flags::awqs_scales_of_another_dtype_are_told_of"),
         ("a schedule is tried in its silent stage", "{0, 1, args.aqn_stages // 2, args.aqn_stages - 1}", "{0}",

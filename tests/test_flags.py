@@ -17,6 +17,7 @@ import lora
 import model as qwen
 from runtime import command, flags, ranks
 from weights import checkpoint, convert
+from weights.formats import FORMATS, Format
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -149,6 +150,18 @@ def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
         assert "the adapter was trained with scales by another text" in capsys.readouterr().err
     flags.check_policy(flags.parse("eval", ["--adapter", str(adapter), "--no-awq"]))
     assert capsys.readouterr().err == "warning: --awq False: the adapter was trained with True\n"
+
+
+def test_a_format_of_a_script_that_has_changed_is_told_of(shallow, tmp_path, capsys, monkeypatch):
+    """Its name alone was kept: of other blocks, it was evaluated as the one that was trained with."""
+    args = SimpleNamespace(**vars(flags.parse("train", ["--model", str(shallow), "--no-awq"])) | {"quant": "int4", "adapter": str(tmp_path)})
+    for block, told in ((32, 0), (32, 0), (64, 1)):
+        monkeypatch.setitem(FORMATS, "int4", Format(block, torch.float32, tuple(range(-8, 8))))
+        if not hasattr(args, "trained_with"):
+            args.trained_with = flags.policy(args, flags.base_of(args))
+        flags.check_policy(args)
+        assert capsys.readouterr().err.count("is another format than the adapter was trained with") == told
+    assert flags.base_of(SimpleNamespace(**vars(args) | {"quant": "nf4"})).keys() == checkpoint.fingerprint(shallow).keys()
 
 
 def test_awqs_scales_of_another_dtype_are_told_of(shallow, tmp_path, capsys):

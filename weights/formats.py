@@ -88,6 +88,7 @@ FORMATS = {
     "mxfp4": Format(32, torch.uint8, E2M1),
     "nf4": Format(64, torch.float32, NF4),
 }
+OURS = tuple(FORMATS)  # a script may add others
 PORTION = 1 << 25  # weights that are rounded at a time: the temporaries are several times that
 CHUNK = 128  # columns of K that a row's 64 packed bytes hold
 SLICE = 1 << 24  # codes that pack and unpack take at a time: their int32 temporaries are 64 MB each
