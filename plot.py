@@ -13,7 +13,7 @@ left out, so files of other programs work too.
 from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import math
-import re
+import shlex
 import sys
 from itertools import dropwhile, takewhile
 from os.path import commonprefix
@@ -150,7 +150,8 @@ def names(runs):
 def shown(flag, value):
     """A flag's value as a legend has room for it; of a script its name and its own flags."""
     if flag == "script":
-        return re.sub(r"^\S*/", "", value)
+        name, ending, own = value.partition(".py")
+        return name.split("/")[-1] + ending + own
     if value is None or isinstance(value, bool):
         return {True: "on", False: "off", None: "none"}[value]
     if isinstance(value, float):
@@ -165,7 +166,11 @@ def told(run):
     flags = {k: v for k, v in had.items() if k not in (*IDLE, *MINOR, "command")}
     if flags:
         command = str(had.get("command") or saved(run, "summary.json").get("command", "train.py"))
-        words = [*dropwhile(lambda word: not word.endswith(".py"), command.split())]
+        try:
+            words = shlex.split(command)
+        except ValueError as e:
+            raise ValueError(f"{run}: config.json: command cannot be read ({e})") from None
+        words = [*dropwhile(lambda word: not word.endswith(".py"), words)]
         ours = {f"--{no}{name.replace('_', '-')}" for name in had for no in ("", "no-")}
         own = takewhile(lambda word: word.partition("=")[0] not in ours, words)  # and its own flags
         flags["script"] = " ".join(takewhile(lambda word: word != "&&", own))

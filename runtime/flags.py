@@ -377,7 +377,8 @@ def load_policy(args):
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
                          f"--quant {packed_format(stored, folder)}")
     tok = data.Tokenizer(folder)
-    if args.awq:
+    # one that is quantized has the scales that its adapter asks for already (see check_policy)
+    if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
         model = awq.load(folder, device, dtype, args.quant, args.calib)
     else:
         model = checkpoint.load(folder, device, dtype, args.quant)

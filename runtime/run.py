@@ -344,6 +344,7 @@ class Run:
             if was not in ("", this):  # an error of its own may have been mended
                 print(f"warning: {what}: is not as it was when the run began", file=sys.stderr)
         self.state.base, self.state.reward, self.state.code = now.base, now.reward, now.code
+        self.args.steps = max(self.args.steps, self.state.step)  # what is done is done
         if plot.saved(self.out, "config.json").get("steps") != self.args.steps:
             self.state.command += f" && {now.command}"
         if self.state.script != now.script:

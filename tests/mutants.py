@@ -1186,6 +1186,10 @@ MUTANTS = {
          "sample::flags_reach_the_file_of_answers"),
     ],
     "weights/checkpoint.py": [
+        ("a head of its own is passed over", "if not torch.equal(head, tied):", "if False:",
+         "model::a_head_that_is_not_the_embedding_it_is_tied_to_is_refused"),
+        ("shards win over a file beside them", "if single.is_file() and single.name not in", "if False and single.name not in",
+         "checkpoint::shards_and_index_load_as_one_file_does"),
         ("a noise that was there at the beginning has no memory", '(noise := getattr(m, "noise", None)) is not None:', "isinstance(m, RMSNorm) and (noise := m.noise) is not None:",
          "aqn::a_noise_may_be_a_modules_own_from_its_beginning"),
         ("a config of another dtype than its tensors", "= self.dtype\n", '= "bfloat16"\n',
@@ -1364,6 +1368,7 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "runtime/run.py": [
+        ("steps that are done can be undone", "max(self.args.steps, self.state.step)", "self.args.steps", "train::what_is_done_is_done"),
         ("a script goes on with other flags of its own", "shlex.join([Path(script[0]).name, *script[1:]])", "Path(script[0]).name",
          "train::a_script_goes_on_with_the_flags_it_was_begun_with"),
         ("whose the objective is is not told", "; the run was begun by {plot", "; {plot", "train::a_script_goes_on_with_the_flags_it_was_begun_with"),
@@ -1643,6 +1648,8 @@ MUTANTS = {
          "flags::the_line_to_continue_with_starts_as_many_ranks"),
     ],
     "runtime/flags.py": [
+        ("scales are asked for of a base that has them", ' and not (stored and getattr(args, "trained_with", {}).get("awq"))', "",
+         "awq::a_quantized_base_has_the_scales_that_an_adapter_asks_for"),
         ("a format is its name", 'told["format"] = repr(FORMATS[args.quant])', 'told["format"] = args.quant',
          "flags::a_format_of_a_script_that_has_changed_is_told_of"),
         ("an older run had no nf4", "if args.quant in FORMATS and args.quant not in OURS:", "if args.quant in FORMATS:",
@@ -1675,7 +1682,7 @@ MUTANTS = {
         ("an adapter of another base is taken",
          "had.get(known) not in (None, now[known])", "False",
          "train::an_adapter_remembers_what_it_was_trained_with"),
-        ("--awq is ignored", "    if args.awq:\n", "    if False:\n",
+        ("--awq is ignored", "    if args.awq and not (stored", "    if False and not (stored",
          "awq::the_flag_of_the_commands_loads_with_awq"),
         ("the adapter is not loaded", "lora.load_adapter(model, args.adapter)",
          "lora.lora_layers(model)", "eval::the_adapter_is_applied_and_the_base_is_the_base"),
@@ -1764,6 +1771,7 @@ MUTANTS = {
          "flags::the_demos_defaults_are_the_demos"),
     ],
     "plot.py": [
+        ("a script's name ends at a space", "words = shlex.split(command)", "words = command.split()", "plot::labels_are_the_flags_that_differ"),
         ("scripts with other flags of their own are seeds of one", "own = takewhile(", "own = words[:1] or takewhile(",
          "plot::labels_are_the_flags_that_differ"),
         ("a run that goes on is train.py's", 'had.get("command") or ', "", "plot::a_run_that_has_not_ended_is_of_its_own_script"),

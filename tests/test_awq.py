@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import data
+import lora
 import model as M
 import nvfp4
 from nvfp4 import FORMATS, QuantLinear, dequantize
@@ -362,6 +363,19 @@ def test_the_flag_of_the_commands_loads_with_awq(monkeypatch):
     monkeypatch.setattr(awq, "load", lambda *a: seen.append(a) or M.load(TINY, dtype=torch.float32))
     flags.load_policy(flags.parse("train", ["--awq", "--calib", "text.txt", "--quant", "mxfp4", "--device", "cpu"]))
     assert seen == [(data.TINY, "cpu", torch.float32, "mxfp4", "text.txt")]
+
+
+def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_path, capsys):
+    """--awq, which nobody had typed, was refused beside the checkpoint that nvfp4.py --awq had written."""
+    convert.convert(shallow, tmp_path / "q", use_awq=True, sequences=2, length=32)
+    m, had = M.load(shallow, dtype=torch.float32), flags.parse("train", ["--model", str(shallow), "--awq"])
+    lora.add_lora(m, 2, 2.0)
+    lora.save_adapter(m, tmp_path / "a")
+    (tmp_path / "a" / "policy.json").write_text(json.dumps(flags.policy(had, flags.base_of(had))))
+    model, _ = flags.load_policy(flags.parse("eval", ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / "q")]))
+    assert lora.lora_layers(model) and not capsys.readouterr().err
+    with pytest.raises(ValueError, match="is quantized already"):  # without an adapter that asks for them
+        flags.load_policy(flags.parse("eval", ["--model", str(tmp_path / "q"), "--awq"]))
 
 
 def test_the_command_reports_perplexity_before_and_after_and_writes_what_loading_makes(at_load, shallow, tmp_path, capsys):

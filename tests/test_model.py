@@ -205,6 +205,14 @@ def test_a_tied_head_stored_twice_and_old_rope_buffers_are_no_error(tmp_path):
     M.load(folder)
 
 
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
+    """Trained, and merged beside the config of before: it was passed over, and another model loaded."""
+    folder = copy(tmp_path)
+    edit(folder, lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"] * 1.5}))
+    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+        M.load(folder)
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
 def test_a_truncated_file_is_named(tmp_path, keep):
     folder = copy(tmp_path)

@@ -183,6 +183,14 @@ def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path):
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
 
 
+def test_what_is_done_is_done(straight, tmp_path):
+    """Resumed with fewer steps than it had, a run ended as one of two flags: it could not be compared, and no resume mended it."""
+    out = copy_of(straight, tmp_path)
+    (out / "summary.json").unlink()  # stopped before its end
+    assert train.main(["--resume", "--out", str(out), "--steps", "2"]) == 0
+    assert [json.loads((out / name).read_text())["steps"] for name in ("config.json", "summary.json")] == [4, 4]
+
+
 def test_seconds_count_on_after_a_resume(straight, tmp_path, monkeypatch):
     """A curve over seconds would go back to where it began. (A step that takes a tenth shows in one digit.)"""
     out = copy_of(straight, tmp_path)

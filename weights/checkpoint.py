@@ -113,6 +113,9 @@ class Checkpoint:
             if not (self.folder / shard).is_file():
                 raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} "
                                         "is missing; download it again")
+        if single.is_file() and single.name not in self.where.values():
+            raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
+                             f"older, and {index.name} if that is the shards")
         self.unused, self.files = set(self.where), {}
 
     def _open(self, shard):
@@ -264,8 +267,12 @@ def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
         for path, _ in list(model.get_submodule(piece).named_modules(prefix=piece)):
             read_module(model, path, source, place, dtype, quant)
         if piece == "embed" and model.config.tie_word_embeddings:
-            model.lm_head.weight = model.embed.weight
-            source.unused.discard("lm_head.weight")  # some exports store the tied head once more
+            model.lm_head.weight = tied = model.embed.weight
+            if "lm_head.weight" in source.unused:  # some exports store the tied head once more
+                head = source.get("lm_head.weight", tied.shape, dtype, tied.device)
+                if not torch.equal(head, tied):  # a head that was trained, and a config of before
+                    raise ValueError(f"{source.folder}: lm_head.weight is not the embedding that "
+                                     "config.json ties it to; set tie_word_embeddings to false")
         yield piece
     unused = sorted(n for n in source.unused if not n.endswith("rotary_emb.inv_freq"))
     if unused:
