@@ -1,6 +1,5 @@
 """experiments.py: the arms of the ablation, and what its table counts."""
 import json
-import os
 import re
 import shutil
 import signal
@@ -433,7 +432,8 @@ time.sleep(10)
             found, end = "began" if count == 0 else "told", time.time() + 10
             while len([*runs.glob(f"*/{found}")]) < 2 and time.time() < end:
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGTERM)
+            # to the process, it may come to this thread, and the main one waits on
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     thread = threading.Thread(target=stop)
     thread.start()
