@@ -183,7 +183,7 @@ def test_long_prompts_go_through_in_chunks(model, monkeypatch):
     assert tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6)) == want
 
 
-@pytest.mark.parametrize("patch", ["class", "wraps", "object", "hook", "base"])
+@pytest.mark.parametrize("patch", ["class", "wraps", "no_grad", "object", "hook", "base"])
 def test_a_forward_of_ones_own_is_what_samples(monkeypatch, patch):
     """On the CPU linears give way to faster ones, and dropout put into LoRA's forward never ran in a rollout."""
     m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
@@ -198,6 +198,8 @@ def test_a_forward_of_ones_own_is_what_samples(monkeypatch, patch):
         monkeypatch.setattr(lora.LoRALinear, "forward", forward)
     elif patch == "wraps":  # which copies the name of the module that it wraps
         monkeypatch.setattr(lora.LoRALinear, "forward", functools.wraps(lora.LoRALinear.forward)(forward))
+    elif patch == "no_grad":  # torch's function around it
+        monkeypatch.setattr(lora.LoRALinear, "forward", torch.no_grad()(forward))
     elif patch == "object":
         for layer in layers:
             layer.forward = functools.partial(forward, layer)
