@@ -50,6 +50,7 @@ from itertools import chain, combinations, product
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
+from threading import Lock
 from unittest import mock
 
 import torch
@@ -244,11 +245,15 @@ class Processes:
             self.cards.put(card)
 
 
+STARTING = Lock()  # held while a process is there that is not among the children yet
+
+
 def process(children, argv, **options):
     """The exit code of a process, which is one of `children` while it runs. ctrl-C in a terminal
     does not reach it but by `stopping`: a second one would keep it from saving."""
-    child = subprocess.Popen(argv, start_new_session=True, **options)
-    children.add(child)
+    with STARTING:
+        child = subprocess.Popen(argv, start_new_session=True, **options)
+        children.add(child)
     try:
         return child.wait()
     finally:
@@ -263,9 +268,11 @@ def stopping(children):
     except KeyboardInterrupt:
         while children:
             try:
-                for child in [*children]:
+                with STARTING:
+                    told = [*children]
+                for child in told:
                     child.terminate()
-                for child in [*children]:
+                for child in told:
                     child.wait()
             except KeyboardInterrupt:  # again: they are told again, and stop at once
                 continue
