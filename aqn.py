@@ -19,9 +19,9 @@ so CUDA graphs that captured the buffers see it.
 To try a noise of your own, put it in the place of set_noise and write to the buffers (here: only
 the second half of the layers, and scaled by w). Draw it from a generator that the seed seeds: then
 a run repeats, a resume goes on as it would have, and all ranks have the same. Every RMSNorm has a
-buffer, the last (model.norm) and Qwen3's q_norm and k_norm too. On the CPU any
-module's buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into
-update or evaluation.
+buffer, the last (model.norm) and Qwen3's q_norm and k_norm too. On the CPU any module's buffer
+called `noise` will do. `clear` and `clean` reach them all, so that none leaks into update or
+evaluation.
 
     def set_noise(model, sigma, seed=0):
         aqn.clear(model)

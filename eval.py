@@ -188,6 +188,14 @@ def plain(args):
     return "trained" if args.run and not args.adapter else "base"
 
 
+def own_code(args):
+    """{"reward": digest of --reward's file, "code": digest of a script of the user's own}, of those
+    that there are."""
+    own = {"reward": args.reward and args.reward.rpartition(":")[0],
+           "code": command.OWN and command.MAIN}
+    return {name: file_digest(path) for name, path in own.items() if path}
+
+
 def digests(args, sets, script):
     """{(set, model): digest} of what a row follows from: script (the command line's words before
     the flags; one's own by its text, too), flags, questions, the model's weights and tokenizer, the
@@ -197,10 +205,7 @@ def digests(args, sets, script):
     read, found = [flags.base_of(args)], {}
     folder = checkpoint.fetch(args.model)
     read += [file_digest(f) for f in map(folder.joinpath, checkpoint.BESIDE) if f.is_file()]
-    if args.reward:
-        read.append(file_digest(args.reward.rpartition(":")[0]))
-    if command.OWN:
-        read.append(file_digest(command.MAIN))
+    read += own_code(args).values()
     for name, rows in sets:
         # a reward of one's own sees all columns
         what = [Path(script[0]).name, *script[1:],
@@ -301,9 +306,8 @@ def run(args, argv):
             r["gain"], r["stderr_gain"] = gain(base, r)
             results.append((name, "adapter", r))
     print("\n".join(table(results)))
-    for name, arm, r in results:
-        if args.reward:
-            print(f"{name}, {arm}: mean reward {r['reward']:.3f}")
+    for name, arm, r in results if args.reward else ():
+        print(f"{name}, {arm}: mean reward {r['reward']:.3f}")
     for name, _, r in results:
         if "gain" in r:
             print(f"{name}: the adapter adds {100 * r['gain']:+.1f} points (s.e. "

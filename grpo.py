@@ -158,7 +158,7 @@ def constant(per_token, mask, tokens, seqs, max_len):
 @dataclass(frozen=True)
 class Objective:
     level: Callable  # log-ratios (B, T), mask -> log-ratios (B, T)
-    # ratio, advantages, logp, low, high -> gain (B, T). Called again with both infinite:
+    # ratio, advantages, logp, low, high -> gain (B, T). Called again with low and high infinite:
     # where the two differ, a token counts as clipped. An entropy bonus would be one more term,
     # -c * logp.detach() * logp
     surrogate: Callable

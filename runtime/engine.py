@@ -57,8 +57,8 @@ class OneDNNLinear(torch.nn.Module):
 def changed(m):
     """Whether a module has a forward, or a hook, that is not this project's."""
     # where it says it is from, as functools.wraps copies it, and where it is: torch, if decorated
-    code = getattr(getattr(m.forward, "__func__", None), "__globals__", {})
-    homes = (str(home).partition(".")[0] for home in (m.forward.__module__, code.get("__name__")))
+    around = getattr(getattr(m.forward, "__func__", None), "__globals__", {})
+    homes = (str(home).partition(".")[0] for home in (m.forward.__module__, around.get("__name__")))
     ours = {*homes} <= {"model", "nvfp4", "lora", "torch"}
     return not ours or bool(m._forward_pre_hooks or m._forward_hooks)
 

@@ -15,7 +15,7 @@ import random
 import re
 from fractions import Fraction
 
-SIGNS = ("/", ":", "\\div", "*", "\\cdot", "\\times")  # within a product
+OVER, TIMES = ("/", ":", "\\div"), ("*", "\\cdot", "\\times")
 DEEPEST = 12  # brackets within brackets
 BITS = 5_000  # of the largest number worked out
 
@@ -147,13 +147,13 @@ class Value:
         """Factors with or without a sign between them."""
         value = self.power()
         while (t := self.tokens[self.at]) not in ("", "+", "-", ")", "]", "}", *stops):
-            if t in SIGNS and self.tokens[self.at + 1] in stops:  # ln 3 / ln 2
+            if t in OVER + TIMES and self.tokens[self.at + 1] in stops:  # ln 3 / ln 2
                 break
-            if self.next(*SIGNS[:3]):
+            if self.next(*OVER):
                 self.plain &= t != ":"
                 value = _bounded(value / self.signed(self.power))
                 continue
-            if not self.next(*SIGNS[3:]) and t[0].isdigit() and (
+            if not self.next(*TIMES) and t[0].isdigit() and (
                     self.tokens[self.at - 1][-1].isdigit()):
                 raise ValueError("two numbers side by side")
             self.plain, value = False, _bounded(value * self.power())

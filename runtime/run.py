@@ -60,7 +60,7 @@ class State:
     base: dict = field(default_factory=dict)  # flags.base_of
     reward: str = ""  # digest of --reward's file
     script: str = "train.py"  # or one that changes what it does
-    code: str = ""  # digest of that one
+    code: str = ""  # digest of one of the user's own
     command: str = ""  # that began the run
 
 
@@ -108,19 +108,16 @@ class Run:
     def __init__(self, args, argv):
         self.args, self.out = args, Path(args.out)
         script = command.script(argv)
-        begin = [*ranks.launcher(), *script]
         typed = [*ranks.launcher(), *(command.typed(argv) or script)]
         self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # goes on with it
         told = shlex.join([Path(script[0]).name, *script[1:]])
-        self.state = State(script=told, command=shlex.join([*begin, *argv]))
+        self.state = State(script=told, command=shlex.join([*ranks.launcher(), *script, *argv]))
         self.started = time.time()
-        self.clock = {}  # seconds of each phase of a step
-        self.current, self.since = None, 0.0  # the phase it is in; since when
+        self.clock, self.current = {}, None  # seconds of each phase of a step; the one it is in
         self.drawn = 0  # tokens sampled in this step, those of groups that were replaced included
         self.failed, self.warned = 0, set()  # updates skipped in a row; warnings given
         self.interrupted = False  # a signal has come
         self.held = ExitStack()  # the folder's lock, the signals, the collector
-        self.tracker = None  # of --log-to
 
     def __enter__(self):
         return self
@@ -136,18 +133,14 @@ class Run:
         `rows`, all questions of training and evaluation, or the model's weights are not those the
         run began with."""
         if ranks.rank == 0:
-            if self.args.log_to:
-                self.tracker = console.tracker(self.args)
+            self.tracker = console.tracker(self.args) if self.args.log_to else None
             self.out.mkdir(parents=True, exist_ok=True)
             busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
             self.held.enter_context(lock(self.out / "lock", busy))
         asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
         self.state.base = flags.base_of(self.args)
-        if self.args.reward:
-            self.state.reward = files.file_digest(self.args.reward.rpartition(":")[0])
-        if command.OWN:
-            self.state.code = files.file_digest(command.MAIN)
+        vars(self.state).update(evaluation.own_code(self.args))
         if self.args.resume:
             self.restore(optimizer)
             summed = plot.saved(self.out, "summary.json").get("steps")  # of before it went on, say
@@ -291,8 +284,7 @@ class Run:
     @ranks.first
     def save_adapter(self, name, model):
         lora.save_adapter(model, self.out / name, self.args.model)
-        policy = flags.policy(self.args, self.state.base)
-        files.write_json(self.out / name / "policy.json", policy)
+        files.write_json(self.out / name / "policy.json", flags.policy(self.args, self.state.base))
 
     def save_model(self, model):
         """All parameters as a Hugging Face checkpoint in model/, with policy.json."""
