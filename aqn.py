@@ -1,14 +1,14 @@
 """
 Adaptive Quantization Noise (QeRL, Sec. 3.3): scheduled Gaussian noise folded into the RMSNorm
-weights, so that a policy whose quantization error is static explores more, early, and less, late.
+weights, so that a policy whose quantization error is static explores more at first, less later.
 
 Why a norm: y = x / rms(x) * (w + Z) feeds W as y W^T. Channel k of y is multiplied by (w + Z)[k] /
 w[k] = 1 + Z[k] / w[k], which is the same as multiplying input channel k of W by it (a row of W^T,
 hence "row-wise" in the paper). So adding Z (C,) to a norm is multiplicative noise on the quantized
-weights behind it, with no new GEMM and no 4-bit weight touched. q,k,v share the Z of
+weights behind it, without a new GEMM and without touching a 4-bit weight. q,k,v share the Z of
 input_layernorm and gate,up that of post_attention_layernorm; o, down and the LM head get none.
 
-The noise is state of its own (`norm.noise`), never added to the weight: redrawing replaces it,
+The noise has its own buffer (`norm.noise`) and is never added to the weight: redrawing replaces it,
 sigma 0 restores the clean model bit for bit, and a run cannot random-walk. It is written in place,
 so CUDA graphs that captured the buffers see it.
 
@@ -16,12 +16,12 @@ so CUDA graphs that captured the buffers see it.
     aqn.set_noise(model, sigma, aqn.noise_seed(seed, step))    # once a step, before its rollouts
     aqn.clear(model)                                           # Algorithm 1: the update is clean
 
-To try a noise of your own, put it in the place of set_noise and write to the buffers (here: only
-the second half of the layers, and scaled by w). Draw it from a generator that the seed seeds: then
-a run repeats, a resume goes on as it would have, and all ranks have the same. Every RMSNorm has a
-buffer, the last (model.norm) and Qwen3's q_norm and k_norm too. On the CPU any module's buffer
-called `noise` will do. `clear` and `clean` reach them all, so that none leaks into update or
-evaluation.
+To try your own noise, replace set_noise with a function that writes to the buffers (here: only the
+second half of the layers, and scaled by w). Draw it from a generator seeded by `seed`: then a run
+repeats, a resumed run continues as it would have, and all ranks have the same noise. Every RMSNorm
+has a buffer, including the last (model.norm) and Qwen3's q_norm and k_norm. On the CPU any module's
+buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into an
+evaluation, nor into an update unless --aqn-scope both.
 
     def set_noise(model, sigma, seed=0):
         aqn.clear(model)

@@ -2,10 +2,10 @@
 What four bits cost and what AWQ gives back: {16 bits, NVFP4, MXFP4, NF4} x {plain rounding, AWQ}.
 
 Perplexity of the test split's questions with answers, its gap to 16 bits paired by document, and
-the KL divergence of the 16-bit model's distributions to it there; greedy accuracy (boxed prompt);
-token entropy at temperature 1 on the model's own samples. --methods: `rtn` is plain rounding,
-`channels` and `blocks` are AWQ's halves alone. A finished row is in --out (its likelihoods by
-document beside it, in *.nll.json) and is not measured again: run it in parts.
+KL(16-bit model || this one) on the same text; greedy accuracy (boxed prompt); token entropy at
+temperature 1 on the model's own samples. --methods: `rtn` is plain rounding, `channels` and
+`blocks` are AWQ's halves alone. A finished row is in --out (its likelihoods by document beside it,
+in *.nll.json) and is not measured again: run it in parts.
 
     python bench_quantization.py --model Qwen/Qwen2.5-0.5B-Instruct --data gsm8k/ --out q.json
 """

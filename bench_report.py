@@ -1,6 +1,6 @@
 """
-What needs no GPU of the benchmarks: the shapes they go through, others' figures, tables and
-pictures of what bench.py left in results/, and a step on many cards, on paper.
+The part of the benchmarks that needs no GPU: their shapes, others' figures, tables and pictures of
+what bench.py left in results/, and a step on many cards, on paper.
 
     python bench_report.py tables      # Markdown, and a picture beside each JSON list
     python bench_report.py cards runs/one runs/two    # completions/s by number of cards

@@ -1,7 +1,7 @@
 """
-What tiles of the FP4 GEMM cost within a decode step: microseconds that a block takes longer with
-each than with those that runtime.plan takes. For another card, or another model; timed alone
-they come in another order.
+What tiles of the FP4 GEMM cost within a decode step: how many microseconds longer a block takes
+with each than with the tile that runtime.plan chooses. For another card, or another model; timed
+alone they rank differently.
 
     python bench_tiles.py --sizes 7b 3b --rows 8 64
 

@@ -3,7 +3,7 @@ Data sets and rewards: a name in, a list of {"question", "answer"} rows out, and
 completion.
 
 Where a task comes from (`load`), which of its prompts fit (`prompts`), and how an answer is graded
-(`reward`: 0.2 for the format, 1.0 for the right answer; `own_reward`: by a function of yours).
+(`reward`: 0.2 for the format, 1.0 for the right answer; `own_reward`: by your own function).
 Numbers are compared as exact fractions, see runtime/grade.py; the chat template is rendered in
 runtime/tokenizer.py.
 

@@ -1,15 +1,15 @@
 """
-Pass@1 on questions with a checkable answer: of the base model and, with --adapter, of the adapter,
-sampled by the same seeds.
+Pass@1 on questions with a checkable answer, for the base model and, with --adapter, for the
+adapter, sampled with the same seeds.
 
-The paper's protocol: temperature 0.6, top-p 0.95, n samples a question, averaged. It uses the
-generator, the prompts and the reward of training, so that a number here means what the same number
-in a training log means. Questions, not samples, are the independent draws, so the standard error is
-that of the mean over questions. An adapter that changes nothing is an error: the commonest wrong
-result in this field is a base model evaluated twice.
+The paper's protocol: temperature 0.6, top-p 0.95, n samples a question, averaged. It uses
+training's generator, prompts and reward, so that a number here means what the same number in a
+training log means. Questions, not samples, are the independent draws, so the standard error is that
+of the mean over questions. An adapter that changes nothing is an error: the commonest wrong result
+in this field is a base model evaluated twice.
 
---k adds pass@k and the majority's answer among k. With --out, an evaluation that was stopped goes
-on where it stood when the same command is given again, and ends with the same numbers.
+--k adds pass@k and the majority vote among k. With --out, repeating the command of a stopped
+evaluation continues it where it was, and ends with the same numbers.
 
 Left out: few-shot prompts.
 

@@ -17,15 +17,15 @@ Measurements behind the README's choices.
                inference engine beside a trainer, four bits to sample and 16 to train, the ratio
                against the sampler or, with a truncated weight, against the trainer itself
 
-    compare    runs that are there, whatever made them: what each flag in which they differ adds
+    compare    existing runs, whatever made them: what each flag in which they differ adds
 
 All but the first and the last train: each arm with each seed, in a folder of its own in --out
-(runs/NAME). A run that is there is not repeated, one that was stopped goes on; the flags must be
-the same, and may be left out where only the table is wanted. They print each arm's held-out
-accuracy with its standard error over the seeds, and what `compare` says.
+(runs/NAME). A finished run is not repeated, a stopped one continues; the flags must be the same,
+and may be left out if only the table is wanted. They print each arm's held-out accuracy with its
+standard error over the seeds, and what `compare` says.
 
-Flags after the name are train.py's, and of the training ones --seeds 0,1,2,3,4 and --jobs 1: runs
-side by side, dealt out over the cards; one has room for several when the model is small. For
+Flags after the name are train.py's, and for those that train also --seeds 0,1,2,3,4 and --jobs 1:
+runs side by side, spread over the cards; one has room for several when the model is small. For
 `gradient`, --prompts-per-step x --group-size completions are drawn for each gradient.
 
     python experiments.py gradient --prompts-per-step 32 --group-size 32 --out gradient.json

@@ -2,12 +2,12 @@
 The RL mathematics of QeRL: advantages, objectives, one optimizer step (update -> backward ->
 batch_loss -> completion_logprobs, policy_loss).
 
-An objective is three functions: at which level a ratio is taken, what of it is maximised, and what
-the sum over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one table
-(`OBJECTIVES`); one of your own is three functions or fewer. Beside it: clip-higher, a KL term (k3),
-truncated importance weights between sampler and trainer, DAPO's soft length penalty. Left out:
-value networks and GAE (a group's mean is the baseline) and entropy bonuses (the paper uses none:
-quantization noise explores).
+An objective is three functions: the level at which a ratio is taken, what of it is maximised, and
+what the sum over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one
+table (`OBJECTIVES`); your own takes three functions or fewer. Also here: clip-higher, a KL term
+(k3), truncated importance weights between sampler and trainer, DAPO's soft length penalty. Left
+out: value networks and GAE (a group's mean is the baseline) and entropy bonuses (the paper uses
+none: quantization noise explores).
 
 Each loss is divided by the token or completion count of the *global* batch. So the losses of
 micro-batches, and of GPUs, add up to exactly the full-batch loss: sum them, never average. Metrics

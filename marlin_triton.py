@@ -4,24 +4,24 @@ in Triton.
 
 A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight
 costs: `gemm` streams the codes at up to 77% of the read bandwidth and turns them into 16 bits in
-registers. With many rows (prefill, log-probs, update) decoding is what costs, so
-`to_16bit_kernel` writes the weight once to a scratch that all layers share, and cuBLAS
-multiplies. `matmul` picks; its gradient in x takes the scratch too. No 16-bit copy of a weight is
-kept, and a weight has no gradient.
+registers. With many rows (prefill, log-probs, update) it is unpacking the codes that costs, so
+`to_16bit_kernel` writes the weight once to a scratch that all layers share, and cuBLAS multiplies.
+`matmul` picks; its gradient in x uses the scratch too. No 16-bit copy of a weight is kept, and a
+weight has no gradient.
 
-How a code becomes a 16-bit number in registers is runtime/bits.py. The tensor core sums in float32;
-the power of two that bits.py leaves there, the row's global scale (float32), the bias and the LoRA
-term enter the sum in the epilogue. So only the sum and the output are rounded: relative error
-1.65e-3 against a float64 product in bfloat16, 2.8e-3 for NF4, whose values times scales round too.
+runtime/bits.py turns a code into a 16-bit number in registers. The tensor core sums in float32; the
+power of two that bits.py leaves there, the row's global scale (float32), the bias and the LoRA term
+are applied in the epilogue. So only the sum and the output are rounded: relative error 1.65e-3 in
+bfloat16 against a float64 product, 2.8e-3 for NF4, whose values times scales round too.
 
 Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles
-are few, K is cut (SPLIT): each split leaves a float32 partial sum and the program that comes last
-adds them in order. No atomics on values: the same bits on each run. Programmatic dependent launch
-lets a kernel start while the one before finishes. A kernel of a decode step that does nothing else
-costs 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA, whose
-x A^T is runtime/adapter.py. Tile and splits are chosen by runtime/plan.py for an H100 or H200;
+are few, K is split (SPLIT): each split leaves a float32 partial sum, and the program that finishes
+last adds them in order. No atomics on values: each run gives the same bits. Programmatic dependent
+launch lets a kernel start while the one before finishes. A kernel that does nothing else costs a
+decode step 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA,
+whose x A^T is runtime/adapter.py's. runtime/plan.py chooses tile and splits for an H100 or H200;
 other cards from Ampere on run the same kernel, without dependent launch before Hopper. What was
-tried and lost stands in results/LOG.md.
+tried without success is in results/LOG.md.
 
     y = matmul(x, quantize(w))                                  # any M, differentiable in x
     python bench.py kernels

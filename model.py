@@ -2,11 +2,11 @@
 Qwen2.5 in plain PyTorch: the model that everything else swaps modules into.
 
 The forward pass is Qwen2.5's (RMSNorm, RoPE, grouped-query attention with QKV bias, SwiGLU). Two
-families differ by a flag: Llama-shaped configs drop the bias, Qwen3 drops it and norms each head
-of q and k. Two things differ from the textbook: q,k,v are one matrix and gate,up are one matrix,
-for speed; and each RMSNorm carries a `noise` vector that is zero unless aqn.py writes to it.
-Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules; this file knows nothing of them.
-Reading a checkpoint is weights/checkpoint.py, and `load` its door.
+families differ by a flag: Llama-shaped configs drop the bias; Qwen3 drops it and normalises each
+head of q and k. Two things differ from the textbook: q,k,v are one matrix and gate,up are one
+matrix, for speed; and each RMSNorm carries a `noise` vector that is zero unless aqn.py writes to
+it. Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules; this file knows nothing of
+them. Checkpoints are read by weights/checkpoint.py, through `load`.
 
 Left out: sliding windows, rope scaling, mixture of experts. A config that asks for them is an
 error, not ignored.

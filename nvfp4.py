@@ -1,5 +1,5 @@
 """
-Four-bit weights: the lesson of NVFP4, MXFP4 and NF4, and the quantized linear.
+Four-bit weights: NVFP4, MXFP4 and NF4 explained, and the quantized linear.
 
 NVFP4, the format of the paper, bit by bit. A weight becomes an E2M1 code: sign, two exponent bits,
 one mantissa bit,
@@ -23,9 +23,9 @@ MXFP4 has the same values, blocks of 32 and a power-of-two scale (E8M0: a bare e
 bits. NF4 (QLoRA) looks codes up in 16 quantiles of a normal, blocks of 64 with a float32 absmax,
 without double quantization: 4.5 bits. Embeddings, lm_head, norms and biases stay in 16 bits.
 
-The arithmetic is weights/formats.py, which also says how codes lie in memory; in a checkpoint they
-lie two a byte (weights/checkpoint.py). Choosing better scales with calibration text is
-weights/awq.py, the command below weights/convert.py.
+The arithmetic is in weights/formats.py, which also describes how codes lie in memory; a checkpoint
+has them two to a byte (weights/checkpoint.py). weights/awq.py chooses better scales with
+calibration text, and weights/convert.py has the commands below.
 
 Left out: quantized activations, and NF4's double quantization.
 

@@ -7,9 +7,9 @@ step. A row lives in a slot: when it finishes, a waiting row takes the slot, and
 the last row moves into the hole and the batch shrinks.
 
 What a row draws depends on (seed, prompt index, sample index, position) and its logits, never on
-who else was in the batch. runtime/engine.py has the engines: the model's modules on the CPU, CUDA
-graphs of runtime/decode.py's kernels on the GPU. The latter stays on the model between calls, with
-its keys and values, until `release(model)`.
+what else is in the batch. runtime/engine.py has the engines: the model's modules on the CPU, CUDA
+graphs of runtime/decode.py's kernels on the GPU. The GPU's stays attached to the model between
+calls, with its keys and values, until `release(model)`.
 
 Left out: beam search, repetition penalties, stop strings, speculative decoding.
 

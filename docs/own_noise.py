@@ -1,8 +1,8 @@
 """A second idea: each completion of a group has a noise of its own.
 
-With one noise a step, completions of a group differ by the dice alone, and what the noise did to
-all of them goes with the group's mean. Here the j-th completions of all prompts have the j-th
-noise, so that a group compares policies as well. All else is train.py:
+With one noise a step, completions of a group differ only by their random numbers, and what the
+noise did to all of them is subtracted with the group's mean. Here the j-th completions of all
+prompts have the j-th noise, so that a group compares policies as well. All else is train.py:
 
     python docs/own_noise.py --out runs/own-s0 --aqn-start 5e-2
 """

@@ -1,11 +1,11 @@
 """
-LoRA in a decode step: x A^T within the kernel that adds x A^T B^T, which is the FP4 GEMM
-(marlin_triton.py) or, beside 16-bit weights, `lora_kernel`.
+LoRA in a decode step: x A^T is computed in the kernel that adds x A^T B^T, which is the FP4 GEMM
+(marlin_triton.py) or, with 16-bit weights, `lora_kernel`.
 
-A kernel of its own for so little would cost a decode step 4 to 7 us a linear. So the first programs
-of the grid make x A^T, in slices of K, while the others stream their weights; these need it in
-their epilogue alone, and wait there for a flag. Sums are taken in order, whoever comes last: the
-same bits on each run. It is adapter_work that says how the work is cut; the kernels take its
+A separate kernel for so little would cost a decode step 4 to 7 us per linear. So the first programs
+of the grid compute x A^T, in slices of K, while the others stream their weights; those need it only
+in their epilogue, and wait there for a flag. Sums are taken in order, whichever program finishes
+last: each run gives the same bits. adapter_work decides how the work is cut; the kernels take its
 constants as they are.
 
     TRITON_INTERPRET=1 pytest tests/test_marlin_triton.py tests/test_decode.py -k "adapter or lora"

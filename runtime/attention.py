@@ -1,32 +1,32 @@
 """
 Causal attention over rows laid end to end, forward and backward: flash attention in Triton.
 
-A program takes one block of a row and one head and passes over what its row has before it (forward,
-dQ) or behind it (dK, dV); scores stay in registers. A row may continue another, which lies before
-it: completions of one prompt, say, whose states are then computed once. It sees all of that row and
-what it has itself. Exponentials are base 2: scale and log2(e) are one factor of the scores, and
-lse, kept for backward, is log2 of the softmax's sum.
+A program takes one block of a row and one head and loops over what its row has before it (forward,
+dQ) or after it (dK, dV); scores stay in registers. A row may continue an earlier one, as
+completions do their prompt, whose states are then computed once. It sees all of that row and its
+own tokens so far. Exponentials are base 2: scale and log2(e) are one factor of the scores, and lse,
+kept for backward, is log2 of the softmax's sum.
 
     S = scale log2(e) Q K^T   P = 2^(S - lse)      Y = P V
     dV = P^T dY               dP = dY V^T          dS = P * (dP - rowsum(Y * dY))
     dQ = scale dS K           dK = scale dS^T Q
 
-No sum is shared between programs: dQ has a kernel of its own, which makes S and dP again, and the
-one for dK and dV passes over all query heads of its key head, or leaves their sums apart. So
-nothing is atomic, and each run gives the same bits. dK and dV come from S^T = K Q^T, whose
-registers are P^T and dS^T as the next products read them.
+No sum is shared between programs: dQ has its own kernel, which recomputes S and dP, and the one for
+dK and dV loops over all query heads of its key head, or leaves their sums apart. So nothing is
+atomic, and each run gives the same bits. dK and dV come from S^T = K Q^T, whose registers hold P^T
+and dS^T as the next products read them.
 
-Rows differ in length, so the grid is a list of blocks, the longest passes first. It is made on the
-device, for its own length depends on shapes alone: the host waits for nothing. The last block of a
-row reads beyond its end, and what it finds there, the next row, gets weight 0. Therefore every
-token must belong to a row: a NaN would stay one.
+Rows differ in length, so the grid is a list of blocks, the longest loops first. It is built on the
+device, and its own length depends on shapes alone, so the host never waits. The last block of a row
+reads beyond its end; what it finds there, the next row, gets weight 0. Therefore every token must
+belong to a row: 0 times NaN is NaN.
 
 On an H200 forward is 1.5 to 2.9 times as fast as torch's FlashAttention-2, and backward 1.4 to 2.5
-times; most on short rows of D = 64. Blocks of 64 tokens and 4 warps won there at every shape, over
-32 and 128 either way, and so did the plain loops: to take the last product of forward and dQ one
-step late, as work for the tensor cores while weights are made, cost dQ a factor of up to 1.8.
-Loads are Hopper's TMA, and products wgmma. Cards before Hopper run the same kernels without either,
-with 8 warps, which hold in registers what 4 would spill there; never timed.
+times; most on short rows with D = 64. Blocks of 64 tokens and 4 warps won there at every shape,
+over 32 and 128 either way, and so did plain loops: delaying the last product of forward and dQ by
+one step, to give the tensor cores work while weights are made, cost dQ a factor of up to 1.8. Loads
+use Hopper's TMA, products wgmma. Cards before Hopper run the same kernels without either, with 8
+warps, which hold in registers what 4 would spill; this has never been timed.
 
     TRITON_INTERPRET=1 pytest tests/test_attention.py
 

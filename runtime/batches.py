@@ -1,10 +1,10 @@
 """
-What of an update is computed at once: completions of one prompt as a family, families as a
-micro-batch, micro-batches as a rank's share.
+What an update computes at once: completions of one prompt as a family, families as a micro-batch,
+micro-batches as a rank's share.
 
 Where rows lie end to end (packed.py), a family's prompt is computed once and its completions, each
-a row of its own, continue it: of groups of 16, prompts of 105 tokens and completions of 200, 30%
-fewer tokens and 22% less time. Elsewhere rows are padded, and each completion is a family.
+its own row, continue it: with groups of 16, prompts of 105 tokens and completions of 200, 30% fewer
+tokens and 22% less time. Elsewhere rows are padded, and each completion is a family.
 
     pytest tests/test_packed.py -k "share or micro"
 

@@ -1,36 +1,36 @@
 """
 Four bits to sixteen, in the registers of a tensor core's lane: the decoder of marlin_triton's GEMM.
 
-How codes lie in memory is drawn at the top of weights/formats.py: a lane of the tensor core reads
-four words, its share of 8 steps of 16 columns; a word holds four pairs of neighbours, a and b of
-one step in the low plane of 64 columns, c and d of one in the high plane.
+The top of weights/formats.py shows how codes lie in memory: a lane of the tensor core reads four
+words, its share of 8 steps of 16 columns; a word holds four pairs of neighbours, a and b of one
+step in the low plane of 64 columns, c and d of one in the high plane.
 
 The bit trick. bfloat16 is s eeeeeeee mmmmmmm, E2M1 is s ee m. Put s in bit 15 and e, e, m in bits
 8, 7, 6, the low end of the exponent and the top of the mantissa, with zeros elsewhere: the number
-reads as the value times 2^-126, for E2M1's exponent bias is 1 and bfloat16's 127. Its one subnormal
-comes along, as a bfloat16 subnormal:
+reads as the value times 2^-126, since E2M1's exponent bias is 1 and bfloat16's 127. E2M1's one
+subnormal works too, as a bfloat16 subnormal:
 
     code 5 = 0 10 1 -> 0 00000010 1000000 = 0x0140 = 1.5 * 2^(2-127) = 3 * 2^-126     code 5 is 3
     code 1 = 0 00 1 -> 0 00000000 1000000 = 0x0040 = 0.5 * 2^-126, subnormal          code 1 is 0.5
 
 So one AND with 0x81C081C0 turns a word into two bfloat16, pair a; b takes a shift and an AND; c a
-rotation and an AND; d, whose m found no place beside its s, e, e, four: 9 instructions for 8 codes.
+rotation and an AND; d, whose m does not fit beside its s, e, e, four: 9 instructions for 8 codes.
 (One AND each is impossible: the bits 15, 8, 7, 6 would have to tile 16 bits by rotation, and they
 do not.)
 
 Where the scales go. E4M3's bits << 4 read as bfloat16 are the scale times 2^-120, subnormals
-included; times 2^127 that is 2^7 of it. One packed multiplication by the value's 2^-126 gives
-value * scale * 2^-119: 2 + 4 significant bits, which bfloat16 holds exactly. `unscaled` takes the
-2^-119 out of the sum. MXFP4's exponent is a bfloat16 exponent already, carried at 2^100. The values
-of a codebook, NF4's, come from byte permutes (PRMT is an 8-entry table, whose selector four codes
-side by side are), 21 instructions for 8 codes, and their products do round.
+included; times 2^127 that is the scale times 2^7. One packed multiplication by the value's 2^-126
+gives value * scale * 2^-119: 2 + 4 significant bits, which bfloat16 holds exactly. `unscaled` takes
+the 2^-119 out of the sum. MXFP4's exponent is a bfloat16 exponent already, carried at 2^100. A
+codebook's values, NF4's, come from byte permutes (PRMT is an 8-entry table, with four adjacent
+codes as its selector), 21 instructions for 8 codes, and their products are rounded.
 
 float16 has five bits of exponent where bfloat16 has eight. Its s is in bit 15 as well, e, e, m in
-11, 10, 9: 8 instructions more for 8 codes. Codes read as 2^-14 of their value, the scale is taken
+11, 10, 9: 8 more instructions for 8 codes. Codes read as 2^-14 of their value, the scale is taken
 at 2^6: 28,672 at most, and the product, a multiple of 2^-18, is exact. MXFP4's scales do not fit.
 
-The decoders are PTX, so that the instructions are these; `extract` without ASM says the same in
-plain Triton, which the interpreter can run. A test plays the PTX on the CPU, word by word.
+The decoders are PTX, to get exactly these instructions; `extract` without ASM does the same in
+plain Triton, which the interpreter can run. A test emulates the PTX on the CPU, word by word.
 
     pytest tests/test_marlin_triton.py -k "ptx or e4m3 or exact"
 

@@ -1,7 +1,7 @@
 """
-What all commands have in common: flags that are refused in one line, numbers with bounds, exit
-code 2 for what a user can mend, and an end in order on ctrl-C, SIGTERM, a closed terminal or a
-closed stdout.
+What all commands have in common: bad flags refused in one line, numbers with bounds, exit code 2
+for what the user can fix, and an orderly end on ctrl-C, SIGTERM, a closed terminal or a closed
+stdout.
 
 A command's file imports this one first, since torch takes seconds: from here on ctrl-C ends the
 process in one line. `run` then turns each of these ends into a KeyboardInterrupt, so that what is

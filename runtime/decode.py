@@ -4,8 +4,8 @@ waits for the host.
 
 A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
 mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 GEMM
-(marlin_triton.linear_decode), which takes in all that it can: bias, residual, the whole of LoRA,
-and silu(gate) * up. Beside it:
+(marlin_triton.linear_decode), which takes in all it can: bias, residual, the whole of LoRA, and
+silu(gate) * up. The others:
 
     attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
              live tokens, split over the sequence when rows are few
@@ -16,8 +16,8 @@ and silu(gate) * up. Beside it:
 Beside 16-bit weights cuBLAS adds bias and residual; silu and, for each projection, lora are kernels
 of their own.
 
-What earlier kernels of the step wrote is read after gdc_wait(): on Hopper a kernel may be launched
-while its predecessor still runs (programmatic dependent launch), and fetches meanwhile what the
+What earlier kernels of the step wrote is read only after gdc_wait(): on Hopper a kernel may start
+while its predecessor still runs (programmatic dependent launch), and meanwhile fetches what the
 step does not write.
 
 `Step` owns the persistent state, so that a CUDA graph of it (engine.py) stays valid while LoRA,

@@ -2,8 +2,8 @@
 How a token is drawn: one uniform number from a hash of (seed, prompt, sample, position), and the
 id read off the cumulative distribution.
 
-No random state: what a row draws does not depend on who else is in the batch, nor on the engine.
-runtime/decode.py draws by the same numbers on the GPU.
+No random state: what a row draws does not depend on what else is in the batch, nor on the engine.
+runtime/decode.py draws with the same numbers on the GPU.
 
     key = row_keys(seed, prompt, sample)
     ids, logprobs = sample_ids(logits, uniform(key, position), temperature=0.6, top_p=0.95)

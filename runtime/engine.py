@@ -1,19 +1,19 @@
 """
-The engines of sampling: what turns slots that hold rows into their next tokens.
+The sampling engines: they turn slots that hold rows into their next tokens.
 
-A row lives in a slot: its keys and values, its last token, the key of its random numbers. sample.py
-decides which row is where; an engine fills slots (`start`, `copy_row`, `move`) and decodes the
-first `rows` of them (`run`). There are two:
+A row lives in a slot, which holds its keys and values, its last token and the key of its random
+numbers. sample.py decides which row is where; an engine fills slots (`start`, `copy_row`, `move`)
+and decodes the first `rows` of them (`run`). There are two:
 
 `Eager` runs the model's modules, on any device: the CPU's engine, and the reference.
 `onednn_linears` makes it faster on the CPU.
 `Graphs` is the GPU's: decode.Step captured as one CUDA graph per batch size, sampling included,
-replayed a few steps at a time, the next few before the host looks at the tokens. It stays on the
-model between calls (`release` frees it, `make_room` if need be). LoRA, noise and temperature may
-change meanwhile, since the graph reads them from where they lie; weights that moved make a new
-engine (`fingerprint`).
+replayed a few steps at a time; the next few are launched before the host looks at the tokens. It
+stays on the model between calls (`release` frees it, `make_room` if need be). LoRA, noise and
+temperature may change meanwhile, since the graph reads them in place; if weights have moved, a new
+engine is made (`fingerprint`).
 
-How a token is drawn is runtime/draw.py: it depends on the row, never on who else is in the batch.
+runtime/draw.py draws a token: it depends on the row, never on what else is in the batch.
 
 Left out: paged keys and values. A row owns the memory of the longest possible row; `engine_for`
 plans how many fit, the others wait.

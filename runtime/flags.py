@@ -1,7 +1,7 @@
 """
-Every flag of train.py, eval.py and sample.py in one table, by groups: one name and one default
-for one thing. And what the flags of a policy stand for: `load_policy` gives the model and tokenizer
-to all commands alike.
+Every flag of train.py, eval.py and sample.py in one table, by groups: one name and one default for
+one thing. Also what the flags of a policy stand for: `load_policy` gives the model and tokenizer to
+all commands alike.
 
 The defaults are the paper's unless the help says otherwise; those of the embedded model (`--model
 tiny`, which trains in minutes on a CPU) stand in a column beside them. What an adapter was trained

@@ -1,8 +1,8 @@
 """
-Triton kernels of what stands between two GEMMs of an update: norm, SwiGLU and RoPE with their
+Triton kernels for what comes between two GEMMs of an update: norm, SwiGLU and RoPE with their
 gradients (packed.py calls them), and log-probs with theirs (logprobs.py). model.py's modules are
-the plain form. A matrix called wide has rows of `stride` numbers, E more than it needs: behind h
-stands x A^T.
+the plain form. A matrix called wide has rows of `stride` numbers, E more than h needs: x A^T is
+stored behind h.
 
     TRITON_INTERPRET=1 pytest tests/test_packed.py
 

@@ -1,12 +1,12 @@
 """
-Is this answer the gold one? An answer is read as what it is: a number, an expression, words, a time
-of day, a list, a tuple or interval, a union, a matrix, an equation (see runtime/latex.py).
-Numbers are compared as exact fractions, expressions by their values, all else part by part. What
-cannot be read so goes to math-verify (see runtime/judge.py), but for towers of powers and the like.
-No completion can crash or hang a run.
+Does this answer match the gold one? An answer is read as what it is: a number, an expression,
+words, a time of day, a list, a tuple or interval, a union, a matrix, an equation (see
+runtime/latex.py). Numbers are compared as exact fractions, expressions by their values, all else
+part by part. What cannot be read this way goes to math-verify (see runtime/judge.py), except towers
+of powers and the like. No completion can crash or hang a run.
 
 Left out: units are dropped, not converted ("3 cents" is "3"), no rounding is forgiven (0.33 is not
-1/3), and work left to do is no answer where a number is asked for ("3+4" is not 7).
+1/3), and an unevaluated expression is no answer where a number is asked for ("3+4" is not 7).
 
     python -m runtime.grade '1,000 dollars' 1000
     python -m runtime.grade '\\frac{1}{2}x' '0.5x'

@@ -1,10 +1,10 @@
 """
-math-verify, asked about many pairs of answers side by side, each in a process of its own.
+math-verify on many pairs of answers side by side, each in a process of its own.
 
-No handler or thread can stop a power of big integers before it returns; the kernel can. So one
-process imports sympy once and forks a child for each pair. A child whose processor time is over or
-whose memory is too much is ended, and its exit status says what it found. A pair that a large batch
-had no time for is different for now, and asked again when it comes again.
+No handler or thread can stop a power of big integers before it returns; the operating system can.
+So one process imports sympy once and forks a child for each pair. A child that exceeds its
+processor time or memory is ended, and the exit status says what it found. A pair that a large batch
+had no time for counts as different for now, and is asked again when it comes again.
 
 Left out: systems without fork.
 

@@ -1,8 +1,8 @@
 """
 An answer as people and LaTeX write it: text -> clean text -> tokens -> value.
 
-`clean` drops what changes nothing, `tokenize` cuts what is left, and `Value` works an expression
-out, exactly where it is rational, with numbers put in for its letters. Two expressions that agree
+`clean` drops what changes nothing, `tokenize` cuts what is left, and `Value` evaluates an
+expression, exactly where it is rational, with numbers for its letters. Two expressions that agree
 at a few such points are the same; that takes microseconds and cannot hang, whatever is in them.
 
 Left out: sums, integrals, factorials, binomials, |x|, inequalities.

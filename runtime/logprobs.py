@@ -1,8 +1,8 @@
 """
-Log-probs of tokens through the LM head, without a (B, T, V) tensor: chunks of tokens, each finished
-in both directions before the next.
+Log-probs of tokens through the LM head, without a (B, T, V) tensor: chunk by chunk of tokens, each
+finished in both directions before the next.
 
-The update, AWQ's search and the perplexities score tokens here; the sampler has kernels of its own.
+The update, AWQ's search and the perplexities score tokens here; the sampler has its own kernels.
 
     python -m pytest tests/test_logprobs.py
 

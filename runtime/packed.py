@@ -2,8 +2,8 @@
 The model's forward and backward over tokens laid end to end: training and prefill on the GPU.
 
 An update moves more bytes between its GEMMs than in them, and launches more kernels than a host can
-keep up with, unless what stands between two GEMMs is one kernel that keeps nothing which is cheap
-to make again. So a block is four steps of one kind, `Project`: a prologue and a linear.
+keep up with, unless all that comes between two GEMMs is one kernel that keeps nothing that is cheap
+to recompute. So a block is four steps of one kind, `Project`: a prologue and a linear.
 
     Norm(x)       RMSNorm with AQN's noise         -> h   qkv = h Wqkv^T + bias
     Attend(qkv)   RoPE, causal attention           -> y   x   = x + y Wo^T
@@ -11,21 +11,21 @@ to make again. So a block is four steps of one kind, `Project`: a prologue and a
     SwiGLU(gu)    silu(gate) * up                  -> m   x   = x + m Wdown^T
 
 Kept for backward are the right column's outputs (x, qkv, x, gu), attention's y, and x A^T. h and m
-are made again by the kernel that differentiates the prologue: it reads the gradient of h and leaves
+are recomputed by the kernel that differentiates the prologue: it reads the gradient of h and leaves
 h in its place, for dA = (dxa)^T h.
 
-LoRA rides on the GEMM. A four-bit weight is decoded into a scratch before a GEMM of many rows;
+LoRA is part of the GEMM. A four-bit weight is decoded into a scratch before a GEMM of many rows;
 there B's columns stand behind it, as x A^T stands behind h, so that one GEMM adds up
 
     [h | x A^T] [w_hat | s B]^T    and, in backward,    dy [w_hat | s B] = [dh | d(x A^T)]
 
 and rounds once, as the decode step does (decode.py): the residual and the bias are in it too. Rows
-of different completions stand end to end and attention keeps them apart (attention.py), so no
-padding is computed.
+of different completions lie end to end and attention keeps them apart (attention.py), so no padding
+is computed.
 
 Without an adapter the weights themselves may be trained: dW = dy^T h.
 
-model.py's modules are the reference that everything here is tested against, on the CPU too
+model.py's modules are the reference that everything here is tested against, also on the CPU
 (TRITON_INTERPRET=1).
 
     TRITON_INTERPRET=1 pytest tests/test_packed.py

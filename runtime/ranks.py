@@ -1,20 +1,20 @@
 """
-Data parallel training: the little that a run needs to know of its other ranks.
+Data parallel training: the little that a run needs to know about its other ranks.
 
     torchrun --nproc-per-node=2 train.py --model ... --data ...
 
-Each rank is a process with a card of its own. The prompts of a step, or the questions of an
-evaluation, are dealt out by rank (`mine`), what came of them goes to all ranks (`merge`), and from
-there on every rank holds the same groups, so that no decision of the loop needs a message. The
-update deals completions out anew, by their tokens (`share`), divides by the counts of all of them,
-and sums gradients (`sum_gradients`). Objects travel by gloo, gradients by NCCL where there are
-GPUs. Started without torchrun there is one rank, and nothing here does anything.
+Each rank is a process with its own card. The prompts of a step, or the questions of an evaluation,
+are split by rank (`mine`), the results go to all ranks (`merge`), and from there on every rank
+holds the same groups, so that no decision of the loop needs a message. The update deals completions
+out again, by their tokens (`share`), divides by the counts of all of them, and sums gradients
+(`sum_gradients`). Objects travel by gloo, gradients by NCCL where there are GPUs. Started without
+torchrun there is one rank, and nothing here does anything.
 
-A rank that dies ends all: torchrun ends the others, with SIGTERM and half a minute later for good
-(its --shutdown-timeout). A rank that is stopped (ctrl-C, SIGTERM) tells the others at the next
-`gather`, so all leave at the same point of the loop; until rank 0 has saved none ends.
+A rank that dies ends all: torchrun stops the others with SIGTERM and, half a minute later, kills
+them (its --shutdown-timeout). A rank that is stopped (ctrl-C, SIGTERM) tells the others at the next
+`gather`, so all leave at the same point of the loop; none ends until rank 0 has saved.
 
-Left out: weights or optimizer state in parts (each rank has all), rollouts beside the update.
+Left out: sharded weights or optimizer state (each rank has all), rollouts beside the update.
 """
 import os
 import pickle

@@ -6,9 +6,9 @@ A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (
 adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parameters are trained,
 model/ (a Hugging Face checkpoint, and policy.json), checkpoint/ (what resume needs),
 eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
-Each file appears whole or not at all. Nothing is written before everything that can be refused has
-been. A folder without checkpoint/ and summary.json holds nothing that is worth keeping, and a start
-takes it over.
+Each file appears whole or not at all. Nothing is written until everything that can be refused has
+been checked. A folder without checkpoint/ and summary.json holds nothing worth keeping, and a new
+run takes it over.
 
     python train.py --out runs/x                  # ctrl-C at any moment
     python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end

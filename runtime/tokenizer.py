@@ -1,9 +1,9 @@
 """
 Text to token ids and back, and a question as the chat turn that a checkpoint was trained to answer.
 
-The chat template is the checkpoint's own, rendered in jinja2's sandbox: it is code from a download,
-so its time, memory and output are bounded too. Left out: tool calls and chat histories; a bound on
-the time where it is not the main thread that renders.
+The chat template is the checkpoint's own, rendered in jinja2's sandbox: it is downloaded code, so
+its time, memory and output are bounded too. Left out: tool calls and chat histories; a bound on the
+time when a thread other than the main one renders.
 
     python data.py --data arithmetic --n 2 --model assets/tiny
 """

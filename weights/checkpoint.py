@@ -1,9 +1,9 @@
 """
 Checkpoints in and out: the hub, sharded safetensors in Hugging Face layout, and how four-bit
-weights lie in them. What config.json says is weights/config.py.
+weights are stored in them. What config.json says is in weights/config.py.
 
-`stream` is the one way in: it fills a model piece by piece. Who keeps the pieces has loaded the
-model (`build`, `load`); who lets go of each block holds one at a time (weights/convert.py quantizes
+`stream` is the one way in: it fills a model piece by piece. Whoever keeps the pieces has loaded the
+model (`build`, `load`); whoever drops each block holds one at a time (weights/convert.py quantizes
 and merges so, weights/awq.py calibrates so). `Writer` and `tensors` are the way out.
 
 NVFP4 and MXFP4 are written as compressed-tensors does it (formats `nvfp4-pack-quantized` and

@@ -1,8 +1,8 @@
 """
-config.json: what a checkpoint says of itself, and what of it this project can honour. What it
-cannot is an error that names it: a model that ignored its sliding windows would still talk.
+config.json: what a checkpoint says of itself, and which of it this project supports. The rest is an
+error that names it: a model that ignored its sliding windows would still talk.
 
-`quantization_config` is as compressed-tensors writes it; the tensors that it tells of are in
+`quantization_config` is as compressed-tensors writes it; the tensors that it describes are in
 weights/checkpoint.py.
 
     config = read_config("Qwen2.5-0.5B-Instruct/")

@@ -1,9 +1,9 @@
 """
-The commands on a stream of blocks (weights/checkpoint.py): quantize a checkpoint, plain or with
-AWQ; merge an adapter into one; count what formats cost.
+Commands that stream a checkpoint's blocks (weights/checkpoint.py): quantize it, plain or with AWQ;
+merge an adapter into it; count what formats cost.
 
-All take one block at a time, from disk to the device, changed, into the new checkpoint: memory is
-that of a block, the embedding and the head, and one shard of the output.
+All take one block at a time, from disk to the device, changed, into the new checkpoint: they need
+memory for one block, the embedding and the head, and one shard of the output.
 
     python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --awq --out qwen-3b-nvfp4/
     python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct

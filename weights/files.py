@@ -1,6 +1,6 @@
 """
-Files of others, read with suspicion, and files of ours, that appear whole or not at all; a lock
-that dies with its process.
+Files of others, read with suspicion, and our own files, written whole or not at all; a lock that is
+released when its process dies.
 
     rope = read_json("config.json", {"rope_theta": (float, 0, 1e12)})["rope_theta"]
     write_json("runs/x/metrics.json", metrics)

@@ -2,9 +2,9 @@
 Number formats of four bits: one table, rounding to them and back, and how codes lie in memory.
 
 A weight (N, K) is a grid of 4-bit codes, a scale for each `block` of neighbours along K, and one
-float32 global scale a row: w_hat = values[code] * scale * global_scale. What a format is stands in
-FORMATS; NVFP4 is worked through, number by number, at the top of nvfp4.py. Plain torch, on any
-device: the kernel that multiplies by such weights (marlin_triton.py) stands above this file.
+float32 global scale a row: w_hat = values[code] * scale * global_scale. FORMATS defines each
+format; NVFP4 is worked through, number by number, at the top of nvfp4.py. Plain torch, on any
+device: the kernel that multiplies by such weights (marlin_triton.py) builds on this file.
 
 The layout of codes in memory is what that kernel wants. 128 columns of a row, a chunk, are 64
 bytes: 16 words of 32 bits, 8 codes each. A tensor-core instruction (MMA) takes 16 columns, a step,
@@ -33,7 +33,7 @@ time, since DRAM dislikes strides. Nothing is lost: `unpack` gives the codes bac
     q = quantize(w, "nvfp4")
     dequantize(q), unpack(q.codes, K, "nvfp4")
 
-A codebook of your own is one more row of FORMATS, which all flags, files and kernels follow: 16
+Your own codebook is one more row of FORMATS, which all flags, files and kernels follow: 16
 ascending values, and a float32 scale for each 16, 32, 64 or 128 weights. INT4, say, is
 
     "int4": Format(32, torch.float32, tuple(range(-8, 8))),

@@ -1,10 +1,10 @@
 """
-The only arithmetic of bytes: what a model costs in each number format, which cards it trains on,
-what an update and a rollout need beside it. `python nvfp4.py --plan` prints it; the engine plans
-its rows by it, and frees them by it when the update would not fit (engine.make_room).
+The one place for arithmetic of bytes: what a model costs in each number format, which cards it
+trains on, what an update and a rollout need in addition. `python nvfp4.py --plan` prints it; the
+engine plans its rows by it, and by it frees them when the update would not fit (engine.make_room).
 
 Counted from the configuration alone; nothing is loaded. Weights, adapter, keys and values are
-exact. What is alive for a moment is an estimate; the table's is for 16-bit activations.
+exact. Temporary tensors are an estimate; the table's is for 16-bit activations.
 
     python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
     python nvfp4.py --plan config.json --rank 16 --tokens 8192
