@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter
 
 from weights import files
 from weights.files import check_out, parse_json, read_json, whole
@@ -267,7 +267,7 @@ def plot(runs, out, x="step", smooth=1):
             if ax.get_ylim()[1] < 10 * ax.get_ylim()[0]:  # else ticks of a decade have no number
                 ax.yaxis.set_minor_formatter("{x:g}")
         if scale == "percent":
-            ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%"))
         if scale == "count":
             ax.set_ylim(bottom=0)
             ax.yaxis.set_major_formatter(EngFormatter(sep=""))

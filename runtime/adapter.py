@@ -118,43 +118,72 @@ def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
         tl.store(flag, 0)
 
 
+@triton.jit
+def adapter_term(b, n, N, i, first, sums, mt, MT, R: tl.constexpr, RP: tl.constexpr,
+                 PR: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, RB: tl.constexpr,
+                 T: tl.constexpr):
+    """(x A_i^T) B^T (BN, RB) of B's rows n and the block mt of rows of x; first: the first RP
+    columns of those rows of B, fetched already."""
+    k = tl.arange(0, RP)
+    term = tl.zeros((first.shape[0], RB), tl.float32)
+    for r in tl.static_range(0, R, RP):
+        h = adapter_out(sums, mt, MT, i, r, R, RP, PR, Z, ZR, RB, T)
+        piece = first
+        if r > 0:
+            piece = tl.load(b + n[:, None] * R + (r + k)[None, :],
+                            mask=(n[:, None] < N) & (r + k < R)[None, :], other=0)
+        term = tl.dot(piece.to(T), h, term, input_precision="ieee")
+    return term
+
+
 @triton.jit(do_not_specialize=["B"])
-def lora_kernel(y, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
+def lora_kernel(y, out, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
                 RP: tl.constexpr, PR: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
                 Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, RB: tl.constexpr,
-                BN: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr):
-    """y (B, N) += scaling * (x a^T) b^T for x (B, K), a (PR, K), b (N, R); rows of b from split1
-    (split2) on belong to part 1 (2). sums, flags, Z, ZR: adapter_in's."""
+                BN: tl.constexpr, GLU: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+                ASM: tl.constexpr):
+    """out (B, N) = y + scaling * (x a^T) b^T for y (B, N), x (B, K), a (PR, K), b (N, R); rows of b
+    from split1 (split2) on belong to part 1 (2). GLU: y is gate beside up, and out (B, N / 2)
+    silu(gate) * up of that sum; the sum and silu are rounded, as the modules' are. sums, flags, Z,
+    ZR: adapter_in's."""
     T: tl.constexpr = tl.float32 if IEEE else x.dtype.element_ty
     MT, pid = tl.cdiv(B, RB), tl.program_id(0)
-    if pid < MT * AT * Z:
+    if pid < MT * AT * Z * (RB // BA):
         adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, ZR, RB, BA, RA, T, PDL)
         return
-    pid -= MT * AT * Z
-    rows = pid % MT * RB + tl.arange(0, RB)
-    n = pid // MT * BN + tl.arange(0, BN)
-    k = tl.arange(0, RP)
-    bt = tl.load(b + n[:, None] * R + k[None, :], mask=(n[:, None] < N) & (k[None, :] < R), other=0)
+    pid -= MT * AT * Z * (RB // BA)
+    mt, k = pid % MT, tl.arange(0, RP)
+    rows, n = mt * RB + tl.arange(0, RB), pid // MT * BN + tl.arange(0, BN)
+    width = N // 2 if GLU else N
+    ok = (rows[None, :] < B) & (n[:, None] < width)
+    here = (n[:, None] < width) & (k[None, :] < R)
+    at = rows[None, :].to(tl.int64) * N + n[:, None]
+    bt = tl.load(b + n[:, None] * R + k[None, :], mask=here, other=0)
+    if GLU:
+        bt_up = tl.load(b + (width + n)[:, None] * R + k[None, :], mask=here, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    part = (n >= split1).to(tl.int32) + (n >= split2).to(tl.int32)
-    ok = (rows[None, :] < B) & (n[:, None] < N)
-    at = y + rows[None, :].to(tl.int64) * N + n[:, None]
-    acc = tl.load(at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
-    adapter_awaited(flags + pid % MT, AT * ZR, tl.cdiv(N, BN), ASM)
-    # a block that straddles two parts takes both
-    for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
-        term = tl.zeros((BN, RB), tl.float32)
-        for r in tl.static_range(0, R, RP):
-            h = adapter_out(sums, pid % MT, MT, i, r, R, RP, PR, Z, ZR, RB, T)
-            piece = bt
-            if r > 0:
-                piece = tl.load(b + n[:, None] * R + (r + k)[None, :],
-                                mask=(n[:, None] < N) & (r + k < R)[None, :], other=0)
-            term = tl.dot(piece.to(T), h, term, input_precision="ieee")  # (BN, RB)
-        acc += tl.where((part == i)[:, None], term * scaling, 0)
-    tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
+    acc = tl.load(y + at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
+    if GLU:
+        up = tl.load(y + at + width, mask=ok, other=0).to(tl.float32)
+    adapter_awaited(flags + mt, RB // BA * AT * ZR, tl.cdiv(width, BN), ASM)
+    dtype: tl.constexpr = y.dtype.element_ty
+    if GLU:
+        acc += adapter_term(b, n, width, 0, bt, sums, mt, MT, R, RP, PR, Z, ZR, RB, T) * scaling
+        up += adapter_term(b + width * R, n, width, 1, bt_up, sums, mt, MT, R, RP, PR, Z, ZR, RB,
+                           T) * scaling
+        gate = acc.to(dtype).to(tl.float32)
+        silu = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        acc = silu * up.to(dtype).to(tl.float32)
+        at = rows[None, :].to(tl.int64) * width + n[:, None]
+    else:
+        part = (n >= split1).to(tl.int32) + (n >= split2).to(tl.int32)
+        # a block that straddles two parts takes both
+        for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
+            term = adapter_term(b, n, N, i, bt, sums, mt, MT, R, RP, PR, Z, ZR, RB, T)
+            acc += tl.where((part == i)[:, None], term * scaling, 0)
+    tl.store(out + at, acc.to(dtype), mask=ok)
 
 
 NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # a kernel's without adapter

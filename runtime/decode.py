@@ -13,8 +13,8 @@ silu(gate) * up. The others:
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
              state
 
-Beside 16-bit weights cuBLAS adds bias and residual; silu and, for each projection, lora are kernels
-of their own.
+Beside 16-bit weights cuBLAS adds bias and residual; LoRA is a kernel of its own behind each
+projection, with silu(gate) * up in it.
 
 What earlier kernels of the step wrote is read only after gdc_wait(): on Hopper a kernel may start
 while its predecessor still runs (programmatic dependent launch), and meanwhile fetches what the
@@ -117,6 +117,40 @@ def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
     return y1.to(tl.float32), y2.to(tl.float32)
 
 
+@triton.jit
+def load_block(keys, values, t, ok, D: tl.constexpr):
+    """The halves of the keys, (BLOCK, D/2) each, and the values (BLOCK, D) of the tokens t; 0 where
+    not ok."""
+    HALF: tl.constexpr = D // 2
+    d, e = tl.arange(0, HALF), tl.arange(0, D)
+    k1 = tl.load(keys + t[:, None] * D + d[None, :], mask=ok[:, None], other=0)
+    k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok[:, None], other=0)
+    return k1, k2, tl.load(values + t[:, None] * D + e[None, :], mask=ok[:, None], other=0)
+
+
+@triton.jit
+def merge_splits(parts, ms, ls, splits, stride, head, g, G: tl.constexpr, GP: tl.constexpr,
+                 D: tl.constexpr, SOME: tl.constexpr):
+    """What all splits' sums come to for the heads (GP,), in one order: (l (GP,), acc (GP, D)). A
+    split's numbers lie `stride` heads behind the one's before. g >= G is no head: l is 1."""
+    e = tl.arange(0, D)
+    m, l = tl.where(g < G, -float("inf"), 0.0), tl.where(g < G, 0.0, 1.0)
+    acc = tl.zeros((GP, D), tl.float32)
+    for i in range(0, splits, SOME):
+        for j in tl.static_range(SOME):  # loads in flight; a tensor of them would cross warps
+            # no `live & (..)`: the interpreter's mask would be no bool
+            at, there = (i + j) * stride + head, g < tl.where(i + j < splits, G, 0)
+            own = tl.load(ms + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+            some = tl.load(parts + at[:, None] * D + e[None, :], mask=there[:, None], other=0.0,
+                           cache_modifier=".cg")  # (GP, D)
+            new = tl.maximum(m, own)
+            fade, f = tl.exp2(m - new), tl.exp2(own - new)
+            l = l * fade + f * tl.load(ls + at, mask=there, other=0.0, cache_modifier=".cg")
+            acc = acc * fade[:, None] + f[:, None] * some
+            m = new
+    return l, acc
+
+
 @triton.jit(do_not_specialize=["B"])
 def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, arrived, B, stride_b,
                   stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps, HKV: tl.constexpr,
@@ -146,9 +180,7 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
     t = s * chunk + o
     end = tl.minimum(n, (s + 1) * chunk)
     ok = t < end
-    k1 = tl.load(keys + t[:, None] * D + d[None, :], mask=ok[:, None], other=0)  # (BLOCK, HALF)
-    k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok[:, None], other=0)
-    v = tl.load(values + t[:, None] * D + e[None, :], mask=ok[:, None], other=0)  # (BLOCK, D)
+    k1, k2, v = load_block(keys, values, t, ok, D)
     co, si = tl.load(cos + n * HALF + d), tl.load(sin + n * HALF + d)
     wait(PDL)
     base = qkv + b.to(tl.int64) * ((HKV * G + 2 * HKV) * D)
@@ -181,35 +213,20 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
     for t0 in range(s * chunk + BLOCK, end, BLOCK):
         t = t0 + o
         ok = t < end
-        k1 = tl.load(keys + t[:, None] * D + d[None, :], mask=ok[:, None], other=0)
-        k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok[:, None], other=0)
-        v = tl.load(values + t[:, None] * D + e[None, :], mask=ok[:, None], other=0)
+        k1, k2, v = load_block(keys, values, t, ok, D)
         m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
     head = b * (HKV * G) + h * G + g
     live = g < G
     if W > 1:
-        H = B * (HKV * G)  # numbers of a split
-        tl.store(parts + (s * H + head)[:, None] * D + e[None, :], acc, mask=live[:, None])
-        tl.store(ms + s * H + head, m, mask=live)
-        tl.store(ls + s * H + head, l, mask=live)
+        stride = B * (HKV * G)  # from a split's heads to the next one's
+        tl.store(parts + (s * stride + head)[:, None] * D + e[None, :], acc, mask=live[:, None])
+        tl.store(ms + s * stride + head, m, mask=live)
+        tl.store(ls + s * stride + head, l, mask=live)
         tl.debug_barrier()
         if tl.atomic_add(arrived + b * HKV + h, 1, sem="acq_rel") != splits - 1:
             return
         tl.store(arrived + b * HKV + h, 0)
-        # finite where there is no head
-        m, l = tl.where(live, -float("inf"), 0.0), tl.where(live, 0.0, 1.0)
-        acc = tl.zeros((GP, D), tl.float32)
-        for i in range(0, splits, SOME):
-            for j in tl.static_range(SOME):  # loads in flight; a tensor of them would cross warps
-                at, there = (i + j) * H + head, g < tl.where(i + j < splits, G, 0)
-                own = tl.load(ms + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-                some = tl.load(parts + at[:, None] * D + e[None, :], mask=there[:, None], other=0.0,
-                               cache_modifier=".cg")  # (GP, D)
-                new = tl.maximum(m, own)
-                fade, f = tl.exp2(m - new), tl.exp2(own - new)
-                l = l * fade + f * tl.load(ls + at, mask=there, other=0.0, cache_modifier=".cg")
-                acc = acc * fade[:, None] + f[:, None] * some
-                m = new
+        l, acc = merge_splits(parts, ms, ls, splits, stride, head, g, G, GP, D, SOME)
     tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
              mask=live[:, None])
 
@@ -380,15 +397,21 @@ class Step:
             y = residual.add_(p.base(x))
         else:
             y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
-        if p.A is not None:
-            (B, K), RB, BN = x.shape, 8 if x.shape[0] <= 8 else 16, 128
-            tiles, parts = triton.cdiv(p.N, BN), len(p.bounds) + 1
-            work, adapter, makers = adapter_work(x, p.A, parts, RB)
-            lora_kernel[(makers + tiles * triton.cdiv(B, RB),)](
-                y, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling,
-                PR=len(p.A), RB=RB, BN=BN, **adapter, num_warps=4, num_stages=1,
-                IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, **self.launch)
-        return self.silu(y) if glu else y
+        if p.A is None:
+            return self.silu(y) if glu else y
+        (B, K), parts = x.shape, len(p.bounds) + 1
+        out, width, RB, BN = y, p.N, 8 if B <= 8 else 16, 128
+        if glu:
+            width //= 2
+            out = y.new_empty(B, width)
+        if B > 32 and triton.cdiv(B, 64) * triton.cdiv(width, 64) >= 56:  # programs enough
+            RB = BN = 64
+        work, adapter, makers = adapter_work(x, p.A, parts, RB)
+        lora_kernel[(makers + triton.cdiv(width, BN) * triton.cdiv(B, RB),)](
+            y, out, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling,
+            PR=len(p.A), RB=RB, BN=BN, GLU=glu, **adapter, num_warps=4, num_stages=1,
+            IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, **self.launch)
+        return out
 
     def attention(self, layer, qkv):
         """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D); writes the cache."""

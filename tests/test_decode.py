@@ -98,6 +98,7 @@ def check_linears(m, B, rank):
         assert residual is None or y.data_ptr() == residual.data_ptr()
         error = (y.float() - want.float()).norm() / want.float().norm()
         assert error < (2e-2 if glu else 1e-2), f"{name}, {B} rows: {error:.4f}"
+    assert not plan.space(device)[1].any(), "a flag is left up"
 
 
 @pytest.mark.parametrize(("quant", "rank", "rows"), [("nvfp4", 16, 5), ("nvfp4", 0, 5), ("mxfp4", 3, 5), ("none", 0, 5), ("none", 3, 19),
@@ -107,6 +108,13 @@ def test_linear_equals_the_modules_in_bfloat16(quant, rank, rows):
     """What the GPU's dtype takes: bias, LoRA and residual in one call of the FP4 GEMM; the residual's memory is the result's. Beside
     16-bit weights LoRA's kernel takes 16 rows at a time, and a rank in pieces of 64."""
     check_linears(build(quant=quant, rank=rank, dtype=torch.bfloat16), rows, rank)
+
+
+@pytest.mark.parametrize("rows", [40, 70])
+@torch.no_grad()
+def test_linear_of_64_rows_a_program_equals_the_modules(rows):
+    """As where a wide projection has programs enough. Of 40 rows four programs make x A^T, 16 rows each, of 70 one for each 64."""
+    check_linears(build(M.Config(301, 64, 3584, 2, 4, 2, 32, max_position_embeddings=128), dtype=torch.bfloat16), rows, 3)
 
 
 @torch.no_grad()
@@ -587,7 +595,7 @@ def check_gaps(m, groups, temperature=1.0):
 def test_gpu_linear_equals_the_modules(quant, rank):
     """The FP4 GEMM's epilogue, and lora_b beside cuBLAS: each tile size, and more rows than the decoding kernel takes."""
     m = build(GPU, quant, rank, "cuda", torch.bfloat16)
-    for B in (1, 3, 8, 16, 33, 64, 200, 300):
+    for B in (1, 3, 8, 16, 33, 64, 200, 300, 1100):
         check_linears(m, B, rank)
 
 
