@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
 from weights import files
-from weights.files import check_out, parse_json, read_json, whole
+from weights.files import check_out, read_json, whole
 
 PANELS = [  # title, columns (the second drawn thin), how the y axis reads
     ("reward", ["reward"], "linear"),
@@ -70,22 +70,14 @@ def dress(ax, title, xlabel):
 def read(run):
     """A run folder (or a metrics.jsonl itself) -> its rows, dicts in the order of their steps.
 
-    A last line that is not complete is dropped: the run may be writing it. A step logged twice
-    (killed, resumed) counts once, as logged last. FileNotFoundError without the file; ValueError
-    for a broken line before the last, or no row at all."""
+    A last line that is not complete is dropped. A step logged twice (killed, resumed) counts once,
+    as logged last. FileNotFoundError without the file; ValueError for a broken line before the
+    last, or no row at all."""
     path = Path(run) if Path(run).is_file() else Path(run) / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; RUN is a folder that train.py --out wrote "
                                 "(it holds metrics.jsonl)")
-    texts, rows = [*files.lines(path)], {}
-    for n, text in texts:
-        try:
-            row = parse_json(text, f"{path}, line {n}", COLUMNS | {"step": (int, 0, 1 << 60)},
-                             ["step"])
-            rows[row["step"]] = row
-        except ValueError:
-            if (n, text) != texts[-1]:
-                raise
+    rows = {row["step"]: row for _, row in files.read_log(path, COLUMNS)}
     if not rows:
         raise ValueError(f"{path}: no complete row yet; wait for the first step")
     return [rows[step] for step in sorted(rows)]

@@ -37,7 +37,7 @@ import lora
 import plot
 from runtime import command, console, flags, ranks
 from weights import checkpoint, files
-from weights.files import append, cause, check_out, lines, lock, parse_json, read_json, whole
+from weights.files import append, cause, check_out, lines, lock, read_json, whole
 
 # what --resume may change: a card with less memory must be able to go on
 FREE = ("steps", *plot.IDLE, *plot.MINOR)
@@ -348,17 +348,10 @@ class Run:
     @ranks.first
     def cut(self, path):
         """Drop a log's rows of steps that are to be done again, and half a row at its end."""
-        kept, rows = [], [*lines(path)] if path.exists() else []
-        for n, text in rows:
-            try:
-                row = parse_json(text, f"{path}, row {n}", {"step": (int, 0, 1 << 60)}, ["step"])
-            except ValueError:
-                if n < len(rows):
-                    raise
-                break  # a kill in the middle of the last one
-            kept += [text] if row["step"] < self.state.step else []
+        rows = files.read_log(path, {}) if path.exists() else ()
+        kept = [text + "\n" for text, row in rows if row["step"] < self.state.step]
         with whole(path) as part:
-            part.write_text("".join(text + "\n" for text in kept))
+            part.write_text("".join(kept))
 
     # ---- the end
 

@@ -235,7 +235,7 @@ def test_broken_line_in_the_middle_is_an_error(tmp_path):
     run = folder(tmp_path / "a")
     text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(text[:3]) + '{"ste\n' + "".join(text[3:]))
-    with pytest.raises(ValueError, match="metrics.jsonl, line 4"):
+    with pytest.raises(ValueError, match="metrics.jsonl, row 4"):
         plot.read(run)
 
 

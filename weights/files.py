@@ -117,6 +117,20 @@ def read_jsonl(path, fields=None, needs=()):
         yield where, parse_json(text, where, fields, needs)
 
 
+def read_log(path, fields):
+    """(text, object with a "step") of each line of a run's .jsonl, as parse_json. Half a last line
+    is left out: the run may be writing it, or was killed."""
+    rows, fields = [*lines(path)], fields | {"step": (int, 0, 1 << 60)}
+    for n, text in rows:
+        try:
+            found = parse_json(text, f"{path}, row {n}", fields, ["step"])
+        except ValueError:
+            if n < rows[-1][0]:
+                raise
+            return
+        yield text, found
+
+
 # ---- out
 
 
