@@ -92,13 +92,13 @@ def has_signal(group):
     return not all(math.isclose(c.reward, first, rel_tol=1e-9) for c in group)
 
 
-def soft_overlong_penalty(lengths, max_len, buffer):
+def soft_overlong_penalty(length, max_len, buffer):
     """DAPO's soft length penalty, added to the reward: 0 up to max_len - buffer tokens, then linear
     to -1 at max_len."""
     if not 0 < buffer <= max_len:
         raise ValueError(f"--overlong-buffer {buffer}: must be within 1..{max_len}, the completion "
                          "limit")
-    return ((max_len - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+    return max(-1.0, min((max_len - buffer - length) / buffer, 0.0))
 
 
 def lengths_to_mask(lengths, width=None):

@@ -24,8 +24,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import torch
-
 import aqn
 import data
 import eval as evaluation
@@ -118,9 +116,8 @@ def grade(completions, tok, score, args):
     for c, graded in zip(completions, verdicts, strict=True):
         c.reward, c.correct, c.format = graded["reward"], graded["correct"], graded["format"]
         if args.overlong == "soft":
-            length = torch.tensor(float(len(c.ids)))
-            limits = args.max_new_tokens, args.overlong_buffer
-            c.reward += grpo.soft_overlong_penalty(length, *limits).item()
+            c.reward += grpo.soft_overlong_penalty(len(c.ids), args.max_new_tokens,
+                                                   args.overlong_buffer)
 
 
 def learn(run, model, tok, optimizer, prompts, score, held_out):

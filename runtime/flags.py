@@ -288,7 +288,7 @@ def check_train(args):
         raise ValueError(f"--eval-n {args.eval_n}: --eval-temperature 0 gives the same completion "
                          "each time; leave --eval-n out")
     if args.overlong == "soft":
-        grpo.soft_overlong_penalty(torch.zeros(1), args.max_new_tokens, args.overlong_buffer)
+        grpo.soft_overlong_penalty(0, args.max_new_tokens, args.overlong_buffer)
     if args.out is None:
         args.out = f"runs/{Path(args.model).name}-{Path(args.data).stem}-{args.quant}-s{args.seed}"
 
