@@ -377,9 +377,7 @@ def fingerprint(model):
 def working_bytes(model, slots, top_p):
     """memory.rollout_bytes of this model, less the scratch that is there already."""
     fmt = next((m.q.fmt for _, m in projections(model) if m.q is not None), "none")
-    held = 0
-    if fmt != "none":
-        held = sum(t.nbytes for t in gemm_buffers(model.embed.weight.device))
+    held = sum(t.nbytes for t in gemm_buffers(model.embed.weight.device))
     scratch = memory.gemm_scratch(model.config, fmt)
     return memory.rollout_bytes(model.config, fmt, slots, top_p) - min(held, scratch)
 
