@@ -42,6 +42,7 @@ rollout.
 import argparse
 import contextlib
 import hashlib
+import itertools
 import math
 
 import torch
@@ -177,11 +178,9 @@ def main(argv=None):
                   for step in range(max(a.steps, 1))]
     except ValueError as e:
         parser.error(str(e))
-    first = 0
-    for step in range(1, a.steps + 1):
-        if step == a.steps or levels[step] != levels[first]:
-            print(f"steps {first:5d} to {step - 1:5d}  sigma {levels[first]:.3e}")
-            first = step
+    for level, stage in itertools.groupby(range(a.steps), levels.__getitem__):
+        steps = [*stage]
+        print(f"steps {steps[0]:5d} to {steps[-1]:5d}  sigma {level:.3e}")
 
 
 if __name__ == "__main__":
