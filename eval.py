@@ -23,6 +23,7 @@ import math
 import shlex
 import sys
 import time
+from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean, stdev
@@ -243,15 +244,12 @@ class Book:
                 check(s, where, fields | {"given": str}, fields)
             self.done.setdefault(key, []).append(row)
 
-    def keeper(self, name, arm):
-        """What `evaluate` calls with the rows of this set and model so far; None without --out."""
-        @ranks.first
-        def keep(rows):
-            head = {"data": name, "model": arm, "run": self.runs[name, arm]}
-            self.done[name, arm] = [{**head, **row} for row in rows]
-            write_jsonl(self.path, chain(*self.done.values()))
-
-        return keep if self.path else None
+    @ranks.first
+    def keep(self, name, arm, rows):
+        """Write the rows of this set and model so far, and those of the others."""
+        head = {"data": name, "model": arm, "run": self.runs[name, arm]}
+        self.done[name, arm] = [{**head, **row} for row in rows]
+        write_jsonl(self.path, chain(*self.done.values()))
 
 
 def run(args, argv):
@@ -294,7 +292,8 @@ def run(args, argv):
             model, tok, rows, style=args.prompt_style, n=args.n, temperature=args.temperature,
             top_p=args.top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
             max_rows=args.max_rows, seed=args.seed, score=score, progress=sys.stderr.isatty(),
-            ks=args.k or (), done=book.done.get((name, arm), ()), keep=book.keeper(name, arm))
+            ks=args.k or (), done=book.done.get((name, arm), ()),
+            keep=partial(book.keep, name, arm) if args.out else None)
 
     results, alone = [], plain(args)
     for name, rows in sets:
