@@ -24,7 +24,7 @@ import shlex
 import sys
 import time
 from functools import partial
-from itertools import chain, combinations
+from itertools import chain, combinations, islice
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -76,16 +76,14 @@ def graded(tok, rows, groups, score):
     """The rows of `evaluate` for the samples of each row's group."""
     pairs = [(tok.decode(s.ids), row) for row, group in zip(rows, groups, strict=True)
              for s in group]
-    verdicts, out = zip(pairs, score(pairs), strict=True), []
+    told = zip(chain(*groups), pairs, score(pairs), strict=True)
+    samples = ({"text": text, **verdict, "length": len(s.ids), "finished": s.finished}
+               for s, (text, _), verdict in told)
+    out = []
     for row, group in zip(rows, groups, strict=True):
-        samples = []
-        for s in group:
-            (text, _), verdict = next(verdicts)
-            samples.append({"text": text, "given": verdict["given"], "correct": verdict["correct"],
-                            "format": verdict["format"], "reward": verdict["reward"],
-                            "length": len(s.ids), "finished": s.finished})
+        own = [*islice(samples, len(group))]
         out.append({"question": row["question"], "answer": row["answer"],
-                    "accuracy": fmean(s["correct"] for s in samples), "samples": samples})
+                    "accuracy": fmean(s["correct"] for s in own), "samples": own})
     return out
 
 
