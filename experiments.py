@@ -208,7 +208,7 @@ def trainings(name, seeds, jobs, args, argv):
             return apart(given) if two else train.main(given)
         return processes.run([__file__, "two-copies"] if two else [train.__file__], given, out)
 
-    with ThreadPoolExecutor(jobs) as pool, stopping(processes.children):
+    with ThreadPoolExecutor(jobs) as pool, processes.stopping():
         for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
             if code:
                 return code
@@ -225,7 +225,8 @@ class Processes:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
         each = -(-jobs // len(visible))
         self.share = ["--card-share", str(1 / each)] if each > 1 else []
-        self.children, self.cards = set(), SimpleQueue()  # a free card for each job
+        self.children, self.starting = set(), Lock()  # held while one is there and not among them
+        self.cards = SimpleQueue()  # a free card for each job
         for i in range(jobs):
             self.cards.put(visible[i % len(visible)])
 
@@ -235,48 +236,42 @@ class Processes:
         card = self.cards.get()
         try:
             with open(f"{out}.log", "a") as log:
-                code = process(self.children, [sys.executable, *script, *self.share, *given],
-                               stdout=log, stderr=log,
-                               env=os.environ | {"CUDA_VISIBLE_DEVICES": card})
+                code = self.process([sys.executable, *script, *self.share, *given], stdout=log,
+                                    stderr=log, env=os.environ | {"CUDA_VISIBLE_DEVICES": card})
             if code:
                 print(f"{out}: ended with exit code {code}, see {out}.log", file=sys.stderr)
             return code
         finally:
             self.cards.put(card)
 
+    def process(self, argv, **options):
+        """The exit code of a process. ctrl-C in a terminal does not reach it but by `stopping`: a
+        second one would keep it from saving."""
+        with self.starting:
+            child = subprocess.Popen(argv, start_new_session=True, **options)
+            self.children.add(child)
+        try:
+            return child.wait()
+        finally:
+            self.children.discard(child)
 
-STARTING = Lock()  # held while a process is there that is not among the children yet
-
-
-def process(children, argv, **options):
-    """The exit code of a process, which is one of `children` while it runs. ctrl-C in a terminal
-    does not reach it but by `stopping`: a second one would keep it from saving."""
-    with STARTING:
-        child = subprocess.Popen(argv, start_new_session=True, **options)
-        children.add(child)
-    try:
-        return child.wait()
-    finally:
-        children.discard(child)
-
-
-@contextmanager
-def stopping(children):
-    """Who stops what is inside the `with` stops these processes too, and is waited for."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        while children:
-            try:
-                with STARTING:
-                    told = [*children]
-                for child in told:
-                    child.terminate()
-                for child in told:
-                    child.wait()
-            except KeyboardInterrupt:  # again: they are told again, and stop at once
-                continue
-        raise
+    @contextmanager
+    def stopping(self):
+        """Who stops what is inside the `with` stops the processes too, and is waited for."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            while self.children:
+                try:
+                    with self.starting:
+                        told = [*self.children]
+                    for child in told:
+                        child.terminate()
+                    for child in told:
+                        child.wait()
+                except KeyboardInterrupt:  # again: they are told again, and stop at once
+                    continue
+            raise
 
 
 def folder(out, arm, seed):

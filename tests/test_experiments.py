@@ -195,7 +195,7 @@ def test_two_copies_are_made_for_their_own_arms(trained, monkeypatch, tmp_path, 
         begin = 1 + command.index("two-copies") if "two-copies" in command else 2
         return (experiments.apart if begin == 3 else train.main)(command[begin:])
 
-    monkeypatch.setattr(experiments, "process", process)
+    monkeypatch.setattr(experiments.Processes, "process", process)
     monkeypatch.setattr(experiments, "apart", lambda argv: apart.append(Path(argv[-1]).name) or train.main(argv))
     assert experiments.main(["copies", "--seeds", "0", "--jobs", jobs, "--out", str(tmp_path)]) == 0
     assert sorted(apart) == ["two-s0", "two-trainer-s0"]
@@ -386,7 +386,7 @@ def test_two_copies_share_an_adapter(capsys, tmp_path):
 def test_runs_side_by_side_of_a_script_are_refused(trained, monkeypatch, tmp_path, capsys):
     """They were plain train.py's: what the script had changed stayed in its own process."""
     monkeypatch.setattr(experiments.command, "ALONE", False)
-    monkeypatch.setattr(experiments, "process", lambda *_, **__: 0)
+    monkeypatch.setattr(experiments.Processes, "process", lambda *_, **__: 0)
     assert experiments.main(["2x2", "--jobs", "2", "--out", str(tmp_path)]) == 2 and not trained
     assert "--jobs 2: starts train.py" in capsys.readouterr().err
     assert experiments.main(["2x2", "--seeds", "0", "--out", str(tmp_path)]) == 0 and len(trained) == 4
@@ -400,7 +400,7 @@ def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys)
 
 def test_a_process_that_fails_is_named_and_fails_the_experiment(monkeypatch, tmp_path, capsys):
     """Its own words are in a log that nobody would look into."""
-    monkeypatch.setattr(experiments, "process", lambda children, command, **options: 3)
+    monkeypatch.setattr(experiments.Processes, "process", lambda children, command, **options: 3)
     assert experiments.main(["rank", "--out", str(tmp_path), "--jobs", "2", "--seeds", "0"]) == 3
     said = capsys.readouterr()
     assert f"{tmp_path}/16-s0: ended with exit code 3, see {tmp_path}/16-s0.log" in said.err and "|" not in said.out
@@ -460,7 +460,7 @@ def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path, job
         (out / "config.json").write_text(json.dumps({"loss": loss, "seed": int(seed)}))
         return 0
 
-    monkeypatch.setattr(experiments, "process", process)
+    monkeypatch.setattr(experiments.Processes, "process", process)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
