@@ -184,9 +184,8 @@ def main(argv=None):
     add("--sequences", type=number(1, 1e6), default=128, help="calibration sequences")
     add("--length", type=number(2, 10**6), default=512, help="tokens in each")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
-    if code := command.run("bench_quantization.py", lambda: run(p.parse_args(argv))):
-        sys.exit(code)
+    return command.run("bench_quantization.py", lambda: run(p.parse_args(argv)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

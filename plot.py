@@ -291,9 +291,8 @@ def main(argv=None):
         out = a.out or ("compare.png" if len(a.runs) > 1 else folder / "metrics.png")
         print(f"wrote {plot(a.runs, out, a.x, a.smooth)}")
 
-    if code := command.run("plot.py", body):
-        sys.exit(code)
+    return command.run("plot.py", body)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
