@@ -100,12 +100,13 @@ def settle(args, argv):
     return old
 
 
-class Run:
+class Run(ExitStack):
     """One run's folder, clock and signals, in the order in which train.py calls them: `open`; in
     each step `phase`, `evaluated` if it is `due`, `check`, `log`, `advance`; and at the end
     `finish`, `stop` or `fail`."""
 
     def __init__(self, args, argv):
+        super().__init__()  # the folder's lock, the signals, the collector: held to the end
         self.args, self.out = args, Path(args.out)
         script = command.script(argv)
         typed = [*ranks.launcher(), *(command.typed(argv) or script)]
@@ -117,13 +118,6 @@ class Run:
         self.drawn = 0  # tokens sampled in this step, those of groups that were replaced included
         self.failed, self.warned = 0, set()  # updates skipped in a row; warnings given
         self.interrupted = False  # a signal has come
-        self.held = ExitStack()  # the folder's lock, the signals, the collector
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.held.close()
 
     def open(self, model, optimizer, rows):
         """Make the folder, or with --resume load its checkpoint; from here on signals are handled.
@@ -136,7 +130,7 @@ class Run:
             self.tracker = console.tracker(self.args) if self.args.log_to else None
             self.out.mkdir(parents=True, exist_ok=True)
             busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
-            self.held.enter_context(lock(self.out / "lock", busy))
+            self.enter_context(lock(self.out / "lock", busy))
         asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
         self.state.base = flags.base_of(self.args)
@@ -161,8 +155,8 @@ class Run:
             files.write_json(self.out / "config.json", config)
         self.started -= self.state.seconds
         gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
-        self.held.callback(gc.unfreeze)
-        self.held.enter_context(command.signals(self.interrupt))
+        self.callback(gc.unfreeze)
+        self.enter_context(command.signals(self.interrupt))
         console.show_flags(self.args)
         return True
 

@@ -1389,7 +1389,7 @@ MUTANTS = {
         ("half an update is saved", "if self.state.step and not self.halfway:", "if self.state.step:",
          "train::an_error_keeps_what_was_learned_before_it"),
         ("the collector stops steps", "gc.freeze()", "gc.get_freeze_count()", "train::the_collector_passes_over_what_a_run_began_with"),
-        ("what a run began with stays", "self.held.callback(gc.unfreeze)", "self.held.callback(gc.get_count)",
+        ("what a run began with stays", "self.callback(gc.unfreeze)", "self.callback(gc.get_count)",
          "train::the_collector_passes_over_what_a_run_began_with"),
         ("the optimizer's state is not restored",
          'optimizer.load_state_dict(state.pop("optimizer"))', 'state.pop("optimizer")',
