@@ -164,15 +164,12 @@ def whole(path):
     part = beside(path)
     with writing(path):
         try:
-            open(part, "x").close()
+            with open(part, "x") as f:
+                mode = os.fstat(f.fileno()).st_mode & 0o777  # as the umask has it
             yield part
             with open(part, "rb+") as f:
                 os.fsync(f.fileno())
-                # safetensors writes for the owner alone; what others may read is the umask's
-                # business
-                mask = os.umask(0)
-                os.umask(mask)
-                os.fchmod(f.fileno(), 0o666 & ~mask)
+                os.fchmod(f.fileno(), mode)  # safetensors writes for the owner alone
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
