@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import aqn
 import model as qwen
@@ -448,9 +449,7 @@ def prefill_padded(model, engine, batch, most):
     if alone:
         cache.k, cache.v = (t[:, slot : slot + 1] for t in (cache.k, cache.v))
         cache.length, cache.used = torch.zeros_like(cache.length[:1]), 0
-    ids = torch.zeros(len(batch), longest, dtype=torch.long)
-    for i, (p, _) in enumerate(batch):
-        ids[i, : len(p)] = torch.tensor(p)
+    ids = pad_sequence([torch.tensor(p) for p, _ in batch], batch_first=True)
     # of a part that sees earlier ones attention on the GPU keeps the scores, in float32
     later = max(1, min(most, 512 * most // longest))
     first, *parts = ids.to(cache.k.device).split(most, dim=1)

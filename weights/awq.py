@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import data
@@ -367,10 +368,8 @@ def perplexity(model, docs, batch=16):
     for at in range(0, len(docs), batch):
         chosen = order[at : at + batch]
         n = torch.tensor([len(docs[i]) - 1 for i in chosen], device=device)
-        # (B, T), padded on the right
-        ids = torch.zeros(len(chosen), int(n.max()) + 1, dtype=torch.long, device=device)
-        for row, i in zip(ids, chosen, strict=True):
-            row[: len(docs[i])] = torch.tensor(docs[i])
+        ids = pad_sequence([torch.tensor(docs[i]) for i in chosen], batch_first=True)  # (B, T)
+        ids = ids.to(device)
         scored = torch.arange(ids.shape[1] - 1, device=device) < n[:, None]  # (B, T-1)
         hidden = model.hidden(ids[:, :-1])[scored]  # (B, T-1, C) -> (S, C)
         logp, entropy = token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][scored],
