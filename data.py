@@ -130,8 +130,7 @@ def _find_split(folder, split):
 
 def _graded(paths):
     """The rows of the files; those without an answer are left out, and counted on stderr."""
-    rows = [_row(raw, f"{path}, row {i}")
-            for path in paths for i, raw in enumerate(_read_rows(path), 1)]
+    rows = [_row(raw, where) for path in paths for where, raw in _read_rows(path)]
     graded = [row for row in rows if row["answer"]]
     if not graded:
         raise ValueError(f"{paths[0]}: no rows with an answer")
@@ -164,18 +163,18 @@ def _row(raw, where):
 
 
 def _read_rows(path):
-    if path.suffix.lower() == ".parquet":
-        import pyarrow.parquet
+    """("file, row n", its columns) of each row."""
+    if path.suffix.lower() != ".parquet":
+        return read_jsonl(path)
+    import pyarrow.parquet
 
-        try:
-            for raw in pyarrow.parquet.read_table(path).to_pylist():
-                # pandas writes NaN where there is nothing
-                yield {k: None if v != v else v for k, v in raw.items()}
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
-            raise ValueError(f"{path}: not a parquet file ({e})") from None
-        return
-    for _, raw in read_jsonl(path):
-        yield raw
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: not a parquet file ({e})") from None
+    # pandas writes NaN where there is nothing
+    return [(f"{path}, row {i}", {k: None if v != v else v for k, v in raw.items()})
+            for i, raw in enumerate(rows, 1)]
 
 
 def _set_levels(rows):
