@@ -27,7 +27,7 @@ from model import logits
 from runtime.flags import place
 from runtime.logprobs import token_logprobs
 from weights import awq, checkpoint
-from weights.files import check, check_out, read_json, shown, whole
+from weights.files import check, check_out, read_json, shown, write_json
 from weights.formats import FORMATS
 
 METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # of awq.Search
@@ -159,9 +159,8 @@ def run(args):
         new, likelihoods[f"{fmt} {method}"] = row(args, fmt, method, docs, questions, tok)
         rows.append(new)
         compare(rows, likelihoods)
-        for path, content, indent in ((beside, likelihoods, None), (args.out, results, 1)):
-            with whole(path) as part:
-                part.write_text(json.dumps(content, indent=indent) + "\n")
+        write_json(beside, likelihoods, indent=None)
+        write_json(args.out, results, indent=1)
         print(json.dumps(new), flush=True)
     show(rows)
     print(json.dumps(results))

@@ -183,10 +183,10 @@ def discard(path):
         path.unlink(missing_ok=True)
 
 
-def write_json(path, value):
+def write_json(path, value, indent=2):
     """The file `path`, whole, of one JSON value."""
     with whole(path) as part:
-        part.write_text(json.dumps(value, indent=2) + "\n")
+        part.write_text(json.dumps(value, indent=indent) + "\n")
 
 
 def write_jsonl(path, rows, **options):
