@@ -83,7 +83,7 @@ class Linear(nn.Module):
         q           base's formats.Quantized weight; None: it has a 16-bit `base.weight`
         adapter     None, or the enabled adapter: its A (P*R, K), B (N, R), rank R and scaling
         dense()     (N, K) float32: the weight that forward multiplies by, adapter included
-        cpu_weight(dtype)   base's weight (N, K) for products on the CPU, kept if it is a copy
+        weight_in(dtype)    base's weight (N, K); of q a copy, for the CPU, which is kept
     """
 
     q = adapter = None
@@ -103,7 +103,7 @@ class Linear(nn.Module):
     def dense(self):
         return self.weight.float()
 
-    def cpu_weight(self, dtype):
+    def weight_in(self, dtype):
         return self.weight.to(dtype)
 
     def forward(self, x):

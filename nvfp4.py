@@ -70,14 +70,14 @@ class QuantLinear(nn.Module):
     def dense(self):
         return dequantize(self.q)
 
-    def cpu_weight(self, dtype):
+    def weight_in(self, dtype):
         if self.copy is None or self.copy.dtype != dtype:
             self.copy = self.dense().to(dtype)
         return self.copy
 
     def forward(self, x):
         if not x.is_cuda:
-            return F.linear(x, self.cpu_weight(x.dtype), self.bias)
+            return F.linear(x, self.weight_in(x.dtype), self.bias)
         import marlin_triton  # needs Triton, which the CPU does without
 
         y = marlin_triton.matmul(x, self.q)

@@ -81,7 +81,7 @@ def onednn_linears(model):
         for path, m in [*projections(model), ("lm_head", model.lm_head)]:
             if any(b.any() for b in aqn.buffers(m).values()) or changed(m) or changed(m.base):
                 continue
-            weight = m.base.cpu_weight(w.dtype)
+            weight = m.base.weight_in(w.dtype)
             if m.adapter is not None and w.dtype == torch.float32:
                 weight = weight + m.adapter.delta()
             elif m is not m.base:

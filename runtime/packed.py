@@ -184,9 +184,6 @@ class WideLinear:
         return [rows[:, i * self.R : (i + 1) * self.R]
                 for i, rows in enumerate(t.split(self.parts))]
 
-    def weight(self, dtype):
-        return self.base.weight if self.q is None else self.base.cpu_weight(dtype)
-
     def few(self, rows):
         """Whether so many rows go through the GEMM that decodes as it multiplies."""
         return self.cuda and few(rows, self.N, self.K, sms(self.q.codes.device))
@@ -201,7 +198,7 @@ class WideLinear:
         start = bias if residual is None else residual
         if self.cuda:
             return marlin_triton.many(wide, self.q, False, self.tail, start)
-        w = self.weight(h.dtype).T
+        w = self.base.weight_in(h.dtype).T
         y = h @ w if start is None else torch.addmm(start, h, w)
         return y.addmm_(wide[:, self.K :], self.tail.T) if self.E else y
 
@@ -210,7 +207,7 @@ class WideLinear:
         if self.cuda:
             return marlin_triton.many(dy, self.q, True, self.tail)
         d = dy.new_empty(len(dy), self.K + self.E)
-        torch.mm(dy, self.weight(dy.dtype), out=d[:, : self.K])
+        torch.mm(dy, self.base.weight_in(dy.dtype), out=d[:, : self.K])
         if self.E:
             torch.mm(dy, self.tail, out=d[:, self.K :])
         return d

@@ -1116,8 +1116,8 @@ MUTANTS = {
          "formats::shapes_that_do_not_fit_and_unknown_formats_are_refused"),
     ],
     "nvfp4.py": [
-        ("the bias of a quantized linear is dropped", "self.cpu_weight(x.dtype), self.bias",
-         "self.cpu_weight(x.dtype), None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
+        ("the bias of a quantized linear is dropped", "self.weight_in(x.dtype), self.bias",
+         "self.weight_in(x.dtype), None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
         ("a copy in the old precision is kept", "self.copy is None or self.copy.dtype != dtype",
          "self.copy is None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
     ],
