@@ -460,19 +460,19 @@ class Step:
         y = self.linear(gate_up_proj, self.normed(x, between), glu=True)  # (B, C) -> (B, F)
         return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
 
-    def step(self, rows, greedy=False, draw=None):
-        """Decode the first `rows` slots once. draw(logits (B, V), key, position) -> ids, logprobs
-        replaces the fused sampler."""
-        self.sample(logits(self.hidden(rows), self.head), greedy, draw)  # (B, C) @ (C, V)
+    def step(self, rows, greedy=False, nucleus=None):
+        """Decode the first `rows` slots once. nucleus: (temperature, top_p), by which torch draws
+        in place of the fused sampler."""
+        self.sample(logits(self.hidden(rows), self.head), greedy, nucleus)  # (B, C) @ (C, V)
 
-    def sample(self, logits, greedy=False, draw=None):
+    def sample(self, logits, greedy=False, nucleus=None):
         """Draw a token for each row of logits (B, V) float32 and move the rows on."""
         rows, S = logits.shape[0], self.token.shape[0]
         state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids,
                  self.out_logp, self.eos)
-        if draw is not None:
-            position = self.cache.length[:rows] + 1
-            ids, logp = draw(logits[:, : self.valid_vocab], self.key[:rows], position)
+        if nucleus:
+            u = draw.uniform(self.key[:rows], self.cache.length[:rows] + 1)
+            ids, logp = draw.sample_ids(logits[:, : self.valid_vocab], u, *nucleus)
             record_kernel[(rows,)](ids, logp, *state, S, EOS=EOS_SLOTS)
             return
         BLOCK = min(4096, power(self.valid_vocab))

@@ -258,21 +258,16 @@ class Graphs:
     def launcher(self, rows):
         """A function that decodes `rows` slots once: the replay of a graph, captured now if it is
         the first time."""
-        st, greedy, nucleus, draw = self.step, self.greedy, self.nucleus, None
-        if (rows, greedy, nucleus) in self.graphs:
-            return self.graphs[rows, greedy, nucleus]
-        if nucleus:
-            def draw(logits, key, position):
-                return sample_ids(logits, uniform(key, position), *nucleus)
-
+        st, how = self.step, (rows, self.greedy, self.nucleus)
+        if how in self.graphs:
+            return self.graphs[how]
         # The rehearsal changes nothing but results that are overwritten: no row is alive in it.
         alive = st.alive.clone()
         st.alive.zero_()
         st.count.zero_()
-        launch = self.capture(lambda: st.step(rows, greedy, draw))
+        self.graphs[how] = self.capture(lambda: st.step(*how))
         st.alive.copy_(alive)
-        self.graphs[rows, greedy, nucleus] = launch
-        return launch
+        return self.graphs[how]
 
     def capture(self, launch):
         """launch() as a CUDA graph's replay (on the CPU as it is). It is rehearsed once, which

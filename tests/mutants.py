@@ -699,7 +699,7 @@ MUTANTS = {
          "decode::rows_that_ended_stand_still"),
         ("spare rows are drawn", "stats_kernel[rows, NB](*blocks, self.valid_vocab,", "stats_kernel[rows, NB](*blocks, logits.shape[1],",
          "decode::engine_equals_eager"),
-        ("spare rows are drawn beside top-p", "draw(logits[:, : self.valid_vocab], self.key", "draw(logits, self.key",
+        ("spare rows are drawn beside top-p", "sample_ids(logits[:, : self.valid_vocab], u", "sample_ids(logits, u",
          "decode::engine_equals_eager"),
         ("an id past the last one is drawn", "        at = tl.minimum(at, tl.max(tl.where(p > 0, w, 0), 0))\n", "",
          "decode::the_largest_number_draws_an_id_that_there_is"),
