@@ -155,9 +155,12 @@ def kernels(args):
     for name in args.shapes:
         N, K = linear(name)
         theirs = marlin.get(name, {})
-        dense = dense_weights(N, K)
+        # more weights than L2 holds
+        dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
+                 for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
         for fmt in args.formats if name in ("7b.gate_up", "7b.down") else args.formats[:1]:
-            weights = packed_weights(N, K, fmt)
+            weights = [nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt)
+                       for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
             for M, back in [(M, False) for M in args.rows] + [(2048, True)]:
                 row = {"fmt": fmt, "shape": name} | gemm(weights, dense, M, back, ceiling)
                 results.append(row)
@@ -169,17 +172,6 @@ def linear(name):
     """(N, K) of a layer as "0.5b.down"."""
     size, layer = name.rsplit(".", 1)
     return memory.linears(config(size))[f"{layer}_proj"][:2]
-
-
-def dense_weights(N, K):
-    """More of them than L2 holds."""
-    return [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
-            for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
-
-
-def packed_weights(N, K, fmt):
-    return [nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt)
-            for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
 
 
 def gemm(weights, dense, M, back, ceiling):
