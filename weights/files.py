@@ -5,6 +5,7 @@ released when its process dies.
     rope = read_json("config.json", {"rope_theta": (float, 0, 1e12)})["rope_theta"]
     write_json("runs/x/metrics.json", metrics)
 """
+import fcntl
 import hashlib
 import json
 import os
@@ -14,11 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"  # what --model tiny stands for
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false",
@@ -223,12 +219,10 @@ def check_out(out, folder=False):
 
 def lock(path, problem):
     """Hold the file `path` against other processes until this one ends, however it ends; returns
-    the open file. ValueError(problem) if another holds it. Without fcntl (Windows) nothing is
-    held."""
+    the open file. ValueError(problem) if another holds it."""
     f = open(path, "a")
-    if fcntl:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(problem) from None
+    try:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(problem) from None
     return f
