@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -101,7 +102,6 @@ atexit.register(judge.stop)
 def main(parent):
     """Answers a line of JSON with a line of verdicts until stdin closes or the parent is gone."""
     import logging
-    import resource
 
     import math_verify
 
@@ -149,8 +149,6 @@ def _verdicts(verify, pairs, seconds, parent):
 
 
 def _child(verify, given, gold, seconds):
-    import resource
-
     same = False
     try:
         if sys.platform == "linux":
