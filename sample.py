@@ -30,7 +30,6 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from model import to_device
 from runtime import flags
 from runtime.draw import row_keys
 from runtime.engine import Eager, engine_for, onednn_linears, prefill, release
@@ -228,8 +227,7 @@ def begin_rows(model, engine, starts, live, held):
         held[s] = live[s].p
     rows = [live[s] for s in starts]
     engine.start(starts, [row.prompt[-1] for row in rows], [len(row.prompt) - 1 for row in rows],
-                 [row.limit for row in rows],
-                 to_device([row.key for row in rows], engine.cache.k.device))
+                 [row.limit for row in rows], [row.key for row in rows])
 
 
 def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):

@@ -116,10 +116,8 @@ class Eager:
     def start(self, slots, tokens, lengths, limits, keys):
         """Rows that begin: the cache holds `lengths` tokens of each slot, `tokens` come next, at
         most `limits` are drawn."""
-        at = torch.tensor(slots, device=self.token.device)
-        self.token[at] = torch.tensor(tokens, device=at.device)
-        self.cache.length[at] = torch.tensor(lengths, device=at.device)
-        self.key[at] = keys
+        at, token, length, key = to_device([slots, tokens, lengths, keys], self.token.device)
+        self.token[at], self.cache.length[at], self.key[at] = token, length, key
         for s, t in zip(slots, lengths, strict=True):
             self.longest[s] = t
 
@@ -213,9 +211,10 @@ class Graphs:
 
     def start(self, slots, tokens, lengths, limits, keys):
         st = self.step
-        at, token, length, limit = to_device([slots, tokens, lengths, limits], self.cache.k.device)
-        st.token[at], st.cache.length[at], st.stop[at] = token, length, length + limit
-        st.key[at] = keys
+        at, token, length, limit, key = to_device([slots, tokens, lengths, limits, keys],
+                                                  self.cache.k.device)
+        st.token[at], st.key[at] = token, key
+        st.cache.length[at], st.stop[at] = length, length + limit
         st.alive.index_fill_(0, at, 1)
 
     copy_row = Eager.copy_row

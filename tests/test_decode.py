@@ -328,7 +328,7 @@ def test_a_row_that_moves_takes_everything_along(kind):
     """Its random numbers, its limit or its newest keys left behind: from there on it is another completion."""
     e = kind(build(), 3, 64)
     e.begin(1.0, 1.0, {3})
-    e.start([0, 1, 2], [7, 8, 9], [4, 5, 6], [10, 20, 30], torch.tensor([11, 12, 13]))
+    e.start([0, 1, 2], [7, 8, 9], [4, 5, 6], [10, 20, 30], [11, 12, 13])
     e.cache.k.normal_()
     e.cache.v.normal_()
     state = e if kind is engine.Eager else e.step
