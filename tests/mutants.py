@@ -1289,6 +1289,8 @@ MUTANTS = {
          "checkpoint::what_is_not_rounded_stays_as_it_is_stored"),
     ],
     "weights/files.py": [
+        ("behind blank lines a broken row is the last", "if n < rows[-1][0]:", "if n < len(rows):",
+         "plot::broken_line_in_the_middle_is_an_error"),
         ("numbers past all bounds are read", "if value - value != 0:", "if False:",
          "bad_inputs::json_of_any_other_kind_is_named"),
         ("half a character is read", 'if "\\\\u" in text:', "if False:",

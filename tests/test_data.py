@@ -230,6 +230,9 @@ def test_files_of_other_editors_are_read(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + rows[0] + b"\r\n\r\n" + rows[1] + b"\r\n")
     assert [r["question"] for r in data.load(path)] == ["a", "b"]
     assert [*lines(path)] == [(1, rows[0].decode()), (3, rows[1].decode())]
+    path.write_bytes(rows[0] + b"\n\n{}\n")
+    with pytest.raises(ValueError, match="a.jsonl, row 3: needs question"):  # it said row 2
+        data.load(path)
 
 
 def test_folder_and_parquet(tmp_path):

@@ -2,10 +2,12 @@
 import json
 import math
 import struct
+from types import SimpleNamespace
 
 import pytest
 
 import plot
+from runtime.run import Run
 
 ROWS = [{"step": i, "reward": 0.1 * i, "accuracy": 0.05 * i, "entropy": 1 / (i + 1),
          "length_mean": 40 + i, "grad_norm": 0.2, "logp_gap_mean": 0.01 * i,
@@ -237,6 +239,11 @@ def test_broken_line_in_the_middle_is_an_error(tmp_path):
     (run / "metrics.jsonl").write_text("".join(text[:3]) + '{"ste\n' + "".join(text[3:]))
     with pytest.raises(ValueError, match="metrics.jsonl, row 4"):
         plot.read(run)
+    cut = SimpleNamespace(state=SimpleNamespace(step=9))
+    for blank in ("", "\n" * 20):  # behind blank lines a resume took it for the last one, and cut all from there on
+        (run / "metrics.jsonl").write_text("".join(text[:3]) + blank + '{"ste\n' + "".join(text[3:]))
+        with pytest.raises(ValueError, match="metrics.jsonl, row"):
+            Run.cut(cut, run / "metrics.jsonl")
 
 
 def test_a_resumed_step_counts_once(tmp_path):
