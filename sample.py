@@ -236,8 +236,8 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
     if any(m < 1 for m in limits) or len(limits) != len(prompts):
         raise ValueError(f"--max-new-tokens {min(limits, default=0)}: must be at least 1, one "
                          "number or one per prompt")
-    if not temperature >= 0:
-        raise ValueError(f"--temperature {temperature}: must be 0 (greedy) or more")
+    if not (temperature == 0 or temperature >= 1e-6):  # logits / T would overflow
+        raise ValueError(f"--temperature {temperature}: must be 0 (greedy), or 1e-6 or more")
     if not 0 < top_p <= 1:
         raise ValueError(f"--top-p {top_p}: must be above 0 and at most 1")
     if max_rows is not None and max_rows < 1:
@@ -313,8 +313,9 @@ def answer(model, tok, args, texts):
                           args.top_p, tok.eos_ids, args.seed, on_token=show)
     full = len(prompt) + most == model.config.max_position_embeddings
     cut = "the model has no more positions" if full else "raise --max-new-tokens"
-    print("" if sample.finished else f" [cut: {cut}]")
-    return tok.decode(sample.ids)
+    text = tok.decode(sample.ids)
+    print(text[len(shown) :] + ("" if sample.finished else f" [cut: {cut}]"))
+    return text
 
 
 def chat(model, tok, args):

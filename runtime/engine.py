@@ -377,17 +377,8 @@ def working_bytes(model, slots, top_p):
     return memory.rollout_bytes(model.config, fmt, slots, top_p) - min(held, scratch)
 
 
-def engine_for(model, slots, max_len, top_p):
-    """The model's Graphs engine for (at most) `slots` rows of max_len tokens; the one of the last
-    call if it serves.
-
-    ValueError if not even one row fits the free memory, or for a noise, a forward or a hook of
-    one's own, of which the kernels know nothing."""
-    mark = fingerprint(model)
-    old_mark, old, wanted = ENGINES.get(model, (None, None, 0))
-    if (old is not None and old_mark == mark and old.max_len >= max_len
-            and max(old.slots, wanted) >= slots and (old.top_p < 1 or top_p == 1)):
-        return old
+def check_known(model):
+    """ValueError for a noise, a forward or a hook of the user's own: the kernels have none."""
     for name in aqn.buffers(model):
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
             raise ValueError(f"{name}: the GPU's kernels read the noise of the norms alone; give "
@@ -396,6 +387,17 @@ def engine_for(model, slots, max_len, top_p):
         if changed(m):
             raise ValueError(f"{name}: the GPU's kernels call no forward or hook of one's own; use "
                              "--device cpu, or write it in runtime/decode.py and runtime/packed.py")
+
+
+def engine_for(model, slots, max_len, top_p):
+    """The model's Graphs engine for (at most) `slots` rows of max_len tokens; the one of the last
+    call if it serves. ValueError if not even one row fits the free memory, or by check_known."""
+    check_known(model)
+    mark = fingerprint(model)
+    old_mark, old, wanted = ENGINES.get(model, (None, None, 0))
+    if (old is not None and old_mark == mark and old.max_len >= max_len
+            and max(old.slots, wanted) >= slots and (old.top_p < 1 or top_p == 1)):
+        return old
     if old is not None:  # training and evaluation take turns: make one that serves both
         slots, max_len = max(slots, wanted), max(max_len, old.max_len)
         top_p = min(top_p, old.top_p)

@@ -314,6 +314,9 @@ def check_sample(args):
         raise ValueError("--prompt and --file exclude each other")
     if args.n > 1 and not args.file:
         raise ValueError(f"--n {args.n}: goes with --file; a chat and --prompt have one answer")
+    if args.n > 1 and args.temperature == 0:
+        raise ValueError(f"--n {args.n}: --temperature 0 gives the same answer each time; leave "
+                         "--n out")
     if args.out:
         check_out(args.out)
         if Path(args.out).resolve() == Path(args.file).resolve():
@@ -333,11 +336,14 @@ def run_command(command, body, argv=None, name=None):
             code = body(args, argv)
             ranks.end()
             return code
-        except torch.OutOfMemoryError as e:
+        except RuntimeError as e:
+            where, _, told = str(e).rpartition("DefaultCPUAllocator: ")
+            if not where and not isinstance(e, torch.OutOfMemoryError):
+                raise
             lower = "--micro-batch-tokens, " if command == "train" else ""
-            told = ". ".join(str(e).split(". ")[:3])  # how much was asked for, and was free
-            raise ValueError(f"out of GPU memory ({told}); lower {lower}--max-rows or "
-                             "--max-new-tokens") from None
+            told = ". ".join(told.split(". ")[:3])  # how much was asked for, and was free
+            raise ValueError(f"out of {'' if where else 'GPU '}memory ({told}); lower {lower}"
+                             "--max-rows or --max-new-tokens") from None
 
     return commands.run(name or f"{command}.py", parsed)
 

@@ -27,7 +27,8 @@ from functools import wraps
 import torch
 import torch.distributed as dist
 
-rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+world = int(os.environ.get("WORLD_SIZE", 1))
+rank = int(os.environ["RANK"]) if world > 1 else 0  # a RANK alone is not torchrun's
 busy = False  # in a collective: an interrupt must wait, the others count on this rank
 stopped = False  # all ranks know that the run is to stop
 BUCKET = 2**26  # numbers of one all-reduce, 256 MiB
@@ -79,7 +80,6 @@ def one_voice(body):
     """Rank 0 speaks for all: what the others print is dropped, what all refuse is told once. One
     that fails alone is heard, after rank 0 has had time to say the same and torchrun to end it."""
 
-    @wraps(body)
     def quiet():
         if rank == 0:
             return body()
@@ -93,7 +93,15 @@ def one_voice(body):
             sys.stdout, sys.stderr = streams
             raise
 
-    return quiet
+    @wraps(body)
+    def parted():
+        try:
+            return quiet()
+        finally:
+            if dist.is_initialized() and dist.get_backend() == "gloo":  # NCCL's might wait
+                dist.destroy_process_group()  # see `start`: its threads would abort this process
+
+    return parted
 
 
 def first(method):

@@ -216,11 +216,14 @@ def test_a_noise_in_a_linear_reaches_the_sampler(module):
     assert (m(torch.tensor([prompt + s.ids]))[0, 2:-1].log_softmax(-1) - logp).abs().max() > 1e-2
 
 
-def test_a_noise_that_the_gpus_kernels_do_not_read_is_refused():
+def test_a_noise_that_the_gpus_kernels_do_not_read_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="layers.0.attn.o_proj.noise: the GPU's kernels read the noise of the norms alone"):
         engine.engine_for(noisy_o_proj(), 1, 10, 1.0)
     for change in (lambda m: setattr(m, "forward", lambda *_: None), lambda m: m.register_forward_hook(lambda *_: None)):
         m = tiny()
+        last = SimpleNamespace(max_len=64, slots=8, top_p=1.0)  # the engine of an earlier call, which would do
+        monkeypatch.setitem(engine.ENGINES, m, (engine.fingerprint(m), last, 8))
+        assert engine.engine_for(m, 1, 10, 1.0) is last
         change(m.layers[1].mlp)
         with pytest.raises(ValueError, match="layers.1.mlp: the GPU's kernels call no forward or hook of one's own"):
             engine.engine_for(m, 1, 10, 1.0)

@@ -255,6 +255,7 @@ def test_an_index_that_lies_is_named(tmp_path):
     ({"use_sliding_window": True}, "use_sliding_window is not supported"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding layer in layer_types is not supported"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": ...}, "rope scaling 'yarn' is not supported"),
+    ({"rope_scaling": {"factor": 4.0}, "rope_parameters": ...}, "rope scaling 'without a type' is not supported"),
     ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope scaling 'llama3' is not supported"),
     ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
     ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters for each type of layer is not supported"),

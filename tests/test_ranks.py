@@ -4,10 +4,12 @@ import importlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +111,14 @@ def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     codes, said = launch(2, [*SMALL, "--out", str(folder / "run")], folder)
     return SimpleNamespace(out=folder / "run", codes=codes, said=said)
+
+
+@pytest.mark.parametrize("told", [{"RANK": "16"}, {"RANK": ""}, {"RANK": "1", "WORLD_SIZE": "1"}])
+def test_a_rank_without_others_is_rank_0(told):
+    """RANK is a name that a shell script may well have, of LoRA's: every command was silent, and wrote nothing."""
+    code = "from runtime import ranks; print(ranks.rank, ranks.mine([1, 2, 3]))"
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | told
+    assert subprocess.run([sys.executable, "-c", code], env=env, cwd=Path(ranks.__file__).parents[1], capture_output=True, text=True).stdout == "0 [1, 2, 3]\n"
 
 
 def test_two_ranks_compute_the_update_of_one(one, two):

@@ -369,11 +369,13 @@ def test_command_prompt_streams_the_answer(capsys):
     assert streamed.strip()
 
 
+@pytest.mark.parametrize("last", ["", "\ufffd"])
 @pytest.mark.parametrize(("finished", "room", "end"), [
     (True, 9000, ""), (False, 9000, " [cut: raise --max-new-tokens]"), (False, 1000, " [cut: the model has no more positions]")])
-def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, capsys, finished, room, end):
-    """Another temperature than asked for, no stop token; half a character, or all that was said again, on the terminal."""
-    names, seen, ids = inspect.signature(sample.generate), {}, [*"a\u00e9!".encode()]
+def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, capsys, finished, room, end, last):
+    """Another temperature than asked for, no stop token; half a character, but for one that ends the answer, or all that was said
+    again, on the terminal."""
+    names, seen, ids = inspect.signature(sample.generate), {}, [*"a\u00e9!".encode(), *"\u00e9".encode()[:1] * bool(last)]
 
     def scripted(*a, **kw):
         seen.update(names.bind(*a, **kw).arguments)
@@ -396,8 +398,8 @@ def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, c
     monkeypatch.setattr(sample, "generate", scripted)
     long = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=room))
     args = flags.parse("sample", ["--temperature", "0.4", "--top-p", "0.8", "--seed", "6"])
-    assert sample.answer(long, Bytes(), args, ["hi"]) == "a\u00e9!"
-    assert capsys.readouterr().out == f"a\u00e9!{end}\n"
+    assert sample.answer(long, Bytes(), args, ["hi"]) == f"a\u00e9!{last}"
+    assert capsys.readouterr().out == f"a\u00e9!{last}{end}\n"
     want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": min(4096, room - 2), "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}
     assert {name: seen[name] for name in want} == want
 
@@ -405,6 +407,8 @@ def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, c
 @pytest.mark.parametrize(("argv", "says"), [
     (["--model", "no/such-folder-here/at-all", "--prompt", "x"], "--model"),
     (["--temperature", "-1", "--prompt", "x"], "--temperature"), (["--file", "missing.txt", "--out", "o"], "--file"),
+    (["--temperature", "1e-40", "--prompt", "x"], "--temperature 1e-40: must be 0 (greedy), or 1e-6 or more"),
+    (["--temperature", "0", "--n", "2", "--file", "x", "--out", "o"], "--n 2: --temperature 0 gives the same answer each time"),
     (["--file", "x"], "--out"), (["--adapter", "nowhere", "--prompt", "x"], "--adapter"),
     (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"), (["--prompt", "x", "--max-new-tokens", "999"], "positions"),
 ])

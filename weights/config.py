@@ -65,7 +65,8 @@ def unsupported(raw, rope):
     """{what: whether config.json asks for it} of all that would make it another model."""
     family = raw.get("model_type")
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    scaling = next((rope[k] for k in ("rope_type", "type") if rope.get(k, "default") != "default"),
+    kinds = [rope[k] for k in ("rope_type", "type") if k in rope]
+    scaling = next((k for k in kinds or ["without a type"] * ("factor" in rope) if k != "default"),
                    None)
     layers = raw.get("layer_types") or []
     return {
