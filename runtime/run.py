@@ -23,7 +23,7 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -126,11 +126,7 @@ class Run(ExitStack):
         ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
         `rows`, all questions of training and evaluation, or the model's weights are not those the
         run began with."""
-        if ranks.rank == 0:
-            self.tracker = console.tracker(self.args) if self.args.log_to else None
-            self.out.mkdir(parents=True, exist_ok=True)
-            busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
-            self.enter_context(lock(self.out / "lock", busy))
+        self.claim()
         asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
         self.state.base = flags.base_of(self.args)
@@ -143,22 +139,34 @@ class Run(ExitStack):
                     self.tell()
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
-        elif ranks.rank == 0:
-            if (self.out / "checkpoint" / "state.pt").is_file():  # it has stopped since `settle`
-                raise ValueError(busy)
-            for name in NAMES - {"lock"}:  # of a start that came to nothing
-                files.discard(self.out / name)
-        if ranks.rank == 0:
-            for path in self.out.glob(".model.*.part"):
-                files.discard(path)  # of a save that was killed
-            config = vars(self.args) | {"command": self.state.command}
-            files.write_json(self.out / "config.json", config)
+        self.tidy()
         self.started -= self.state.seconds
         gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
         self.callback(gc.unfreeze)
         self.enter_context(command.signals(self.interrupt))
         console.show_flags(self.args)
         return True
+
+    @ranks.first
+    def claim(self):
+        """Make the folder and lock it; ValueError if another process has it, or has trained in it
+        since `settle`."""
+        self.tracker = console.tracker(self.args) if self.args.log_to else None
+        self.out.mkdir(parents=True, exist_ok=True)
+        busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
+        self.enter_context(lock(self.out / "lock", busy))
+        if not self.args.resume and (self.out / "checkpoint" / "state.pt").is_file():
+            raise ValueError(busy)
+
+    @ranks.first
+    def tidy(self):
+        """Remove what a start that came to nothing, or a save that was killed, has left; write
+        config.json."""
+        stale = () if self.args.resume else NAMES - {"lock"}
+        for path in [*map(self.out.joinpath, stale), *self.out.glob(".model.*.part")]:
+            files.discard(path)
+        config = vars(self.args) | {"command": self.state.command}
+        files.write_json(self.out / "config.json", config)
 
     # ---- time and signals
 
@@ -182,8 +190,9 @@ class Run(ExitStack):
         return self.current in ("update", "log")
 
     def interrupt(self, *_):
-        """Ctrl-C, SIGTERM, a closed terminal or stdout: stop at once. A step that is halfway is
-        ended and logged first, and `advance` stops."""
+        """The handler of ctrl-C, SIGTERM, a closed terminal or stdout. Stops at once, but within an
+        update: that is finished and logged, and `advance` stops. A second signal does not wait for
+        it, except with several ranks, which stop together (see `phase` and ranks.gather)."""
         again, self.interrupted = self.interrupted or ranks.stopped, True
         if ranks.world > 1 and (again or ranks.busy):
             return  # what is begun with the others is ended with them; torchrun has the patience
@@ -299,9 +308,33 @@ class Run(ExitStack):
             files.discard(old)
 
     def restore(self, optimizer):
-        """checkpoint/ into the optimizer and its parameters; what was logged after it is
-        dropped."""
-        path, now = self.out / "checkpoint" / "state.pt", self.state
+        """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
+        or if the questions, the weights or the script are others now."""
+        now, was = self.state, self.load(optimizer)
+        if was.data != now.data:
+            raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
+                             "with; --resume needs the same questions")
+        if isinstance(was.base, dict) and was.base != now.base:  # older: a digest
+            raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
+                             f"--calib, are not those the run in {self.out} began with; --resume "
+                             "needs the same")
+        if was.script != now.script:
+            raise ValueError(f"--resume: the run in {self.out} was begun by {was.script}, "
+                             f"which {now.script} does not know; go on with that")
+        for what, old, new in ((f"--reward {self.args.reward}", was.reward, now.reward),
+                               (now.script, was.code, now.code)):
+            if old not in ("", new):  # an error of its own may have been mended
+                print(f"warning: {what}: is not as it was when the run began", file=sys.stderr)
+        self.args.steps = max(self.args.steps, was.step)  # what is done is done
+        if plot.saved(self.out, "config.json").get("steps") != self.args.steps:
+            was.command += f" && {now.command}"
+        self.state = replace(was, base=now.base, reward=now.reward, code=now.code)
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            self.cut(self.out / name)
+
+    def load(self, optimizer):
+        """checkpoint/ into the optimizer and its parameters -> its State."""
+        path = self.out / "checkpoint" / "state.pt"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             if state.pop("digest") != digest_of(state):
@@ -314,30 +347,10 @@ class Run(ExitStack):
                 for p, saved in zip(ours, tensors, strict=True):
                     p.copy_(saved)
             optimizer.load_state_dict(state.pop("optimizer"))
-            self.state = State(**state)
+            return State(**state)
         except Exception as e:  # torch's unpickler raises many kinds
             raise ValueError(f"{path}: cannot be resumed ({cause(e)}); start anew in another "
                              "--out") from None
-        if self.state.data != now.data:
-            raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
-                             "with; --resume needs the same questions")
-        if isinstance(self.state.base, dict) and self.state.base != now.base:  # older: a digest
-            raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
-                             f"--calib, are not those the run in {self.out} began with; --resume "
-                             "needs the same")
-        for what, was, this in ((f"--reward {self.args.reward}", self.state.reward, now.reward),
-                                (now.script, self.state.code, now.code)):
-            if was not in ("", this):  # an error of its own may have been mended
-                print(f"warning: {what}: is not as it was when the run began", file=sys.stderr)
-        self.state.base, self.state.reward, self.state.code = now.base, now.reward, now.code
-        self.args.steps = max(self.args.steps, self.state.step)  # what is done is done
-        if plot.saved(self.out, "config.json").get("steps") != self.args.steps:
-            self.state.command += f" && {now.command}"
-        if self.state.script != now.script:
-            raise ValueError(f"--resume: the run in {self.out} was begun by {self.state.script}, "
-                             f"which {now.script} does not know; go on with that")
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
-            self.cut(self.out / name)
 
     @ranks.first
     def cut(self, path):
