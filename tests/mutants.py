@@ -1794,6 +1794,7 @@ MUTANTS = {
          "flags::the_demos_defaults_are_the_demos"),
     ],
     "plot.py": [
+        ("42.5% is 42%", "{100 * y:g}%", "{100 * y:.0f}%", "plot::ticks_of_accuracy_are_not_rounded"),
         ("a script's name ends at a space", "words = shlex.split(command)", "words = command.split()", "plot::labels_are_the_flags_that_differ"),
         ("scripts with other flags of their own are seeds of one", "own = takewhile(", "own = words[:1] or takewhile(",
          "plot::labels_are_the_flags_that_differ"),

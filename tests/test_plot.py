@@ -40,6 +40,13 @@ def axes(monkeypatch):
     return lambda: {ax.get_title(loc="left"): ax for ax in seen[-1].axes}
 
 
+def test_ticks_of_accuracy_are_not_rounded(tmp_path, axes):
+    """Ticks every 2.5 points read 43%, 45%, 48%."""
+    plot.plot([folder(tmp_path / "a")], tmp_path / "p.png")
+    say = axes()["held-out accuracy"].yaxis.get_major_formatter()
+    assert [say(y, 0) for y in (0.29, 0.425, 0.45, 1.0)] == ["29%", "42.5%", "45%", "100%"]
+
+
 def legend(panels):
     return [text.get_text() for text in panels["reward"].figure.legends[0].get_texts()]
 
