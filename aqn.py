@@ -62,7 +62,7 @@ SCHEDULES = {  # (start, end, x, n) -> sigma of noisy stage i = 0 to n, x = i / 
     "linear": lambda start, end, x, n: between(start, end, x),
     "cosine": lambda start, end, x, n: between(start, end, (1 - math.cos(math.pi * x)) / 2),
     "logarithmic": lambda start, end, x, n: between(start, end, math.log1p(n * x) / math.log1p(n)),
-    "eq8": exponential,  # as printed: `sigma` gives its first stage noise, too
+    "eq8": exponential,  # Eq. 8 as printed: `sigma` gives its first stage noise, too
 }
 
 
@@ -71,9 +71,9 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
     `total_steps`: a pure function, so a resume cannot restart it.
 
     Training is cut into `stages` equal intervals. The first has no added noise (quantization noise
-    alone explores), but in "eq8"; the others go from start to exactly end, by a row of SCHEDULES.
-    If only one stage is noisy, it has end. Steps past the end keep the last level. ValueError for
-    bad arguments, and for a schedule that gives no number of at least 0.
+    alone explores), except in "eq8"; the others go from start to exactly end, by a row of
+    SCHEDULES. If only one stage is noisy, its level is end. Steps past the end keep the last level.
+    ValueError for bad arguments, or if a schedule gives anything but a finite number >= 0.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"--aqn-schedule {schedule}: choose one of {', '.join(SCHEDULES)}")
@@ -101,8 +101,8 @@ def norms(model):
     """[(input_layernorm, post_attention_layernorm)] of every layer: all that get noise. The final
     norm gets none.
 
-    By name, not by type: a type test that matches nothing trains without noise and says nothing.
-    ValueError if there is none."""
+    Found by name, not by type: with a type test that matches nothing, a run would silently train
+    without noise. ValueError if there is none."""
     found = [(block.input_layernorm, block.post_attention_layernorm) for block in model.layers]
     if not found or not all(hasattr(norm, "noise") for pair in found for norm in pair):
         raise ValueError("the model has no layer norms with a noise buffer; AQN works on a "
@@ -111,8 +111,8 @@ def norms(model):
 
 
 def noise_seed(*key):
-    """A 63-bit seed from integers or strings: of (run seed, step), noise is redrawn each step and
-    the same again after a resume.
+    """A 63-bit seed from integers or strings. From (run seed, step), noise is redrawn at each step
+    and is the same again after a resume.
 
     A hash, because seed + step would give run 0 at step 1 the noise of run 1 at step 0."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
@@ -120,8 +120,8 @@ def noise_seed(*key):
 
 
 def buffers(model):
-    """Every noise buffer of the model by name, those of one's own ideas included, whatever module
-    they sit in."""
+    """Every noise buffer of the model by name, in whatever module, including those that your own
+    code adds."""
     return {name: b for name, b in model.named_buffers() if name.rpartition(".")[2] == "noise"}
 
 
@@ -136,7 +136,7 @@ def clear(model):
 def set_noise(model, sigma, seed=0):
     """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`; 0 in every other noise buffer.
 
-    What was there is replaced, never added to. Float32, from a CPU generator seeded by (seed,
+    The old noise is replaced, never added to. Z is float32, from a CPU generator seeded by (seed,
     layer, norm): the same on every rank and device. sigma = 0 clears all noise, bit for bit."""
     if not 0 <= sigma < math.inf:
         raise ValueError(f"sigma {sigma}: must be a finite number >= 0")
@@ -151,7 +151,7 @@ def set_noise(model, sigma, seed=0):
 @contextlib.contextmanager
 @torch.no_grad()
 def clean(model):
-    """Without any noise inside the block, with the same noise again after it, also when the block
+    """No noise inside the `with` block, and the same noise as before after it, even if the block
     raises."""
     saved = {name: b.clone() for name, b in buffers(model).items()}
     try:

@@ -48,7 +48,7 @@ ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvf
 
 
 def build(c, quant, dtype="bfloat16"):
-    """A model of random weights on the GPU, and what making it took, beside the plan's bytes."""
+    """A model of random weights on the GPU, and what building it took, with the planned bytes."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -69,8 +69,8 @@ def timed(f):
 
 
 def graph_time(f, things, at_least=20):
-    """Median microseconds of f on one of `things`, all of them in turn in one CUDA graph. A few
-    replays: under seconds of load the card lowers its clock, which the peers' figures never saw."""
+    """Median microseconds of f on one of `things`, taken in turn in one CUDA graph. Few replays:
+    under seconds of load the card lowers its clock, as it did not for the peers' figures."""
     calls = [partial(f, t) for t in things * math.ceil(at_least / len(things))]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -86,8 +86,8 @@ def graph_time(f, things, at_least=20):
 
 
 def event_us(f, calls, repeats=5):
-    """Median microseconds of f, called so often in a row, by the card's clock: a host's may tick in
-    steps of 8 ms."""
+    """Median microseconds of f, called `calls` times in a row, by the card's clock: a host's clock
+    may tick in steps of 8 ms."""
     times = []
     for _ in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -123,7 +123,7 @@ def read(p, out, n, BLOCK: tl.constexpr):
 
 
 def read_ceiling():
-    """GB/s of a kernel that only reads (a gibibyte): the ceiling of whatever has few rows."""
+    """GB/s of a kernel that only reads (one GiB): the ceiling for anything with few rows."""
     data = torch.zeros(1 << 28, dtype=torch.int32, device="cuda")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     out = torch.empty(sms * 8, dtype=torch.int32, device="cuda")
@@ -134,8 +134,8 @@ def read_ceiling():
 
 
 def merge_rows(path, rows, key):
-    """Write `rows`, four digits of each float, into the JSON list at `path`; old rows with the same
-    values of `key` go."""
+    """Write `rows`, floats to four significant digits, into the JSON list at `path`; they replace
+    old rows with the same values of `key`."""
     rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
             for row in rows]
     old = json.loads(path.read_text()) if path.is_file() else []
@@ -169,7 +169,7 @@ def kernels(args):
 
 
 def linear(name):
-    """(N, K) of a layer as "0.5b.down"."""
+    """(N, K) of a layer, named as in "0.5b.down"."""
     size, layer = name.rsplit(".", 1)
     return memory.linears(config(size))[f"{layer}_proj"][:2]
 
@@ -234,7 +234,7 @@ def floor_bytes(c, quant, rank, rows, length):
 
 
 def adapt(model, rank):
-    """Put an adapter of `rank` around the linears (0: none), in place of the one that is there."""
+    """Put an adapter of `rank` around the linears (0: none), replacing any that is there."""
     for block in model.layers:
         for owner in (block.attn, block.mlp):
             for name, m in list(owner.named_children()):
@@ -273,8 +273,8 @@ def rows_alive(model, floors, what, args, ceiling):
 
 
 def queue(model, args, requests=256, slots=64):
-    """Requests of log-normal length (median 300, at most 2048) through 64 slots: tokens/s, prefills
-    included, over the whole."""
+    """Requests of log-normal length (median 300, at most 2048) through 64 slots: tokens/s over
+    the whole, prefills included."""
     g = torch.Generator().manual_seed(0)
     lengths = torch.randn(requests, generator=g).mul(0.7).exp().mul(300).clamp(8, 2048)
     lengths = lengths.long().tolist()
@@ -292,8 +292,8 @@ def queue(model, args, requests=256, slots=64):
 
 
 def perfect(model, lengths, slots, prompt):
-    """Seconds of the queue if a slot that ends went on with the next request at once, for free:
-    the decode steps alone, each at its batch size's own speed."""
+    """Seconds that the queue would take if a slot that ends went on with the next request at once,
+    for free: the decode steps alone, each at the speed of its batch size."""
     @functools.cache
     def step_seconds(rows):
         replay = replayer(model, rows, prompt + 300)
@@ -311,7 +311,7 @@ def perfect(model, lengths, slots, prompt):
 
 def replayer(model, rows, tokens):
     """A function that decodes one step of `rows` rows, `tokens` live in each, by the CUDA graph
-    alone: no host's loop."""
+    alone, without the host's loop."""
     graphs = engine.ENGINES[model][1]
     graphs.step.cache.length.fill_(tokens)
     replay = graphs.launcher(rows)
@@ -320,14 +320,14 @@ def replayer(model, rows, tokens):
         graphs.step.count.zero_()
         replay()
 
-    step()  # captures, if it is the first of so many rows
+    step()  # captures the graph, if it is the first step of so many rows
     return step
 
 
 def profile(model, rows, tokens, floors, ceiling, steps=20):
-    """Prints where a decode step's time goes: by kernel, from the end of the one before to its own,
-    since with dependent launch kernels overlap and durations would count that twice; then the time
-    that the bytes of each part need at the ceiling."""
+    """Print where a decode step's time goes: for each kernel, the time from the end of the kernel
+    before to its own end, since with dependent launch kernels overlap, and durations would count
+    the overlap twice; then the time that the bytes of each part need at the ceiling."""
     step = replayer(model, rows, tokens)
     events = gpu_events(lambda: [step() for _ in range(steps)])
     spans = sorted((e.time_range.end, e.name) for e in events)
@@ -418,7 +418,7 @@ def phases(row, c, ceiling, args):
 
 
 def rollout_config(text):
-    """An argparse type: what one model of `rollout` is to be measured at."""
+    """An argparse type: a model of `rollout`, and the rows to measure it at."""
     rows = r"([1-9]\d*(x[1-9]\d*)?|queue)"
     sizes, formats = "|".join(SIZES), "|".join(memory.BITS)
     if not re.fullmatch(rf"({sizes}):({formats}):\d+:{rows}(,{rows})*", text):

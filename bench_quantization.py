@@ -30,7 +30,7 @@ from weights import awq, checkpoint
 from weights.files import check, check_out, read_json, shown, write_json
 from weights.formats import FORMATS
 
-METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # of awq.Search
+METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # for awq.Search
 
 
 @torch.no_grad()
@@ -48,8 +48,8 @@ def own_entropy(model, tok, prompts, max_new_tokens):
 
 @torch.no_grad()
 def divergence(reference, model, docs):
-    """[[KL(reference || model) in nats, tokens] of each document], summed over what follows each
-    token."""
+    """[[KL(reference || model) in nats, tokens] of each document], the KL summed over the
+    next-token distributions after each token."""
     out = []
     for doc in docs:
         ids = torch.tensor([doc[:-1]], device=model.embed.weight.device)
@@ -60,10 +60,10 @@ def divergence(reference, model, docs):
 
 
 def per_token(sums):
-    """(mean, standard error) of [[a sum over its tokens, tokens] of each document], a token."""
+    """(mean, standard error) per token, from [[sum over its tokens, tokens] of each document]."""
     tokens = sum(n for _, n in sums)
     ratio = sum(x for x, _ in sums) / tokens
-    # of a ratio of sums: the documents are the draws, and their lengths differ
+    # the error of a ratio of sums: the documents are the draws, and their lengths differ
     return ratio, math.sqrt(sum((x - ratio * n) ** 2 for x, n in sums)) / tokens
 
 
@@ -83,7 +83,7 @@ def row(args, fmt, method, docs, questions, tok):
     out["perplexity"] = math.exp(nats / out["tokens"])
     out["entropy_on_text"] = entropy / out["tokens"]
     if args.divergence:
-        # for the moment, not for all rows: what follows plans with the memory that is free
+        # loaded for each row and then freed: what follows plans with the memory that is free
         reference = model if fmt == "none" else checkpoint.load(*where[:3])
         out["kl"], out["kl_se"] = per_token(divergence(reference, model, docs[: args.divergence]))
         del reference

@@ -46,16 +46,16 @@ def config(size):
 
 
 def card(name=None):
-    """What results of a card, this one's if without a name, are called: "NVIDIA H100 80GB HBM3" ->
-    h100."""
+    """A card's name in the names of its results, this machine's by default: "NVIDIA H100 80GB HBM3"
+    -> h100."""
     name = name or torch.cuda.get_device_name()
     words = [w for w in re.split(r"[ -]", name) if not re.fullmatch(r"NVIDIA|\d+GB|HBM.*|SXM.*", w)]
     return "-".join(words).lower()
 
 
 def peers(where):
-    """Others' figures (results/peers.json), of the same card: of another their ratio to ours says
-    nothing."""
+    """Others' figures (results/peers.json) for the same card: the ratio of another
+    card's to ours would say nothing."""
     return {name: p for name, p in PEERS.items() if card(p["card"]) == where}
 
 

@@ -33,9 +33,9 @@ from weights.formats import CHUNK, FORMATS
 
 
 def candidates(M, N, K, cores):
-    """Keywords of gemm_few that might be fast for x (M, K) and a weight (N, K), and of which two
-    programs fit an SM: K is cut for all rows of tiles or, so that SMs have equal shares, for those
-    beyond one, two ... whole tiles an SM."""
+    """Keywords of gemm_few that might be fast for x (M, K) and a weight (N, K) and with which two
+    programs fit an SM. K is split for all rows of tiles or, so that SMs have equal shares, only for
+    those beyond one, two ... whole tiles per SM."""
     blocks, top = -(-K // CHUNK), max(8, min(128, triton.next_power_of_2(M)))
     for BM in sorted({max(8, top // 2), top, min(128, 2 * top)}):
         for BN, warps in ((32, 2), (64, 4), (128, 4), (128, 8)):
@@ -61,7 +61,7 @@ def some_weight(N, K, fmt):
 
 
 def layer_call(M, name, rank):
-    """gemm_few as a decode step of M rows calls it for the layer "7b.down", but for the weight."""
+    """gemm_few as a decode step of M rows calls it for a layer such as "7b.down", all but q."""
     size, layer = name.rsplit(".", 1)
     c = bench.config(size)
     N, K, parts = memory.linears(c)[f"{layer}_proj"]
@@ -79,7 +79,7 @@ def layer_call(M, name, rank):
 
 
 def compile_tile(work):
-    """Whether a tile runs; in a process of its own, from where it gets into Triton's cache."""
+    """Whether a tile runs. Called in a process of its own, which leaves it in Triton's cache."""
     M, name, rank, fmt, tile = work
     try:
         layer_call(M, name, rank)(some_weight(*bench.linear(name), fmt), **tile)
@@ -90,7 +90,7 @@ def compile_tile(work):
 
 
 def step_us(model, M, shape=None, tile=None):
-    """Microseconds of a decode step of M rows; with `tile` for linears of `shape`."""
+    """Microseconds of a decode step of M rows, in which linears of `shape` take `tile`."""
     def chosen(*of):
         ns, own = plan(*of)
         return ns, own | {"maxnreg": None} | tile if of[1:3] == shape else own
@@ -102,15 +102,15 @@ def step_us(model, M, shape=None, tile=None):
 
 
 def measure(model, name, M, base, args, pool):
-    """A row: the tiles of the layer "7b.down" of M rows; base: step_us with plan's own."""
+    """A row: the tiles for a layer such as "7b.down" at M rows; base: step_us with plan's tiles."""
     shape, cores = bench.linear(name), sms(torch.device("cuda"))
     blocks = len(model.layers)
     some, own = [*candidates(M, *shape, cores)], plan(M, *shape, cores)[1]
     own = {k: own[k] for k in (*some[0], "maxnreg") if k in own}
     some = [own, *(t for t in some if t != own)]
-    # all of them first: they run on the card that is to be timed
+    # compile all before timing any: compiling runs them on the card that is timed
     able = [*pool.map(compile_tile, [(M, name, args.rank, args.format, t) for t in some])]
-    step_us(model, M)  # not counted: the first after a pause is slower
+    step_us(model, M)  # not counted: the first step after a pause is slower
     us = {" ".join(f"{k}={v}" for k, v in t.items()):
           round((step_us(model, M, shape, t) - base) / blocks, 2)
           for t, runs in zip(some, able, strict=True) if runs}

@@ -28,13 +28,13 @@ from runtime.grade import last_boxed, same_all
 from runtime.tokenizer import SUFFIX, Tokenizer, unknown_style
 from weights.files import TINY, cause, read_jsonl, shown
 
-HUB = {  # a repository, and where it holds several sets the folder
+HUB = {  # a repository, followed by the folder if it holds several sets
     "gsm8k": "openai/gsm8k/main", "math500": "HuggingFaceH4/MATH-500",
     "aime24": "math-ai/aime24", "aime25": "math-ai/aime25", "amc23": "math-ai/amc23",
     "bigmath": "open-r1/Big-Math-RL-Verified-Processed",
 }
 TEST_ROWS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}
-MOST = 100_000  # arithmetic problems drawn at a time: there is an end to distinct ones
+MOST = 100_000  # arithmetic problems drawn at a time: distinct ones run out
 
 
 def prompts(tok, rows, style="tags", max_prompt=None):
@@ -55,7 +55,7 @@ def load(name, split="train", n=None, seed=0, levels=None):
     """Rows of a data set: a list of {"question": str, "answer": str, ...other columns}.
 
     name: arithmetic, a name of HUB, a .jsonl or .parquet file, a folder with {split}.jsonl or
-    .parquet, or the id of a hub data set. A single file is the same rows for each split.
+    .parquet, or the id of a hub data set. A single file gives the same rows for each split.
     n: that many rows, drawn without replacement by `seed` and left in order.
     levels: keep rows whose "level" is in it, 5 the hardest (see _set_levels); bigmath comes in two
     configurations, 3, 4, 5 and 4, 5.
@@ -76,7 +76,7 @@ def load(name, split="train", n=None, seed=0, levels=None):
             raise ValueError(f"{where}: {len(rows)} rows, {name} has {TEST_ROWS[name]}; delete it "
                              "and try again")
     _set_levels(rows)
-    if levels is not None and name != "bigmath":  # whose configuration was chosen by them
+    if levels is not None and name != "bigmath":  # whose configuration the levels have chosen
         if any(row.get("level") is None for row in rows):
             raise ValueError(f"{where}: --levels needs a column level or llama8b_solve_rate in "
                              "each row")
@@ -178,8 +178,8 @@ def _read_rows(path):
 
 
 def _set_levels(rows):
-    """Big-Math has no level, but the rate at which an 8B model solves the row: level 5 is the
-    lowest fifth of the rates. MATH's are called "Level 5"; numbers may be text."""
+    """Big-Math has no level, only the rate at which an 8B model solves the row: level 5 is the
+    lowest fifth of the rates. MATH's levels read "Level 5"; numbers may be text."""
     for row in rows:
         if m := re.fullmatch("(?:Level )?([1-9][0-9]{0,3})", str(row.get("level"))):
             row["level"] = int(m[1])
@@ -221,12 +221,12 @@ FORMS = ("symbols", "steps", "mixed", "story")
 
 
 def arithmetic(split, n, seed=0):
-    """n problems of 3 to 5 operations on numbers below 200; rows have "question", "answer",
-    "chain", "form" too.
+    """n problems of 3 to 5 operations on numbers below 200; besides "question" and "answer",
+    rows have "chain" and "form".
 
-    A chain such as "7+15*3-8" is worked from left to right. A hash of the chain says which split it
-    is in, whatever the form it is put in and whatever the seed, so that no test problem can be met
-    in training. ValueError for more than MOST.
+    A chain such as "7+15*3-8" is worked from left to right. A hash of the chain decides its split,
+    whatever the form of the question and whatever the seed, so that no test problem can appear in
+    training. ValueError for more than MOST.
     """
     if n > MOST:
         raise ValueError(f"--data arithmetic: asked for {n} rows; at most {MOST} distinct ones are "
@@ -315,9 +315,9 @@ def reward(text, answer, style="tags"):
     """Grade a completion: {"reward": 0.2 * format + 1.0 * correct, "correct": bool, "format": bool,
     "given": str or None}.
 
-    tags: format is <think>..</think><answer>..</answer>, the answer what the last <answer> holds.
-    boxed: format is that there is a \\boxed{}, the answer the last one's content, or the last
-    number of the text where no box was closed. Takes any text, in time linear in its length.
+    tags: the format is <think>..</think><answer>..</answer>; the answer is the last <answer>'s
+    content. boxed: the format is a closed \\boxed{}; the answer is the last one's content, or the
+    last number of the text if no box was closed. Takes any text, in time linear in its length.
     """
     return rewards([(text, answer)], style)[0]
 
@@ -354,8 +354,8 @@ def _tagged(text):
 
 
 def scorer(style="tags", own=None):
-    """[(text, row), ...] -> a dict as `reward` gives it of each: that of a style, or of --reward
-    file.py:function."""
+    """The function [(text, row), ...] -> [a dict like `reward`'s for each] of a style, or of
+    --reward file.py:function."""
     if own:
         grade = own_reward(own)
         return lambda completions: [grade(text, row) for text, row in completions]
@@ -363,11 +363,11 @@ def scorer(style="tags", own=None):
 
 
 def own_reward(spec):
-    """The grader of --reward file.py:function: a function (text, row) -> a dict as of `reward`.
+    """The grader of --reward file.py:function: a function (text, row) -> a dict like `reward`'s.
 
     Yours is called with a completion's text and the whole row of the data set, every column. It
-    returns a number r, which counts as correct where r >= 1 and always as well formed, or a dict
-    with "reward" and, if it likes, "correct", "format" and "given". It runs in this process.
+    returns a number r, which counts as correct if r >= 1 and always as well formed, or a dict with
+    "reward" and, optionally, "correct", "format" and "given". It runs in this process.
     FileNotFoundError / ValueError name the file and the function when they cannot be loaded;
     ValueError when the function raises, or returns no number within +-1e9.
     """
@@ -398,7 +398,7 @@ def own_reward(spec):
 
 
 def _plain(value):
-    """A number of numpy's or torch's as Python's: a bool of numpy's is no Real."""
+    """A numpy or torch number as a Python number: a numpy bool is no numbers.Real."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -409,7 +409,7 @@ def _function(spec):
     if not Path(path).is_file():
         raise FileNotFoundError(f"--reward {path}: not found; name a Python file that defines "
                                 f"{name}(text, row)")
-    sys.path.append(str(Path(path).resolve().parent))  # as `python path` has it: its neighbours
+    sys.path.append(str(Path(path).resolve().parent))  # its folder, as `python path` does
     loader = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = sys.modules[loader.name] = importlib.util.module_from_spec(loader)
     try:
@@ -439,7 +439,7 @@ def main(argv=None):
         args = parser.parse_args(argv)
         tok = Tokenizer(TINY if args.model == "tiny" else args.model) if args.model else None
         for row in load(args.data, args.split, args.n, args.seed, args.levels):
-            print(json.dumps(row, ensure_ascii=False, default=str))  # a date of parquet's
+            print(json.dumps(row, ensure_ascii=False, default=str))  # parquet may hold dates
             if tok:
                 ids = tok.prompt_ids(row["question"], args.prompt_style)
                 text = tok.tokenizer.decode(ids, skip_special_tokens=False)

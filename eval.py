@@ -39,18 +39,18 @@ from runtime.grade import same_all
 from weights import checkpoint
 from weights.files import check, file_digest, read_jsonl, write_jsonl
 
-PART = 4  # times --max-rows samples are drawn between two writes of --out
+PART = 4  # --out is written after every PART * --max-rows samples
 
 
 def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95,
              max_new_tokens=None, max_prompt=None, max_rows=None, seed=0, score=None,
              progress=False, ks=(), done=(), keep=None):
-    """Sample n completions a question and grade them; AQN's noise is off meanwhile.
+    """Sample n completions a question and grade them, with AQN's noise off.
 
-    max_new_tokens None: 4096, or what the model's positions leave. score: as of data.scorer
-    (default: that of the style). keep: called with the rows so far now and then; done: what it was
-    given in an earlier call, which goes on from there and draws what it would have. Returns what
-    `summary` does and skipped (longer than max_prompt), and rows: [{"question", "answer",
+    max_new_tokens None: 4096, or what the model's positions leave. score: from data.scorer (the
+    style's by default). keep: called with the rows so far now and then; done: the rows that keep
+    was given in an earlier call; this one goes on from there and draws what that one would have.
+    Returns `summary`'s dict, skipped (longer than max_prompt), and rows: [{"question", "answer",
     "accuracy", "samples": [{"text", "given", "correct", "format", "length", "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
     score, out = score or data.scorer(style), [*done]
@@ -73,7 +73,7 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
 
 
 def graded(tok, rows, groups, score):
-    """The rows of `evaluate` for the samples of each row's group."""
+    """The rows that `evaluate` returns, from each row's group of samples."""
     pairs = [(tok.decode(s.ids), row) for row, group in zip(rows, groups, strict=True)
              for s in group]
     told = zip(chain(*groups), pairs, score(pairs), strict=True)
@@ -90,7 +90,7 @@ def graded(tok, rows, groups, score):
 def summary(rows, ks=()):
     """accuracy, stderr (of the mean over questions, None for a single one), format, reward, length
     (mean tokens), truncated (share cut at the limit), questions; for each k of ks pass@k and maj@k,
-    (mean, standard error). No maj@k where a reward of one's own does not say what was given."""
+    (mean, standard error). No maj@k if your own reward does not say which answers were given."""
     flat = [s for row in rows for s in row["samples"]]
     accuracies = [row["accuracy"] for row in rows]
     out = {"accuracy": fmean(accuracies), "stderr": stderr(accuracies),
@@ -117,8 +117,8 @@ def pass_at(k, correct):
 
 
 def same_answers(rows):
-    """{(a, b), (b, a)} of the answers that samples of one question gave and that are the same,
-    however written."""
+    """{(a, b), (b, a)} for every two answers that samples of one question gave and that are the
+    same, however written."""
     pairs = set()
     for row in rows:
         given = dict.fromkeys(s["given"] for s in row["samples"] if s["given"] is not None)
@@ -129,9 +129,9 @@ def same_answers(rows):
 
 
 def majority(samples, same):
-    """Whether the answer that most samples give is right; of several, the one given first. A
-    sample without an answer has no vote."""
-    votes = {}  # an answer as it was first written: the samples that give it
+    """Whether the answer that most samples give is right; in a tie, the one given first. A sample
+    without an answer has no vote."""
+    votes = {}  # {the answer as first written: the samples that give it}
     for s in samples:
         if (given := s["given"]) is not None:
             first = next((v for v in votes if v == given or (v, given) in same), given)
@@ -147,8 +147,8 @@ def stderr(values):
 
 @torch.no_grad()
 def check_adapter(model, ids, folder):
-    """ValueError unless the adapter moves the logits of a prompt (ids): one of zeros, or one not
-    applied, is caught here."""
+    """ValueError unless the adapter changes the logits of a prompt (ids): an adapter of zeros, or
+    one that is not applied, is caught here."""
     ids = torch.tensor([ids], device=model.embed.weight.device)
     with lora.disabled(model):
         base = model(ids)
@@ -183,22 +183,22 @@ def gain(base, adapter):
 
 
 def plain(args):
-    """What the model is called without an adapter: a run that trained all of it is not its base."""
+    """The model's name without an adapter: if a run trained all of it, it is not the base."""
     return "trained" if args.run and not args.adapter else "base"
 
 
 def own_code(args):
-    """{"reward": digest of --reward's file, "code": digest of a script of the user's own}, of those
-    that there are."""
+    """{"reward": digest of --reward's file, "code": digest of the user's own script}, each only if
+    there is one."""
     own = {"reward": args.reward and args.reward.rpartition(":")[0],
            "code": command.OWN and command.MAIN}
     return {name: file_digest(path) for name, path in own.items() if path}
 
 
 def digests(args, sets, script):
-    """{(set, model): digest} of what a row follows from: script (the command line's words before
-    the flags; one's own by its text, too), flags, questions, the model's weights and tokenizer, the
-    files of --reward and --calib, the adapter."""
+    """{(set, model): digest} of what a row depends on: script (the command line's words before
+    the flags, and the text of the user's own script), flags, questions, the model's weights and
+    tokenizer, the files of --reward and --calib, the adapter."""
     free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
             "trained_with")
     read, found = [flags.base_of(args)], {}
@@ -206,7 +206,7 @@ def digests(args, sets, script):
     read += [file_digest(f) for f in map(folder.joinpath, checkpoint.BESIDE) if f.is_file()]
     read += own_code(args).values()
     for name, rows in sets:
-        # a reward of one's own sees all columns
+        # the user's own reward sees all columns
         what = [Path(script[0]).name, *script[1:],
                 {k: v for k, v in vars(args).items() if k not in free},
                 [row if args.reward else [row["question"], row["answer"]] for row in rows], *read]
@@ -220,8 +220,8 @@ def digests(args, sets, script):
 
 
 class Book:
-    """--out: the rows that are done of each set and model, each under the digest of what it follows
-    from, `run`. ValueError if the file holds anything but rows of this very evaluation."""
+    """--out: the finished rows of each set and model, each with `run`, the digest of what it
+    depends on. ValueError if the file holds anything but rows of this very evaluation."""
 
     def __init__(self, args, sets, script):
         self.path, self.done = args.out and Path(args.out), {}

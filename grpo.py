@@ -50,7 +50,7 @@ class Completion:
     trainer_logprobs: list | None = None  # of each id, under the trainer's policy before the step
 
     def __getstate__(self):
-        """Between ranks numbers go as arrays: pickled one by one they take 0.1 s of a step."""
+        """Ranks exchange numbers as arrays: pickled one by one, they take 0.1 s of a step."""
         return vars(self) | {"ids": array("i", self.ids), "logprobs": array("d", self.logprobs)}
 
     def __setstate__(self, state):
@@ -61,13 +61,13 @@ class Completion:
 def advantages(rewards, scale=True, eps=1e-4):
     """A = (r - mean r) / (std r + eps) within each group: rewards (P, G) -> (P, G) float32.
 
-    std has n - 1 below the fraction, as in TRL. scale=False leaves it out (Dr.GRPO). A group of
+    std divides by n - 1, as in TRL. scale=False skips the division by it (Dr.GRPO). A group of
     equal rewards gets exact zeros. ValueError for groups of one, whose only advantage is always
     0."""
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards {tuple(rewards.shape)}: want (prompts, group), --group-size at "
                          "least 2")
-    # beside its first: the mean of eight times 0.2 is not 0.2, and 1 / eps makes noise of that
+    # minus the group's first: the mean of eight 0.2s is not 0.2, and 1 / eps turns that into noise
     r = rewards.double() - rewards[:, :1].double()
     centred = r - r.mean(1, keepdim=True)
     return (centred / (r.std(1, keepdim=True) + eps) if scale else centred).float()
@@ -75,7 +75,7 @@ def advantages(rewards, scale=True, eps=1e-4):
 
 def set_advantages(groups, scale=True):
     """Fill in the advantage of each Completion from the rewards of its group; groups are P lists of
-    G completions, scale as of `advantages`."""
+    G completions; scale: see `advantages`."""
     if len({len(group) for group in groups}) > 1:
         raise ValueError("groups differ in size; completions of your own belong in grpo.update")
     if groups:
@@ -150,8 +150,8 @@ def token_mean(per_token, mask, tokens, seqs, max_len):
 
 
 def constant(per_token, mask, tokens, seqs, max_len):
-    """Dr.GRPO: a constant instead of the length, which would favour short right and long wrong
-    answers."""
+    """Dr.GRPO: divides by a constant, not by the length, since that would favour short right and
+    long wrong answers."""
     return per_token.sum() / (seqs * max_len)
 
 
@@ -181,7 +181,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
                 total_seqs=None, max_len=None, entropy=None):
     """The policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
 
-    logp, old_logp: (B, T), of the trained policy (differentiable), and of whoever sampled, as it
+    logp, old_logp: (B, T), of the trained policy (differentiable), and of the sampler, as it
         recorded them: with noise the two differ from the first update on.
     advantages: (B,). mask: (B, T) bool, true on the completion tokens to train on.
     loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
@@ -193,8 +193,8 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
             sampler      None                       pi / old       none
             trainer      before the first update    pi / trainer   min(trainer / old, tis_cap)
             current      logp.detach()              pi / pi = 1    min(pi / old, tis_cap)
-        At GSPO's level both are geometric means: TRL's exp(sum) of a long completion is 0 or the
-        cap.
+        At GSPO's level both are geometric means; TRL's exp(sum) would be 0 or the cap for a long
+        completion.
     total_tokens, total_seqs: counts over the *global* batch, of tokens in the mask and of
         completions. Default: this batch's own, which is right only if it is the whole batch.
     max_len: Dr.GRPO's constant. entropy: (B, T), without a gradient, only measured.
@@ -209,22 +209,22 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     low, high = (default if given is None else given
                  for given, default in zip((eps_low, eps_high), objective.clip, strict=True))
 
-    def difference(a, b):  # what stands in the padding, nan included, reaches nothing
+    def difference(a, b):  # values in the padding, even nan, have no effect
         return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
 
     if trainer_logp is None:
         anchor, trainer = old_logp, logp.detach()
     else:
         anchor = trainer = trainer_logp
-    gap = difference(trainer, old_logp).detach()  # trainer to sampler, token by token
+    gap = difference(trainer, old_logp).detach()  # trainer minus sampler, token by token
     ratio = objective.level(difference(logp, anchor), mask).exp()  # (B, T)
     adv = advantages[:, None].to(logp.dtype)  # (B, 1)
     said = logp.masked_fill(~mask, 0.0)
     gain = objective.surrogate(ratio, adv, said, low, high)
     with torch.no_grad():
         free = objective.surrogate(ratio, adv, said, math.inf, math.inf)
-        clipped = ((gain - free).abs() > 0) & mask  # NaN is neither
-    if tis_cap is not None:  # what was sampled is not quite from the trainer's policy
+        clipped = ((gain - free).abs() > 0) & mask  # NaN counts as not clipped
+    if tis_cap is not None:  # the samples are not quite from the trainer's policy
         gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
     d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp)
     kl = d.exp() - d - 1  # k3: unbiased, never negative
@@ -237,7 +237,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
         metrics = {
             "loss": value.detach(),
             "tokens": mask.sum(),
-            # counted where the clip changes the gain: PPO's only where it stops the gradient
+            # counted where the clip changes the gain: PPO's does only where it stops the gradient
             "clip_low": (clipped & (ratio < 1)).sum(),
             "clip_high": (clipped & (ratio > 1)).sum(),
             "kl": (kl * mask).sum(),
@@ -267,8 +267,8 @@ def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trai
 
 
 def sum_metrics(parts):
-    """Metrics of several micro-batches -> of all of them: sums, and the maximum of names that end
-    in _max."""
+    """Metrics of several micro-batches -> metrics of all of them: sums, but maxima for names that
+    end in _max."""
     return {k: torch.stack([p[k] for p in parts]).amax(0) if k.endswith("_max")
             else sum(p[k] for p in parts) for k in parts[0]}
 
@@ -279,7 +279,7 @@ def as_floats(total):
 
 
 def mean_metrics(total):
-    """Summed metrics -> means a token (the loss and the maximum as they are), floats under the
+    """Summed metrics -> means per token (the loss and the maximum as they are), as floats under the
     column names of metrics.jsonl."""
     t = as_floats(total)
     n = max(t["tokens"], 1.0)
@@ -288,7 +288,7 @@ def mean_metrics(total):
             "logp_gap_mean": t["logp_gap"] / n, "logp_gap_max": t["logp_gap_max"],
             "sampler_kl": t["sampler_kl"] / n, "ratio_outside_frac": t["ratio_outside"] / n,
             "entropy": t["entropy"] / n,
-            # counted where rows are padded; end to end there is none
+            # counted where rows are padded; rows laid end to end have none
             "padding_frac": t.get("padding", 0.0) / max(t.get("places", 0.0), 1.0)}
 
 
@@ -328,12 +328,12 @@ def completion_logprobs(model, completions, temperature):
         rows = [c.prompt + c.ids[:-1] for c in completions]
         L = max(map(len, rows))
         ids = to_device([row + [0] * (L - len(row)) for row in rows], device)  # (B, L)
-        states = zip(completions, rows, model.hidden(ids), strict=True)  # the last: B x (L, C)
+        states = zip(completions, rows, model.hidden(ids), strict=True)  # hidden: B x (L, C)
         hidden = torch.cat([h[len(c.prompt) - 1 : len(row)] for c, row, h in states])  # (S, C)
     targets = to_device([i for c in completions for i in c.ids], device)  # (S,)
     flat = token_logprobs(hidden, model.lm_head.weight, targets, temperature, model.valid_vocab)
     mask = lengths_to_mask(to_device([len(c.ids) for c in completions], device), T)  # (B, T)
-    # where the mask is true, counted here: to find it on the GPU the host would wait
+    # where the mask is true, computed here: if the GPU looked for it, the host would have to wait
     places = to_device([b * T + t for b, c in enumerate(completions) for t in range(len(c.ids))],
                        device)  # (S,)
     blank = torch.zeros(mask.numel(), dtype=flat[0].dtype, device=device)
@@ -342,19 +342,19 @@ def completion_logprobs(model, completions, temperature):
 
 
 def trained(completions, overlong):
-    """Those that are trained on: DAPO's mask leaves out what was cut, neither right nor wrong."""
+    """The completions to train on: DAPO's mask omits truncated ones, neither right nor wrong."""
     return [c for c in completions if c.finished or overlong != "mask"]
 
 
 @torch.no_grad()
 def record_trainer_logprobs(model, completions, settings):
-    """Fill `trainer_logprobs` of each completion that is trained on: a pass of its own, before any
+    """Fill `trainer_logprobs` of each completion that is trained on, in a separate pass before any
     parameter moves (--old-logp trainer)."""
     budget = settings.micro_batch_tokens
     shares = batches.dealt(model, trained(completions, settings.overlong), budget)
     for batch in batches.micro_batches(model, shares[ranks.rank], budget):
         logp, _, mask = completion_logprobs(model, batch, settings.temperature)
-        values = iter(logp[mask].tolist())  # of all at once: each look waits for the device
+        values = iter(logp[mask].tolist())  # all at once: each transfer waits for the device
         for c in batch:
             c.trainer_logprobs = list(islice(values, len(c.ids)))
     found = ranks.gather([c.trainer_logprobs for c in chain(*shares[ranks.rank])])
@@ -364,7 +364,7 @@ def record_trainer_logprobs(model, completions, settings):
 
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
-    """policy_loss of one micro-batch, with the log-probs beside its own that `settings` ask for."""
+    """policy_loss of one micro-batch, with whichever further log-probs `settings` ask for."""
     s, device, reference = settings, model.embed.weight.device, None
 
     def padded(rows):  # a list a completion -> (B, T)
@@ -392,17 +392,17 @@ def half_scale(lengths):
     """The power of two by which a float16 loss is multiplied for its backward, for completions of
     these lengths.
 
-    float16 holds 6e-5 to 65,504. Where d loss / d logp of each token is 1, the gradients of a
-    0.5B's activations are 22 at most, and their median in its last layer is 1e-6. Scaled,
-    d loss / d logp is 64 on average (1 / sum(lengths) before), or less, where a token of the
-    shortest completion would pass 1024 (in GRPO 1 / (len(lengths) * its length) before)."""
+    float16 holds 6e-5 to 65,504. Where d loss / d logp is 1 for each token, the gradients of a
+    0.5B model's activations are 22 at most, and their median in its last layer is 1e-6. The scale
+    takes d loss / d logp from 1 / sum(lengths) to 64 on average, or to less if a token of the
+    shortest completion, in GRPO at 1 / (len(lengths) * its length), would pass 1024."""
     most = min(64 * sum(lengths), 1024 * min(lengths) * len(lengths))
     return 2.0 ** math.floor(math.log2(most))
 
 
 def backward(model, completions, settings):
-    """Leave the gradient of the loss of whole groups in the parameters, micro-batch by micro-batch
-    -> summed metrics, or None if none is trained. Of several ranks, each leaves that of its share.
+    """Accumulate the gradient of the loss of whole groups in the parameters, by micro-batch ->
+    summed metrics, or None if no completion is trained on. Each rank accumulates its share's.
 
     The loss is normalised by the counts of all completions, so that micro-batches, and ranks, add
     up to the full-batch loss."""
@@ -426,7 +426,7 @@ def backward(model, completions, settings):
     for p in model.parameters() if half else ():
         if p.grad is not None:
             p.grad /= scale
-    if ranks.world > 1:  # as floats: a GPU's tensors do not travel, and others take milliseconds
+    if ranks.world > 1:  # as floats: GPU tensors do not travel, CPU tensors take milliseconds
         all_parts = chain(*ranks.gather([as_floats(sum_metrics(parts))] if parts else []))
         parts = [{k: torch.tensor(v, dtype=torch.double) for k, v in p.items()} for p in all_parts]
     return sum_metrics(parts)
@@ -434,7 +434,7 @@ def backward(model, completions, settings):
 
 def update(model, optimizer, completions, settings):
     """One optimizer step on whole groups -> (summed metrics, gradient norm before clipping), or
-    None if none is trained. Where the norm is not finite nothing has changed."""
+    None if none is trained on. If the norm is not finite, nothing has changed."""
     metrics = backward(model, completions, settings)
     if metrics is None:
         return None
@@ -465,14 +465,14 @@ class AdamW(torch.optim.AdamW):
             p.copy_(m)
 
     def zero_grad(self):
-        """After a skipped step too: a NaN that stays in a 16-bit gradient is in all later ones."""
+        """Also after a skipped step: a NaN left in a 16-bit gradient would be in all later ones."""
         for p in (*self.params, *self.masters):
             p.grad = None
 
 
 def set_rate(optimizer, lr):
-    """lr for each group of parameters, `times` as much for one that has such a key: ours is one,
-    an optimizer of one's own may have several."""
+    """Set lr in each parameter group, times the group's `times` if it has that key. AdamW above has
+    one group; an optimizer of your own may have several."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("times", 1.0)
 

@@ -31,9 +31,9 @@ from safetensors.torch import load_file, save_file
 from model import prefix, projections
 from weights.files import read_json, whole, write_json
 
-# Fields of adapter_config.json that may be set: PLAIN's to these values, FREE's to any (which
-# layers are adapted is read off the tensors). With any other (use_dora, rank_pattern, what PEFT
-# learns later) it is something else than plain LoRA.
+# Fields of adapter_config.json that may be set: those of PLAIN to these values, those of FREE to
+# any (which layers are adapted is read off the tensors). If any other is set (use_dora,
+# rank_pattern, whatever PEFT adds later), the adapter is not plain LoRA.
 PLAIN = {"peft_type": ("LORA",), "bias": ("none",),
          "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 FREE = {"r", "lora_alpha", "use_rslora", "lora_dropout", "task_type", "base_model_name_or_path",
@@ -46,7 +46,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 class LoRALinear(nn.Module):
     """`base` plus a low-rank term; the interface is described at model.Linear. A (P*R, K) and
-    B (N, R) are float32 parameters. Random A from `generator`; B is zero."""
+    B (N, R) are float32 parameters. A is random, from `generator`; B is zero."""
 
     def __init__(self, base, rank, scaling, generator=None):
         super().__init__()
@@ -89,7 +89,7 @@ class LoRALinear(nn.Module):
         if not self.enabled:
             return y
         xa = x @ self.A.to(x.dtype).T  # (..., K) -> (..., P*R)
-        # B of the parts on a block diagonal: one GEMM that adds to y, instead of one a part, a
+        # the parts' B on a block diagonal: one GEMM that adds to y, instead of one per part, a
         # concatenation and a sum
         B = torch.block_diag(*self.B.split([*self.parts.values()])).to(x.dtype)  # (N, P*R)
         delta = torch.addmm(y.reshape(-1, y.shape[-1]), xa.reshape(-1, xa.shape[-1]), B.T,
@@ -173,8 +173,8 @@ def save_adapter(model, folder, base_model=""):
 
 
 def read_config(path):
-    """(rank, scaling) of an adapter_config.json; ValueError for anything but LoRA, with plain or
-    rank-stabilised scaling."""
+    """(rank, scaling) of an adapter_config.json; ValueError for anything but plain LoRA, whose
+    scaling may be rank-stabilised."""
     config = read_json(path, {"r": (int, 1, 4096), "lora_alpha": (float, 1e-6, 1e6),
                               "use_rslora": bool}, ["r", "lora_alpha"])
     rank, alpha = config["r"], config["lora_alpha"]
@@ -205,7 +205,7 @@ def read_adapter(model, folder):
         state = load_file(weights)
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{weights}: not a readable safetensors file ({e})") from None
-    shapes, partner = {}, {}  # of each A and B that the model has room for
+    shapes, partner = {}, {}  # for each A and B that the model has room for
     for path, m in projections(model):
         for part, n in m.parts.items():
             a, b = names(path, part)
@@ -228,8 +228,8 @@ def read_adapter(model, folder):
 
 @torch.no_grad()
 def take_tensors(path, m, state):
-    """Copy what `state` (PEFT's names) holds for the LoRALinear `m` at `path`; a part that it
-    leaves out, no target then, contributes nothing."""
+    """Copy what `state` (PEFT's names) holds for the LoRALinear `m` at `path`; a part that
+    `state` leaves out was no target: its B is zeroed, so it contributes nothing."""
     for part, (A, B) in m.by_part().items():
         a, b = names(path, part)
         if b in state:
@@ -240,9 +240,9 @@ def take_tensors(path, m, state):
 
 
 def load_adapter(model, folder):
-    """Load a PEFT-layout adapter into `model`, adding LoRA if it has none. A subset of the targets
-    leaves the others' B at zero. Raises what read_adapter does, and the model is then as it
-    was."""
+    """Load a PEFT-layout adapter into `model`, adding LoRA if it has none. If the adapter lacks
+    some of the targets, their B is zero. Raises what read_adapter raises, and then leaves the model
+    as it was."""
     rank, scaling, state = read_adapter(model, folder)
     if not lora_layers(model):
         add_lora(model, rank, scaling * rank)

@@ -39,14 +39,14 @@ from runtime.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled
 from runtime.plan import few, plan, sms, space
 from weights.formats import CHUNK, FORMATS, dequantize, scale_bits
 
-# cuBLAS multiplies by alpha behind its sums: of parts of K, in float16, one might overflow before
+# cuBLAS applies alpha after its sums: a float16 sum over part of K might overflow before that
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 @triton.jit
 def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
-    """(row of the weight that row r of a tile stands for, whether there is one); GLU: by eights of
-    gate's rows and up's, so that a pair lies in one thread."""
+    """(the weight's row for row r of a tile, whether there is one). GLU: eight rows of gate and
+    eight of up alternate, so that one thread holds both of a pair."""
     if GLU:
         n = tile * (BN // 2) + r // 16 * 8 + r % 8
         return n + (r // 8) % 2 * (N // 2), n < N // 2
@@ -63,18 +63,18 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
          ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
          BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
          TMA: tl.constexpr, EARLY: tl.constexpr):
-    """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res; a program does BN rows of
-    the weight, BM of x, and one of SPLIT splits of K or, of the first WHOLE rows of tiles, all of
-    it; with an adapter, the first ones make x A^T (adapter_in).
+    """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res. A program does BN rows of
+    the weight, BM rows of x and one of SPLIT splits of K, or all of K in the first WHOLE rows of
+    tiles; with an adapter, the first programs compute x A^T (adapter_in).
 
-    GLU: the weight is gate on up, and out (M, N / 2) is silu(gate) * up: of 16 rows of a tile 8 are
-    gate's and 8 are up's. g global scales (N,); part, count: partial sums and arrivals of the
-    splits; sums, flags, Z, ZR: adapter_in's; sx, sc, ss, sb: row strides of x, codes, scale, B; b0,
-    b1: the rows at which LoRA parts 1 and 2 begin; BLOCK, DECODE, ASM: decoder's; W warps; RP: how
-    many of R a product takes, 16, 32 or 64; AT: A's tiles of RA rows; FAST: tiles need no
-    masks along K, and groups of 8 rows are full; TMA: x is copied by its unit, from the descriptor
-    xd of tiles (BM, 64); EARLY: the next kernel may begin when all programs of this one have."""
-    # the interpreter multiplies no bfloat16
+    GLU: the weight is gate stacked on up, and out (M, N / 2) is silu(gate) * up; of 16 rows of a
+    tile, 8 are gate's, 8 up's. g: global scales (N,); part, count: the splits' partial sums and
+    arrivals; sums, flags, Z, ZR: see adapter_in; sx, sc, ss, sb: row strides of x, codes, scale, B;
+    b0, b1: the rows at which LoRA parts 1 and 2 begin; BLOCK, DECODE, ASM: see decoder; W: warps;
+    RP: how much of R a product takes, 16, 32 or 64; AT: how many tiles of RA rows A has; FAST: K
+    needs no masks, groups of 8 rows are full; TMA: the TMA unit copies x, from descriptor xd of
+    tiles (BM, 64); EARLY: the next kernel may begin once all programs of this one have."""
+    # Triton's interpreter cannot multiply bfloat16
     T: tl.constexpr = x.dtype.element_ty if ASM else tl.float32
     if FAST:
         sc = tl.multiple_of(sc, 64)
@@ -104,21 +104,21 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     rl = tl.minimum(weight_row(tile, rl, N, BN, GLU)[0], N - 1)
     k, j = split * per * 128, tl.arange(0, 64)
     wp = words(codes, rl, k, N, sc, FAST)
-    # int32 from a row's chunk to its next
+    # int32 words from a row's chunk to its next chunk
     step = 128 if FAST else (16 * tl.minimum(8, N - rl // 8 * 8))[:, None]
     sp = scale + rl.to(tl.int64) * ss
-    # past the last row the last one again, never stored: a mask would be worked out for each load
+    # rows past the last repeat it and are never stored: a mask would be computed for each load
     xp = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * sx + (k + j)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
-    # what the epilogue needs is in flight while the weight streams: loaded at the end, it would be
-    # waited for
+    # the epilogue's operands are loaded now, to arrive while the weight streams: loaded at the end,
+    # they would have to be waited for
     rr, gs = tl.arange(0, RP), tl.load(g + row, mask=ok, other=0.0)
     if BIAS:
         bs = tl.load(bias + row, mask=ok, other=0.0)
     if R > 0:
         bt = tl.load(B + row[:, None] * sb + rr[None, :], mask=ok[:, None] & (rr < R)[None, :],
                      other=0.0)
-    if PDL:  # the kernel before may still run: wait before reading what it wrote or writing
+    if PDL:  # the kernel before may still be running: wait before reading its output or writing
         tl.extra.cuda.gdc_wait()
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
@@ -127,8 +127,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
                      other=0.0)
     for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
         kc = k + i * 128
-        if ASM:  # touches the sum, so that the tensor core is done with the last iteration's codes:
-            # Triton 3.6 decodes the next ones into registers that it may still be reading
+        if ASM:  # touch the sum, so that the tensor core is done with the last iteration's codes:
+            # Triton 3.6 decodes the next into registers that the tensor core may still be reading
             acc = tl.inline_asm_elementwise(TOUCH, "=f,0", [acc], dtype=tl.float32, is_pure=False,
                                             pack=1)
         if FAST:
@@ -149,13 +149,13 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         acc = tl.dot(high, xh.to(T), acc, input_precision="ieee")
         wp += step
         xp += 128
-    if PDL and not EARLY:  # from here the next kernel fills SMs as programs leave; signalled at the
-        # start, its programs pile up on some
+    if PDL and not EARLY:  # from here on, the next kernel fills SMs as programs end; signalled at
+        # the start, its programs would pile up on some of the SMs
         tl.extra.cuda.gdc_launch_dependents()
     acc = unscaled(acc, FMT, ASM, T) * gs[:, None]
     done = split == 0
-    if SPLIT > 1:  # each split leaves its sum; the one that comes last adds them up in order of
-        # split: the same bits on every run
+    if SPLIT > 1:  # each split stores its sum; the last to arrive adds them in order of split:
+        # the same bits in every run
         slot = (tile - WHOLE) * MT + pid % MT
         spot = part + slot.to(tl.int64) * (SPLIT * BN * BM) + (
             r[:, None] * BM + tl.arange(0, BM)[None, :])
@@ -163,7 +163,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             tl.store(spot + split * (BN * BM), acc)
             tl.debug_barrier()
             done = tl.atomic_add(count + slot, 1, sem="acq_rel") == SPLIT - 1
-    if done:  # nobody else stores this tile or takes what res holds there: out may be res
+    if done:  # no other program stores this tile or reads res there, so out may be res
         if R > 0:
             adapter_awaited(flags + pid % MT, BM // BA * AT * ZR, tl.cdiv(N, BN), ASM)
         if SPLIT > 1:
@@ -175,7 +175,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         if R > 0:
             n = tile * BN if ONE else row  # ONE: all rows of the tile belong to one part
             own = (n >= b0).to(tl.int32) + (n >= b1).to(tl.int32)
-            acc *= 1 / scaling  # a second sum would not fit the registers
+            acc *= 1 / scaling  # a second accumulator would not fit the registers
             for p in tl.static_range(1 if ONE else P):
                 for r0 in tl.static_range(0, R, RP):
                     h = adapter_out(sums, pid % MT, MT, own if ONE else p, r0, R, RP, P * R, Z, ZR,
@@ -213,8 +213,8 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
                     BLOCK: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
                     UNIT: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
                     FAST: tl.constexpr, FOLD: tl.constexpr):
-    """out (N, K + E), rows `so` apart: value * block scale in units of UNIT, or times global scale
-    if FOLD, and behind it tail (N, E). A program does BN rows of one chunk, or of the tail."""
+    """out (N, K + E), rows `so` apart: value * block scale, divided by UNIT or, if FOLD, times the
+    global scale; then tail (N, E). A program does BN rows of one chunk, or of the tail."""
     T: tl.constexpr = out.dtype.element_ty if ASM else tl.float32
     if FAST:
         sc = tl.multiple_of(sc, 64)
@@ -245,7 +245,7 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
 
 
 def check(x, q):
-    """ValueError if x does not fit q, or check_weight's."""
+    """ValueError if x does not fit q, or if check_weight refuses q."""
     if not x.is_floating_point():
         raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")
     if x.dtype == torch.float16 and q.fmt == "mxfp4":
@@ -260,7 +260,7 @@ def check(x, q):
 
 
 def check_weight(q):
-    """ValueError if q holds what the kernels would decode wrongly (a synchronization, once)."""
+    """ValueError if q holds what the kernels would decode wrongly (synchronizes, but only once)."""
     if getattr(q.scale, "checked", None) == q.scale._version:
         return
     if q.fmt not in FORMATS:
@@ -272,8 +272,8 @@ def check_weight(q):
         shapes = f"codes {tuple(q.codes.shape)}, scale {tuple(q.scale.shape)}"
         raise ValueError(f"marlin_triton: {shapes} do not fit {q.fmt} {N} x {K}; quantize or load "
                          "it again")
-    # e4m3 0x7F and 0xFF are NaN, E8M0 255 is; an E8M0 scale over 2^27 would not fit the 2^100 that
-    # bfloat16 carries it at
+    # NaN is 0x7F and 0xFF in E4M3, 255 in E8M0; an E8M0 scale over 2^27 would not fit bfloat16,
+    # which carries it times 2^100
     bits = scale_bits(q.scale)
     bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 154}
     if bad.get(q.fmt, lambda: ~bits.isfinite())().any() or not q.global_scale.isfinite().all():
@@ -287,9 +287,9 @@ def check_weight(q):
 
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
              glu=False, early=False, asm=None, **override):
-    """The decoding kernel itself, whatever M; arguments as linear_decode's. On CPU tensors it needs
-    TRITON_INTERPRET=1. `asm` False takes the decoder in plain Triton, and keywords of TILES (and
-    `split`) replace those of `plan`."""
+    """The decoding kernel itself, for any M; the arguments are linear_decode's. On CPU tensors it
+    needs TRITON_INTERPRET=1. `asm` False takes the decoder in plain Triton; further keywords, those
+    of TILES and `split`, replace what `plan` chose."""
     (M, K), N, cuda = x.shape, q.shape[0], x.is_cuda
     out = x.new_empty(M, N // 2 if glu else N) if out is None else out
     if M == 0:
@@ -327,9 +327,9 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
 
 
 def to_16bit(q, fold=False, out=None, tail=None, asm=None, dtype=torch.bfloat16):
-    """w_hat / (global_scale * unit) (N, K) in bfloat16 or float16, which holds it exactly unless it
-    is looked up; with `fold`, w_hat, rounded once; behind it tail (N, E). On CPU tensors it needs
-    TRITON_INTERPRET=1. out: a flat buffer to use."""
+    """w_hat / (global_scale * unit), (N, K), in bfloat16 or float16: exact, unless the format is a
+    codebook; with `fold`, w_hat, rounded once. tail (N, E) follows as E more columns. On CPU
+    tensors it needs TRITON_INTERPRET=1. out: a flat buffer to use."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     if out is None:
         out = torch.empty(N * (K + E), dtype=dtype, device=q.codes.device)
@@ -344,14 +344,14 @@ def to_16bit(q, fold=False, out=None, tail=None, asm=None, dtype=torch.bfloat16)
 
 
 def unit(q, dtype):
-    """What `to_16bit` divides by beside the global scale. E2M1 times E4M3 goes to 2,688 in steps of
-    2^-10: 2^8 puts that amid what float16 holds, so that a tail in the same units fits as well."""
+    """What `to_16bit` divides by besides the global scale. E2M1 times E4M3 reaches 2,688 in steps
+    of 2^-10: 2^8 puts that mid-range in float16, so that a tail in the same units fits as well."""
     return 256.0 if q.fmt == "nvfp4" and dtype == torch.float16 else 1.0
 
 
 def common_scale(q, dtype):
-    """alpha of `decoded`: global scale times unit, a float, if all rows of q share one in which an
-    adapter fits 16 bits, else None; read from the device once for each weight."""
+    """alpha of `decoded`: global scale times unit, a float, if all rows of q share a global scale
+    in whose units an adapter fits 16 bits; else None. Read from the device once for each weight."""
     g = q.global_scale
     if getattr(g, "common", (None,))[0] != g._version:
         low, high = (v.item() for v in torch.aminmax(g))
@@ -360,9 +360,9 @@ def common_scale(q, dtype):
 
 
 def decoded(q, tail=None, dtype=torch.bfloat16):
-    """(w (N, K + E) in `dtype`, alpha): alpha w[:, :K] is w_hat, and tail (N, E) stands behind it.
+    """(w (N, K + E) in `dtype`, alpha): alpha * w[:, :K] is w_hat, and w[:, K:] is tail (N, E).
 
-    In the scratch, so that it lasts until the next weight is decoded."""
+    w is in the scratch, so it lasts until the next weight is decoded."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     buffers = space(q.codes.device)
     if buffers[2].numel() < N * (K + E):
@@ -374,9 +374,9 @@ def decoded(q, tail=None, dtype=torch.bfloat16):
 
 
 def many(x, q, transposed, tail=None, start=None):
-    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, by the scratch and cuBLAS. tail
-    (N, E), in units of `decoded`'s alpha, stands behind w_hat as E more columns. start, (N,) or of
-    the result's shape, is added before rounding."""
+    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, through the scratch and cuBLAS.
+    tail (N, E), in units of `decoded`'s alpha, extends w_hat by E columns. start, (N,) or of the
+    result's shape, is added before rounding."""
     w, alpha = decoded(q, tail, x.dtype)
     w = w if transposed else w.T
     # cuBLAS multiplies its float32 sums by alpha: the global scale costs no rounding
@@ -433,13 +433,13 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     x (M, K) bfloat16 or float16; q a Quantized (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the
     rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
     q, k, v; a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous;
-    `out` is written if given, and may be `residual`. glu: q is gate on up, and the result (M,
-    N / 2). early: the next kernel has much to fetch before it needs the result, and may begin as
-    soon as all programs of this one run.
+    `out` is written if given, and may be `residual`. glu: q is gate stacked on up, and the
+    result is (M, N / 2). early: the next kernel has much to fetch before it needs the result, and
+    may begin as soon as all programs of this one run.
 
-    Deterministic, and safe in a CUDA graph after one call outside: kernels compile, buffers are
-    made and weights checked on the first. On the CPU plain torch. ValueError if shapes or dtypes do
-    not fit."""
+    Deterministic, and safe in a CUDA graph after one call outside it: the first call compiles
+    kernels, makes buffers and checks weights. On the CPU plain torch. ValueError if shapes or
+    dtypes do not fit."""
     check(x, q)
     M, (N, K) = x.shape[0], q.shape
     P = len(bounds) + 1

@@ -30,8 +30,8 @@ HALVES = torch.bfloat16, torch.float16  # what the GPU's kernels multiply
 
 @dataclass
 class Config:
-    """What of a checkpoint's config.json the model needs; `quantization` is its
-    quantization_config, unread."""
+    """The part of a checkpoint's config.json that the model needs; `quantization` is its
+    quantization_config, not interpreted here."""
 
     vocab_size: int
     hidden_size: int
@@ -65,8 +65,8 @@ class RMSNorm(nn.Module):
 
 
 def random_init(weight):
-    """N(0, 0.02^2), for training from scratch. Not on meta tensors: torch would spend seconds on
-    importing its compiler first."""
+    """N(0, 0.02^2), for training from scratch. Meta tensors are skipped: for them torch would
+    first spend seconds importing its compiler."""
     if not weight.is_meta:
         nn.init.normal_(weight, std=0.02)
 
@@ -74,16 +74,16 @@ def random_init(weight):
 class Linear(nn.Module):
     """y = x W^T + b for W (N, K), not quantized.
 
-    nvfp4.QuantLinear and lora.LoRALinear take its place. What a linear is, whichever it is:
+    nvfp4.QuantLinear and lora.LoRALinear take its place. All three have this interface:
 
         shape       (N, K)
-        parts       {name: rows}: the checkpoint's projections stacked in W's rows, in order
+        parts       {name: rows} of the checkpoint's projections, stacked in this order in W
         bias        (N,) or None
-        base        the frozen linear: itself, or what an adapter is put around
-        q           base's formats.Quantized weight; None: it has a 16-bit `base.weight`
+        base        the frozen linear: itself, or the one that an adapter wraps
+        q           base's formats.Quantized weight, or None if `base.weight` is in 16 bits
         adapter     None, or the enabled adapter: its A (P*R, K), B (N, R), rank R and scaling
         dense()     (N, K) float32: the weight that forward multiplies by, adapter included
-        weight_in(dtype)    base's weight (N, K); of q a copy, for the CPU, which is kept
+        weight_in(dtype)    base's weight (N, K); for q, a cached copy, meant for the CPU
     """
 
     q = adapter = None
@@ -127,7 +127,7 @@ def prefix(path):
 
 def to_device(values, device, dtype=torch.long):
     """A list as a tensor on the device; the host does not wait for the device."""
-    # by numpy, which reads a list three times as fast as torch.tensor
+    # through numpy, which reads a list three times as fast as torch.tensor
     t = torch.from_numpy(np.array(values, np.int64 if dtype == torch.long else np.float32))
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
@@ -147,7 +147,7 @@ def apply_rope(x, cos, sin):
 
 
 def logits(hidden, weight):
-    """hidden (B, C) times an LM head (V, C): logits (B, V) in float32 (float64 of float64).
+    """hidden (B, C) times an LM head (V, C): logits (B, V) in float32 (float64 for float64).
 
     Sampler and trainer both call this: rounded to bfloat16 on the way out of the GEMM, a logit of
     20 would move by up to 0.06."""
@@ -160,8 +160,8 @@ def logits(hidden, weight):
 class KVCache:
     """Keys and values of B rows of up to `max_len` tokens: k, v (L, B, Hkv, S, D).
 
-    `length` (B,) long counts the live tokens of each row; whoever runs the model advances it.
-    `used` bounds the lengths on the host, so that nothing synchronises."""
+    `length` (B,) long counts the live tokens of each row; the model's caller advances it. `used`
+    is an upper bound on the lengths, kept on the host so that nothing synchronises."""
 
     def __init__(self, model, batch, max_len):
         c, w = model.config, model.embed.weight
@@ -187,7 +187,7 @@ class Attention(nn.Module):
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.qkv_proj = Linear(c.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.qkv_bias)
         self.o_proj = Linear(q, {"o_proj": c.hidden_size})
-        # Qwen3: over the D values of a head; AQN leaves these two alone
+        # Qwen3 normalises the D values of each head; AQN leaves these two norms alone
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
 
@@ -231,9 +231,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`checkpointing`: recompute each block in backward. `valid_vocab`: ids at or past it belong
-    to no token and are never sampled nor scored (Qwen's embedding has more rows than its tokenizer
-    has ids). `update_bytes`: what an update takes beside the model (engine.settle_update)."""
+    """`checkpointing`: recompute each block in backward. `valid_vocab`: ids from it on belong to no
+    token and are never sampled or scored (Qwen's embedding has more rows than its tokenizer has
+    ids). `update_bytes`: what an update takes besides the model (engine.settle_update)."""
 
     def __init__(self, config):
         super().__init__()
@@ -257,13 +257,13 @@ class Transformer(nn.Module):
         """ids (B, T) -> final-normed hidden states (B, T, C).
 
         Without a cache: causal attention over each row from position 0; rows may be padded on the
-        right. With one: the T tokens of row b stand at positions cache.length[b] .. +T-1 and see
-        all before them; the caller advances cache.length."""
+        right. With one: the T tokens of row b take positions cache.length[b] .. +T-1 and attend
+        to all before them; the caller advances cache.length."""
         B, T = ids.shape
         x, mask, pos = self.embed(ids), None, torch.arange(T, device=ids.device)[None]  # (1, T)
         if cache is not None:
             pos = cache.length[:, None] + pos  # (B, T)
-            empty = cache.used == 0  # then the causal mask will do, for which SDPA has fast kernels
+            empty = cache.used == 0  # then the causal mask suffices: SDPA has fast kernels for it
             cache.used = min(cache.used + T, cache.k.shape[3])
             if not empty:
                 seen = torch.arange(cache.used, device=ids.device) <= pos[..., None]  # (B, T, S)
@@ -278,11 +278,11 @@ class Transformer(nn.Module):
 
     def forward(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, V) in the model's dtype. For log-probs prefer
-        runtime/logprobs.py: no (B, T, V) tensor."""
+        runtime/logprobs.py, which makes no (B, T, V) tensor."""
         return self.lm_head(self.hidden(ids, cache))
 
 
 def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none"):
     """A Transformer from a Hugging Face folder or hub id, frozen; see weights.checkpoint.load."""
-    from weights.checkpoint import load as read  # the one import that reaches up: a public name
+    from weights.checkpoint import load as read  # the one import from a higher layer: a public name
     return read(path_or_hub_id, device, dtype, quant)

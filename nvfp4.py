@@ -44,10 +44,10 @@ __all__ = ["FORMATS", "QuantLinear", "Quantized", "dequantize", "quantize"]
 
 
 class QuantLinear(nn.Module):
-    """model.Linear with its weight in four bits: y = x w_hat^T + b; the interface is told there.
+    """model.Linear with its weight in four bits: y = x w_hat^T + b; see there for the interface.
 
-    On the GPU codes are decoded inside the GEMM; on the CPU one dequantized copy is cached, because
-    there decoding costs more than memory."""
+    On the GPU codes are decoded inside the GEMM; on the CPU one dequantized copy is cached,
+    because decoding costs more there than memory does."""
 
     adapter = None
 

@@ -37,7 +37,7 @@ PANELS = [  # title, columns (the second drawn thin), how the y axis reads
     ("noise $\\sigma$", ["sigma"], "log"),
     ("tokens/s of rollout (thin: update)", ["rollout_tok_s", "update_tok_s"], "count"),
 ]
-# what float32 may hold: a gradient's norm, say
+# their bounds are what a float32, a gradient norm for example, may hold
 COLUMNS = {c: (float, -1e39, 1e39) for p in PANELS for c in (*p[1], "seconds", "eval_stderr")}
 # Okabe and Ito's colours without the yellow, which is lost on white; in grey print line styles and
 # markers tell runs apart. Seven and four have no common divisor, so 28 looks before one returns.
@@ -46,7 +46,7 @@ STYLES = ["-", (0, (4, 1.2)), (0, (1, 1)), (0, (5, 1.2, 1, 1.2))]
 MARKERS = "os^D"
 # flags of train.py that change no number of a run
 IDLE = ("resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share", "gap_bound")
-# ... and those that change its last digits, or when it is looked at
+# ... and those that change only its last digits, or when it is evaluated
 MINOR = ("micro_batch_tokens", "checkpointing", "max_rows", "eval_every")
 
 
@@ -56,7 +56,7 @@ def look(i):
 
 
 def dress(ax, title, xlabel):
-    """What all pictures here share; bench.py's too."""
+    """The style that all pictures share, the benchmarks' too."""
     ax.set_title(title, fontsize=9.5, loc="left")
     ax.set_xlabel(xlabel, fontsize=8, color="#555555")
     ax.set_xmargin(0.02)
@@ -70,9 +70,9 @@ def dress(ax, title, xlabel):
 def read(run):
     """A run folder (or a metrics.jsonl itself) -> its rows, dicts in the order of their steps.
 
-    A last line that is not complete is dropped. A step logged twice (killed, resumed) counts once,
-    as logged last. FileNotFoundError without the file; ValueError for a broken line before the
-    last, or no row at all."""
+    An incomplete last line is dropped. A step logged twice (killed, resumed) counts once, as it was
+    logged last. FileNotFoundError without the file; ValueError for a broken line before the last,
+    or no row at all."""
     path = Path(run) if Path(run).is_file() else Path(run) / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; RUN is a folder that train.py --out wrote "
@@ -92,8 +92,8 @@ def saved(run, name):
 
 
 def with_summary(run, rows):
-    """`rows`, and the held-out accuracy after the last of them, which stands in summary.json alone;
-    that before the first too, if no row has any."""
+    """`rows`, and the held-out accuracy after the last of them, which only summary.json has; also
+    the accuracy before the first, if no row has any."""
     summary = saved(run, "summary.json")
     if not any("eval_accuracy" in row for row in rows):
         rows = [{**rows[0], "eval_accuracy": summary.get("accuracy_before")}, *rows[1:]]
@@ -119,9 +119,9 @@ def trailing_mean(values, width):
 
 
 def over_seeds(seeds, name, smooth=1):
-    """A column of several runs (their rows) -> lists (mean, mean less its standard error, mean and
-    as much) of one value a step, at the steps that all have; nan where one has no value, since a
-    mean of other seeds than its neighbours would be a jump that no run made."""
+    """A column of several runs (their rows) -> lists (mean, mean minus its standard error, mean
+    plus it), a value for each step that all runs have; nan where one has no value, since a mean
+    over other seeds than at the steps beside it would show a jump that no run made."""
     runs = [dict(zip((row["step"] for row in rows), trailing_mean(column(rows, name), smooth),
                      strict=True)) for rows in seeds]
     steps = sorted(set.intersection(*map(set, runs)))
@@ -140,7 +140,7 @@ def names(runs):
 
 
 def shown(flag, value):
-    """A flag's value as a legend has room for it; of a script its name and its own flags."""
+    """A flag's value, short enough for a legend; for a script, its name and its own flags."""
     if flag == "script":
         name, ending, own = value.partition(".py")
         return name.split("/")[-1] + ending + own
@@ -152,8 +152,8 @@ def shown(flag, value):
 
 
 def told(run):
-    """{flag: value} of what a run was told that its numbers follow from, and the script that it was
-    told; {} without config.json."""
+    """{flag: value} of the flags that a run's numbers depend on, and its script as "script"; {}
+    without config.json."""
     had = saved(run, "config.json")
     flags = {k: v for k, v in had.items() if k not in (*IDLE, *MINOR, "command")}
     if flags:
@@ -172,9 +172,9 @@ def told(run):
 def lines(runs):
     """[(label, runs)] of the lines to draw: runs whose flags differ in their seed alone are one.
 
-    Labels are the flags that differ between lines ("quant=none aqn=off"), and the script where it
-    does; folder names where none does, more than four do, they do not tell all lines apart, or a
-    run has no config.json."""
+    Labels are the flags that differ between lines ("quant=none aqn=off"), and the script if it
+    differs; they are folder names if none differs, if more than four do, if those do not tell all
+    lines apart, or if a run has no config.json."""
     found = []  # (flags, {seed: (run, its name)})
     for run, name in zip(runs, names(runs), strict=True):
         flags = told(run)
@@ -197,7 +197,7 @@ def lines(runs):
 
 
 def curve(ax, seeds, name, x, smooth, log, **options):
-    """Draw one column of the runs `seeds` (their rows); log: on an axis that will be."""
+    """Draw one column of the runs `seeds` (their rows); log: the axis will be logarithmic."""
     [xs, _, _], [ys, low, high] = over_seeds(seeds, x), over_seeds(seeds, name, smooth)
     if name == "eval_accuracy":  # measured at some steps only, with an error
         if len(seeds) == 1:
@@ -205,7 +205,7 @@ def curve(ax, seeds, name, x, smooth, log, **options):
             low, high = ([y + sign * e for y, e in zip(ys, error, strict=True)] for sign in (-1, 1))
         at = [i for i, y in enumerate(ys) if math.isfinite(y)]
         bars = [[max(0, ys[i] - low[i]) for i in at], [max(0, high[i] - ys[i]) for i in at]]
-        if len(at) < 3:  # before and after: the way between them was not measured
+        if len(at) < 3:  # before and after: nothing between them was measured
             options["ls"] = "none"
         ax.errorbar([xs[i] for i in at], [ys[i] for i in at], bars, elinewidth=0.8, capsize=2,
                     **options)
@@ -214,14 +214,14 @@ def curve(ax, seeds, name, x, smooth, log, **options):
     ax.plot(xs, ys, markevery=[] if len(ys) > 2 else None,
             drawstyle="steps-post" if name == "sigma" else "default", **options)
     if len(seeds) > 1:
-        if log:  # as far below as above: what is less than 0 has no place
+        if log:  # the same factor below as above: values under 0 have no place
             low = [y * y / h if h else h for y, h in zip(ys, high, strict=True)]
         ax.fill_between(xs, low, high, color=options["color"], alpha=0.18, lw=0)
 
 
 def plot(runs, out, x="step", smooth=1):
     """Draw the curves of `runs` (folders) over x ("step" or "seconds") into the file `out`; returns
-    its Path. smooth: steps in the mean that is drawn in place of each step's value, 1 for none.
+    its Path. smooth: steps averaged into the value drawn for each step, 1 for none.
 
     Errors: those of `read`; ValueError if x is in none of the rows of a run, for a broken JSON file
     beside them, or for a file type that matplotlib cannot write."""
@@ -256,7 +256,7 @@ def plot(runs, out, x="step", smooth=1):
         dress(ax, title, x + (f", mean of the last {mean}" if mean > 1 else ""))
         if scale == "log":
             ax.set_yscale("log", nonpositive="mask")
-            if ax.get_ylim()[1] < 10 * ax.get_ylim()[0]:  # else ticks of a decade have no number
+            if ax.get_ylim()[1] < 10 * ax.get_ylim()[0]:  # else ticks in a decade have no numbers
                 ax.yaxis.set_minor_formatter("{x:g}")
         if scale == "percent":
             ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%"))

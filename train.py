@@ -55,8 +55,8 @@ class Prompts:
 
 
 def questions(args):
-    """(training rows, held-out rows): the set's own splits, or of a single file a tenth of the
-    questions held out, each once; no row that asks one of them is trained on."""
+    """(training rows, held-out rows): the data set's own splits. Of a single file, a tenth of the
+    questions is held out, each once, and no row that asks one of these is trained on."""
     if Path(args.data).is_file():
         rows = data.load(args.data, levels=args.levels)
         random.Random(f"{args.seed}/held out").shuffle(rows)
@@ -84,8 +84,8 @@ def questions(args):
 
 
 def rollout(run, model, tok, score, rows, key):
-    """G graded completions of each row's prompt, by the policy as it is now: P groups, on all ranks
-    the same. Another `key`, other samples."""
+    """G graded completions of each row's prompt from the policy as it is now: P groups, the same on
+    all ranks. A different `key` gives different samples."""
     args, mine = run.args, ranks.mine(range(len(rows)))  # the prompts that this rank draws for
     seed = aqn.noise_seed(args.seed, f"samples/{key}")
     run.phase("rollout")
@@ -99,7 +99,7 @@ def rollout(run, model, tok, score, rows, key):
 
 
 def complete(model, tok, rows, args, seed, indices=None):
-    """G completions of each row's prompt, not graded yet; indices as sample.generate's."""
+    """G completions of each row's prompt, not graded yet; indices: see sample.generate."""
     groups = sample.generate(
         model, [row["ids"] for row in rows], args.group_size, args.max_new_tokens,
         args.temperature, eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows,
@@ -146,12 +146,12 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
                 groups = groups + [g for g in more if grpo.has_signal(g)]
                 n_prompts += missing
 
-        # 3. Advantages: good or bad beside the other completions of its group; no critic.
+        # 3. Advantages: each completion compared with its group; no critic.
         run.phase("update")
         grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
 
-        # 4. Optimizer steps, each on groups of its own. Algorithm 1 trains the clean policy; what
-        #    sampled was a noisy one, so pi_old is the log-probs it recorded.
+        # 4. Optimizer steps, each on its own groups. Algorithm 1 trains the clean policy, but a
+        #    noisy one drew the samples, so pi_old is the log-probs that the sampler recorded.
         if args.aqn_scope == "rollout":
             aqn.clear(model)
         engine.make_room(model, model.update_bytes)  # the sampler's cache may have to go
@@ -208,7 +208,7 @@ def train(args, argv):
     engine.settle_update(args, model, params)  # settles --micro-batch-tokens and --checkpointing
 
     with Run(args, argv) as run:
-        if not run.open(model, optimizer, [*rows, *held_out]):  # it has ended, and is not extended
+        if not run.open(model, optimizer, [*rows, *held_out]):  # the run is over and not extended
             return 0
         prompts.cursor = run.state.cursor
         engine.prepare(args, model, longest + args.max_new_tokens)
@@ -219,12 +219,12 @@ def train(args, argv):
               f"{args.micro_batch_tokens} tokens a micro-batch, checkpointing {args.checkpointing}")
         try:
             learn(run, model, tok, optimizer, prompts, score, held_out)
-            if args.steps % args.save_every:  # else `learn` has
+            if args.steps % args.save_every:  # otherwise `learn` has saved
                 run.save(model, optimizer)
             after = None
             if args.eval_n:
                 after = evaluate(run, model, tok, score, held_out)
-                if args.eval_every and args.lora_rank:  # perhaps the best, for --resume to know
+                if args.eval_every and args.lora_rank:  # it may be the best: --resume must know
                     run.save(model, optimizer)
             run.finish(after)
         except KeyboardInterrupt:
