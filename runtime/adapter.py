@@ -21,7 +21,7 @@ from runtime.plan import COUNTERS, FLAGS, space
 from weights.formats import CHUNK
 
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.gpu.global.s32 $0, [$1];")
-# by one thread; nobody waits for what it would return
+# by one thread; as a reduction (red) it returns nothing to wait for
 COUNT_ROUND = tl.constexpr("{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; "
                            "setp.eq.u32 one, t, 0; mov.u32 $0, 0; "
                            "@one red.relaxed.gpu.global.inc.u32 [$1], $2; }")
@@ -29,11 +29,11 @@ COUNT_ROUND = tl.constexpr("{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; "
 
 @triton.jit
 def reached(p, n, ASM: tl.constexpr):
-    """Wait until programs that came before in the grid, so that they run or have run, have counted
-    *p up to n; what they left before is there then."""
+    """Wait until earlier programs of the grid, which therefore run or have run, have counted *p up
+    to n; what they stored before counting is visible then."""
     if ASM:
         seen = n * 0
-        while seen < n:  # relaxed loads and one fence behind them take 0.5 us longer
+        while seen < n:  # relaxed loads followed by one fence take 0.5 us longer
             seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [p.to(tl.int64)],
                                              dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
@@ -41,8 +41,8 @@ def reached(p, n, ASM: tl.constexpr):
 
 @triton.jit
 def added(p, keep, Z: tl.constexpr, SOME: tl.constexpr):
-    """The sum of the Z floats at each of pointers p (.., ..), in their order, SOME in flight; 0
-    unless `keep`."""
+    """For each pointer in p (.., ..) the sum of the Z floats there, in order, with SOME in flight;
+    0 where `keep` is false."""
     total, z = tl.zeros(p.shape, tl.float32), tl.arange(0, SOME)[None, None, :]
     for n in tl.static_range(0, Z, SOME):
         total += tl.sum(tl.load(p[:, :, None] + (n + z), mask=keep[:, :, None], other=0.0,
@@ -55,11 +55,11 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
                ZR: tl.constexpr, BM: tl.constexpr, BA: tl.constexpr, RA: tl.constexpr,
                T: tl.constexpr, PDL: tl.constexpr):
     """x a^T for x (M, K) and an adapter's a (PR, K), in Z slices of K, by the first MT * BM / BA *
-    AT * Z programs of a kernel whose others take BM rows of it (adapter_out). Program `pid` does
-    RA rows of a, BA of x and one slice. Slices lie in sums as (MT, BM, PR, Z); ZR = 1: the last of
-    them to be there adds them up, in order, to (MT, BM, PR) behind. flags: of MT blocks of rows,
-    how many of BM / BA * AT * ZR programs have left what is taken; then, zero between kernels,
-    counters (MT * BM / BA, AT) of slices."""
+    AT * Z programs of a kernel whose other programs read BM rows of it (adapter_out). Program `pid`
+    does RA rows of a, BA rows of x and one slice. sums holds the slices as (MT, BM, PR, Z); if ZR
+    is 1, the program with the last slice adds them up, in order, into (MT, BM, PR) behind them.
+    flags: for each of MT blocks of rows, how many of BM / BA * AT * ZR programs have stored what is
+    read; then, zero between kernels, counters (MT * BM / BA, AT) of slices."""
     pieces = MT * (BM // BA)
     piece, at, z = pid % pieces, pid // pieces % AT, pid // pieces // AT
     i, j = piece * BA + tl.arange(0, BA), tl.arange(0, 128)
@@ -73,7 +73,7 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
     left = tl.load(ap + z * per, mask=here & (z * per + j < end)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # the others decide when: it takes all of a grid
+        tl.extra.cuda.gdc_launch_dependents()  # the others decide when: all programs must signal
     for k in tl.range(z * per, end, 128):
         right = tl.load(xp + k, mask=rows & (k + j < end)[:, None], other=0.0)
         # (RA, 128) @ (128, BA)
@@ -99,7 +99,7 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
 def adapter_out(sums, mt, MT, part, R0: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
                 PR: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, BM: tl.constexpr,
                 T: tl.constexpr):
-    """x A^T (RP, BM) of the rows `mt` and of a part of A its rows from R0 on, rounded."""
+    """x A^T as (RP, BM), rounded: block `mt` of x's rows, and a part's rows of A from R0 on."""
     i, r = tl.arange(0, BM)[None, :], R0 + tl.arange(0, RP)[:, None]
     if ZR < Z:
         sums += MT * BM * PR * Z
@@ -108,8 +108,8 @@ def adapter_out(sums, mt, MT, part, R0: tl.constexpr, R: tl.constexpr, RP: tl.co
 
 @triton.jit
 def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
-    """Wait for the makers of a program's rows of x A^T. The last of its readers leaves the flag at
-    zero for the next kernel."""
+    """Wait until the makers of a program's rows of x A^T are done. The flag's last reader resets it
+    to zero for the next kernel."""
     reached(flag, makers, ASM)
     if ASM:
         tl.inline_asm_elementwise(COUNT_ROUND, "=r,l,r", [flag.to(tl.int64), makers + readers - 1],
@@ -122,8 +122,8 @@ def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
 def adapter_term(b, n, N, i, first, sums, mt, MT, R: tl.constexpr, RP: tl.constexpr,
                  PR: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, RB: tl.constexpr,
                  T: tl.constexpr):
-    """(x A_i^T) B^T (BN, RB) of B's rows n and the block mt of rows of x; first: the first RP
-    columns of those rows of B, fetched already."""
+    """(x A_i^T) B^T as (BN, RB), for rows n of B and block mt of the rows of x; first: the first RP
+    columns of those rows of B, already loaded."""
     k = tl.arange(0, RP)
     term = tl.zeros((first.shape[0], RB), tl.float32)
     for r in tl.static_range(0, R, RP):
@@ -143,9 +143,9 @@ def lora_kernel(y, out, x, a, b, sums, flags, B, N, K, split1, split2, scaling, 
                 BN: tl.constexpr, GLU: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
                 ASM: tl.constexpr):
     """out (B, N) = y + scaling * (x a^T) b^T for y (B, N), x (B, K), a (PR, K), b (N, R); rows of b
-    from split1 (split2) on belong to part 1 (2). GLU: y is gate beside up, and out (B, N / 2)
-    silu(gate) * up of that sum; the sum and silu are rounded, as the modules' are. sums, flags, Z,
-    ZR: adapter_in's."""
+    from split1 (split2) on belong to part 1 (2). GLU: y is gate beside up, and out (B, N / 2) is
+    silu(gate) * up of that sum; the sum and silu are rounded, as in the modules. sums, flags, Z,
+    ZR: as in adapter_in."""
     T: tl.constexpr = tl.float32 if IEEE else x.dtype.element_ty
     MT, pid = tl.cdiv(B, RB), tl.program_id(0)
     if pid < MT * AT * Z * (RB // BA):
@@ -186,29 +186,29 @@ def lora_kernel(y, out, x, a, b, sums, flags, B, N, K, split1, split2, scaling, 
     tl.store(out + at, acc.to(dtype), mask=ok)
 
 
-NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # a kernel's without adapter
+NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # for kernels without one
 
 
 def adapter_work(x, A, parts, BM):
-    """What a kernel that begins with adapter_in takes for x (M, K) and A (parts * R, K), BM rows a
-    program: its arguments sums and flags; its constants; and how many programs it adds."""
+    """For a kernel that begins with adapter_in, x (M, K), A (parts * R, K) and BM rows a program:
+    its arguments (sums, flags), its constants, and how many programs it adds."""
     (M, K), PR = x.shape, A.shape[0]
     R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
     wide, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
-    # slices of two chunks, so that they are there before the weight is through; of large tiles few,
-    # that their programs do not crowd out the weight's
+    # slices of two chunks, to be done before the weight has streamed through; few for large tiles,
+    # so that their programs do not crowd out the weight's
     most = max(1, min(16, 2048 // (MT * AT * BM)))
     Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
-    # each reader adds up what is little; it saves a step, which counts where kernels are short
+    # if there is little, each reader adds it up: this saves a step, which counts in short kernels
     ZR = Z if wide * BM * Z <= 4096 else 1
-    # a piece of a slice; of many rows whole ones, that their programs do not crowd out the weight's
+    # x's rows a program; with many rows a whole block, so as not to crowd out the weight's programs
     BA = min(BM, 16) if M <= 64 else BM
     if MT * (1 + BM // BA * AT) > FLAGS:
         raise ValueError(f"LoRA: an adapter on {M} rows of x needs more than {FLAGS} "
                          "flags")
     sums, flags = x.new_empty(MT * BM * PR * (Z + 1), dtype=torch.float32), space(x.device)[1]
-    # of a wide adapter a part at a time: all of it would not fit the registers, nor 64 columns the
-    # shared memory of as many programs as should be on an SM, of two tiles
+    # a wide adapter is taken in pieces: all of it would not fit the registers, and for two of the
+    # tiles 64 columns would not fit the shared memory of as many programs as an SM should hold
     RP = min(32 if BM in (16, 128) else 64, wide)
     constants = {"R": R, "RP": RP, "RA": RA, "AT": AT, "Z": Z, "ZR": ZR, "BA": BA}
     return (sums, flags[COUNTERS:]), constants, MT * (BM // BA) * AT * Z

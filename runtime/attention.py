@@ -44,11 +44,11 @@ B = 64
 
 
 def blocks(borders, S, of=None):
-    """The blocks of all rows, (n, 6) int32: where the row begins and ends, where the block begins,
-    where the row that it continues begins and ends (no token of it: it continues none), and where
-    the last row ends that sees it; those with most before them first. borders (rows + 1,): where
-    rows begin, and S; of (rows,): which row each continues, itself if none, those that continue one
-    right behind it. n = S // B + rows: those too many begin behind their row's end."""
+    """The blocks of all rows, (n, 6) int32: begin and end of the block's row, begin of the block,
+    begin and end of the row that this row continues (empty if none), end of the last row that sees
+    this one. Those with the most tokens before them come first. borders (rows + 1,): where rows
+    begin, then S; of (rows,): the row that each continues, itself if none; those that continue a
+    row follow it directly. n = S // B + rows: surplus blocks begin past their row's end."""
     begin, end = borders[:-1], borders[1:]
     rows = torch.arange(len(begin), device=begin.device)
     of = rows if of is None else of
@@ -65,7 +65,7 @@ def blocks(borders, S, of=None):
 
 @triton.jit
 def entry(blocks, i):
-    """What blocks() says of block i."""
+    """The six numbers of block i, as blocks() gives them."""
     b = blocks + 6 * i
     return (tl.load(b), tl.load(b + 1), tl.load(b + 2), tl.load(b + 3), tl.load(b + 4),
             tl.load(b + 5))
@@ -73,16 +73,16 @@ def entry(blocks, i):
 
 @triton.jit
 def keys_of(step, begin, first, stop, B: tl.constexpr):
-    """(where the keys of a step of a block's pass begin, whether they are of the row that its own
-    continues): first those, then those of its own."""
+    """For a step of a block's loop: (where its keys begin, whether they are in the row that the
+    block's row continues). The keys of that row come first, then those of the block's own."""
     before = tl.cdiv(stop - first, B)
     return tl.where(step < before, first + step * B, begin + (step - before) * B), step < before
 
 
 @triton.jit
 def seen_keys(x, j, at, stop, earlier, other, B: tl.constexpr):
-    """Scores or weights x (B, B) of queries from `at` on and keys from j on, `other` where the key
-    is behind the query, or (`earlier`) behind the row that is continued."""
+    """Scores or weights x (B, B) of queries from `at` on and keys from j on, with `other` where the
+    key comes after the query or, if `earlier`, after the end of the continued row."""
     place = tl.arange(0, B)
     if (j == at) | (earlier & (j + B > stop)):
         x = tl.where(tl.where(earlier, (j + place)[None, :] < stop,
@@ -145,7 +145,7 @@ def dq_kernel(q, k, v, y, dy, lse, delta, dq, blocks, S, scale, unit, G: tl.cons
 @triton.jit(do_not_specialize=["S"])
 def dkdv_kernel(q, k, v, dy, lse, delta, dk, dv, blocks, S, scale, unit, G: tl.constexpr,
                 D: tl.constexpr, B: tl.constexpr, HEADS: tl.constexpr):
-    """What HEADS query heads give to dK and dV (S, H / HEADS, D)."""
+    """What HEADS query heads contribute to dK and dV (S, H / HEADS, D)."""
     part, parts, n = tl.program_id(0), tl.num_programs(0), tl.num_programs(1)
     _, end, at, _, _, seen = entry(blocks, n - 1 - tl.program_id(1))
     if at >= end:
@@ -153,8 +153,8 @@ def dkdv_kernel(q, k, v, dy, lse, delta, dk, dv, blocks, S, scale, unit, G: tl.c
     keys, col = at + tl.arange(0, B), part * HEADS // G * D
     K, V = k.load([at, col]), v.load([at, col])  # (B, D)
     dK, dV = tl.zeros((B, D), tl.float32), tl.zeros((B, D), tl.float32)
-    steps = tl.cdiv(seen - at, B)  # what sees these keys lies behind them, up to there
-    for step in range(HEADS * steps):  # one loop, so that loads of the next head are not waited for
+    steps = tl.cdiv(seen - at, B)  # the queries that see these keys: at..seen - 1
+    for step in range(HEADS * steps):  # one loop for all heads: no wait for the next head's loads
         h, j = part * HEADS + step // steps, step % steps * B
         queries = at + j + tl.arange(0, B)
         L = tl.load(lse + h * S + queries, mask=queries < seen, other=0.0)
@@ -173,7 +173,7 @@ def dkdv_kernel(q, k, v, dy, lse, delta, dk, dv, blocks, S, scale, unit, G: tl.c
 
 
 def tile(t):
-    """t (S, heads, D), its heads side by side, for loads of B tokens of one head."""
+    """Descriptor of t (S, heads, D), heads side by side, to load B tokens of one head."""
     return TensorDescriptor(t, [len(t), t[0].numel()], [t.stride(0), 1], [B, t.shape[2]])
 
 
@@ -185,8 +185,8 @@ def options(q, stages):
 
 
 def forward(q, k, v, y, blocks):
-    """Attention of q (S, H, D) to k and v (S, Hkv, D) into y (S, H, D), rows a multiple of 8 apart;
-    returns lse (H, S) float32."""
+    """Attention of q (S, H, D) to k and v (S, Hkv, D) into y (S, H, D), whose row stride is a
+    multiple of 8; returns lse (H, S) float32."""
     (S, H, D), n = q.shape, len(blocks)
     lse = q.new_empty(H, S, dtype=torch.float32)
     forward_kernel[H, n](tile(q), tile(k), tile(v), y, lse, blocks, S, y.stride(0),
@@ -195,9 +195,9 @@ def forward(q, k, v, y, blocks):
 
 
 def backward(dy, q, k, v, y, lse, blocks, shared=False):
-    """Gradients of q, k and v for dy (S, H, D). shared: rows continue others. A program for all
-    query heads of a prompt's keys, which many rows see, would outlast the others: so each does one
-    head, and they are added up when all are there."""
+    """Gradients of q, k and v for dy (S, H, D). shared: rows continue others. Many rows see a
+    prompt's keys, so one program for all query heads of these would outlast the others: each does
+    one head instead, and the heads are summed at the end."""
     (S, H, D), Hkv, n = q.shape, k.shape[1], len(blocks)
     G = H // Hkv
     heads = 1 if shared else G

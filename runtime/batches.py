@@ -18,14 +18,14 @@ import torch
 from model import HALVES
 from runtime import ranks
 
-# more completions a family, and few programs of attention's backward would do most of the work
+# completions a family at most: with more, few programs would do most of attention's backward
 TOGETHER = 8
 
 
 def packed(model):
-    """runtime.packed where it can run the model: on a GPU, in 16 bits, with heads of a size that
-    attention.py takes and, of Qwen3, nothing but adapters to train; else None, and model.py's own
-    forward is the way."""
+    """The module runtime.packed if it can run the model: on a GPU, in 16 bits, with a head size
+    that attention.py takes and, for Qwen3, nothing but adapters to train. Else None: use model.py's
+    own forward."""
     w, config = model.embed.weight, model.config
     fits = w.is_cuda and w.dtype in HALVES and config.head_dim in (16, 32, 64, 128)
     head_norms_learn = torch.is_grad_enabled() and w.requires_grad and config.qk_norm
@@ -37,13 +37,13 @@ def packed(model):
 
 
 def size(family):
-    """Tokens that are computed for completions of one prompt: their last ones predict nothing."""
+    """Tokens computed for completions of one prompt: a completion's last token predicts nothing."""
     return len(family[0].prompt) + sum(len(c.ids) - 1 for c in family)
 
 
 def families(model, completions, token_budget=math.inf):
-    """Lists of neighbours of one prompt, at most TOGETHER and within the budget, where rows lie end
-    to end; else of one completion each."""
+    """Where rows lie end to end, lists of neighbouring completions of one prompt, at most TOGETHER
+    and within the budget; elsewhere, lists of one completion."""
     most, found = TOGETHER if packed(model) else 1, []
     for c in completions:
         f = found[-1] if found else []
@@ -56,19 +56,19 @@ def families(model, completions, token_budget=math.inf):
 
 
 def dealt(model, completions, token_budget):
-    """The families of each rank, of about as many tokens; none larger than a rank's share."""
+    """Each rank's families, about as many tokens for each; none is larger than a rank's share."""
     share = sum(size([c]) for c in completions) // ranks.world
     return ranks.share(families(model, completions, min(token_budget, share)), size)
 
 
 def micro_batches(model, families, token_budget):
-    """Lists of completions, those of a family together, the smallest first, cut so that what is
-    computed for them stays within the budget: their tokens where rows lie end to end, rows x
-    longest where they are padded. A family that passes it is a batch alone."""
+    """Yields lists of completions, families kept together and the smallest first, so that what is
+    computed for a list stays within the budget: its tokens where rows lie end to end, rows x
+    longest where they are padded. A family that exceeds the budget is a list of its own."""
     end_to_end, batch, total = packed(model), [], 0
     for family in sorted(families, key=size):
         total += size(family)
-        # padded, a family is one row, and this one the longest so far
+        # if padded, a family is one row, and this one is the longest so far
         needs = total if end_to_end else (len(batch) + 1) * size(family)
         if batch and needs > token_budget:
             yield [*chain(*batch)]
@@ -86,9 +86,9 @@ def padding(batch):
 
 
 def rows_end_to_end(families):
-    """For packed.hidden: rows of ids; the places, counted over all rows, whose states predict the
-    completions' tokens; which row each row continues, itself if none. A family is a prompt and the
-    completions that continue it, or one row with both."""
+    """packed.hidden's (rows, take, of): rows of ids; the places, counted over all rows, whose
+    states predict the completions' tokens; the row that each row continues, itself if none. A
+    family is a row for its prompt and rows that continue it, or one row with both."""
     rows, take, of, begin = [], [], [], 0
     for family in families:
         prompt, first = family[0].prompt, len(rows)
@@ -97,7 +97,7 @@ def rows_end_to_end(families):
         else:  # a completion of one token is predicted by the prompt: it needs no row
             rows += [prompt, *(c.ids[:-1] for c in family if len(c.ids) > 1)]
         of += [first] * (len(rows) - first)
-        last = begin + len(prompt) - 1  # of the prompt: it predicts every first token
+        last = begin + len(prompt) - 1  # the prompt's, which predicts every first token
         begin += len(prompt)
         for c in family:
             take += [last, *range(begin, begin + len(c.ids) - 1)]

@@ -47,8 +47,8 @@ MASK = tl.constexpr(0x81C081C0 - (1 << 32))  # s and e, e, m of two codes, where
 
 
 # PTX. $4 is a word, $5 and $6 the scales of its planes, twice each; $0..$3 are the pairs a..d. A
-# product is an FMA with -0 (z), which adds nothing: bfloat16 multiplication came with Hopper, and
-# there ptxas makes the same instruction of both.
+# product is an FMA that adds -0 (z), that is, nothing: bfloat16 multiplication came with Hopper,
+# where ptxas compiles both to the same instruction.
 EXTRACT = """{ .reg .b32 a, b, c, d, e, z;
 mov.b32 z, 0x80008000;
 and.b32 a, $4, 0x81c081c0;
@@ -76,8 +76,8 @@ def lookup(codebook, dtype):
     """PTX that turns a word of codes into values of a codebook, as pairs a to d: byte permutes as
     8-entry tables.
 
-    s gets the 3-bit indices, four of which are a permute's selector, m each one's sign as a byte; l
-    and h the low and high bytes of the values, the sign choosing the half of the table."""
+    s gets the 3-bit indices, four of which are a permute's selector; m gets each code's sign as a
+    byte; l and h get the values' low and high bytes, the sign choosing the half of the table."""
     table = torch.tensor(codebook).to(dtype).view(16, 1).view(torch.uint8)
     low, high = table.T.contiguous().view(torch.int32).tolist()  # 4 bytes a word
 
@@ -90,7 +90,7 @@ lop3.b32 h, m, t, h, 0xca;
 prmt.b32 {x}, l, h, 0x5140;   prmt.b32 {y}, l, h, 0x7362;
 """
 
-    # x: where the signs of even codes are in the top bits of bytes, as odd ones' are in the word
+    # x has the signs of even codes in the top bits of its bytes, as the word has those of odd ones
     return f"""{{ .reg .b32 a, b, c, d, s, x, m, l, h, t, z;
 mov.b32 z, 0x80008000;
 and.b32 s, $4, 0x77777777;   shl.b32 x, $4, 4;
@@ -114,17 +114,17 @@ shr.b32 b, $4, {right};  and.b32 b, b, {mask};   fma.rn.{pair} b, b, p, z;   mov
 mov.b32 $0, {{u, u}};   mov.b32 $1, {{x, x}};   mov.b32 $2, {{v, v}};   mov.b32 $3, {{y, y}}; }}"""
 
 
-# 2^7 of a scale: bits << 4, times 2^127; in float16 2^6: bits << 7, times 2^14
+# 2^7 times a scale: its bits << 4, times 2^127; in float16 2^6 times: bits << 7, times 2^14
 E4M3_ASM = tl.constexpr(e4m3("bf16x2", 4, 4, "0x07f007f0", "0x7f007f00"))
 E4M3_HALF = tl.constexpr(e4m3("f16x2", 7, 1, "0x3f803f80", "0x74007400"))
-# codes are read at 2^-126 of their value, E4M3 at 2^7, E8M0 at 2^100, so that the products of tiny
-# scales are not subnormal; in float16 codes at 2^-14, E4M3 at 2^6
+# codes read as 2^-126 times their value, E4M3 as 2^7 times, E8M0 as 2^100 times, so that products
+# with tiny scales are not subnormal; in float16 codes as 2^-14 times, E4M3 as 2^6 times
 UNSCALE4, UNSCALE8, UNSCALE_HALF = (tl.constexpr(2.0**n) for n in (119, 26, 8))
 
 
 @functools.cache
 def decoder(f, dtype, asm):
-    """The constants by which a kernel decodes a Format in `dtype`. BLOCK: columns to a scale;
+    """The constants with which a kernel decodes a Format into `dtype`. BLOCK: columns per scale;
     DECODE: PTX, or without ASM the codebook, None for E2M1."""
     decode, half = f.codebook, dtype == torch.float16
     if asm:
@@ -146,8 +146,8 @@ def words(codes, r, k, N, sc, FAST: tl.constexpr):
 @triton.jit
 def load_scales(p, k, K, keep, FMT: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
                 BN: tl.constexpr):
-    """The block scales of the chunk at column k as stored: bytes four to an int32 (BN, 2 planes),
-    float32 as many as there are in a plane (BN, 2 planes * 1, 2 or 4); p (BN,) points at rows."""
+    """The block scales of the chunk at column k as stored: bytes, four to an int32, (BN, 2 planes),
+    or float32, all that a plane has, (BN, 2 planes * 1, 2 or 4); p (BN,) points at the rows."""
     two = tl.arange(0, 2)
     if p.dtype.element_ty == tl.float32:
         at = k // BLOCK + tl.arange(0, max(2, 128 // BLOCK)) // max(1, BLOCK // 64)
@@ -167,8 +167,8 @@ def load_scales(p, k, K, keep, FMT: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.
 
 @triton.jit
 def quarters(v, BN: tl.constexpr):
-    """Scales of words w = 0..3, v (BN, plane, w) however its last are split, -> of all 16 words,
-    (BN, 16) for each plane: every lane takes the same."""
+    """Scales of words w = 0..3, v (BN, plane, w) with its last dimensions split in any way, ->
+    those of all 16 words, (BN, 16) for each plane: every lane takes the same four."""
     lo, hi = tl.split(tl.permute(tl.reshape(v, (BN, 2, 4)), (0, 2, 1)))
     lo = tl.reshape(tl.broadcast_to(lo[:, None, :], (BN, 4, 4)), (BN, 16))
     hi = tl.reshape(tl.broadcast_to(hi[:, None, :], (BN, 4, 4)), (BN, 16))
@@ -202,7 +202,7 @@ def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, T:
         if ASM:
             s = s.to(T).to(tl.int16, bitcast=True).to(tl.int32)
             s = (s << 16) | (s & 0xFFFF)
-        for _ in tl.static_range(4 // s.shape[1]):  # to one for each word of a plane
+        for _ in tl.static_range(4 // s.shape[1]):  # until each word of a plane has one
             s = tl.reshape(tl.join(s, s), (BN, 2 * s.shape[1]))
         lo, hi = quarters(s, BN)
     if ASM:
@@ -235,7 +235,7 @@ def exponent(s, ASM: tl.constexpr):
 
 @triton.jit
 def unscaled(x, FMT: tl.constexpr, ASM: tl.constexpr, T: tl.constexpr):
-    """x, which is in units of `extract`'s value * scale, in those of w_hat / global scale."""
+    """x, converted from the units of `extract`'s value * scale to those of w_hat / global scale."""
     if FMT == "nvfp4":
         x *= UNSCALE_HALF if ASM and T == tl.float16 else UNSCALE4
     elif FMT == "mxfp4":
@@ -257,7 +257,7 @@ def value(v, s):
 
 @triton.jit
 def found(v, s, BOOK: tl.constexpr):
-    """The same for a codebook: the pair in the low byte of words (BN, 16), looked up."""
+    """`value` for a codebook: the pair in the low byte of words (BN, 16), looked up."""
     i = tl.join(v, v >> 4) & 15
     x = (i * 0).to(tl.float32)
     for j in tl.static_range(16):
@@ -267,8 +267,8 @@ def found(v, s, BOOK: tl.constexpr):
 
 @triton.jit
 def arrange(a, b, BN: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    """Two (BN, 16, p) tensors, one plane, to (BN, 64): k in its order, rows in that in which an
-    MMA's registers already hold them. W: warps; 0: no MMA, rows stay."""
+    """Two (BN, 16, p) tensors, one plane, to (BN, 64): k in order, rows in the order in which an
+    MMA's registers already hold them. W: warps; 0: no MMA, rows stay in place."""
     v = tl.join(a, b)  # (BN, 16, p, h)
     if W == 0:
         v = tl.permute(tl.reshape(v, (BN, 4, 4, 2, 2)), (0, 2, 4, 1, 3))
@@ -276,7 +276,7 @@ def arrange(a, b, BN: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
         v = tl.permute(tl.reshape(v, (BN // (16 * W), 2, W, 8, 4, 4, 2, 2)),
                        (0, 2, 1, 3, 5, 7, 4, 6))
     v = tl.reshape(v, (BN, 64))
-    if ASM and W:  # Triton looks from the MMA back to the loads, and where there is a join on the
-        # way takes operands twice as wide, for which x has to be moved: a tenth of the loop
+    if ASM and W:  # Triton looks from the MMA back to the loads, and if there is a join on the
+        # way, takes operands twice as wide, for which x must be moved: a tenth of the loop's time
         v = tl.inline_asm_elementwise(TOUCH, "=h,0", [v], dtype=v.dtype, is_pure=False, pack=1)
     return v

@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAIN = getattr(sys.modules["__main__"], "__file__", None)  # None: a prompt, or a notebook
 HOME = Path(__file__).resolve().parents[1]
 ALONE = MAIN is not None and Path(MAIN).resolve().parent == HOME  # not merely imported
-# a script of one's own, not pytest, say
+# a user's own script, not pytest, for instance
 OWN = not ALONE and str(MAIN).endswith(".py") and Path(MAIN).name != "__main__.py"
 
 
@@ -31,31 +31,31 @@ def leave(*_):
 
 
 def stop(*_):
-    """A handler. Libraries in C may turn what it raises into an error of their own, so that `run`
-    looks at what it leaves behind."""
+    """A signal handler. C libraries may turn what it raises into an error of their own, so `run`
+    checks stop.asked as well."""
     stop.asked = True
     raise KeyboardInterrupt
 
 
 if ALONE:
     signal.signal(signal.SIGINT, leave)
-# Rollouts and updates take tensors of ever other sizes: without this, which torch reads when it is
-# imported, the allocator keeps 46 GiB where tensors peak at 26.
+# Rollouts and updates need tensors of ever new sizes: without this setting, which torch reads when
+# it is imported, the allocator keeps 46 GiB where tensors peak at 26.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def script(argv, name="train.py"):
-    """The words of the command line but argv, the flags of `name`, without the folder of this
-    project: what was started, and what else it was told. ["train.py"]; ["experiments.py",
-    "two-copies"]; ["mine.py", "--tau", "5"] where mine.py has a flag of its own."""
+    """What was started, and what else it was told: the words of the command line except argv, the
+    flags of `name`; this project's folder is left off. ["train.py"]; ["experiments.py",
+    "two-copies"]; ["mine.py", "--tau", "5"] if mine.py has a flag of its own."""
     own = typed(argv) or [name]
     path = Path(own[0]).resolve()
     return [str(path.relative_to(HOME)) if path.is_relative_to(HOME) else own[0], *own[1:]]
 
 
 def typed(argv):
-    """The same words as they were typed, which is how to type them again in the same folder; [] if
-    argv does not come from the command line: from a test, say, or a notebook."""
+    """`script`'s words as they were typed, so that they can be typed again in the same folder; []
+    if argv does not come from the command line but from a test, say, or a notebook."""
     own, rest = sys.argv[:1], [*argv]
     for word in sys.argv[1:]:
         if rest and word == rest[0]:
@@ -64,14 +64,14 @@ def typed(argv):
             own.append(word)
     if not rest:
         return own
-    # a script of one's own may give flags of its own accord
+    # a user's own script may add flags that nobody typed
     return [*sys.argv[:1], *(word for word in sys.argv[1:] if word not in argv)] if OWN else []
 
 
 @contextmanager
 def signals(handler, after=None):
-    """`handler` for SIGNALS within the block, but for a SIGHUP that nohup has switched off; then
-    `after`, or what was there before."""
+    """Set `handler` for SIGNALS within the block, except for a SIGHUP that nohup has switched off;
+    afterwards set `after`, or what was there before."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can be asked to handle signals
         return
@@ -86,8 +86,8 @@ def signals(handler, after=None):
 
 
 class Out:
-    """sys.stdout; when whoever reads it has gone, that is a signal like the others, and the rest
-    goes nowhere. Letters that its encoding lacks are escaped."""
+    """sys.stdout; if its reader has gone, that counts as a signal like the others, and further
+    output is dropped. Characters that its encoding lacks are escaped."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -113,12 +113,12 @@ class Out:
 
 
 def run(name, body):
-    """body() -> its exit code (0 for None); 2 after a line on stderr for what a user can mend, 130
-    for a command that was stopped."""
+    """body() -> its exit code (0 for None); 2, after a line on stderr, for an error that the user
+    can fix; 130 for a command that was stopped."""
     before, stop.asked = sys.stdout, False
     sys.stdout = before and Out(before)
     try:
-        # once all is done, the interpreter ends in peace
+        # once all is done, no signal may disturb the interpreter's exit
         with signals(stop, signal.SIG_IGN if ALONE else None):
             code = body() or 0
             print(end="", flush=True)

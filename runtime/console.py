@@ -18,8 +18,8 @@ def show_flags(args):
 
 
 def show_step(row, samples, args, warned):
-    """The line of a row of metrics.jsonl, its samples (rows of rollouts.jsonl) every --show-every
-    steps, and its warnings; `warned` is the set of those the run has had."""
+    """Print a row of metrics.jsonl as one line, its samples (rows of rollouts.jsonl) every
+    --show-every steps, and its warnings; `warned`: the set of warnings the run has had."""
     held_out = "" if row["eval_accuracy"] is None else f" | held-out {row['eval_accuracy']:.1%}"
     eta = (args.steps - row["step"] - 1) * row["seconds_step"]
     print(f"{row['step']:>5} | reward {row['reward']:.3f} | acc {row['accuracy']:.3f} | "
@@ -33,13 +33,13 @@ def show_step(row, samples, args, warned):
             mark = "right" if s["correct"] else f"wrong, it is {s['answer']}"
             print(f"      Q: {one_line(s['question'])}\n      A: {one_line(s['text'])} ({mark})")
     for text in warnings_for(row, args):
-        if text not in warned:  # once a run is enough to be told
+        if text not in warned:  # one warning a run is enough
             print(f"warning: {text}", flush=True)
         warned.add(text)
 
 
 def warnings_for(row, args):
-    """What a user of this row should be told, each with what to do."""
+    """Yields the warnings that this row calls for, each with what to do about it."""
     drawn_anew = args.dynamic_sampling and row["groups"]
     if row["reward"] == row["reward_std"] == 0 and not drawn_anew:  # -1 and 1 have a mean of 0
         yield ("every reward is 0: nothing can be learned; does --prompt-style fit the model, is "
@@ -69,9 +69,9 @@ def warnings_for(row, args):
 
 
 def show_end(out, args, summary, before, after):
-    """What a run leaves in its folder `out`, one question that was answered wrong before training
-    and right after it, and the gain. before, after: rows of eval_before.jsonl and of
-    eval_after.jsonl, both empty where nothing was held out."""
+    """Print what a run leaves in its folder `out`, one question answered wrong before training and
+    right after it, and the gain. before, after: rows of eval_before.jsonl and of eval_after.jsonl,
+    both empty where nothing was held out."""
     print(f"{out}: {'adapter' if args.lora_rank else 'model'}/, metrics.jsonl, metrics.png, "
           f"summary.json ({summary['seconds']:.0f} s)")
     for b, a in zip(before, after, strict=True):
@@ -92,7 +92,7 @@ def one_line(text, width=160):
 
 
 def tracker(args):
-    """row, step -> the --log-to program. ValueError if it is not installed."""
+    """A function (row, step) that logs to --log-to's program. ValueError if it is not installed."""
     try:
         if args.log_to == "wandb":
             import wandb
@@ -110,6 +110,6 @@ def tracker(args):
     def log(row, step):
         for k, v in row.items():
             writer.add_scalar(k, v, step)
-        writer.flush()  # its thread would, every two minutes, and not at the end
+        writer.flush()  # its thread would only do so every two minutes, and not at the end
 
     return log

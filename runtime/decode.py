@@ -46,8 +46,8 @@ from runtime import draw
 from runtime.adapter import adapter_work, lora_kernel
 from runtime.plan import sms
 
-STEPS = 8  # steps between two looks of the host at the tokens
-EOS_SLOTS = 128  # most stop tokens that a step compares with
+STEPS = 8  # steps between the host's reads of the tokens
+EOS_SLOTS = 128  # stop tokens that a step can compare with
 
 GOLDEN, MIX1, MIX2 = map(tl.constexpr, (draw.GOLDEN, draw.MIX1, draw.MIX2))
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -56,7 +56,7 @@ MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """What earlier kernels of the step wrote may be read from here."""
+    """From here on, what earlier kernels of the step wrote may be read."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -72,7 +72,7 @@ def norm_weight(weight, noise, c, C):
 def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """RMSNorm of a row of x (B, C) -> a row of out, whose rows are `stride` apart."""
     r, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    w = norm_weight(weight, noise, c, C)  # which no kernel of this step writes
+    w = norm_weight(weight, noise, c, C)  # no kernel of this step writes these
     wait(PDL)
     v = tl.load(x + r * C + c, mask=c < C, other=0).to(tl.float32)
     h = v * tl.rsqrt(tl.sum(v * v) / C + eps) * w
@@ -82,7 +82,7 @@ def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr, PDL:
 @triton.jit
 def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """silu(gate) * up of gate_up (B, 2F) -> out, rows `stride` apart; a program does BLOCK columns
-    of a row. silu is rounded, as the module's is."""
+    of a row. silu is rounded, as in the module."""
     r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait(PDL)
     gate = tl.load(gate_up + r * 2 * F + c, mask=c < F, other=0).to(tl.float32)
@@ -131,14 +131,14 @@ def load_block(keys, values, t, ok, D: tl.constexpr):
 @triton.jit
 def merge_splits(parts, ms, ls, splits, stride, head, g, G: tl.constexpr, GP: tl.constexpr,
                  D: tl.constexpr, SOME: tl.constexpr):
-    """What all splits' sums come to for the heads (GP,), in one order: (l (GP,), acc (GP, D)). A
-    split's numbers lie `stride` heads behind the one's before. g >= G is no head: l is 1."""
+    """All splits' sums merged for the heads (GP,), in a fixed order: (l (GP,), acc (GP, D)). Each
+    split's numbers lie `stride` heads after the previous split's. g >= G is no head: l is 1."""
     e = tl.arange(0, D)
     m, l = tl.where(g < G, -float("inf"), 0.0), tl.where(g < G, 0.0, 1.0)
     acc = tl.zeros((GP, D), tl.float32)
     for i in range(0, splits, SOME):
         for j in tl.static_range(SOME):  # loads in flight; a tensor of them would cross warps
-            # no `live & (..)`: the interpreter's mask would be no bool
+            # not `live & (..)`: the interpreter's mask would not be a bool
             at, there = (i + j) * stride + head, g < tl.where(i + j < splits, G, 0)
             own = tl.load(ms + at, mask=there, other=-float("inf"), cache_modifier=".cg")
             some = tl.load(parts + at[:, None] * D + e[None, :], mask=there[:, None], other=0.0,
@@ -160,19 +160,19 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
     """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
     over the split's live tokens. NORM: the heads of q and k are normed first.
 
-    qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> out
-    (B, H*D). Split 0 also takes the new token, which it has in registers. Each of several splits
-    leaves its sums in parts (W, B, H*D), ms, ls (W, B, H) float32, ms in units of log2, and the
-    last to arrive (arrived (B * Hkv,), zero between kernels) adds them up, always in one order."""
+    qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> out (B,
+    H*D). Split 0 also takes the new token, which it has in registers. Each of several splits leaves
+    its sums in parts (W, B, H*D), ms, ls (W, B, H) float32, ms in units of log2, and the last to
+    arrive (arrived (B * Hkv,), zero between kernels) adds them up, always in the same order."""
     b, h, s = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
     HALF: tl.constexpr = D // 2
     g, d, e, o = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, BLOCK)
     mine = b.to(tl.int64) * stride_b + h * stride_h
     keys, values = k_cache + mine, v_cache + mine
-    # lengths and the tokens before this one were there before this step: the first block is fetched
-    # before the wait
+    # lengths and earlier tokens were in memory before this step: the first block is fetched before
+    # the wait
     n = tl.load(length + b)  # tokens in the cache; the new one goes to position n
-    # what a split adds to the merge is not worth fewer tokens than a block, or 32
+    # with fewer tokens than a block, or than 32, a split is not worth what it adds to the merge
     chunk = tl.maximum(tl.cdiv(n, W), max(BLOCK, 32))
     splits = tl.maximum(1, tl.cdiv(n, chunk))
     if s >= splits:
@@ -234,8 +234,8 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
 @triton.jit
 def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, BLOCK: tl.constexpr,
                  PDL: tl.constexpr):
-    """Per row and block of the vocabulary: the largest tempered logit, the sum of exp(x - it), its
-    index."""
+    """Per row and block of the vocabulary: the largest tempered logit m, the sum of exp(x - m), and
+    the index of m."""
     b, j = tl.program_id(0), tl.program_id(1)
     wait(PDL)
     v = j * BLOCK + tl.arange(0, BLOCK)
@@ -258,7 +258,7 @@ def mix(z):
 @triton.jit
 def finish_row(b, ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S,
                EOS: tl.constexpr):
-    """Record the drawn id and move the row on; a row that ended stands still."""
+    """Record the drawn id and move the row on; a row that has ended stays where it is."""
     at = tl.load(count + b)
     tl.store(out_ids + at * S + b, ids)
     tl.store(out_logp + at * S + b, logp)
@@ -288,7 +288,7 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
     whole = tl.sum(mass, 0)
     if GREEDY:
         ids = tl.min(tl.where(m == peak, best_of, 1 << 30), 0)
-        ids = tl.minimum(ids, V - 1)  # of NaN none is the largest
+        ids = tl.minimum(ids, V - 1)  # with NaN, no id is the largest
         x = peak
     else:
         z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # draw.uniform(key, length + 1)
@@ -322,8 +322,8 @@ def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_log
 
 
 class StepLinear:
-    """A linear as the step uses it: the base weight where it lies, and 16-bit copies of an
-    adapter's A (P*R, K) and B (N, R)."""
+    """A linear as the step uses it: the base weight in place, and 16-bit copies of an adapter's A
+    (P*R, K) and B (N, R)."""
 
     def __init__(self, m, dtype):
         self.base, self.lora, self.quantized = m.base, m.adapter, m.q is not None
@@ -386,7 +386,7 @@ class Step:
 
     def linear(self, p, x, residual=None, glu=False, early=False):
         """base(x) + LoRA (+ residual, which is overwritten) for x (B, K); glu: silu(gate) * up of
-        it; early: linear_decode's."""
+        that; early: as in linear_decode."""
         if p.quantized and x.dtype != torch.float32:
             return marlin_triton.linear_decode(
                 x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual=residual,
@@ -404,7 +404,7 @@ class Step:
         if glu:
             width //= 2
             out = y.new_empty(B, width)
-        if B > 32 and triton.cdiv(B, 64) * triton.cdiv(width, 64) >= 56:  # programs enough
+        if B > 32 and triton.cdiv(B, 64) * triton.cdiv(width, 64) >= 56:  # enough programs
             RB = BN = 64
         work, adapter, makers = adapter_work(x, p.A, parts, RB)
         lora_kernel[(makers + triton.cdiv(width, BN) * triton.cdiv(B, RB),)](
@@ -461,7 +461,7 @@ class Step:
         return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
 
     def step(self, rows, greedy=False, nucleus=None):
-        """Decode the first `rows` slots once. nucleus: (temperature, top_p), by which torch draws
+        """Decode the first `rows` slots once. nucleus: (temperature, top_p), with which torch draws
         in place of the fused sampler."""
         self.sample(logits(self.hidden(rows), self.head), greedy, nucleus)  # (B, C) @ (C, V)
 

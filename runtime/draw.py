@@ -47,7 +47,7 @@ def uniform(key, position):
 def sample_ids(logits, u, temperature=1.0, top_p=1.0):
     """Draw one id a row by inverting the cumulative distribution at u.
 
-    logits (B, V) of valid ids only, u (B,) in (0, 1) -> ids (B,) long, logprobs (B,) float32 of
+    logits (B, V) of valid ids only, u (B,) in (0, 1) -> ids (B,) long, logprobs (B,) float32 under
     the whole tempered distribution. temperature 0 is greedy. top_p keeps the most likely ids up to
     and including the one that crosses top_p."""
     if temperature == 0:
@@ -60,8 +60,8 @@ def sample_ids(logits, u, temperature=1.0, top_p=1.0):
             before = p.cumsum(-1) - p  # mass of the ids that are likelier
             p = p.masked_fill(before >= top_p, 0)
         cdf = p.cumsum(-1)
-        # first id whose cdf exceeds u * total: an id of probability 0 does not raise the cdf and
-        # is never it
+        # the first id whose cdf exceeds u * total; an id of probability 0 does not raise the cdf,
+        # so it is never drawn
         ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
         ids = ids.clamp(max=cdf.shape[1] - 1)
         ids = (ids if order is None else order.gather(1, ids))[:, 0]

@@ -57,7 +57,7 @@ class OneDNNLinear(torch.nn.Module):
 
 def changed(m):
     """Whether a module has a forward, or a hook, that is not this project's."""
-    # where it says it is from, as functools.wraps copies it, and where it is: torch, if decorated
+    # the module it claims, which functools.wraps copies, and the real one: torch's, if decorated
     around = getattr(getattr(m.forward, "__func__", None), "__globals__", {})
     homes = (str(home).partition(".")[0] for home in (m.forward.__module__, around.get("__name__")))
     ours = {*homes} <= {"model", "nvfp4", "lora", "torch"}
@@ -66,15 +66,15 @@ def changed(m):
 
 @contextmanager
 def onednn_linears(model):
-    """On the CPU every linear as a OneDNNLinear inside the `with`.
+    """On the CPU, every linear becomes a OneDNNLinear inside the `with`.
 
-    A few rows times a plain row-major weight is slow there; reordering costs as much as a few
-    tokens. It is a second copy of the weights, for the one call, so an adapter can be merged into
-    it. Not in bfloat16, where rounding would take most of the adapter away. A linear with a noise
-    or a forward of one's own stays: its weight is not all that it does."""
-    swaps, w = [], model.embed.weight  # (path, what stands there, what will)
+    Multiplying a few rows by a plain row-major weight is slow there; reordering costs as much as a
+    few tokens. The result is a second copy of the weights, for one call, so an adapter can be
+    merged into it; but not in bfloat16, where rounding would remove most of the adapter. A linear
+    with noise, or a forward of the user's, is left alone: its weight is not all that it does."""
+    swaps, w = [], model.embed.weight  # (path, the module there, its replacement)
     able = w.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if w.dtype != torch.float32:  # some CPUs cannot: they, and other dtypes, take torch's own
+    if w.dtype != torch.float32:  # not every CPU can; these, and other dtypes, use torch's own
         able = (able and w.dtype == torch.bfloat16
                 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if able:
@@ -114,34 +114,34 @@ class Eager:
         self.temperature, self.top_p = temperature, top_p
 
     def start(self, slots, tokens, lengths, limits, keys):
-        """Rows that begin: the cache holds `lengths` tokens of each slot, `tokens` come next, at
-        most `limits` are drawn."""
+        """Begin rows in `slots`: the cache holds `lengths` tokens of each, `tokens` come next, and
+        at most `limits` are drawn."""
         at, token, length, key = to_device([slots, tokens, lengths, keys], self.token.device)
         self.token[at], self.cache.length[at], self.key[at] = token, length, key
         for s, t in zip(slots, lengths, strict=True):
             self.longest[s] = t
 
     def copy_row(self, source, first, end, length):
-        """The first `length` cached tokens of slot `source` to slots first..end - 1."""
+        """Copy the first `length` cached tokens of slot `source` to slots first..end - 1."""
         for t in (self.cache.k, self.cache.v):
             t[:, first:end, :, :length] = t[:, source, None, :, :length]
 
     def move(self, source, target, length):
-        """The row in slot `source`, whole, to slot `target`; `length` bounds its cached tokens."""
+        """Move the row in slot `source` to slot `target`; `length` bounds its cached tokens."""
         self.copy_row(source, target, target + 1, length)
         for t in (self.token, self.key, self.cache.length):
             t[target] = t[source]
         self.longest[target] = self.longest[source]
 
     def run(self, rows, steps):
-        """Decode the first `rows` slots, at most `steps` times: (how often, a function that returns
-        ids and log-probs as lists [row][step])."""
+        """Decode the first `rows` slots at most `steps` times; returns (how many times it does, a
+        function that returns ids and log-probs as lists [row][step])."""
         view = copy.copy(self.cache)
         view.k, view.v = self.cache.k[:, :rows], self.cache.v[:, :rows]
         view.length = self.cache.length[:rows]
         view.used = max(self.longest[:rows])
         x = self.model.hidden(self.token[:rows, None], view)[:, 0]  # (B, C)
-        # on the GPU in float32, as the trainer's; on the CPU the module, which is swapped there
+        # on the GPU in float32, as in the trainer; on the CPU by the module, which may be swapped
         head = self.model.lm_head
         logits = qwen.logits(x, head.weight) if x.is_cuda else head(x)  # (B, V)
         view.length += 1  # in place: the slots' own lengths
@@ -156,8 +156,8 @@ class Eager:
 
 class Graphs:
     """The GPU engine: decode.Step on persistent buffers, one CUDA graph for each batch size of
-    BUCKETS that comes up. `prompts` (packed.Prefill, or None) fills the cache; `stall`: a prefill,
-    however small, costs the rows that wait for it about so many decode steps. `ahead`: the next
+    BUCKETS that comes up. `prompts` (packed.Prefill, or None) fills the cache; `stall`: about how
+    many decode steps a prefill, however small, costs the rows that wait for it. `ahead`: the next
     steps may be launched before the results of the last are fetched."""
 
     stall, ahead = 2, True
@@ -171,16 +171,16 @@ class Graphs:
                              "from 32 on; use --device cpu")
         self.slots, self.max_len = slots, max_len
         larger = range(BUCKETS[-1] + 64, slots, 64)
-        self.sizes = [*(b for b in (*BUCKETS, *larger) if b < slots), slots]  # of batches
-        self.top_p = top_p  # if < 1 the memory planned has room for its sort
+        self.sizes = [*(b for b in (*BUCKETS, *larger) if b < slots), slots]  # batch sizes
+        self.top_p = top_p  # if < 1, the memory plan has room for its sort
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
         self.graphs, self.refresh, self.pool, self.scratch = {}, None, None, []
         packed = batches.packed(model)
         self.prompts = packed and packed.Prefill(model, self.step)
         if self.cache.k.is_cuda:
-            # steps launched ahead may outlive generate. Their memory goes with the graphs, and the
-            # allocator waits for the stream of the capture, not for that of the replay
+            # steps launched ahead may outlive generate. Their memory is freed with the graphs, and
+            # the allocator waits for the capture's stream, not for the replay's
             end = weakref.finalize(self, torch.cuda.synchronize, self.cache.k.device)
             end.atexit = False
 
@@ -189,7 +189,7 @@ class Graphs:
         if len(eos_ids) > len(st.eos):
             raise ValueError(f"{len(eos_ids)} stop tokens: the GPU engine compares with at most "
                              f"{len(st.eos)}")
-        if st.adapters:  # hundreds of small copies: one launch
+        if st.adapters:  # hundreds of small copies in one launch
             self.refresh = self.refresh or self.capture(self.copy_adapters)
             self.refresh()
         st.inverse_temperature.fill_(1 / temperature if temperature else 1.0)
@@ -200,11 +200,11 @@ class Graphs:
         st.cache.length.zero_()
         self.last = 0  # size of the last batch
         self.greedy = temperature == 0
-        # temperature is read from memory, except by the sort that top_p takes
+        # temperature is read from memory, except by the sort for top_p
         self.nucleus = (temperature, top_p) if top_p < 1 else None
 
     def copy_adapters(self):
-        """LoRA's parameters, as they are now, to where the kernels read them."""
+        """Copy LoRA's current parameters to where the kernels read them."""
         self.step.refresh()
         if self.prompts:
             self.prompts.refresh()
@@ -224,7 +224,7 @@ class Graphs:
         st = self.step
         for t in (st.token, st.key, st.stop, st.alive, st.cache.length):
             t[target] = t[source]
-        # what a larger size decodes in vain stays cheap
+        # if a larger batch size decodes this slot in vain, it stays cheap
         st.alive[source], st.cache.length[source] = 0, 0
 
     def run(self, rows, steps):
@@ -232,15 +232,15 @@ class Graphs:
         steps = min(steps, len(st.out_ids))
         size = next(s for s in self.sizes if s >= rows)
         if ranks.world > 1 and size < self.last:
-            # rows end, and by and by all will: what each rank captures now, at the same time, the
-            # others need not wait for in a later step
+            # rows end, and eventually all will: if each rank captures the smaller sizes now, at the
+            # same time, no rank waits for another's capture in a later step
             for smaller in self.sizes[: self.sizes.index(size)]:
                 self.launcher(smaller)
         self.last, launch = size, self.launcher(size)
         st.count.zero_()
         for _ in range(steps):
             launch()
-        # the next run overwrites them: to the host, in their turn
+        # the next run overwrites these: copy them to the host, in stream order
         ids, logprobs = (torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
                          .copy_(t, non_blocking=True) for t in (st.out_ids, st.out_logp))
         done = torch.cuda.Event() if st.out_ids.is_cuda else None
@@ -256,7 +256,7 @@ class Graphs:
 
     def launcher(self, rows):
         """A function that decodes `rows` slots once: the replay of a graph, captured now if it is
-        the first time."""
+        not there yet."""
         st, how = self.step, (rows, self.greedy, self.nucleus)
         if how in self.graphs:
             return self.graphs[how]
@@ -269,8 +269,8 @@ class Graphs:
         return self.graphs[how]
 
     def capture(self, launch):
-        """launch() as a CUDA graph's replay (on the CPU as it is). It is rehearsed once, which
-        compiles, checks weights and makes buffers, all of which a capture must not."""
+        """Capture launch() as a CUDA graph and return its replay (on the CPU, launch itself). It is
+        rehearsed once, to compile, check weights and make buffers, which a capture must not do."""
         device = self.cache.k.device
         if device.type != "cuda":
             return launch
@@ -289,15 +289,15 @@ class Graphs:
 
 @functools.cache
 def side_stream(device):
-    """The stream that rehearsals run on. One for all: cuBLAS keeps a workspace of 32 MiB for each
-    stream it has seen, so a new one for each batch size would take a gigabyte by and by."""
+    """The stream that rehearsals run on. There is only one: cuBLAS keeps a workspace of 32 MiB for
+    each stream it has seen, so one for each batch size would add up to a gigabyte."""
     return torch.cuda.Stream(device)
 
 
 def gemm_buffers(device):
-    """The GEMM's buffers on `device`, or (). At more rows than plan.FEW a graph decodes weights
-    into one of them, which is replaced when a larger weight comes: whoever keeps the graph keeps
-    these."""
+    """The GEMM's buffers on `device`, or (). With more rows than plan.FEW, a graph decodes weights
+    into one of them, which is replaced when a larger weight comes: whoever keeps the graph must
+    keep these."""
     return tuple(plan.SPACE.get(device, ()))
 
 
@@ -312,7 +312,7 @@ def release(model):
 
 
 def free_bytes():
-    """Bytes of GPU memory that tensors could still take, of what this process may."""
+    """Bytes of GPU memory that tensors could still take, within this process's share."""
     reserved, total = torch.cuda.memory_reserved(), torch.cuda.get_device_properties().total_memory
     share = int(torch.cuda.get_per_process_memory_fraction() * total)
     left = min(torch.cuda.mem_get_info()[0], share - reserved)
@@ -327,14 +327,14 @@ def make_room(model, need):
 
 
 def settle_update(args, model, params):
-    """Settle train.py's --micro-batch-tokens and --checkpointing by the memory that is free, and
-    say what goes where; model.update_bytes is what an update takes of it. A resumed run keeps what
-    it began with: another cut into micro-batches rounds differently."""
+    """Settle train.py's --micro-batch-tokens and --checkpointing by the free memory, and print what
+    takes how much; model.update_bytes is set to what an update takes of it. A resumed run keeps
+    what it began with: other micro-batches round differently."""
     longest, w = args.max_prompt + args.max_new_tokens, model.embed.weight
     tokens, recompute = args.micro_batch_tokens or 16384, args.checkpointing != "off"
     if w.is_cuda:
         way = batches.packed(model) is not None, w.dtype.itemsize
-        # gradient and two moments; of several ranks, also the buffer that gradients are summed in
+        # gradient and two moments; with several ranks, also the buffer that gradients are summed in
         later = (12 if ranks.world == 1 else 16) * sum(p.numel() for p in params)
         free = min(ranks.gather(free_bytes())) - later
         tokens, recompute = memory.fit_update(model.config, args.quant, free, longest,
@@ -350,9 +350,9 @@ def settle_update(args, model, params):
 
 
 def prepare(args, model, longest):
-    """Make the GPU's engine of train.py's rollouts and evaluations, for rows of `longest` tokens.
-    Made for those of the first step, it would have to be captured again at the first longer prompt,
-    while all other ranks wait."""
+    """Make the GPU engine for train.py's rollouts and evaluations, with rows of `longest` tokens.
+    If it were made for the first step's rows, it would have to be captured again at the first
+    longer prompt, while all other ranks wait."""
     if model.embed.weight.is_cuda:
         rows = args.group_size * -(-args.prompts_per_step // ranks.world)
         top_p = args.eval_top_p if args.eval_n and args.eval_temperature else 1.0
@@ -363,14 +363,14 @@ def fingerprint(model):
     """What a captured graph holds on to: where the weights lie, which adapters are on, and their
     scaling."""
     adapters = (m.adapter for _, m in projections(model))
-    # of each module its own: parameters() and buffers() would take milliseconds
+    # each module's own: parameters() and buffers() would take milliseconds
     tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
     return (tuple(t.data_ptr() for t in tensors if t is not None), model.valid_vocab,
             tuple(a and a.scaling for a in adapters))
 
 
 def working_bytes(model, slots, top_p):
-    """memory.rollout_bytes of this model, less the scratch that is there already."""
+    """memory.rollout_bytes of this model, minus the scratch that is there already."""
     fmt = next((m.q.fmt for _, m in projections(model) if m.q is not None), "none")
     held = sum(t.nbytes for t in gemm_buffers(model.embed.weight.device))
     scratch = memory.gemm_scratch(model.config, fmt)
@@ -378,7 +378,7 @@ def working_bytes(model, slots, top_p):
 
 
 def check_known(model):
-    """ValueError for a noise, a forward or a hook of the user's own: the kernels have none."""
+    """ValueError for noise, a forward or a hook of the user's own that the kernels do not have."""
     for name in aqn.buffers(model):
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
             raise ValueError(f"{name}: the GPU's kernels read the noise of the norms alone; give "
@@ -390,8 +390,8 @@ def check_known(model):
 
 
 def engine_for(model, slots, max_len, top_p):
-    """The model's Graphs engine for (at most) `slots` rows of max_len tokens; the one of the last
-    call if it serves. ValueError if not even one row fits the free memory, or by check_known."""
+    """The model's Graphs engine for (at most) `slots` rows of max_len tokens; the last call's if it
+    will do. ValueError if not even one row fits the free memory, or by check_known."""
     check_known(model)
     mark = fingerprint(model)
     old_mark, old, wanted = ENGINES.get(model, (None, None, 0))
@@ -438,15 +438,15 @@ def prefill(model, engine, prompts, slots):
 
 
 def prefill_padded(model, engine, batch, most):
-    """prefill of [(tokens, slot)], the longest first, by the model's modules. One alone goes where
-    it belongs at once: beside a long one there may be no room for a second cache."""
+    """prefill of [(tokens, slot)], the longest first, by the model's modules. A single one is
+    written straight to its slot: beside a long one there may be no room for a second cache."""
     slot, longest, alone = batch[0][1], len(batch[0][0]), len(batch) == 1
     cache = copy.copy(engine.cache) if alone else KVCache(model, len(batch), longest)
     if alone:
         cache.k, cache.v = (t[:, slot : slot + 1] for t in (cache.k, cache.v))
         cache.length, cache.used = torch.zeros_like(cache.length[:1]), 0
     ids = pad_sequence([torch.tensor(p) for p, _ in batch], batch_first=True)
-    # of a part that sees earlier ones attention on the GPU keeps the scores, in float32
+    # for a part that sees earlier ones, attention on the GPU keeps the scores, in float32
     later = max(1, min(most, 512 * most // longest))
     first, *parts = ids.to(cache.k.device).split(most, dim=1)
     for part in (first, *(p for t in parts for p in t.split(later, dim=1))):

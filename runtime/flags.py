@@ -153,7 +153,7 @@ TABLE = (
 )
 NOISE = "--aqn", lambda a: a.aqn
 HELD_OUT = "--eval-n 1 or more", lambda a: a.eval_n
-# a flag of train.py that does nothing without another: which, and whether that is there
+# flags of train.py that do nothing without another: which other, and whether it is set
 NEEDS = {
     **dict.fromkeys(("aqn_start", "aqn_end", "aqn_stages", "aqn_schedule", "aqn_scope"), NOISE),
     **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
@@ -182,7 +182,7 @@ def dest(flag):
 
 
 def parser(command, tiny=False, only_given=False):
-    """The argparse parser of a command; `tiny`: the demo's defaults; `only_given`: none at all."""
+    """The argparse parser of a command; `tiny`: the demo's defaults; `only_given`: no defaults."""
     p = commands.Parser(f"{command}.py", f"python {command}.py [flags]", ABOUT[command])
     groups = {}
     for title, f in flags_of(command):
@@ -208,8 +208,8 @@ def parser(command, tiny=False, only_given=False):
 
 
 def from_file(command, values, where):
-    """The Namespace of (name of a flag, its value), read from the file `where`, as if they stood
-    on the command line; ValueError for what could not stand there."""
+    """The Namespace of `values`, (flag name, value) pairs read from the file `where`, as if they
+    were on the command line; ValueError for what could not be there."""
     known, argv = {f.name: f for _, f in flags_of(command)}, []
     for name, value in values:
         if value is None:
@@ -227,19 +227,17 @@ def from_file(command, values, where):
 
 
 def given(command, argv):
-    """The flags that stand on the command line, without defaults, as a dict."""
+    """The flags given on the command line, without defaults, as a dict."""
     return vars(parser(command, only_given=True).parse_args(argv))
 
 
 def parse(command, argv):
-    """The flags of a command as a Namespace, checked against each other; the demo's defaults for
-    the embedded model.
-
-    ValueError for what is refused; nothing is loaded or written."""
+    """The flags of a command as a Namespace, checked against each other; the embedded model gets
+    the demo's defaults. ValueError for what is refused; nothing is loaded or written."""
     named = given(command, argv).get("model", "tiny")
     args = parser(command, tiny=command == "train" and named == "tiny").parse_args(argv)
     for name, value in vars(args).items():
-        if value == "" and name != "calib":  # --run $UNSET; no --calib undoes an adapter's own
+        if value == "" and name != "calib":  # --run $UNSET; an empty --calib undoes the adapter's
             raise ValueError(f"--{name.replace('_', '-')}: is empty; give a value or leave it out")
     if command != "train":
         take_policy(command, args)
@@ -259,7 +257,7 @@ def parse(command, argv):
 
 
 def tell_idle(args, argv):
-    """A warning for each of train.py's flags in argv that does nothing beside the others."""
+    """Print a warning for each of train.py's flags in argv that has no effect beside the others."""
     for name in given("train", argv):
         flag, used = NEEDS.get(name, ("", None))
         if used and not used(args):
@@ -324,8 +322,8 @@ def check_sample(args):
 
 
 def run_command(command, body, argv=None, name=None):
-    """body(args, argv) -> its exit code, as commands.run has it. name: of a script that has the
-    flags of `command`."""
+    """Run body(args, argv) and return its exit code, as commands.run does. name: that of a script
+    that has the flags of `command`."""
     argv = sys.argv[1:] if argv is None else argv
 
     @ranks.one_voice
@@ -352,8 +350,8 @@ def run_command(command, body, argv=None, name=None):
 
 
 def place(device="auto", dtype="auto"):
-    """(device, torch.dtype) that --device and --dtype stand for: auto is cuda where there is one,
-    with bfloat16, else the CPU, with float32. ValueError for what the machine cannot."""
+    """(device, torch.dtype) that --device and --dtype stand for: auto is cuda where there is a GPU,
+    with bfloat16, else the CPU, with float32. ValueError for what the machine cannot do."""
     device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: this machine has no CUDA device; use --device cpu")
@@ -370,20 +368,19 @@ def dtype_of(args):
 
 
 def load_policy(args):
-    """(model, tokenizer) as the flags say: base, format, AWQ, adapter, and ids past the tokenizer
-    shut off."""
+    """(model, tokenizer) of the flags: base, format, AWQ, adapter, no ids past the tokenizer's."""
     device, dtype = place(args.device, args.dtype)
     if device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(args.card_share)
     folder = checkpoint.fetch(args.model)
     if getattr(args, "adapter", None):
-        check_policy(args)  # before what takes its time
+        check_policy(args)  # before the slow part
     stored = read_config(folder).quantization
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
                          f"--quant {packed_format(stored, folder)}")
     tok = data.Tokenizer(folder)
-    # one that is quantized has the scales that its adapter asks for already (see check_policy)
+    # a quantized one already has the scales that its adapter asks for (see check_policy)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
         model = awq.load(folder, device, dtype, args.quant, args.calib)
     else:
@@ -397,8 +394,8 @@ def load_policy(args):
 
 
 def base_of(args):
-    """What tells the base of these flags from others: checkpoint.fingerprint's digests; `text`,
-    that of the file that --awq goes by; `format`, a script's own as it is in its table."""
+    """What tells the base of these flags from others: checkpoint.fingerprint's digests; `text`, the
+    digest of --awq's text file; `format`, the FORMATS row of a format that a script has added."""
     told = checkpoint.fingerprint(args.model)
     if args.quant in FORMATS and args.quant not in OURS:
         told["format"] = repr(FORMATS[args.quant])
@@ -408,8 +405,8 @@ def base_of(args):
 
 
 def policy(args, base):
-    """What goes into policy.json beside an adapter: what it was trained with, and by which it must
-    be used. base: base_of(args), as it was when training began."""
+    """What goes into policy.json beside an adapter: what it was trained with and must be used with.
+    base: base_of(args), as it was when training began."""
     kept = [*(dest(f) for _, f in flags_of("train") if f.kept), "reward"]
     return {name: getattr(args, name) for name in kept} | {"dtype": dtype_of(args)} | base
 
@@ -463,7 +460,7 @@ def merged(folder):
 
 
 def check_policy(args):
-    """ValueError if the adapter was trained on another base, or is part of this one; a warning
+    """ValueError if the adapter was trained on another base, or is merged into this one; a warning
     where the format, or AWQ's text, differs."""
     had, now = args.trained_with, base_of(args)
     weights = Path(args.adapter) / "adapter_model.safetensors"
@@ -471,17 +468,17 @@ def check_policy(args):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} is merged into it "
                          "already; give the base it was trained on, or leave the adapter out")
 
-    def stored(of):  # in which format: none, nvfp4, ...
+    def stored(of):  # the format it is stored in: none, nvfp4, ...
         return (of.get("weights") or "").partition(":")[0]
 
-    same = stored(had) == stored(now)  # only then the digests of all weights compare
+    same = stored(had) == stored(now)  # only then can the digests of all weights be compared
     known = "weights" if same else "base"
     if had.get(known) not in (None, now[known]):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} was trained on another "
                          f"base, {had.get('model')}; an adapter only fits its own")
     scaled_here = args.awq and stored(now) == "none"
     if not same and had.get("norms") and not scaled_here:
-        # one of the two was rounded beforehand; by AWQ, the scales are in its norms
+        # one of the two was rounded beforehand; if by AWQ, its norms hold the scales
         scaled = had["norms"] != now["norms"]
         if scaled != bool(had.get("awq")):
             raise ValueError(f"--model {args.model}: was rounded by other scales (AWQ's, or "

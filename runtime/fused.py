@@ -19,7 +19,7 @@ from runtime.decode import norm_weight
 
 @triton.jit
 def norm_back_kernel(x, weight, noise, d, dx, C, stride, eps, BLOCK: tl.constexpr):
-    """d, wide: the gradient of norm(x) -> that of x (S, C) in dx; then d holds norm(x)."""
+    """d (wide): the gradient of norm(x), from which dx gets x's (S, C); then d gets norm(x)."""
     r, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     v = tl.load(x + r * C + c, mask=c < C, other=0).to(tl.float32)
     g = tl.load(d + r * stride + c, mask=c < C, other=0).to(tl.float32)
@@ -34,8 +34,8 @@ def norm_back_kernel(x, weight, noise, d, dx, C, stride, eps, BLOCK: tl.constexp
 
 @triton.jit
 def swiglu_back_kernel(gate_up, d, dgate_up, F, stride, BLOCK: tl.constexpr):
-    """d, wide: the gradient of silu(gate) * up -> that of gate_up (S, 2F); then d holds silu(gate)
-    * up."""
+    """d (wide): the gradient of silu(gate) * up, from which dgate_up gets that of gate_up (S, 2F);
+    then d gets silu(gate) * up."""
     r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = r * 2 * F + c
     gate = tl.load(gate_up + at, mask=c < F, other=0).to(tl.float32)
@@ -104,7 +104,7 @@ def rope_back_kernel(dq, dk, dv, qkv, out, place, cos, sin, q_weight, q_noise, k
                      eps, H, HKV, HP: tl.constexpr, HKVP: tl.constexpr, D: tl.constexpr,
                      NORM: tl.constexpr):
     """The gradients of attention's q (S, H, D), k and v (S, Hkv, D) -> that of qkv in out, by the
-    opposite rotation; NORM: and through the norms of the heads of qkv."""
+    opposite rotation; NORM: also through the norms of qkv's heads."""
     t = tl.program_id(0).to(tl.int64)
     h, d, HALF = tl.arange(0, HP)[:, None], tl.arange(0, D // 2)[None, :], D // 2
     q, k = h < H, (h >= H) & (h < H + HKV)
@@ -168,7 +168,7 @@ def score_kernel(logits, targets, logp, entropy, grad, valid, rows, inverse_temp
 
 
 def score(logits, targets, temperature, valid_vocab, dtype):
-    """logprobs.score of logits (c, V) float32; `dtype`: of p - onehot."""
+    """logprobs.score from logits (c, V) float32; `dtype`: that of p - onehot."""
     c, V = logits.shape
     logp, entropy = logits.new_empty(c), logits.new_empty(c)
     grad = torch.empty(c, V, dtype=dtype, device=logits.device)

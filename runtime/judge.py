@@ -27,14 +27,14 @@ from collections import deque
 
 LEAST, MOST = 0.2, 1.0  # seconds of processor time that a pair may take
 MEMORY = 2 << 30  # bytes a child may ask for
-SAME = 7  # exit status of no accident
+SAME = 7  # an exit status that no accident produces
 
 
 class Judge:
-    """The process that forks, as the run sees it. It is started when it is first asked."""
+    """The run's side of the process that forks, which is started when it is first asked."""
 
     def __init__(self, seconds=5.0):
-        """seconds: for each 512 pairs of a batch, shared out among them."""
+        """seconds: time for each 512 pairs of a batch, divided among them."""
         self.seconds, self.lock, self.process, self.known = seconds, threading.Lock(), None, {}
 
     def ask(self, pairs):

@@ -24,19 +24,19 @@ def score(hidden, weight, targets, temperature, valid_vocab):
     x = logits(hidden, weight)
     x[:, valid_vocab:] = -torch.inf  # Qwen's embedding has rows past the tokenizer's last id
     if temperature != 1.0:
-        x.div_(temperature)  # what was sampled is the tempered distribution
+        x.div_(temperature)  # tokens were sampled from the tempered distribution
     lp = torch.log_softmax(x, dim=-1)
     t = targets[:, None]
     logp = lp.gather(1, t)[:, 0]
     p = lp.exp_()
     entropy = torch.special.entr(p).sum(1)  # -p log p, and 0 at p = 0
-    # before rounding to 16 bits: no cancellation after
+    # -1 is added before rounding to 16 bits: no cancellation after it
     return logp, entropy, p.scatter_add_(1, t, p.new_full(t.shape, -1.0)).to(weight.dtype)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log p(target) and entropy, chunk by chunk over the tokens; nothing wider than a chunk's (c,
-    V) lives in either pass.
+    """log p(target) and entropy, chunk by chunk over the tokens; neither pass holds anything wider
+    than a chunk's (c, V).
 
     The upstream gradient of a token is one number, so d logp / d hidden (S, C) can be finished in
     forward, while the chunk's softmax is at hand: with frozen weights (LoRA) the backward is one

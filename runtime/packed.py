@@ -52,9 +52,9 @@ from runtime.decode import norm_kernel, swiglu_kernel
 from runtime.fused import norm_back_kernel, rope_back_kernel, rope_kernel, swiglu_back_kernel
 from runtime.plan import few, sms
 
-# ---- prologues: forward(x, E) -> (wide (S, K + E), its first K columns h, the others left for
-# ---- x A^T; what backward needs beside x). backward(x, kept, d): the gradient of x, and h, for
-# ---- which it may take d's first K columns
+# ---- prologues: forward(x, E) -> (wide (S, K + E), whose first K columns are h, the others left
+# ---- for x A^T; what backward needs beside x). backward(x, kept, d) -> (the gradient of x; h, for
+# ---- which it may take d's first K columns)
 
 
 class Norm:
@@ -77,7 +77,7 @@ class Norm:
         return dx, d[:, : x.shape[1]]
 
     def own_gradient(self, x, d):
-        """That of the norm's weight (C,), before `backward` takes d."""
+        """The gradient of the norm's weight (C,); call it before `backward`, which overwrites d."""
         scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + self.eps)  # (S, 1)
         return (d[:, : x.shape[1]] * (x * scale)).sum(0).to(self.weight.dtype)
 
@@ -99,9 +99,9 @@ class SwiGLU:
 
 
 class Attend:
-    """Of one block. `cache` (KVCache or None): keys and values are written there too."""
+    """One block's attention. `cache` (KVCache or None): keys and values are written there too."""
 
-    weight = None  # Qwen3's norms of heads: model.py's path
+    weight = None  # Qwen3's head norms are trained by model.py's modules
 
     def __init__(self, attn, rows, cache=None):
         self.attn, self.rows, self.cache = attn, rows, cache
@@ -119,7 +119,7 @@ class Attend:
         return qkv.view(len(qkv), -1, self.attn.head_dim).split(self.heads, 1)
 
     def forward(self, x, E):
-        # in place: nobody else holds qkv, unless its norms' backward will
+        # in place, as nothing else needs qkv, unless the backward of its norms will
         out = torch.empty_like(x) if self.normed else x
         cache = [self.rows.place, x, x, 0, 0]  # never touched
         if self.cache is not None:
@@ -150,8 +150,8 @@ class Attend:
 
 
 class WideLinear:
-    """A linear, and 16-bit copies of its adapter: A (E, K) and tail = s B / alpha (N, E), the parts
-    on a block diagonal. alpha: marlin_triton.decoded's."""
+    """A linear, and 16-bit copies of its adapter: A (E, K) and tail = s B / alpha (N, E), its parts
+    on a block diagonal. alpha: as in marlin_triton.decoded."""
 
     def __init__(self, m, dtype):
         (self.N, self.K), self.base, self.adapter, self.q = m.shape, m.base, m.adapter, m.q
@@ -172,7 +172,7 @@ class WideLinear:
                                   strict=True)]
 
     def of(self, m):
-        """Whether it was made of what m is now."""
+        """Whether this was made from m as m is now."""
         same = self.base is m.base and self.adapter is m.adapter
         if self.E:
             now = m.adapter.A.data_ptr(), m.adapter.B.data_ptr()
@@ -180,12 +180,12 @@ class WideLinear:
         return same and (self.q is None or self.q.codes is m.base.codes)
 
     def blocks(self, t):
-        """What of t (N, E) belongs to an output and its own part: P views (N_p, R)."""
+        """The blocks of t (N, E) where a part's outputs meet its own columns: P views (N_p, R)."""
         return [rows[:, i * self.R : (i + 1) * self.R]
                 for i, rows in enumerate(t.split(self.parts))]
 
     def few(self, rows):
-        """Whether so many rows go through the GEMM that decodes as it multiplies."""
+        """Whether this many rows go through the GEMM that decodes as it multiplies."""
         return self.cuda and few(rows, self.N, self.K, sms(self.q.codes.device))
 
     def forward(self, wide, residual):
@@ -203,7 +203,7 @@ class WideLinear:
         return y.addmm_(wide[:, self.K :], self.tail.T) if self.E else y
 
     def backward(self, dy):
-        """dy (S, N) -> wide [dh | d(x A^T)] (S, K + E); dh lacks what comes by x A^T."""
+        """dy (S, N) -> wide [dh | d(x A^T)] (S, K + E); dh lacks what comes through x A^T."""
         if self.cuda:
             return marlin_triton.many(dy, self.q, True, self.tail)
         d = dy.new_empty(len(dy), self.K + self.E)
@@ -219,8 +219,8 @@ def product32(a, b):
 
 
 class Project(torch.autograd.Function):
-    """y (S, N) = residual + linear(prologue(x)). What is trained, A and B or the weight and bias,
-    and a norm's weight (else None), is given for its gradient alone: multiplied is what `p` has."""
+    """y (S, N) = residual + linear(prologue(x)). What is trained (A and B, or the weight and bias;
+    a norm's weight or None) is passed for its gradient alone: `p` holds what is multiplied."""
 
     @staticmethod
     def forward(ctx, prologue, p, x, residual, A, B, norm):
@@ -254,7 +254,7 @@ class Project(torch.autograd.Function):
 
 
 class FinalNorm(torch.autograd.Function):
-    """norm(x); its weight is given for its gradient alone."""
+    """norm(x); its weight is passed for its gradient alone."""
 
     @staticmethod
     def forward(ctx, norm, x, weight):
@@ -275,9 +275,9 @@ class FinalNorm(torch.autograd.Function):
 
 @dataclass
 class Rows:
-    """Where S tokens of rows stand: place (S,) in their row, -1 for padding, which is a row of its
-    own; attention.blocks; cos and sin (longest, D/2); slot (S,) of the cache, if one is filled;
-    whether rows continue others."""
+    """The layout of S tokens in rows. place (S,): a token's place in its row, -1 for padding, which
+    is a row of its own; blocks: attention.blocks; cos, sin (longest, D/2); slot (S,): of the cache,
+    if one is filled; shared: whether rows continue others."""
 
     place: torch.Tensor
     blocks: torch.Tensor
@@ -288,8 +288,8 @@ class Rows:
 
 
 def end_to_end(rows, slots=None, of=None):
-    """(ids, places, slots, borders) of rows (lists of ids), as lists; row i continues row of[i], or
-    is its own."""
+    """(ids, places, slots, borders) of rows (lists of ids), as lists; row i continues row of[i],
+    itself if none."""
     ids, places, slot_of = [], [], []
     for i, (row, slot) in enumerate(zip(rows, slots or [0] * len(rows), strict=True)):
         ids += row
@@ -307,8 +307,8 @@ LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its Wide
 
 
 def linears_of(model):
-    """The four WideLinears of each block. They are made once, and anew when a weight or an adapter
-    is another."""
+    """The four WideLinears of each block. They are made once, and again when a weight or an adapter
+    has been replaced."""
     modules = [m for _, m in projections(model)]
     kept, on = LINEARS.setdefault(model, {}), any(m.adapter is not None for m in modules)
     if on not in kept or not all(p.of(m) for p, m in zip(kept[on], modules, strict=True)):
@@ -318,7 +318,7 @@ def linears_of(model):
 
 @torch.no_grad()
 def refresh(linears):
-    """Copy the adapters' parameters as they are now."""
+    """Copy the adapters' current parameters into `linears`."""
     adapted = [p for block in linears for p in block if p.E]
     if adapted:
         A, to_A = zip(*(p.A_copy for p in adapted), strict=True)
@@ -337,7 +337,7 @@ def project(prologue, p, x, residual=None):
 
 
 def block(layer, linears, attend, x):
-    """One block on x (S, C), of which attend is the Attend."""
+    """One block on x (S, C); attend: its Attend."""
     qkv_proj, o_proj, gate_up_proj, down_proj = linears
     qkv = project(Norm(layer.input_layernorm), qkv_proj, x)  # (S, C) -> (S, (H + 2 Hkv) D)
     x = project(attend, o_proj, qkv, x)
@@ -346,7 +346,7 @@ def block(layer, linears, attend, x):
 
 
 def states(model, linears, ids, rows):
-    """The residual stream behind the last block, (S, C), of the tokens ids (S,). Causal within each
+    """The residual stream after the last block, (S, C), of the tokens ids (S,). Causal within each
     of `rows`; differentiable in what is trained."""
     x = F.embedding(ids, model.embed.weight)  # (S, C)
     for layer, four in zip(model.layers, linears, strict=True):
@@ -358,8 +358,8 @@ def states(model, linears, ids, rows):
 
 def hidden(model, rows, take, of=None):
     """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
-    ids) laid end to end; differentiable in what is trained. of: which row each continues, itself if
-    none; those that continue one follow it at once (attention.blocks)."""
+    ids) laid end to end; differentiable in what is trained. of: the row that each row continues,
+    itself if none; rows that continue another follow it directly (attention.blocks)."""
     device, linears = model.embed.weight.device, linears_of(model)
     refresh(linears)
     ids, places, _, borders = end_to_end(rows, of=of)
@@ -368,7 +368,7 @@ def hidden(model, rows, take, of=None):
     layout = Rows(to_device(places, device), blocks,
                   *tables(model.config, max(places) + 1, device), shared=shared)
     x = states(model, linears, to_device(ids, device), layout)
-    # a place may be taken more than once: index_select would add its gradients in any order
+    # a place may be taken more than once: index_select would add its gradients in no fixed order
     norm = Norm(model.norm)
     return FinalNorm.apply(norm, x[to_device(take, device)], norm.weight)
 
@@ -377,14 +377,14 @@ class Prefill:
     """Fills the cache of a decode.Step with rows' keys and values, from position 0 on.
 
     A few hundred tokens are less work for the GPU than for the host that launches their kernels,
-    and while they run all other rows wait. So up to the last of SIZES tokens are one CUDA graph,
-    padded to the next size; more are launched. And where the GEMM that decodes as it multiplies is
-    the faster one, it is the step's, which takes in LoRA and silu."""
+    and all other rows wait meanwhile. So up to the last of SIZES tokens run as one CUDA graph,
+    padded to the next size; more are launched. Where the GEMM that decodes as it multiplies is
+    faster, a block is the decode step's, whose GEMM takes in LoRA and silu."""
 
     SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 
     def __init__(self, model, step):
-        # not the model: an engine lasts as long as its model, and must not keep it
+        # the model is not kept: an engine lasts as long as its model, and must not keep it alive
         self.step, self.linears = step, linears_of(model)
         self.graphs = {}  # size -> (graph, its input)
 
@@ -393,8 +393,8 @@ class Prefill:
 
     @torch.no_grad()
     def run(self, model, rows, slots, capture=None):
-        """rows (lists of ids) into `slots`. capture(launch): a replay of launch() as a graph; None:
-        launch."""
+        """Prefill rows (lists of ids) into `slots`. capture(launch) returns the replay of launch()
+        as a graph; None: launch directly."""
         device, (ids, places, slot_of, borders) = self.step.cache.k.device, end_to_end(rows, slots)
         size = next((s for s in self.SIZES if s >= len(ids)), None)
         most = size and max(8, size // 32)  # rows that a graph of this size takes
@@ -420,7 +420,7 @@ class Prefill:
         few = all(p.few(len(ids)) for p in self.linears[0])
         for i, layer in enumerate(model.layers):
             attend = Attend(layer.attn, rows, self.step.cache)
-            if i == len(model.layers) - 1:  # nobody needs more of it than keys and values
+            if i == len(model.layers) - 1:  # only its keys and values are needed
                 attend(project(Norm(layer.input_layernorm), self.linears[i][0], x))
             elif few:
                 x = self.step.block(i, x, attend)

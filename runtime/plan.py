@@ -17,10 +17,10 @@ import torch
 
 from weights.formats import CHUNK
 
-# What a program takes: BM rows of x and BN of w; stages of the loop, warps. Of such programs `fit`
-# are on an SM at once, which takes about `wave` ns and, a chunk of K, `alone` ns where one is,
-# `each` for every program where many are, and `more` of that a row of x. At most 111 KB of shared
-# memory.
+# A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
+# on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is
+# one, `each` ns a program if there are many; each row of x adds a share `more` to `each`. At most
+# 111 KB of shared memory.
 TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1350, alone=320, each=170),
          dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=225,
               maxnreg=80),
@@ -32,7 +32,7 @@ TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1350, alone=320, each=
               maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
-FEW = 512  # up to here the kernel wins nearly always, and with an adapter always
+FEW = 512  # up to this many rows the kernel nearly always wins, with an adapter always
 SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
 
 
@@ -56,13 +56,13 @@ def space(device):
 
 @functools.lru_cache(1 << 12)
 def plan(M, N, K, cores):
-    """(ns, tile): the tile of TILES, with the split of K, that should be fastest for this shape on
-    so many SMs, and its time.
+    """(ns, tile): the expected time, and the tile of TILES, with its split of K, that should be
+    fastest for this shape on `cores` SMs.
 
-    Programs come in waves of what fits. Splits make one wave fuller, and cost the partial sums that
-    they write and read. The times were fitted to kernels timed alone, then to what tiles cost in a
-    decode step with an adapter of rank 16 (results/tiles_h200.json), and those of 128 rows to
-    prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
+    Programs run in waves of as many as fit. Splits fill one wave better, at the cost of the partial
+    sums that they write and read. The times were fitted to kernels timed alone, then to what tiles
+    cost in a decode step with an adapter of rank 16 (results/tiles_h200.json), and those of tiles
+    of 128 rows to prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
     found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
     for t in (t for t in TILES if t["BM"] <= most):
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
@@ -71,7 +71,7 @@ def plan(M, N, K, cores):
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
         rest, each = tiles - whole * MT, t["each"] * (1 + M * t.get("more", 0))
 
-        def wave(chunks, programs, t=t, each=each):  # on an SM
+        def wave(chunks, programs, t=t, each=each):  # ns on an SM
             return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
 
         # only the splits that leave no program idle
@@ -83,13 +83,13 @@ def plan(M, N, K, cores):
             if rest:
                 ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
             ns += (split > 1) * (1100 + 0.17 * split * partial)
-            ns += 4000 * (slots - 16 < programs <= slots)  # some await those that make x A^T
+            ns += 4000 * (slots - 16 < programs <= slots)  # some wait for those that make x A^T
             found.append((ns, t | {"split": split, "whole": whole if split > 1 else 0}))
     return min(found, key=lambda plan: plan[0])
 
 
 def few(M, N, K, cores):
-    """Whether M rows go through the decoding kernel, rather than, after a kernel that dequantizes
-    at 2.6 TB/s, cuBLAS at 780 TFLOP/s: measured on an H100; other cards shift all three."""
+    """Whether M rows go through the decoding kernel rather than through cuBLAS (780 TFLOP/s) after
+    a kernel that dequantizes (2.6 TB/s): measured on an H100; other cards shift all three."""
     dense = 5000 + N * K * (2.56 / 2600 + 2 * M / 780e3)
     return M <= FEW or plan(M, N, K, cores)[0] * cores / 132 < dense

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 world = int(os.environ.get("WORLD_SIZE", 1))
-rank = int(os.environ["RANK"]) if world > 1 else 0  # a RANK alone is not torchrun's
+rank = int(os.environ["RANK"]) if world > 1 else 0  # RANK without WORLD_SIZE is not torchrun's
 busy = False  # in a collective: an interrupt must wait, the others count on this rank
 stopped = False  # all ranks know that the run is to stop
 BUCKET = 2**26  # numbers of one all-reduce, 256 MiB
-PATIENCE = 10  # seconds in which rank 0 may refuse what this rank refuses
+PATIENCE = 10  # seconds that rank 0 has to raise the same error before this rank does
 
 
 class Lost(ConnectionError):
@@ -47,8 +47,8 @@ def launcher():
 
 
 def start(args):
-    """Meet the other ranks; each gets the card of its place on the machine. --timeout: seconds that
-    an exchange may take. ValueError if there are too few cards, Lost if the others do not come."""
+    """Join the other ranks; each gets the card of its local rank. --timeout: seconds that an
+    exchange may take. ValueError if there are too few cards, Lost if the others do not come."""
     if world == 1 or dist.is_initialized():
         return
     backend, here = "gloo", int(os.environ.get("LOCAL_RANK", 0))
@@ -58,9 +58,9 @@ def start(args):
                              f"are {torch.cuda.device_count()}")
         torch.cuda.set_device(here)
         backend = "cpu:gloo,cuda:nccl"
-    # torch imports this module late (with the first optimizer), and its default arguments are the
-    # group of that moment. They would keep it, and gloo's threads, past `end`; a thread that still
-    # has a tensor to free when the interpreter ends aborts the process. Now there is none to keep.
+    # torch imports this module late (with the first optimizer), and its default arguments hold the
+    # process group of that moment. They would keep it, and gloo's threads, past `end`; a thread
+    # with a tensor to free when the interpreter ends aborts the process. Now it holds none.
     from torch.distributed.nn import functional  # noqa: F401
     with together():
         dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
@@ -69,7 +69,7 @@ def start(args):
 
 
 def end():
-    """Wait until all are done, rank 0 with its files, and part."""
+    """Wait until all ranks are done (rank 0 with its files), and leave the group."""
     if dist.is_initialized():
         with suppress(Lost):  # this rank's work is done
             gather(None)
@@ -77,8 +77,8 @@ def end():
 
 
 def one_voice(body):
-    """Rank 0 speaks for all: what the others print is dropped, what all refuse is told once. One
-    that fails alone is heard, after rank 0 has had time to say the same and torchrun to end it."""
+    """Rank 0 speaks for all: what others print is dropped, so an error on all is told once. A rank
+    that fails alone is heard, after rank 0 has had time to fail too and torchrun to end it."""
 
     def quiet():
         if rank == 0:
@@ -144,7 +144,7 @@ def gather(item):
 
 
 def stop():
-    """This rank is stopped: so shall all be, in the `gather` where they wait for it."""
+    """This rank was stopped: stop the others too, in the `gather` where they wait for it."""
     global stopped
     if world > 1 and not stopped:
         stopped = True
@@ -153,19 +153,19 @@ def stop():
 
 
 def mine(items):
-    """This rank's part of what is dealt out: every world-th."""
+    """This rank's part of `items`: every world-th."""
     return items[rank::world]
 
 
 def merge(items):
-    """What became of `mine` on each rank -> of all, in order, on every rank."""
+    """Each rank's results for its `mine` -> those for all items, in order, on every rank."""
     parts = gather(items)
     return [parts[i % world][i // world] for i in range(sum(map(len, parts)))]
 
 
 def share(items, size):
-    """[items of each rank], their sizes about equal: the largest first, each to whoever has least.
-    The same on every rank."""
+    """[items of each rank], their sizes about equal: the largest first, each to the rank that has
+    least. The same on every rank."""
     parts, load = [[] for _ in range(world)], [0] * world
     for item in sorted(items, key=size, reverse=True):
         least = load.index(min(load))
@@ -175,8 +175,8 @@ def share(items, size):
 
 
 def sum_gradients(params):
-    """The sum over all ranks into each p.grad, in flat float32 buffers; None counts as zeros, so
-    that a rank with nothing to train takes part."""
+    """Sum each p.grad over all ranks, in flat float32 buffers; None counts as zeros, so that a rank
+    with nothing to train takes part."""
     bucket = []
     for i, p in enumerate(params if world > 1 else ()):
         bucket.append(p)

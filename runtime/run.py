@@ -39,7 +39,7 @@ from runtime import command, console, flags, ranks
 from weights import checkpoint, files
 from weights.files import append, cause, check_out, lines, lock, read_json, whole
 
-# what --resume may change: a card with less memory must be able to go on
+# what --resume may change: a run must be able to continue on a card with less memory
 FREE = ("steps", *plot.IDLE, *plot.MINOR)
 NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
          "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
@@ -59,15 +59,15 @@ class State:
     data: str = ""  # digest of the questions
     base: dict = field(default_factory=dict)  # flags.base_of
     reward: str = ""  # digest of --reward's file
-    script: str = "train.py"  # or one that changes what it does
-    code: str = ""  # digest of one of the user's own
-    command: str = ""  # that began the run
+    script: str = "train.py"  # or a script that changes what it does
+    code: str = ""  # digest of that script, if it is the user's own
+    command: str = ""  # the command line that began the run
 
 
 def settle(args, argv):
-    """The flags to run with: as given in a fresh folder, those of the run with --resume. ValueError
-    for a folder that holds a run or anything else, one that cannot be written, or a flag that a
-    resumed run cannot change. Leaves nothing."""
+    """The flags to run with: those given, in a fresh folder; with --resume, the run's own.
+    ValueError for a folder that holds a run or anything else, one that cannot be written, or a flag
+    that a resumed run cannot change. Leaves nothing behind."""
     out = Path(args.out)
     check_out(out, folder=True)
     saved, begun = out / "config.json", (out / "checkpoint" / "state.pt").is_file()
@@ -89,14 +89,14 @@ def settle(args, argv):
     read = ((k.replace("_", "-"), v) for k, v in read_json(saved).items() if k != "command")
     try:
         old = flags.from_file("train", read, saved)
-    except ValueError as e:  # a value that only the script knows that the run was begun by
+    except ValueError as e:  # a value that only the script that began the run knows
         raise ValueError(f"{e}; the run was begun by {plot.told(out).get('script')}") from None
     for name, value in flags.given("train", argv).items():
         if name not in FREE and value != getattr(old, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
                              f"{getattr(old, name)}; --resume keeps a run's flags")
         setattr(old, name, value)
-    old.resume, old.out = begun, args.out  # killed before its first save, it begins anew
+    old.resume, old.out = begun, args.out  # a run killed before its first save begins anew
     return old
 
 
@@ -110,12 +110,12 @@ class Run(ExitStack):
         self.args, self.out = args, Path(args.out)
         script = command.script(argv)
         typed = [*ranks.launcher(), *(command.typed(argv) or script)]
-        self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # goes on with it
+        self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # continues the run
         told = shlex.join([Path(script[0]).name, *script[1:]])
         self.state = State(script=told, command=shlex.join([*ranks.launcher(), *script, *argv]))
         self.started = time.time()
-        self.clock, self.current = {}, None  # seconds of each phase of a step; the one it is in
-        self.drawn = 0  # tokens sampled in this step, those of groups that were replaced included
+        self.clock, self.current = {}, None  # seconds of each phase of a step; the current phase
+        self.drawn = 0  # tokens sampled in this step, replaced groups included
         self.failed, self.warned = 0, set()  # updates skipped in a row; warnings given
         self.interrupted = False  # a signal has come
 
@@ -133,7 +133,7 @@ class Run(ExitStack):
         vars(self.state).update(evaluation.own_code(self.args))
         if self.args.resume:
             self.restore(optimizer)
-            summed = plot.saved(self.out, "summary.json").get("steps")  # of before it went on, say
+            summed = plot.saved(self.out, "summary.json").get("steps")  # perhaps of an earlier end
             if summed == self.state.step and self.state.step >= self.args.steps:
                 if not (self.out / "metrics.png").is_file():  # stopped while it was drawn
                     self.tell()
@@ -141,7 +141,7 @@ class Run(ExitStack):
                 return False
         self.tidy()
         self.started -= self.state.seconds
-        gc.freeze()  # what stands by now stays; a look through it stops a step for 0.2 s
+        gc.freeze()  # what exists by now stays; going through it would stop a step for 0.2 s
         self.callback(gc.unfreeze)
         self.enter_context(command.signals(self.interrupt))
         console.show_flags(self.args)
@@ -160,7 +160,7 @@ class Run(ExitStack):
 
     @ranks.first
     def tidy(self):
-        """Remove what a start that came to nothing, or a save that was killed, has left; write
+        """Remove what a failed start, or a save that was killed, has left behind; write
         config.json."""
         stale = () if self.args.resume else NAMES - {"lock"}
         for path in [*map(self.out.joinpath, stale), *self.out.glob(".model.*.part")]:
@@ -175,10 +175,10 @@ class Run(ExitStack):
         return time.time() - self.started
 
     def phase(self, name):
-        """A phase of the step begins (evaluate, rollout, reward, update, log; then None); the
-        seconds of the one before it are counted."""
+        """Begin a phase of the step (evaluate, rollout, reward, update, log; then None), and count
+        the seconds of the one before it."""
         if self.interrupted and name in ("rollout", "evaluate"):
-            raise KeyboardInterrupt  # it came in an exchange with other ranks
+            raise KeyboardInterrupt  # it came during an exchange with other ranks
         now = time.time()
         if self.current:
             self.clock[self.current] = self.clock.get(self.current, 0.0) + now - self.since
@@ -186,32 +186,32 @@ class Run(ExitStack):
 
     @property
     def halfway(self):
-        """Whether weights may have changed in a step that is not logged: no moment to save."""
+        """Whether weights may have changed in a step not logged yet: not a moment to save."""
         return self.current in ("update", "log")
 
     def interrupt(self, *_):
-        """The handler of ctrl-C, SIGTERM, a closed terminal or stdout. Stops at once, but within an
-        update: that is finished and logged, and `advance` stops. A second signal does not wait for
-        it, except with several ranks, which stop together (see `phase` and ranks.gather)."""
+        """The handler of ctrl-C, SIGTERM, a closed terminal or stdout. Stops at once, except within
+        an update: that is finished and logged, then `advance` stops. A second signal does not wait
+        for that, except with several ranks, which stop together (see `phase` and ranks.gather)."""
         again, self.interrupted = self.interrupted or ranks.stopped, True
         if ranks.world > 1 and (again or ranks.busy):
-            return  # what is begun with the others is ended with them; torchrun has the patience
+            return  # what ranks begin together they end together; torchrun waits long enough
         if again or not self.halfway:
             command.stop()  # raises KeyboardInterrupt
-        with suppress(OSError):  # no print: it may have come in the middle of one
+        with suppress(OSError):  # not print: the signal may have come in the middle of one
             os.write(2, b"finishing the update, then saving (again to stop at once)\n")
 
     # ---- in each step
 
     def due(self, step):
-        """Whether the held-out questions are asked before this step: so a row has both the accuracy
-        of its samples and the held-out accuracy of the policy that drew them, and a resumed run
-        evaluates where the uninterrupted one does."""
+        """Whether the held-out questions are asked before this step: a row then has both the
+        accuracy of its samples and the held-out accuracy of the policy that drew them, and a
+        resumed run evaluates where the uninterrupted one does."""
         a = self.args
         return a.eval_n and (step == 0 or a.eval_every and step % a.eval_every == 0)
 
     def evaluated(self, result, model):
-        """The accuracy before training, and later the best adapter so far, into adapter_best/."""
+        """Keep the accuracy before training, later the best adapter so far in adapter_best/."""
         s, found = self.state, {k: result[k] for k in ("accuracy", "stderr")}
         long = result.get("skipped")
         print(f"held-out accuracy after {s.step} steps: {found['accuracy']:.1%}"
@@ -240,7 +240,7 @@ class Run(ExitStack):
 
     @ranks.first
     def log(self, row, groups):
-        """A step's row into metrics.jsonl, two of its samples into rollouts.jsonl, both shown."""
+        """Write a step's row to metrics.jsonl and two samples to rollouts.jsonl, and print both."""
         append(self.out / "metrics.jsonl", [row])
         samples = [{"step": row["step"], "question": c.row["question"], "answer": c.row["answer"],
                     "text": c.text, "reward": c.reward, "correct": c.correct}
@@ -264,14 +264,14 @@ class Run(ExitStack):
 
     @ranks.first
     def save(self, model, optimizer):
-        """adapter/, or model/, and checkpoint/. ValueError, and nothing is written, if a parameter
-        is not finite: what was saved before it stays."""
+        """Write adapter/ or model/, and checkpoint/. ValueError if a parameter is not finite:
+        nothing is written then, and what was saved before stays."""
         broken = [name for name, p in model.named_parameters()
                   if p.requires_grad and not torch.isfinite(p).all()]
         if broken:
             raise ValueError(f"{broken[0]} holds NaN or inf after {self.state.step} steps; nothing "
                              f"was saved over the last checkpoint in {self.out}. Lower --lr")
-        aqn.clear(model)  # a noise of one's own may lie in what is saved
+        aqn.clear(model)  # a noise of the user's own may be in what is saved
         if self.args.lora_rank:
             self.save_adapter("adapter", model)
         else:
@@ -309,12 +309,12 @@ class Run(ExitStack):
 
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
-        or if the questions, the weights or the script are others now."""
+        or if the questions, the weights or the script are not the same."""
         now, was = self.state, self.load(optimizer)
         if was.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
-        if isinstance(was.base, dict) and was.base != now.base:  # older: a digest
+        if isinstance(was.base, dict) and was.base != now.base:  # older runs: a digest
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
@@ -323,7 +323,7 @@ class Run(ExitStack):
                              f"which {now.script} does not know; go on with that")
         for what, old, new in ((f"--reward {self.args.reward}", was.reward, now.reward),
                                (now.script, was.code, now.code)):
-            if old not in ("", new):  # an error of its own may have been mended
+            if old not in ("", new):  # an error in it may have been fixed
                 print(f"warning: {what}: is not as it was when the run began", file=sys.stderr)
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
         if plot.saved(self.out, "config.json").get("steps") != self.args.steps:
@@ -333,7 +333,7 @@ class Run(ExitStack):
             self.cut(self.out / name)
 
     def load(self, optimizer):
-        """checkpoint/ into the optimizer and its parameters -> its State."""
+        """Load checkpoint/ into the optimizer and its parameters; returns its State."""
         path = self.out / "checkpoint" / "state.pt"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -354,7 +354,7 @@ class Run(ExitStack):
 
     @ranks.first
     def cut(self, path):
-        """Drop a log's rows of steps that are to be done again, and half a row at its end."""
+        """Drop a log's rows of steps that will be done again, and an incomplete last row."""
         rows = files.read_log(path, {}) if path.exists() else ()
         kept = [text + "\n" for text, row in rows if row["step"] < self.state.step]
         with whole(path) as part:
@@ -364,9 +364,9 @@ class Run(ExitStack):
 
     @ranks.first
     def finish(self, after):
-        """eval_after.jsonl, summary.json, metrics.png; what was learned is told. after: the last
-        evaluation, None with --eval-n 0."""
-        (self.out / "metrics.png").unlink(missing_ok=True)  # of before it went on
+        """Write eval_after.jsonl, summary.json and metrics.png, and print what was learned. after:
+        the last evaluation, None with --eval-n 0."""
+        (self.out / "metrics.png").unlink(missing_ok=True)  # from before it was extended
         before, gain, error = self.state.before, None, None
         if after:
             base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
@@ -384,7 +384,7 @@ class Run(ExitStack):
 
     @ranks.first
     def tell(self):
-        """metrics.png, and what was learned, of a run whose summary.json is there."""
+        """Write metrics.png and print what was learned, for a run that has its summary.json."""
         plot.plot([self.out], self.out / "metrics.png")
 
         def rows(name):
@@ -395,8 +395,8 @@ class Run(ExitStack):
                          rows("eval_before.jsonl"), rows("eval_after.jsonl"))
 
     def stop(self, model, optimizer):
-        """The end of a run that was interrupted: saved where it stands, but for one that was told
-        twice, whose parameters may be on their way from one step to the next."""
+        """The end of an interrupted run: it is saved as it is, except after a second signal within
+        an update, when parameters may be on their way from one step to the next."""
         ranks.stop()
         if self.halfway:
             where = f"within step {self.state.step}; the last checkpoint stands,"
@@ -408,8 +408,8 @@ class Run(ExitStack):
 
     @ranks.first
     def fail(self, model, optimizer):
-        """An error ends the run, in a reward of one's own, say, or for want of memory: what was
-        learned before it is saved, unless an update was on its way."""
+        """An error (in the user's own reward, say, or out of memory) ends the run: what was learned
+        before is saved, unless the error came within an update."""
         try:
             if self.state.step and not self.halfway:
                 self.save(model, optimizer)
@@ -419,7 +419,7 @@ class Run(ExitStack):
 
 
 def digest_of(state):
-    """A digest of everything in a checkpoint: torch.load takes flipped bits for numbers."""
+    """A digest of everything in a checkpoint: torch.load would take flipped bits for numbers."""
     h = hashlib.sha256()
 
     def add(x):
@@ -436,10 +436,10 @@ def digest_of(state):
 
 
 def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result):
-    """A step's row of metrics.jsonl. first: the groups of the first rollout, whole, for honest
-    statistics; groups: those trained on; n_prompts: how many were drawn; updates: (summed metrics,
+    """A step's row of metrics.jsonl. first: all groups of the first rollout, for honest statistics;
+    groups: those trained on; n_prompts: how many prompts were drawn; updates: (summed metrics,
     gradient norm) of each, None where it had nothing to train on; result: the evaluation before
-    this step, if there was one. Empties the run's clock and count of tokens."""
+    this step, if there was one. Resets the run's clock and token count."""
     updates = [u for u in updates if u]
     skipped = sum(not math.isfinite(norm) for _, norm in updates)
     updates = [u for u in updates if math.isfinite(u[1])]
@@ -453,12 +453,12 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
             "eval_stderr": result and result["stderr"], "seconds": run.seconds(),
             **s, "seconds_step": sum(s.values()), "rollout_tok_s": drawn / s["seconds_rollout"],
             "update_tok_s": trained / s["seconds_update"] if updates else None,
-            # what the allocator held at most is more: unused pieces, lost to other runs
+            # the allocator's own peak is larger: it holds unused pieces, lost to other runs
             "peak_gib": peak_gib(), "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
 
 
 def of_samples(groups):
-    """The columns of a row that are of a rollout: P groups of G Completions."""
+    """The columns of a row that describe a rollout: P groups of G Completions."""
     flat = [*chain(*groups)]
     lengths = [len(c.ids) for c in flat]
     rewards = torch.tensor([[c.reward for c in g] for g in groups], dtype=torch.double)  # (P, G)
@@ -470,13 +470,13 @@ def of_samples(groups):
             "zero_var_frac": fmean(not grpo.has_signal(g) for g in groups),
             "length_mean": fmean(lengths), "length_max": max(lengths),
             "truncated_frac": fmean(not c.finished for c in flat),
-            # -log p of what was drawn: the entropy of the policy that sampled, its noise included
+            # mean -log p of what was drawn: the entropy of the sampling policy, its noise included
             "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths)}
 
 
 def of_updates(updates, beta):
-    """The columns of a row that are of its updates, (summed metrics, gradient norm) of each; null
-    where there was none: an entropy of 0 would be a claim."""
+    """The columns of a row that describe its updates, each (summed metrics, gradient norm); null
+    where there was none, as an entropy of 0 would be a claim."""
     row = dict.fromkeys(("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl",
                          "logp_gap_mean", "logp_gap_max", "sampler_kl", "ratio_outside_frac",
                          "entropy", "padding_frac", "clip_first_frac"))
@@ -489,7 +489,7 @@ def of_updates(updates, beta):
         start = each[0]
         row |= {k: start[k] for k in start if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
         row["clip_first_frac"] = start["clip_low_frac"] + start["clip_high_frac"]
-        row["kl"] = row["kl"] if beta else None  # else the base was not asked
+        row["kl"] = row["kl"] if beta else None  # else the base model was not run
     return row
 
 

@@ -23,7 +23,7 @@ SUFFIX = {
             "<answer></answer>.",
     "boxed": r"Please reason step by step, and put your final answer within \boxed{}.",
 }
-SECONDS, MEMORY = 2.0, 1 << 28  # that a chat template may take, and bytes beside what is there
+SECONDS, MEMORY = 2.0, 1 << 28  # what a chat template may take: time, and bytes of extra memory
 
 
 class Tokenizer:
@@ -99,13 +99,13 @@ class Tokenizer:
         if not template or not isinstance(template, str):
             raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint, or "
                              "add one")
-        # what trainers of others mark the assistant's tokens with: here a block like any
+        # with {% generation %} other trainers mark the assistant's tokens: here an ordinary block
         template = re.sub(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})",
                           lambda m: m[1] + ("endif" if m[2] else "if true"), template)
         # the settings and functions that checkpoints are written against
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        env.intercepted_binops = frozenset({"*", "**"})  # powers of big integers know no signal
+        env.intercepted_binops = frozenset({"*", "**"})  # no signal interrupts a power of big ints
         env.binop_table = {"*": _times, "**": _power}
         env.filters["tojson"] = lambda x, indent=None: json.dumps(
             x, ensure_ascii=False, indent=indent)
@@ -145,11 +145,11 @@ class Tokenizer:
     def encode(self, text):
         try:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError:  # half a character, as bytes of another encoding become
+        except TypeError:  # half a character: what bytes of another encoding become
             raise ValueError(f"{shown(text)}: is not UTF-8; write it in that") from None
 
     def decode(self, ids):
-        """Text of a completion without special tokens (<|im_end|>, padding); <think> is none."""
+        """Text of a completion without special tokens (<|im_end|>, padding); <think> is not one."""
         ids = [i for i in ids if i < self.size]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -164,13 +164,13 @@ class Tokenizer:
         return out
 
     def prompt_ids(self, question, style="tags", max_prompt=None):
-        """Ids of a question with the style's instruction; None if more than max_prompt of them."""
+        """Ids of a question with the style's instruction; None if more than max_prompt."""
         ids = self.encode(self.chat([{"role": "user", "content": styled(question, style)}]))
         return None if max_prompt is not None and len(ids) > max_prompt else ids
 
 
 def styled(question, style):
-    """The question with what its style asks for below it; `plain` asks for nothing."""
+    """The question with its style's instruction below it; `plain` has none."""
     if style == "plain":
         return question
     if style not in SUFFIX:

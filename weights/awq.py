@@ -86,8 +86,8 @@ def neighbours(scale, fmt):
 
 
 def search_blocks(w, fmt, scale, global_scale, H):
-    """The block scale (N, K/block) with the least output error per block, over the neighbours of
-    `scale`."""
+    """The block scales (N, K/block), for each block the one with the least output error among
+    `scale` and its neighbours."""
     (N, K), b = w.shape, FORMATS[fmt].block
     diagonal = torch.stack([H[i : i + b, i : i + b] for i in range(0, K, b)])  # (K/b, b, b)
 
@@ -105,8 +105,8 @@ def search_blocks(w, fmt, scale, global_scale, H):
 
 
 class Trial(NamedTuple):
-    """Channel scales s = mean|x|^exponent (K,), and what rounding by them and `blocks`, the block
-    scales and the global one, leaves of the output error."""
+    """Channel scales s = mean|x|^exponent (K,), `blocks`: the block scales and the global one, and
+    the output error of rounding with both."""
 
     error: float
     exponent: float
@@ -120,11 +120,11 @@ BY_ERROR = attrgetter("error")
 class Search:
     """One linear: the best scales of its input channels, and its quantized weight.
 
-    w (N, K) float32, H (K, K), magnitude (K,) = mean|x| (shared over tied channels already), exact:
-    s -> the s that folding can realise without rounding, divide (N,): what w's rows will be divided
-    by, because they feed a scaled consumer. grid 0: no channel scales; finalists None: no search of
-    block scales. Errors are relative to || W X ||^2: `rtn` of plain rounding, `channels` of the
-    best channel scales alone, `awq` of what was chosen."""
+    w (N, K) float32, H (K, K), magnitude (K,) = mean|x| (already shared over tied channels), exact:
+    s -> the s that folding realises exactly, divide (N,): what w's rows will be divided by, because
+    they feed a scaled consumer. grid 0: no channel scales; finalists None: no search of block
+    scales. Errors are relative to || W X ||^2: `rtn` for plain rounding, `channels` for the best
+    channel scales alone, `awq` for what was chosen."""
 
     def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=GRID,
                  finalists=FINALISTS):
@@ -147,8 +147,8 @@ class Search:
         best = min(trials, key=BY_ERROR)
         self.channels = best.error
         if finalists is not None:
-            # a search of blocks costs ten trials, and evens out much of what exponents differ by:
-            # for the best of them, and 0
+            # a search of blocks costs ten trials, and evens out much of the difference between
+            # exponents: only for the best of them, and 0
             for plain in sorted(trials[1:], key=BY_ERROR)[:finalists] + trials[:1]:
                 found = attempt(plain.exponent, plain.s, search=True)
                 best = min(best, found, key=BY_ERROR)
@@ -171,8 +171,8 @@ def quantize_block(block, stats, config, fmt, **options):
 
 
 def quantize_pair(owner, names, norm, above, G, D, stats, fmt, **options):
-    """The linears `names` of `owner`, a producer behind `norm` whose rows from `above` on feed the
-    consumer, each head of D rows G heads of its inputs (in the MLP each row one input)."""
+    """Quantize the linears `names` of `owner`: a producer behind `norm`, whose rows from `above` on
+    feed the consumer, a head of D rows for G heads of inputs (in the MLP, a row for one input)."""
     first, then = names
     producer, consumer, gain = getattr(owner, first), getattr(owner, then), norm.weight
 
@@ -182,18 +182,18 @@ def quantize_pair(owner, names, norm, above, G, D, stats, fmt, **options):
     def spread(x):  # (Hkv*D) -> (H*D)
         return x.view(-1, 1, D).expand(-1, G, D).flatten()
 
-    def folded(s):  # the norm's weight / s, in its dtype; as it is where that is 0 or infinite
+    def folded(s):  # the norm's weight / s, in its dtype; unchanged where that is 0 or infinite
         w = (gain / s).to(gain.dtype)
         return torch.where((w != 0) & torch.isfinite(w), w, gain)
 
-    def foldable(s):  # the s that this divides by, rounding included; 1 at a weight of zero
+    def foldable(s):  # the s that `folded` divides by, rounding included; 1 if the weight is 0
         return torch.where(gain == 0, 1.0, gain.float() / folded(s).float())
 
     def search_consumer(**options):
         mean = spread(share(stats[then].mean))
         return Search(consumer.dense(), stats[then].H, mean, fmt, **options)
 
-    def search_producer(s):  # of a consumer with channel scales s
+    def search_producer(s):  # for a consumer with channel scales s
         divide = torch.ones(producer.shape[0], device=s.device)
         divide[above:] = share(s)  # rows of v, or of up
         return divide, Search(producer.dense(), stats[first].H, stats[first].mean, fmt, foldable,
@@ -201,7 +201,7 @@ def quantize_pair(owner, names, norm, above, G, D, stats, fmt, **options):
 
     out = search_consumer(**options)
     divide, into = search_producer(out.s)
-    if into.awq > into.rtn:  # worse than by plain rounding: the consumer goes without scales
+    if into.awq > into.rtn:  # worse than plain rounding: the consumer gets no scales
         out = search_consumer(**options | {"grid": 0})
         divide, into = search_producer(out.s)
     norm.weight.data = folded(into.s)
@@ -215,8 +215,8 @@ def quantize_pair(owner, names, norm, above, G, D, stats, fmt, **options):
 
 @torch.no_grad()
 def calibrated(model, pieces, fmt, ids, device, held_out=None, **options):
-    """Quantizes the blocks of `model` as they come by in `pieces`, a checkpoint.stream of it;
-    yields (path, rows of the report) of each, as convert.rounded does.
+    """Quantizes the blocks of `model` as they arrive in `pieces`, a checkpoint.stream of it; yields
+    (path, rows of the report) for each, as convert.rounded does.
 
     ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
     calibrated on what the 16-bit model feeds it, and one pass a layer is enough. held_out: a
@@ -238,7 +238,7 @@ def calibrated(model, pieces, fmt, ids, device, held_out=None, **options):
         rows = quantize_block(block, stats, model.config, fmt, **options)
         if held_out:
             through(block, held_out.after, held_out.rope)
-        del block, stats  # so that the caller can let go of it
+        del block, stats  # so that the caller can free it
         yield path, rows
 
 
@@ -338,8 +338,8 @@ def texts(path):
 
 def calibration(path, folder, sequences=128, length=512):
     """ids (sequences, length) long of calibration text in the checkpoint's own tokens; documents
-    follow one another, ended by EOS. Without a file: worked arithmetic problems in the checkpoint's
-    chat template, as the embedded task has them."""
+    follow one another, each ended by EOS. Without a file: worked arithmetic problems in the
+    checkpoint's chat template, as in the embedded task."""
     tok = data.Tokenizer(folder)
     if path is None:
         rows = data.arithmetic("train", 4096)
@@ -361,7 +361,7 @@ def calibration(path, folder, sequences=128, length=512):
 @torch.no_grad()
 def perplexity(model, docs, batch=16):
     """docs: token ids of each document -> [(summed negative log-likelihood in nats, summed entropy,
-    tokens scored)] of each, in order; a document's first token is not scored. exp(sum / tokens) is
+    tokens scored)] for each, in order; a document's first token is not scored. exp(sum / tokens) is
     the perplexity."""
     device, out = model.embed.weight.device, [None] * len(docs)
     order = sorted(range(len(docs)), key=lambda i: len(docs[i]))

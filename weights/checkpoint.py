@@ -50,17 +50,17 @@ from weights.formats import FORMATS, Quantized, pack, quantize, scale_bits, unpa
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
           "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
           "merges.txt", "merged.json")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of 16-bit weights
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unquantized weights
 
 
-DOWNLOADED = {}  # (hub id, weights) -> folder: one process goes by one revision, and asks once
+DOWNLOADED = {}  # (hub id, weights) -> folder: one process uses one revision, and asks once
 
 
 # ---- where tensors come from
 
 
 def fetch(path_or_hub_id, weights=True):
-    """A local checkpoint folder as a Path, of "tiny" the embedded model's; a hub id is downloaded
+    """A local checkpoint folder as a Path; for "tiny", the embedded model's; a hub id is downloaded
     first (only the files this project reads, resumed; without `weights` only config.json)."""
     name = str(path_or_hub_id)
     if name == "tiny":
@@ -88,8 +88,8 @@ def fetch(path_or_hub_id, weights=True):
 
 
 class Checkpoint:
-    """The tensors of a safetensors folder by name, one or many shards; remembers which names
-    nobody asked for."""
+    """The tensors of a safetensors folder by name, one or many shards; remembers which names were
+    not asked for."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -98,7 +98,7 @@ class Checkpoint:
         if index.is_file():
             self.where = read_json(index, {"weight_map": dict}, ["weight_map"])["weight_map"]
             for shard in self.where.values():
-                # a name, no path: an index is not to lead to another folder's files
+                # a name, not a path: an index must not lead to another folder's files
                 if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
                     raise ValueError(f"{index}: {shard!r:.80} is no shard's name; download it "
                                      "again")
@@ -129,12 +129,12 @@ class Checkpoint:
         return name in self.where
 
     def read(self, name, few=None):
-        """The tensor `name` as it is stored; of `few` numbers, or a row, the first rows alone."""
+        """The tensor `name` as stored; few: only its first rows, that many numbers or one row."""
         if name not in self.where:
             raise ValueError(f"{self.folder}: the tensor {name} is missing")
         shard = self.where[name]
         if shard not in self.files:
-            self.files = {shard: self._open(shard)}  # one: host memory stays below one shard
+            self.files = {shard: self._open(shard)}  # one open: host memory stays below one shard
         try:
             if few and (shape := self.files[shard].get_slice(name).get_shape()):
                 row = math.prod(shape[1:]) or 1
@@ -156,7 +156,7 @@ class Checkpoint:
             raise ValueError(f"{self.folder / shard}: {name} is stored as {t.dtype}; weights of 16 "
                              "or 32 bits, or of the formats of --quant, can be read")
         t = t.to(device=device, dtype=dtype or t.dtype)
-        # least and greatest show NaN and inf, at a twentieth of the cost of looking at each
+        # minimum and maximum show NaN and inf, at a twentieth of the cost of testing each number
         if weight and not torch.stack(t.aminmax()).isfinite().all():
             raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; the checkpoint is "
                              "damaged, download it again")
@@ -166,10 +166,10 @@ class Checkpoint:
 def fingerprint(path_or_hub_id):
     """Digests that tell models apart, from the first rows of each tensor in the files:
 
-    base, of the final norm and of the embedding alone, which all number formats share;
-    norms, of the others, into which AWQ folds its scales;
-    weights, of every tensor as it is stored and of what config.json makes of them, after the
-    format's name and a colon: it does not compare across formats."""
+    base: of the final norm and the embedding alone, which all number formats share;
+    norms: of the other norms, into which AWQ folds its scales;
+    weights: of every tensor as stored and of what config.json makes of them, after the format's
+    name and a colon; these cannot be compared across formats."""
     folder = fetch(path_or_hub_id)
     config, source = read_config(folder), Checkpoint(folder)
 
@@ -181,10 +181,10 @@ def fingerprint(path_or_hub_id):
     def digest(content):
         return hashlib.sha256(content).hexdigest()[:16]
 
-    # a tied head may be stored or not, and tables that follow from config.json
+    # may be stored or not: a tied head, and tables that follow from config.json
     derived = ("inv_freq", *["lm_head.weight"] * config.tie_word_embeddings)
     each = sorted((n, digest(some(n))) for n in source.where if not n.endswith(derived))
-    shape = replace(config, quantization=None, max_position_embeddings=0)  # longer is no other
+    shape = replace(config, quantization=None, max_position_embeddings=0)  # length does not matter
     C, stored = config.hidden_size, "none"
     ends = some("model.norm.weight", C) + some("model.embed_tokens.weight", 64 * C)
     if config.quantization:
@@ -257,11 +257,11 @@ def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
     """Fill a skeleton from `source` piece by piece; yields the path of each of `pieces` when it
     is done. The embedding is there from the beginning.
 
-    One tensor at a time moves to the device: what is held is the pieces that the caller has not let
-    go of (model.layers[i] = None) and one projection as stored. quant != none turns each
+    One tensor at a time moves to the device: memory holds the pieces that the caller has not
+    dropped (model.layers[i] = None) and one projection as stored. quant != none turns each
     projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
     so in its config.json). dtype None: as stored. ends: the device of embedding, norm and head, if
-    it is another. ValueError at the end if tensors are left that fit nowhere."""
+    not `device`. ValueError at the end if tensors are left that fit nowhere."""
     for piece in pieces(model.config):
         place = device if piece.startswith("layers.") else ends or device
         for path, _ in list(model.get_submodule(piece).named_modules(prefix=piece)):
@@ -270,7 +270,7 @@ def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
             model.lm_head.weight = tied = model.embed.weight
             if "lm_head.weight" in source.unused:  # some exports store the tied head once more
                 head = source.get("lm_head.weight", tied.shape, dtype, tied.device)
-                if not torch.equal(head, tied):  # a head that was trained, and a config of before
+                if not torch.equal(head, tied):  # a trained head beside a config from before
                     raise ValueError(f"{source.folder}: lm_head.weight is not the embedding that "
                                      "config.json ties it to; set tie_word_embeddings to false")
         yield piece
@@ -287,7 +287,7 @@ def read_module(model, path, source, device, dtype, quant):
     def get(name):
         return nn.Parameter(source.get(name, m.weight.shape, dtype, device), requires_grad=False)
 
-    if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or of one's own
+    if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or the user's own
         m.noise = torch.zeros_like(noise, device=device)
     if isinstance(m, RMSNorm):
         m.weight = get(norm_name(path))
@@ -301,12 +301,12 @@ def read_module(model, path, source, device, dtype, quant):
 
 
 def read_projection(source, path, m, config, quant, dtype, device):
-    """The linear for the fused projection at `path` (a meta model.Linear `m` tells its shape), its
-    parts read in row order.
+    """The linear for the fused projection at `path` (its shape is that of the meta model.Linear
+    `m`), its parts read in row order.
 
     Weights are rounded to `quant` from what is stored, whatever `dtype` is: so an adapter meets the
-    same four bits on all devices, in a converted checkpoint and in a merge. In a checkpoint that is
-    quantized already they are taken as they are, and a projection that it left in 16 bits stays a
+    same four bits on all devices, in a converted checkpoint and in a merge. From a checkpoint that
+    is quantized already they are taken unchanged, and a projection that it left in 16 bits stays a
     model.Linear."""
     def get(part, n, suffix, *shape, dtype=dtype):
         return source.get(f"{prefix(path)}.{part}.{suffix}", (n, *shape), dtype, device)
@@ -330,8 +330,8 @@ def read_projection(source, path, m, config, quant, dtype, device):
 
 
 def read_packed(source, path, m, fmt, device):
-    """(codes, scale, global_scale) of the fused projection at `path` (a meta model.Linear `m`
-    tells its shape), checked."""
+    """(codes, scale, global_scale) of the fused projection at `path` (its shape is that of the meta
+    model.Linear `m`), checked."""
     K, f, parts = m.shape[1], FORMATS[fmt], []
     if K % f.block:
         raise ValueError(f"{source.folder}: {path} has K = {K}, not divisible by {fmt}'s block of "
@@ -350,7 +350,7 @@ def read_packed(source, path, m, fmt, device):
             name = f"{name}_global_scale"
             shape = () if name in source and source.get(name).dim() == 0 else (1,)
             top = 1 / stored(source, name, shape, torch.float32, device).squeeze()
-            if not 0 < top < 1e34:  # 6 * 448 times which is still finite
+            if not 0 < top < 1e34:  # 6 * 448 times that is still finite
                 raise ValueError(f"{source.folder}: {name} is not a positive number; the "
                                  "checkpoint is damaged")
         codes = torch.stack([codes & 15, codes >> 4], -1).view(n, K)  # (n, K/2, 2) -> (n, K)
@@ -377,8 +377,8 @@ def norm_name(path):
 
 
 def tensors(piece, path=""):
-    """Yields (name, tensor) of all that lies below `piece`, the module at `path` of a model, as it
-    lies in a checkpoint. A tied head is not stored, an adapter is not part of it."""
+    """Yields (name, tensor) for everything below `piece`, the module at `path` of a model, as a
+    checkpoint stores it. A tied head is not stored, and neither is an adapter."""
     embedding = None
     for at, m in piece.named_modules(prefix=path):
         if isinstance(m, RMSNorm):
@@ -401,8 +401,8 @@ def tensors(piece, path=""):
 
 
 def packed_tensors(q, parts, where):
-    """Yields (name, tensor) for each projection stacked in the quantized weight q: its rows as
-    they lie in a checkpoint."""
+    """Yields (name, tensor) for each projection stacked in the quantized weight q: its rows as a
+    checkpoint stores them."""
     codes, at = unpack(q.codes, q.shape[1], q.fmt), 0  # (N, K)
     codes = codes[:, 0::2] | codes[:, 1::2] << 4  # (N, K/2)
     for part, n in parts.items():
@@ -418,7 +418,7 @@ class Writer:
     """A checkpoint folder that appears whole or not at all: everything goes to a folder of a new
     name beside it, which is renamed at the end; an exception removes it. `add` holds one shard in
     host memory. Tokenizer and generation files are copied from `folder`; fmt (or None for 16 bits)
-    goes into config.json; `self.notes` are further JSON files, {name: what is in it}."""
+    goes into config.json; `self.notes` are further JSON files, {name: content}."""
 
     def __init__(self, out, folder, fmt=None, shard_bytes=2 << 30):
         self.out, self.folder, self.fmt = Path(out), Path(folder), fmt
@@ -458,7 +458,7 @@ class Writer:
         finally:
             shutil.rmtree(self.partial, ignore_errors=True)  # renamed by now if all went well
             for parent in self.made:
-                with contextlib.suppress(OSError):  # it holds the checkpoint
+                with contextlib.suppress(OSError):  # not empty: it holds the checkpoint
                     parent.rmdir()
 
     def finish(self):
@@ -480,7 +480,7 @@ class Writer:
             write_json(self.partial / name, content)
         raw = read_json(self.folder / "config.json")
         raw.pop("quantization_config", None)
-        if self.dtype:  # others read the tensors as what stands here
+        if self.dtype:  # other tools read the tensors as this dtype
             raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype
         if self.fmt:
             raw["quantization_config"] = quantization_config(self.fmt)

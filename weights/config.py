@@ -15,7 +15,7 @@ from weights.formats import FORMATS
 
 FAMILIES = {"qwen2": {"qkv_bias": True}, "llama": {"qkv_bias": False},
             "qwen3": {"qkv_bias": False, "qk_norm": True}}
-# config.json's fields: what they are, and what no model of these families goes past
+# config.json's fields: their types, and bounds that no model of these families exceeds
 SIZES = {"vocab_size": (int, 1, 1 << 22), "hidden_size": (int, 1, 1 << 17),
          "intermediate_size": (int, 1, 1 << 20), "num_hidden_layers": (int, 1, 1024),
          "num_attention_heads": (int, 1, 4096)}
@@ -35,7 +35,7 @@ def read_config(folder):
         raise FileNotFoundError(f"{path}: no such file; --model takes a Hugging Face checkpoint "
                                 "folder or a hub id")
     raw = {k: v for k, v in read_json(path, FIELDS).items() if v is not None}
-    # the newer field and the older one, which people add to files that have the newer
+    # the newer field, and the older one, which people add to files that have the newer
     rope = {k: v for name in ("rope_parameters", "rope_scaling")
             for k, v in check(raw.get(name) or {}, path, FIELDS).items() if v is not None}
     for what, bad in unsupported(raw, rope).items():
@@ -62,7 +62,7 @@ def read_config(folder):
 
 
 def unsupported(raw, rope):
-    """{what: whether config.json asks for it} of all that would make it another model."""
+    """{what: whether config.json asks for it}, for everything that would make it another model."""
     family = raw.get("model_type")
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     kinds = [rope[k] for k in ("rope_type", "type") if k in rope]

@@ -32,14 +32,14 @@ from weights.formats import FORMATS, dequantize, quantize
 
 @torch.no_grad()
 def rounded(model, pieces, fmt):
-    """Rounds the blocks of `model` to nearest as they come by in `pieces`, a checkpoint.stream
-    of it; yields (path, rows of the report) of each."""
+    """Rounds the blocks of `model` to nearest as they arrive in `pieces`, a checkpoint.stream of
+    it; yields (path, rows of the report) for each."""
     for path in pieces:
         rows = []
         for name in PROJECTIONS if path.startswith("layers.") else ():
             m = model.get_submodule(f"{path}.{name}")
             q = quantize(m.weight, fmt, f"{path}.{name}")
-            # a projection of zeros, as of blocks put in to be trained, has no error
+            # a projection of zeros, as in blocks added to be trained, has no error
             error = (dequantize(q) - m.weight).norm() / m.weight.float().norm().clamp(min=1e-30)
             rows.append({"linear": name.rsplit(".", 1)[-1], "weight_error": error.item()})
             model.set_submodule(f"{path}.{name}", QuantLinear(q, m.parts, m.bias))
@@ -101,7 +101,7 @@ def in_16_bits(m):
 
 @torch.no_grad()
 def streamed_logits(model, pieces, ids, device):
-    """model(ids) for a model that comes by in `pieces` and is let go of block by block."""
+    """model(ids) for a model that arrives in `pieces` and is freed block by block."""
     rope = model.rope(torch.arange(ids.shape[1], device=device)[None])
     for path in pieces:
         if path == "embed":
@@ -118,9 +118,9 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     """Write base + adapter as a 16-bit checkpoint in Hugging Face layout; returns how far its
     logits are from base + adapter.
 
-    quant: what the adapter was trained on, if the checkpoint is not quantized itself: w_hat, not w,
-    is what it was fitted to. calib: awq.calibration's ids if AWQ rounded it; dtype: in which it
-    did, since its scales follow from activations. The numbers are over 4 x 64 random ids: {"max",
+    quant: the format the adapter was trained on, if the checkpoint is not quantized itself: it was
+    fitted to w_hat, not w. calib: awq.calibration's ids if AWQ rounded it; dtype: what AWQ ran in,
+    since its scales follow from activations. The numbers are over 4 x 64 random ids: {"max",
     "mean"} of |difference|, "same_top" (share of positions with the same best id), "adapter_max"
     (what the adapter itself changes at most)."""
     folder = checkpoint.fetch(path_or_hub_id)
@@ -170,7 +170,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
 
 
 def plan_config(name):
-    """The Config of a config.json or a folder as it is, of a hub id fetched (config.json alone)."""
+    """The Config of a local config.json or folder, or of a hub id (fetching config.json alone)."""
     local = Path(name).suffix == ".json" or Path(name).exists()
     return read_config(name if local else checkpoint.fetch(name, weights=False))
 
@@ -261,7 +261,7 @@ def merge_body(argv):
         raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
     args.calib = (args.calib or policy.get("calib")) if calibrate else None
     args.dtype = policy.get("dtype", "bfloat16") if calibrate else "bfloat16"
-    flags.check_policy(args)  # before what takes its time
+    flags.check_policy(args)  # before the slow part
     ids = awq.calibration(args.calib, folder) if calibrate else None
     device, dtype = flags.place(args.device, args.dtype)
     r = merge(folder, args.adapter, args.out, device, args.quant, ids, dtype)

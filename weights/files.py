@@ -36,7 +36,7 @@ def decode(raw, where):
 
 
 def lines(path):
-    """(its number from 1, text) of each line of a file that is not blank."""
+    """Yields (line number from 1, text) for each line of a file that is not blank."""
     with open(path, "rb") as f:
         for n, raw in enumerate(f, 1):
             if (text := decode(raw, f"{path}, row {n}")).strip():
@@ -44,8 +44,8 @@ def lines(path):
 
 
 def parse_json(text, where, fields=None, needs=()):
-    """text -> the JSON object that it is, `check`ed. ValueError naming `where` for anything else,
-    for NaN, for numbers past all bounds, for half a surrogate pair."""
+    """text -> the JSON object in it, `check`ed. ValueError naming `where` for anything else, for
+    NaN, for numbers too large for a float, for half a surrogate pair."""
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
         if "\\u" in text:
@@ -69,7 +69,7 @@ def _finite(text):
 
 def check(value, where, fields, needs=()):
     """`value` if it is an object whose fields are what `fields` says: {name: kind, or for numbers
-    (kind, least, most)}; null is as good as left out, but in those that it `needs`."""
+    (kind, least, most)}; null counts as left out, which the fields in `needs` must not be."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: not a JSON object {{...}} but {shown(value)}")
     for name in needs:
@@ -86,12 +86,12 @@ def check(value, where, fields, needs=()):
 
 
 def shown(value):
-    """A value of JSON as a message has room for it."""
+    """A JSON value, short enough for a message."""
     return KINDS[type(value)] if isinstance(value, list | dict) else f"{value!r:.40}"
 
 
 def cause(error):
-    """The kind of an error of a library's or a user's, and the first line of what it says."""
+    """The type of an error from a library or the user's code, and the first line of its message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
@@ -114,8 +114,8 @@ def read_jsonl(path, fields=None, needs=()):
 
 
 def read_log(path, fields):
-    """(text, object with a "step") of each line of a run's .jsonl, as parse_json. Half a last line
-    is left out: the run may be writing it, or was killed."""
+    """(text, object with a "step") of each line of a run's .jsonl, as parse_json. An incomplete
+    last line is left out: the run may be writing it, or was killed."""
     rows, fields = [*lines(path)], fields | {"step": (int, 0, 1 << 60)}
     for n, text in rows:
         try:
@@ -132,8 +132,8 @@ def read_log(path, fields):
 
 @contextmanager
 def writing(path):
-    """What goes wrong with writing inside the block, a full disk say, as one error that names
-    `path`."""
+    """Whatever goes wrong with writing inside the block, a full disk, say, becomes one error that
+    names `path`."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError
@@ -145,7 +145,7 @@ def writing(path):
 
 
 def beside(path):
-    """A new name in the folder of `path`, which is nobody's."""
+    """A new name in the folder of `path`, which nothing else uses."""
     return path.parent / f".{path.name}.{secrets.token_hex(8)}.part"
 
 
@@ -154,14 +154,14 @@ def whole(path):
     """Yields a temporary Path beside `path` to write to; it becomes `path` when the block ends well
     and is removed when not.
 
-    It is made exclusively under a name of its own, so that a file of the user's is never hit; what
-    is renamed has reached the disk (fsync)."""
+    The temporary file is created exclusively, under a new name, so that it never hits a file of the
+    user's; it has reached the disk (fsync) before it is renamed."""
     path = Path(path)
     part = beside(path)
     with writing(path):
         try:
             with open(part, "x") as f:
-                mode = os.fstat(f.fileno()).st_mode & 0o777  # as the umask has it
+                mode = os.fstat(f.fileno()).st_mode & 0o777  # as the umask gives it
             yield part
             with open(part, "rb+") as f:
                 os.fsync(f.fileno())
@@ -180,25 +180,25 @@ def discard(path):
 
 
 def write_json(path, value, indent=2):
-    """The file `path`, whole, of one JSON value."""
+    """Write the file `path`, whole or not at all: one JSON value."""
     with whole(path) as part:
         part.write_text(json.dumps(value, indent=indent) + "\n")
 
 
 def write_jsonl(path, rows, **options):
-    """The file `path`, whole, of one JSON value a line; options of json.dumps."""
+    """Write the file `path`, whole or not at all: one JSON value a line; options of json.dumps."""
     with whole(path) as part, open(part, "w", encoding="utf-8") as f:
         f.writelines(json.dumps(row, **options) + "\n" for row in rows)
 
 
 def append(path, rows):
-    """`rows` as JSON, a line each, at the end of the file."""
+    """Append `rows` to the file as JSON, a line each."""
     with writing(path), open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def check_out(out, folder=False):
-    """ValueError unless `out`, a file or a `folder`, can be written: asked before the work."""
+    """ValueError unless `out`, a file or a `folder`, can be written; called before the work."""
     out = Path(out)
     try:
         if out.exists() and out.is_dir() != folder:

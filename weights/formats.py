@@ -55,9 +55,9 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 
 @dataclass(frozen=True)
 class Format:
-    """block: columns that share a scale. scale_dtype: what it is stored in (a uint8 is an E8M0
-    exponent byte, 2^(s-127)). values: of the 16 codes; with float32 scales they are looked up, with
-    others they are E2M1's. bits: of a weight, its share of the scale included. ValueError for what
+    """block: columns that share a scale. scale_dtype: its stored type (uint8: an E8M0 exponent
+    byte, 2^(s-127)). values: those of the 16 codes; with float32 scales they are looked up, with
+    others they are E2M1's. bits: a weight's, its share of the scale included. ValueError for what
     the kernels cannot decode."""
 
     block: int
@@ -75,7 +75,7 @@ class Format:
 
     @property
     def codebook(self):
-        """The values if codes are looked up, the last for a block's absmax; None for E2M1."""
+        """The values if codes are looked up, the last one a block's absmax; None for E2M1."""
         return self.values if self.scale_dtype == torch.float32 else None
 
     @property
@@ -114,14 +114,14 @@ class Quantized:
 
 
 def quantize(w, fmt="nvfp4", name="weight"):
-    """Round w (N, K), any float dtype, to `fmt`. ValueError if K is no multiple of the block, or w
-    is not finite."""
+    """Round w (N, K), any float dtype, to `fmt`. ValueError if K is not a multiple of the block, or
+    w is not finite."""
     return encode(w, fmt, *block_scales(w, fmt, name))
 
 
 def block_scales(w, fmt, name="weight"):
     """(scale (N, K/block) in its stored type, global_scale (N,) float32) of w (N, K), as
-    round-to-nearest takes them."""
+    round-to-nearest uses them."""
     if fmt not in FORMATS:
         raise ValueError(f"--quant {fmt}: unknown format, choose from none, {', '.join(FORMATS)}")
     if fmt not in ("nvfp4", "mxfp4") and not FORMATS[fmt].codebook:
@@ -181,7 +181,7 @@ def portions(w):
 
 
 def nearest(w, fmt, scale, global_scale):
-    """Codes (N, K), one a uint8, of the values nearest to w (N, K) on the grid of these scales."""
+    """uint8 codes (N, K) of the values nearest to w (N, K) on the grid of these scales."""
     block = FORMATS[fmt].block
     w = w.detach().float().reshape(len(w), -1, block)  # (N, K/block, block)
     step = (scale_value(scale, fmt) * global_scale[:, None])[..., None]  # (N, K/block, 1)

@@ -38,7 +38,7 @@ def weights(c, fmt):
     """Bytes of the frozen model by part; 16-bit embeddings, head, norms and biases in every
     format. A norm also has its float32 noise, a quantized row a float32 global scale."""
     shapes, L = linears(c), c.num_hidden_layers
-    padding = 4 * (fmt != "none")  # bits a column: codes lie in whole chunks of a row
+    padding = 4 * (fmt != "none")  # bits a column of padding: codes fill whole chunks of a row
     size = {name: L * n * (k * BITS[fmt] + -k % CHUNK * padding) / 8
             for name, (n, k, _) in shapes.items()}
     norms = (2 * L + 1) * c.hidden_size + 2 * L * c.head_dim * c.qk_norm
@@ -62,8 +62,8 @@ def lora_parameters(c, rank):
 
 def gemm_scratch(c, fmt):
     """Bytes that marlin_triton takes beside packed weights: the largest of them in bfloat16, and
-    its buffers. All it ever takes, but for the columns of an adapter behind that weight (less than
-    1% of it at rank 16): a process that has multiplied each weight once holds it."""
+    its buffers. It never takes more, except an adapter's columns behind that weight (less than 1%
+    of it at rank 16): a process holds all of it once it has multiplied each weight once."""
     if fmt == "none":
         return 0
     return max(2 * n * k for n, k, _ in linears(c).values()) + GEMM_BUFFERS
@@ -77,11 +77,11 @@ def update_bytes(c, fmt, tokens, checkpointing=True, packed=True, itemsize=2):
     and adapter.
 
     Kept for the backward: each block's input with checkpointing, else all that each block keeps.
-    Momentary: the decoded copy of a weight, and the larger of what the LM head makes of a chunk of
-    tokens and of the gradients on their way through an MLP (with checkpointing beside all that this
-    block keeps). `packed`: by runtime/packed.py, to 5% of what was measured; else by model.py's
-    modules (float32, all of a Qwen3), careful on purpose: a step that runs out of memory is lost.
-    `itemsize`: bytes of an activation."""
+    Momentary: the decoded copy of a weight, and the larger of two: what the LM head makes of a
+    chunk of tokens, or the gradients on their way through an MLP (with checkpointing, beside all
+    that this block keeps). `packed`: with runtime/packed.py, to 5% of what was measured; else with
+    model.py's modules (float32, all of a Qwen3), set high on purpose: a step that runs out of
+    memory is lost. `itemsize`: bytes of an activation."""
     C, F, L = c.hidden_size, c.intermediate_size, c.num_hidden_layers
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     if packed:
@@ -96,9 +96,9 @@ def update_bytes(c, fmt, tokens, checkpointing=True, packed=True, itemsize=2):
 
 
 def fit_update(c, fmt, free, longest, tokens=0, checkpointing="auto", packed=True, itemsize=2):
-    """(tokens, checkpointing) of an update's micro-batches in `free` bytes: the most tokens without
-    recomputing, else with it, that leave half to keys and values. What is given stays. Rows have up
-    to `longest` tokens."""
+    """(tokens, checkpointing) for an update's micro-batches in `free` bytes: the most tokens that
+    leave half of these to keys and values, without recomputing if possible. What is given stays.
+    Rows have up to `longest` tokens."""
     modes = {"auto": (False, True), "on": (True,), "off": (False,)}[checkpointing]
     sizes = (tokens,) if tokens else range(32768, 1024, -1024)
     fits = [(t, mode) for mode in modes for t in sizes
@@ -121,7 +121,7 @@ def rollout_bytes(c, fmt, rows, top_p=1.0):
     """Bytes of a rollout beside weights, adapter, keys and values: a prefill's activations, the
     FP4 GEMM's scratch, `rows` rows of logits and the sort of top_p."""
     prefill = PREFILL_TOKENS * (4 * c.hidden_size + 3 * c.intermediate_size) * 4
-    # float32 logits, twice since the allocator keeps the rehearsal's apart from the graph's;
+    # float32 logits, twice because the allocator keeps the rehearsal's apart from the graph's;
     # log-probs, values and indices twice
     logits = rows * c.vocab_size * (8 if top_p == 1 else 48)
     return prefill + gemm_scratch(c, fmt) + logits + (1 << 29)
