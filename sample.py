@@ -62,6 +62,7 @@ class Row:
     limit: int  # new tokens at most
     key: int  # of its random numbers
     sample: Sample
+    launched: int = 0  # steps that the engine was told to decode for it
 
     @property
     def ended(self):
@@ -79,12 +80,11 @@ class Row:
 
 
 class Flight(NamedTuple):
-    """Steps that an engine was told to decode: how many, {row: its place}, and what waits for their
-    tokens and returns them."""
+    """Steps that an engine was told to decode, in vain for a row that has ended before."""
 
     steps: int
-    places: dict
-    fetch: Callable
+    places: dict  # {row: its slot then}: it may have moved since
+    fetch: Callable  # waits for the steps; returns ids and log-probs as lists [slot][step]
 
 
 @torch.no_grad()
@@ -100,9 +100,8 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     streaming. eager: the reference engine on the GPU too. ValueError names the flag when an
     argument is out of range, a prompt does not fit the model, no row fits the memory, or what the
     model says is not finite."""
-    limits = max_new_tokens
-    if not isinstance(limits, (list, tuple)):
-        limits = [max_new_tokens] * len(prompts)
+    per_prompt = isinstance(max_new_tokens, (list, tuple))
+    limits = max_new_tokens if per_prompt else [max_new_tokens] * len(prompts)
     check_arguments(model, prompts, n, limits, temperature, top_p, max_rows)
     out = [[Sample() for _ in range(n)] for _ in prompts]
     if not prompts:
@@ -131,19 +130,15 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
 def decode_all(model, engine, rows, eos, slots, progress, on_token):
     """generate's loop: every row through one of the engine's slots, its tokens into its sample."""
     waiting = deque(rows)
-    # live[s]: the row in slot s, None for a hole; held[s]: the prompt (its number) whose cache lies
-    # there; idle: the slots that have stood empty, times steps
-    live, held, idle = [None] * slots, [None] * slots, 0
-    # pending: launched, not fetched yet. An engine that works ahead is given its next steps before
-    # the host reads the last ones; a row that has ended meanwhile is decoded a few more times,
-    # which changes nothing
-    nothing = pending = Flight(0, {}, None)
-    bar = tqdm(total=len(waiting), unit="row", desc="sample", leave=False, disable=not progress)
+    live = [None] * slots  # the row in each slot, None for a hole
+    held = [None] * slots  # the prompt (its number) whose keys and values lie in each slot
+    idle = 0  # the slots that have stood empty, times steps
+    flights = deque()  # launched and not collected yet, the oldest first
+    bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False, disable=not progress)
     begin, tokens = time.perf_counter(), 0
-    while True:
-        # Waiting rows take the free slots, lowest first, once these have stood empty for as long
-        # as a prefill makes the others wait: sooner, and all wait too often; later, and they decode
-        # too few.
+    while waiting or any(live):
+        # Waiting rows take the free slots once these have stood empty for as long as a prefill
+        # makes the others wait: sooner, and all wait too often; later, and too few rows decode.
         free = [s for s, row in enumerate(live) if row is None]
         if waiting and free and idle >= engine.stall * (len(live) - len(free)):
             starts, idle = free[: len(waiting)], 0
@@ -151,49 +146,54 @@ def decode_all(model, engine, rows, eos, slots, progress, on_token):
                 live[s] = waiting.popleft()
             begin_rows(model, engine, starts, live, held)
         if not waiting:
-            close_holes(engine, live, pending.steps)
-        if not live:
-            break
-        left = max(row.limit - len(row.sample.ids) - pending.steps * (row in pending.places)
-                   for row in live if row)
-        launched = nothing
-        if left > 0:
-            steps, fetch = engine.run(len(live), left)
-            launched = Flight(steps, {row: s for s, row in enumerate(live) if row}, fetch)
-        if engine.ahead:
-            ready, pending = pending, launched
-        else:
-            ready = launched
-        if not ready.steps:
-            continue
-        ids, logprobs = ready.fetch()
-        for s, row in enumerate(live):
-            if row not in ready.places:  # a hole, or it began after these were launched
-                continue
-            place = ready.places[row]  # its slot then
-            new = row.take(ids[place], logprobs[place], eos)
-            tokens += len(new)
-            if row.ended:
-                live[s] = None
-                bar.update()
-            if on_token:
-                for t in new:
-                    on_token(row.p, row.j, t)
-        idle += live.count(None) * ready.steps
+            close_holes(engine, live)
+        # an engine that works ahead has its next steps before the host waits for the last ones
+        while len(flights) <= engine.ahead and (flight := launch(engine, live)):
+            flights.append(flight)
+        flight = flights.popleft()
+        tokens += collect(flight, live, eos, on_token)
+        idle += live.count(None) * flight.steps
         if progress:
-            speed = tokens / (time.perf_counter() - begin)
-            bar.set_postfix_str(f"{len(live) - live.count(None)} live, {speed:.0f} tokens/s")
+            n, speed = len(live) - live.count(None), tokens / (time.perf_counter() - begin)
+            bar.update(len(rows) - len(waiting) - n - bar.n)
+            bar.set_postfix_str(f"{n} live, {speed:.0f} tokens/s")
     bar.close()
 
 
-def close_holes(engine, live, ahead):
-    """Move the last rows into the holes, so that the batch shrinks; none begins after that. ahead:
-    steps that are launched and not in the samples yet."""
+def launch(engine, live):
+    """Launch the live rows' next steps: a Flight, or None if no row has steps left to launch."""
+    places = {row: s for s, row in enumerate(live) if row}
+    if (left := max(row.limit - row.launched for row in places)) <= 0:
+        return None
+    steps, fetch = engine.run(len(live), left)
+    for row in places:
+        row.launched += steps
+    return Flight(steps, places, fetch)
+
+
+def collect(flight, live, eos, on_token):
+    """Wait for a flight's tokens and give them to the live rows; returns how many they took."""
+    tokens, (ids, logprobs) = 0, flight.fetch()
+    for s, row in enumerate(live):
+        if (place := flight.places.get(row)) is None:  # a hole, or it began after the launch
+            continue
+        new = row.take(ids[place], logprobs[place], eos)
+        tokens += len(new)
+        if row.ended:
+            live[s] = None  # a hole
+        if on_token:
+            for t in new:
+                on_token(row.p, row.j, t)
+    return tokens
+
+
+def close_holes(engine, live):
+    """Move the last rows into the holes, so that the batch shrinks; none begins after that."""
     for s in reversed(range(len(live))):  # behind s there are rows only
         if live[s] is None:
             row = live.pop()
             if s < len(live):
-                engine.move(len(live), s, len(row.prompt) + len(row.sample.ids) + ahead)
+                engine.move(len(live), s, len(row.prompt) + row.launched)
                 live[s] = row
 
 

@@ -100,7 +100,7 @@ class Eager:
     """The reference engine, and the CPU's: model.hidden on a KVCache of `slots` rows, one step at
     a time."""
 
-    prompts, stall, ahead = None, 0, False  # see Graphs
+    prompts, stall, ahead = None, 0, 0  # see Graphs
 
     def __init__(self, model, slots, max_len):
         self.model, self.slots, self.max_len = model, slots, max_len
@@ -157,10 +157,10 @@ class Eager:
 class Graphs:
     """The GPU engine: decode.Step on persistent buffers, one CUDA graph for each batch size of
     BUCKETS that comes up. `prompts` (packed.Prefill, or None) fills the cache; `stall`: about how
-    many decode steps a prefill, however small, costs the rows that wait for it. `ahead`: the next
-    steps may be launched before the results of the last are fetched."""
+    many decode steps a prefill, however small, costs the rows that wait for it. `ahead`: how many
+    runs may be launched while the results of an earlier one are not fetched yet."""
 
-    stall, ahead = 2, True
+    stall, ahead = 2, 1
 
     def __init__(self, model, slots, max_len, top_p=1.0):
         from runtime import decode  # needs Triton, which the CPU path does without
