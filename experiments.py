@@ -354,51 +354,52 @@ def compare(runs):
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
 
-    values = {flag: [given[flag] for given in had.values()] for flag in had[runs[0]]}
-    ordered = {flag: sorted(column, key=least) for flag, column in values.items()}
-    # which runs are alike in a flag. Flags that change together in all runs are one change: quant
-    # and lr, of two runs none 5e-4 and nvfp4 1e-3. With a third, nvfp4 5e-4, they are two, and
-    # those two runs are no pair
-    alike = {flag: tuple(map(column.index, column)) for flag, column in values.items()}
-    found = {}  # (a flag, its places in order, the change as text) -> {seed: [gains by question]}
+    values = {flag: [had[run][flag] for run in runs] for flag in had[runs[0]]}
+    # How a flag groups the runs. Flags that group them alike are one change: quant and lr, of runs
+    # none 5e-4 and nvfp4 1e-3. With a third, nvfp4 5e-4, they are two, and those runs are no pair.
+    grouping = {flag: tuple(map(column.index, column)) for flag, column in values.items()}
+    found = {}  # {(what lines are sorted by, the change as text): {seed: [gains by question]}}
     for pair in combinations(runs, 2):
-        differ = sorted(f for f in values if had[pair[0]][f] != had[pair[1]][f])
-        causes = [f for f in differ if all(had[run][f] != UNUSED for run in pair)]
-        if "seed" in causes or len({alike[f] for f in causes}) > 1:
+        one, other = (had[run] for run in pair)
+        # what differs and was on in both; what was on in one alone follows from these
+        causes = [f for f in values if one[f] != other[f] and UNUSED not in (one[f], other[f])]
+        if "seed" in causes or len({grouping[f] for f in causes}) > 1:
             continue
-        first = causes[0]
-        (low, less), (high, more) = sorted((ordered[first].index(had[run][first]), run)
-                                           for run in pair)
-        change = [f"{flag.replace('_', '-')} {plot.shown(flag, had[less][flag])} -> "
-                  f"{plot.shown(flag, had[more][flag])}" for flag in causes]
-        for flag in differ:  # how large the noise is that is on in one of the two
-            if flag not in causes and len({str(v) for v in values[flag] if v != UNUSED}) > 1:
-                own = next(had[run][flag] for run in pair if had[run][flag] != UNUSED)
-                change.append(f"{flag.replace('_', '-')} {plot.shown(flag, own)}")
+        flag = causes[0]
+        (low, less), (high, more) = sorted((place(had[r][flag], values[flag]), r) for r in pair)
+        change = (flag, low, high), change_text(had[less], had[more], causes, values)
         gains = [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)]
-        seeds = found.setdefault((first, low, high, ", ".join(change)), {})
-        seeds.setdefault(had[less].get("seed"), []).append(gains)
-    return [f"{key[-1]}: {effect([*found[key].values()])}" for key in sorted(found)]
+        found.setdefault(change, {}).setdefault(had[less].get("seed"), []).append(gains)
+    return [f"{text}: {effect([*found[order, text].values()])}" for order, text in sorted(found)]
+
+
+def change_text(less, more, causes, values):
+    """The causes as text, "aqn off -> on", and of a flag that was on in one of the two alone its
+    value, "aqn-start 0.05", if all runs together have several `values` of it."""
+    text = [f"{f} {plot.shown(f, less[f])} -> {plot.shown(f, more[f])}" for f in causes]
+    for flag, column in values.items():
+        on = [given[flag] for given in (less, more) if given[flag] != UNUSED]
+        if len(on) == 1 and len({str(v) for v in column if v != UNUSED}) > 1:
+            text.append(f"{flag} {plot.shown(flag, on[0])}")
+    return ", ".join(text)
 
 
 def flags_used(runs):
-    """{run: {flag: value}}, the same flags for each: an older run that was not asked for one has
-    its default, and one that did nothing is UNUSED."""
+    """{run: {flag: value}}, the same flags for each, by name: an older run that was not asked for
+    one has its default, and one that did nothing is UNUSED."""
     had, default = {run: plot.told(run) for run in runs}, vars(flags.parse("train", []))
-    for run in runs:
-        if not had[run]:
-            raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
-    every = dict.fromkeys(chain(*had.values()))
-    had = {run: {k: given.get(k, default.get(k)) for k in every} for run, given in had.items()}
-    for given in had.values():
-        now = argparse.Namespace(**default | given)
-        given |= {k: UNUSED for k, (_, used) in flags.NEEDS.items() if k in given and not used(now)}
+    if empty := [run for run in runs if not had[run]]:
+        raise ValueError(f"{empty[0]}: has no config.json; give folders that train.py wrote")
+    every = sorted({*chain(*had.values())})
+    for run, given in had.items():
+        now = default | given
+        off = {k for k, (_, used) in flags.NEEDS.items() if not used(argparse.Namespace(**now))}
+        had[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
     return had
 
 
 def effect(seeds):
-    """What a change adds, as text: seeds are lists of pairs of runs, which are points by
-    question."""
+    """What a change adds, as text. seeds: of each the gains of its pairs, points by question."""
     means, n = [[*map(fmean, zip(*pairs, strict=True))] for pairs in seeds], sum(map(len, seeds))
     questions = [*map(fmean, zip(*means, strict=True))]
     text = f"{fmean(questions):+.1f} points"
@@ -409,10 +410,10 @@ def effect(seeds):
     return text
 
 
-def least(value):
+def place(value, values):
     """A key to sort a flag's values by: without it first, then numbers, then as they came."""
     with_it = value not in (None, False, "none")
-    return with_it, value if isinstance(value, int | float) else float("inf")
+    return with_it, value if isinstance(value, int | float) else float("inf"), values.index(value)
 
 
 def comparison(argv):
@@ -442,8 +443,7 @@ def main(argv=None):
         return command.run("experiments.py", partial(comparison, argv[1:]))
     if name not in ARMS:
         print("experiments.py: error: name an experiment: gradient, two-copies, compare, "
-              + ", ".join(ARMS),
-              file=sys.stderr)
+              + ", ".join(ARMS), file=sys.stderr)
         return 2
     own = argparse.ArgumentParser(f"experiments.py {name}", add_help=False, allow_abbrev=False)
     own.add_argument("--seeds", type=command.numbers(0, 1 << 63), default=[*range(5)])
