@@ -38,9 +38,12 @@ NOT_UNITS = set(  # what makes "5 ..." another number, or none
     "twenty thirty forty fifty sixty seventy eighty ninety negative point unknown".split())
 BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\[\\{}]|[{}]")
 UNIT = rf'(?:"[A-Za-z]+"|[A-Za-z]{{4,}}|(?:{UNITS})(?![A-Za-z]))(?: \^ [23])?'
+# the unit after a number, of tokens: 5 cm ^ 2, 9.8 "m" / s ^ 2, 5 "apples" a "day"; not in 3 x
 TAIL = re.compile(rf" (?:(?:/|an?) )?{UNIT}(?: (?:[-/.] )?(?:{UNIT}|[amghs]\b(?: \^ [23])?)| \.)*$")
 CLOCK = re.compile(r'([0-9]{1,2})(?: : ([0-9]{2}))?(?: : ([0-9]{2}))?'
                    r'(?: "?([ap])(?: \. )?m"?)?', re.I)
+# what an answer is given for, of tokens: x, x _ 1, f ' ( 2 ), \angle "ABC", "total" "cost", x + y,
+# ( x , y ), but no 2 x, x y or \sin x
 NAME = re.compile(r"(?:(?:\"[A-Za-z]+\"|m(?= \\angle)|\\angle) )*"
                   r"(?:[A-Za-z](?: \+ [A-Za-z])*|\\[A-Za-z]+|\"[A-Za-z]+\"|[A-Z]{2,4}"
                   r"|[A-Za-z]{4,}|(?=\())(?: _ \w+)?(?: ')?(?: ?\( [^()]* \))?")
@@ -49,7 +52,8 @@ SEPARATORS = (",", ";", "and", "or", '"and"', '"or"')
 JUDGED = {*LETTERS, *FUNCTIONS, *(  # the commands that math-verify is asked about
     "\\frac \\sqrt \\pi \\cdot \\times \\div \\le \\leq \\ge \\geq \\lt \\gt \\ne \\neq \\in \\cup "
     "\\cap \\setminus \\mathbb \\emptyset \\pm \\mp \\circ \\{ \\} \\\\ \\begin \\end").split()}
-# Words, factorials, powers in powers or of five digits, powers of sums but small ones
+# Words, factorials, powers in powers or of five digits, powers of sums but small ones, of tokens:
+# x !, 2 ^ 3 ^ 4, 2 ^ { x ^ 2 }, 2 ^ 10000, ( x + 1 ) ^ 20; not ( x + 1 ) ^ 9
 HARD = re.compile(r'["!:;\'_#@?`]|(?<![\\A-Za-z])[A-Za-z]{4,}|\^ (?:\{[^}]*[{^]|[-0-9.]*e|'
                   r'[-{ ]*[0-9]{5}|\S+ \^)|[)}] \^ (?:\{|[2-9][0-9]|[0-9]{3})')
 

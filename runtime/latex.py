@@ -33,25 +33,33 @@ UNICODE = str.maketrans({
     "\u2265": "\\ge ", "\u00b0": "\\circ ", "\u00b2": "^2 ", "\u00b3": "^3 ", '"': " "})
 LOOKS = ("left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad|mathbf|boldsymbol|bm|bf"
          "|mathit|mathsf|vec")
+# (pattern, what takes its place), in this order; beside each what `clean` makes of an example
 CLEANED = [(re.compile(pattern), by) for pattern, by in [
-    (r"^(\*{1,3})([^*]+)\1$", r"\2"),  # **bold**
+    (r"^(\*{1,3})([^*]+)\1$", r"\2"),  # **7** -> 7
+    # So the answer is: 7 -> 7
     (r"(?i)^(?:(?:so|thus|hence|the|final|correct),? )*answer ?(?:is\b|:) ?:?", " "),
-    (r"(?<=[0-9])(?:\{ ?, ?\}|,\\!|\\,) ?(?=[0-9]{3}(?![0-9]))", ""),  # 1{,}000
+    (r"(?<=[0-9])(?:\{ ?, ?\}|,\\!|\\,) ?(?=[0-9]{3}(?![0-9]))", ""),  # 1{,}000 -> 1000
+    # 5\text{ cm} -> 5 "cm", \text{(A)} -> (A)
     (r"\\(?:text|mbox|textnormal|textrm|mathrm|textbf|textit|operatorname) ?\{([^{}]*)\}",
      lambda m: " " + re.sub(r"([A-Za-z]{2,})", r'"\1"', m[1]) + " "),
+    # 30^{\circ} -> 30 \circ
     (r"\^ ?(?:\\circ(?![A-Za-z])|\{ ?\\circ ?\})|\\degree(?![A-Za-z])", r" \\circ "),
-    (r"\\circ *[CF](?![A-Za-z])", r"\\circ "), (r"\\phantom ?(?:\{[^{}]*\}|.)", " "),
+    (r"\\circ *[CF](?![A-Za-z])", r"\\circ "),  # 20^\circ C -> 20 \circ
+    (r"\\phantom ?(?:\{[^{}]*\}|.)", " "),  # \phantom{0}7 -> 7
     (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"),
-    (r"\\(begin|end) ?\{[pb]?matrix\}", r"\\\1 "),
+    (r"\\(begin|end) ?\{[pb]?matrix\}", r"\\\1 "),  # \begin{pmatrix}1 -> \begin 1
+    # \left(\$5\right) -> ( 5 ), 1\\[2pt]2 -> 1\\ 2
     # "\\" comes first, for it ends a row of a matrix: the "\ " in "\\ " is no space
     (rf"(\\\\)(?:\[[0-9.]+[a-z]{{2}}\])?|\\(?:{LOOKS})(?![A-Za-z])\.?|\\[!,;: ()\[\]$]"
      r"|[$~\u20ac\u00a3]", lambda m: (m[1] or "") + " "),
+    # \dfrac 12 -> \frac{1}{2}, then \frac1x -> \frac{1}x
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac "), (r"\\frac +([0-9])", r"\\frac\1"),
     (r"\\frac([0-9]) ?([0-9])", r"\\frac{\1}{\2}"), (r"\\frac([0-9])", r"\\frac{\1}"),
+    # 50\% -> 50%, 2**3 -> 2^3, 2pi -> 2\pi
     (r"\\%", "%"), (r"\*\*", "^"), (rf"(?<![\\A-Za-z\"])({BARE})(?![A-Za-z\"])", r"\\\1 "),
-    # a word of its own: no product of letters
+    # a word of its own, no product of letters: no solution -> "no" "solution"
     (r"(?<!\S)([A-Za-z]{3,}|[Nn][Oo])(?=[\s.,)]|$)", r'"\1"'),
-    (r"(?<=[0-9}]) +([mgshlLcf])(?=[\s/^.,]|$)", r' "\1"')]]  # "5 m" is a length, "5m" algebra
+    (r"(?<=[0-9}]) +([mgshlLcf])(?=[\s/^.,]|$)", r' "\1"')]]  # a length: 5 m -> 5 "m"; algebra: 5m
 
 TEN = r"10\s*\^\s*(?:\{\s*-?[0-9]{1,3}\s*\}|[0-9]{1,3}(?![0-9]))"
 TOKEN = re.compile(
