@@ -227,7 +227,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     if tis_cap is not None:  # the samples are not quite from the trainer's policy
         gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
     d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp)
-    kl = d.exp() - d - 1  # k3: unbiased, never negative
+    kl = torch.expm1(d) - d  # k3: unbiased, never negative
     per_token = (beta * kl - gain if beta else -gain) * mask  # (B, T)
 
     tokens = torch.as_tensor(mask.sum() if total_tokens is None else total_tokens).clamp(min=1)
@@ -243,8 +243,8 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
             "kl": (kl * mask).sum(),
             "logp_gap": gap.abs().sum(),
             "logp_gap_max": gap.abs().max() if gap.numel() else gap.sum(),
-            "sampler_kl": (gap.exp() - gap - 1).sum(),
-            "ratio_outside": (((gap.exp() - 1).abs() > 0.1) & mask).sum(),
+            "sampler_kl": (torch.expm1(gap) - gap).sum(),
+            "ratio_outside": ((torch.expm1(gap).abs() > 0.1) & mask).sum(),
             "entropy": (mask * 0.0 if entropy is None else entropy.masked_fill(~mask, 0.0)).sum(),
         }
     return value, metrics

@@ -36,6 +36,7 @@ LOOKS = ("left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad|math
 # (pattern, what takes its place), in this order; beside each what `clean` makes of an example
 CLEANED = [(re.compile(pattern), by) for pattern, by in [
     (r"^(\*{1,3})([^*]+)\1$", r"\2"),  # **7** -> 7
+    (r"(?<!\\)\\+$", ""),  # 5\\ -> 5, and 5\ of a blank that was stripped
     # So the answer is: 7 -> 7
     (r"(?i)^(?:(?:so|thus|hence|the|final|correct),? )*answer ?(?:is\b|:) ?:?", " "),
     (r"(?<=[0-9])(?:\{ ?, ?\}|,\\!|\\,) ?(?=[0-9]{3}(?![0-9]))", ""),  # 1{,}000 -> 1000

@@ -441,18 +441,18 @@ def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
     gradient norm) of each, None where it had nothing to train on; result: the evaluation before
     this step, if there was one. Resets the run's clock and token count."""
     updates = [u for u in updates if u]
+    trained = sum(float(sums["tokens"]) for sums, _ in updates)
     skipped = sum(not math.isfinite(norm) for _, norm in updates)
     updates = [u for u in updates if math.isfinite(u[1])]
     clock, drawn, run.clock, run.drawn = run.clock, run.drawn, {}, 0
     s = {f"seconds_{k}": clock.get(k, 0.0) for k in ("rollout", "reward", "update")}
-    trained = sum(float(sums["tokens"]) for sums, _ in updates)
     return {"step": step, **of_samples(first), "groups": len(groups), "prompts_sampled": n_prompts,
             "updates": len(updates), "lr": lr, "sigma": sigma, "skipped": skipped,
             **of_updates(updates, run.args.beta),
             "eval_accuracy": result and result["accuracy"],
             "eval_stderr": result and result["stderr"], "seconds": run.seconds(),
             **s, "seconds_step": sum(s.values()), "rollout_tok_s": drawn / s["seconds_rollout"],
-            "update_tok_s": trained / s["seconds_update"] if updates else None,
+            "update_tok_s": trained / s["seconds_update"] if trained else None,
             # the allocator's own peak is larger: it holds unused pieces, lost to other runs
             "peak_gib": peak_gib(), "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
 
@@ -464,7 +464,7 @@ def of_samples(groups):
     rewards = torch.tensor([[c.reward for c in g] for g in groups], dtype=torch.double)  # (P, G)
     means = rewards.mean(1)  # (P,): the groups are the independent draws
     return {"reward": fmean(c.reward for c in flat),
-            "reward_se": (means.std() / len(groups) ** 0.5).item() if len(groups) > 1 else 0.0,
+            "reward_se": (means.std() / len(groups) ** 0.5).item() if len(groups) > 1 else None,
             "accuracy": fmean(c.correct for c in flat), "format": fmean(c.format for c in flat),
             "reward_std": rewards.std(1).mean().item(),
             "zero_var_frac": fmean(not grpo.has_signal(g) for g in groups),

@@ -195,6 +195,8 @@ MUTANTS = {
          "loop::a_pass_is_of_the_prompts_that_fit_and_at_least_a_step"),
     ],
     "grpo.py": [
+        ("the KL to the base cancels", "kl = torch.expm1(d) - d", "kl = d.exp() - d - 1", "grpo::the_k3_estimate_of_almost_equal_policies_keeps_its_digits"),
+        ("the sampler's KL cancels", "(torch.expm1(gap) - gap).sum()", "(gap.exp() - gap - 1).sum()", "grpo::the_k3_estimate_of_almost_equal_policies_keeps_its_digits"),
         ("all groups have one rate", ' * group.get("times", 1.0)', "", "train::each_group_of_an_optimizer_of_ones_own_has_its_rate"),
         ("groups may differ in size", "if len({len(group) for group in groups}) > 1:", "if False:",
          "loop::groups_of_several_sizes_are_refused"),
@@ -1061,6 +1063,7 @@ MUTANTS = {
          "grade::a_clock_has_seconds_an_interval_brackets_and_a_billion_nine_noughts"),
     ],
     "runtime/latex.py": [
+        ("a blank at an answer's end is part of it", '(r"(?<!\\\\)\\\\+$", "")', '(r"^$", "")', "grade::numbers_are_compared_as_numbers"),
         ("every root is a square root", "Fraction(1) / order", "Fraction(1) / 2",
          "grade::roots_logarithms_degrees_and_thousands_have_their_values"),
         ("every logarithm is natural", "/ cmath.log(base), exponent", ", exponent",
@@ -1385,6 +1388,10 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "runtime/run.py": [
+        ("a skipped update's tokens are not trained on", "for sums, _ in updates)\n    skipped", "for sums, n in updates if n < 1e9)\n    skipped",
+         "loop::times_and_speeds_are_those_of_the_step"),
+        ("one prompt has a mean without error", "if len(groups) > 1 else None", "if len(groups) > 1 else 0.0",
+         "loop::one_prompt_says_nothing_of_the_rewards_error"),
         ("steps that are done can be undone", "max(self.args.steps, was.step)", "self.args.steps", "train::what_is_done_is_done"),
         ("a script goes on with other flags of its own", "shlex.join([Path(script[0]).name, *script[1:]])", "Path(script[0]).name",
          "train::a_script_goes_on_with_the_flags_it_was_begun_with"),

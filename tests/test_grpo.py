@@ -138,6 +138,17 @@ def test_sampler_kl_is_the_k3_estimate():
     torch.testing.assert_close(grpo.policy_loss(logp, old, adv, mask)[1]["sampler_kl"], (d.exp() - 1 - d).sum())
 
 
+def test_the_k3_estimate_of_almost_equal_policies_keeps_its_digits():
+    """exp(d) - 1 cancels: in float32 a KL of 5e-9 nats a token was -4e-9."""
+    d = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0)) * 1e-4
+    mask, zero = torch.ones(1, 4096, dtype=torch.bool), torch.zeros(1, 4096)
+    want = (d.double().expm1() - d.double()).sum().item()
+    m = grpo.policy_loss(d, zero, torch.zeros(1), mask)[1]
+    assert m["sampler_kl"].item() == pytest.approx(want, rel=1e-3)
+    m = grpo.policy_loss(zero, zero, torch.zeros(1), mask, beta=0.1, ref_logp=d)[1]
+    assert m["kl"].item() == pytest.approx(want, rel=1e-3)
+
+
 def test_negative_advantage_takes_the_minimum():
     """max() instead of PPO's min() stops the push away from a bad token just where it is most needed."""
     logp = torch.tensor([[np.log(2.0)]], requires_grad=True)

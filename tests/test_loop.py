@@ -385,6 +385,15 @@ def test_times_and_speeds_are_those_of_the_step(monkeypatch, tmp_path):
     want = {"seconds": 120, "seconds_rollout": 5, "seconds_reward": 1, "seconds_update": 4, "seconds_step": 10,
             "rollout_tok_s": 30 / 5, "update_tok_s": 12 / 4}
     assert {name: row[name] for name in want} == pytest.approx(want)
+    r.clock = {"rollout": 1.0, "update": 4.0}
+    row = step_of(r, NO_METRICS, (math.inf, 1.0), 5)  # an update that was skipped took its time as well
+    assert (row["updates"], row["skipped"], row["update_tok_s"]) == (1, 1, 12 / 4)
+
+
+def test_one_prompt_says_nothing_of_the_rewards_error():
+    """0.0 would be a mean without error; the tracker and the pictures leave out what is null."""
+    group = [grpo.Completion({}, [1], [2], [-1.0], True, reward=r) for r in (0.0, 1.0)]
+    assert run.of_samples([group])["reward_se"] is None and run.of_samples([group, group])["reward_se"] == 0.0
 
 
 def test_each_second_is_counted_where_it_is_spent(monkeypatch):
