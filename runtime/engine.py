@@ -328,8 +328,8 @@ def make_room(model, need):
 
 def settle_update(args, model, params):
     """Settle train.py's --micro-batch-tokens and --checkpointing by the free memory, and print what
-    takes how much; model.update_bytes is set to what an update takes of it. A resumed run keeps
-    what it began with: other micro-batches round differently."""
+    takes how much; model.update_bytes is set to what an update takes of it. On the CPU auto is
+    16,384 tokens and on. A resumed run keeps its micro-batches: others round differently."""
     longest, w = args.max_prompt + args.max_new_tokens, model.embed.weight
     tokens, recompute = args.micro_batch_tokens or 16384, args.checkpointing != "off"
     if w.is_cuda:

@@ -103,7 +103,7 @@ TABLE = (
     Flag("updates-per-rollout", number(1, 1e5), 4, "optimizer steps, each on its own prompts", 2),
     Flag("micro-batch-tokens", number(0, 1e8), 0, "tokens a forward may hold; 0: what fits", 2048),
     Flag("checkpointing", ("auto", "on", "off"), "auto",
-         "recompute blocks in backward, for memory; auto: if it does not fit otherwise", "off"),
+         "recompute blocks in backward, for memory; auto: on the CPU, or if needed", "off"),
     Flag("lr", number(0, 1, float), 1e-5, "AdamW's peak, the same for each --quant", 1e-3),
     Flag("weight-decay", number(0, 100, float), 0.1, "AdamW's", 0.0),
     Flag("beta1", number(0, 1, float), 0.9, "AdamW's"),
