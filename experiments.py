@@ -42,6 +42,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -209,11 +210,31 @@ def trainings(name, seeds, jobs, args, argv):
         return processes.run([__file__, "two-copies"] if two else [train.__file__], given, out)
 
     with ThreadPoolExecutor(jobs) as pool, processes.stopping():
-        for code in map(one, todo) if jobs == 1 else pool.map(one, todo):
+        for code in map(one, todo) if jobs == 1 else results(pool, one, todo):
             if code:
                 return code
     print(table(name, seeds, args.out), flush=True)
     print("\n".join(compare([out for *_, out in every])))
+
+
+def results(pool, f, items):
+    """f of each item, in order, by the pool's threads. What has not begun when the caller leaves is
+    not begun."""
+    futures = [pool.submit(f, item) for item in items]
+    try:
+        for future in futures:
+            until(future.done)
+            yield future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def until(done):
+    """Wait until done(), in short sleeps: Python sees a signal that comes just before the main
+    thread waits for a lock, as a future's result or a process takes, only once it has the lock."""
+    while not done():
+        time.sleep(0.02)
 
 
 class Processes:
@@ -268,7 +289,7 @@ class Processes:
                     for child in told:
                         child.terminate()
                     for child in told:
-                        child.wait()
+                        until(lambda child=child: child.poll() is not None)
                 except KeyboardInterrupt:  # again: they are told again, and stop at once
                     continue
             raise
