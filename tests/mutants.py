@@ -1836,8 +1836,8 @@ MUTANTS = {
          "plot::command_writes_where_it_says"),
     ],
     "experiments.py": [
-        ("what waited for its turn begins when the others are stopped", "future.cancel()", "future.done()",
-         "experiments::who_stops_the_experiment_stops_its_runs"),
+        ("what waited for its turn begins after another has failed", "future.cancel()", "future.done()",
+         "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
         ("side by side a script's changes are lost", "if jobs > 1 and not command.ALONE:", "if False:",
          "experiments::runs_side_by_side_of_a_script_are_refused"),
         ("two copies, of which one has AWQ's scales", "        if args.awq:\n", "        if False:\n", "experiments::two_copies_are_of_one_model"),

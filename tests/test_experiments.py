@@ -399,9 +399,15 @@ def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys)
 
 
 def test_a_process_that_fails_is_named_and_fails_the_experiment(monkeypatch, tmp_path, capsys):
-    """Its own words are in a log that nobody would look into."""
-    monkeypatch.setattr(experiments.Processes, "process", lambda children, command, **options: 3)
-    assert experiments.main(["rank", "--out", str(tmp_path), "--jobs", "2", "--seeds", "0"]) == 3
+    """Its own words are in a log that nobody would look into; the fourth run would begin when the second ends."""
+    begun = []
+
+    def process(self, command, **options):
+        begun.append(command[-1])
+        return 3 if "16-s0" in command[-1] else time.sleep(0.5) or 0
+
+    monkeypatch.setattr(experiments.Processes, "process", process)
+    assert experiments.main(["rank", "--out", str(tmp_path), "--jobs", "2", "--seeds", "0"]) == 3 and 2 <= len(begun) < 4
     said = capsys.readouterr()
     assert f"{tmp_path}/16-s0: ended with exit code 3, see {tmp_path}/16-s0.log" in said.err and "|" not in said.out
 
