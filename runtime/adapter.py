@@ -148,10 +148,11 @@ def lora_kernel(y, out, x, a, b, sums, flags, B, N, K, split1, split2, scaling, 
     ZR: as in adapter_in."""
     T: tl.constexpr = tl.float32 if IEEE else x.dtype.element_ty
     MT, pid = tl.cdiv(B, RB), tl.program_id(0)
-    if pid < MT * AT * Z * (RB // BA):
+    makers = MT * AT * Z * (RB // BA)
+    if pid < makers:
         adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, ZR, RB, BA, RA, T, PDL)
         return
-    pid -= MT * AT * Z * (RB // BA)
+    pid -= makers
     mt, k = pid % MT, tl.arange(0, RP)
     rows, n = mt * RB + tl.arange(0, RB), pid // MT * BN + tl.arange(0, BN)
     width = N // 2 if GLU else N

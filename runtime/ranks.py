@@ -78,30 +78,26 @@ def end():
 
 def one_voice(body):
     """Rank 0 speaks for all: what others print is dropped, so an error on all is told once. A rank
-    that fails alone is heard, after rank 0 has had time to fail too and torchrun to end it."""
+    that fails alone is heard, after rank 0 has had time to fail too and torchrun to end it. A rank
+    that fails leaves the group, too (`end`)."""
 
+    @wraps(body)
     def quiet():
-        if rank == 0:
-            return body()
         streams = sys.stdout, sys.stderr
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+        if rank > 0:
+            sys.stdout = sys.stderr = open(os.devnull, "w")
         try:
             return body()
         except Exception as e:
-            if isinstance(e, ValueError | OSError):
+            if rank > 0 and isinstance(e, ValueError | OSError):
                 time.sleep(PATIENCE)
             sys.stdout, sys.stderr = streams
             raise
-
-    @wraps(body)
-    def parted():
-        try:
-            return quiet()
         finally:
             if dist.is_initialized() and dist.get_backend() == "gloo":  # NCCL's might wait
                 dist.destroy_process_group()  # see `start`: its threads would abort this process
 
-    return parted
+    return quiet
 
 
 def first(method):
