@@ -135,12 +135,12 @@ def read_ceiling():
 
 def merge_rows(path, rows, key):
     """Write `rows`, floats to four significant digits, into the JSON list at `path`; they replace
-    old rows with the same values of `key`."""
+    old rows with the same values of `key`, which one of what did not fit has in part."""
     rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
             for row in rows]
     old = json.loads(path.read_text()) if path.is_file() else []
-    new = {tuple(r[k] for k in key) for r in rows}
-    kept = [r for r in old if tuple(r[k] for k in key) not in new]
+    new = [[r.get(k) for k in key] for r in rows]
+    kept = [r for r in old if [r.get(k) for k in key] not in new]
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as part:
         part.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept + rows) + "\n]\n")

@@ -156,14 +156,14 @@ def score_kernel(logits, targets, logp, entropy, grad, valid, rows, inverse_temp
     weight = tl.exp(m - peak)
     mean = tl.sum(weight * (mean + total * (m - peak)), 0)
     total = tl.sum(weight * total, 0)
-    log_z = peak + tl.log(total)
+    log_total = tl.log(total)  # not added to the peak, which may be large: that would round it
     target = tl.load(targets + r)
-    tl.store(logp + r, tl.load(x + target) * inverse_temperature - log_z)
-    tl.store(entropy + r, tl.log(total) - mean / total)
+    tl.store(logp + r, tl.load(x + target) * inverse_temperature - peak - log_total)
+    tl.store(entropy + r, log_total - mean / total)
     for v in range(0, rows, BLOCK):
         ids = v + lane
         y = tl.load(x + ids, mask=ids < valid, other=-float("inf")) * inverse_temperature
-        p = tl.exp(y - log_z) - tl.where(ids == target, 1.0, 0.0)
+        p = tl.exp(y - peak - log_total) - tl.where(ids == target, 1.0, 0.0)
         tl.store(grad + r * rows + ids, p.to(grad.dtype.element_ty), mask=ids < rows)
 
 

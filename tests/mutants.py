@@ -815,6 +815,9 @@ MUTANTS = {
          "packed::heads_are_rounded_between_their_norm_and_the_rotation"),
         ("k's heads with q's noise", "norm_weight(k_weight, k_noise, d, D)\n    return", "norm_weight(k_weight, q_noise, d, D)\n    return",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
+        ("a log-prob is rounded with the peak", "* inverse_temperature - peak - log_total)", "* inverse_temperature - (peak + log_total))",
+         "packed::large_logits_round_no_log_prob"),
+        ("a slope is rounded with the peak", "tl.exp(y - peak - log_total)", "tl.exp(y - (peak + log_total))", "packed::large_logits_round_no_log_prob"),
         ("the entropy's sums keep an old maximum", "mean = fade * (mean + total * (m - new)) + e", "mean = fade * mean + e",
          "packed::score_is_one_kernel_for_log_prob_entropy_and_slope"),
     ],
@@ -1930,6 +1933,8 @@ MUTANTS = {
          "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
     ],
     "bench.py": [
+        ("what did not fit takes all figures with it", "[[r.get(k) for k in key] for r in rows]", "[[r[k] for k in key] for r in rows]",
+         "bench::what_does_not_fit_is_a_row_among_the_others"),
         ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]',
          "bench::floor_of_a_7b_step"),
         ("the bound has more slots than the queue", "going + ahead[:freed], ahead[freed:]",

@@ -24,6 +24,15 @@ def test_rows_measured_again_replace_the_old_ones(tmp_path):
     assert list(out.parent.iterdir()) == [out]
 
 
+def test_what_does_not_fit_is_a_row_among_the_others(tmp_path):
+    """It has no micro-batch, which tells other rows apart: their figures must not be lost with it."""
+    out, key = tmp_path / "r.json", ("size", "micro_batch")
+    rows = [{"size": "7b", "micro_batch": 2048, "update_s": 1.5}, {"size": "72b", "out_of_memory": True}]
+    for _ in range(2):
+        bench.merge_rows(out, rows, key)
+    assert json.loads(out.read_text()) == rows
+
+
 def test_floor_of_a_7b_step():
     """The arithmetic behind every floor: 3.67 GB of four-bit weights, 1.09 GB of head, 80 MB of
     adapter, 56 KiB a token."""

@@ -733,7 +733,7 @@ def test_gpu_release_returns_the_memory():
         sample.release(m)
         gc.collect()  # other tests' models
         torch.cuda.synchronize()
-        before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+        before, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         sample.generate(m, PROMPTS, eos_ids=range(100), **kw)
         cache = engine.ENGINES[m][1].cache
         size = cache.k.nbytes + cache.v.nbytes
@@ -741,7 +741,7 @@ def test_gpu_release_returns_the_memory():
         assert torch.cuda.memory_allocated() - before >= size
         sample.release(m)
     assert torch.cuda.memory_allocated() <= before + size // 100
-    assert torch.cuda.mem_get_info()[0] >= free - size // 4
+    assert torch.cuda.memory_reserved() <= held + size // 4  # not what is free: other tests use the card too
 
 
 @gpu

@@ -335,6 +335,15 @@ def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, spread, te
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_large_logits_round_no_log_prob():
+    """Logits that are larger by one number have the same probabilities, to the last bit."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randint(-999, 999, (4, 50), generator=g) / 128  # exact beside 8192 as well
+    targets = torch.tensor([0, 11, 12, 49])
+    plain, far = (fused.score(logits + by, targets, 1.0, 50, torch.float32) for by in (0, 8192))
+    assert all(torch.equal(a, b) for a, b in zip(plain, far, strict=True))
+
+
 # ---- on the device
 
 
