@@ -1932,6 +1932,12 @@ MUTANTS = {
          "            return 0\n        finally:",
          "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
     ],
+    "docs/noise_size.py": [
+        ("the prompt's tokens count as well", "[0, len(prompt) - 1 :, :", "[0, :, :", "aqn::the_documented_size_of_a_noise_is_its_divergence"),
+        ("one draw for all samples", "aqn.noise_seed(i)", "aqn.noise_seed(0)", "aqn::the_documented_size_of_a_noise_is_its_divergence"),
+        ("the divergence of the clean policy from the noisy one", "noisy.exp() * (noisy - logp[0.0])", "logp[0.0].exp() * (logp[0.0] - noisy)",
+         "aqn::the_documented_size_of_a_noise_is_its_divergence"),
+    ],
     "bench.py": [
         ("what did not fit takes all figures with it", "[[r.get(k) for k in key] for r in rows]", "[[r[k] for k in key] for r in rows]",
          "bench::what_does_not_fit_is_a_row_among_the_others"),

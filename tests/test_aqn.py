@@ -413,6 +413,28 @@ def test_the_documented_evaluation_may_draw_anew_for_each_sample(monkeypatch):
     assert not seen[0][0].equal(seen[1][0]) and all(n == 1 and at == [0, 1] and 0.2 < z.std() < 0.4 for z, n, _, at in seen)
 
 
+def test_the_documented_size_of_a_noise_is_its_divergence():
+    """docs/noise_size.py: KL(noisy || clean) and entropy over the completions' tokens, not the prompts', long ones counting for more."""
+    found = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "noise_size.py"))
+    m, pairs = tiny(), [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10, 11])]
+    m.valid_vocab = 17
+    got = found["sizes"](m, pairs)
+    assert not any(b.any() for b in aqn.buffers(m).values()) and got[0.0][0] == 0
+    for sigma in (0.05, 0.1):
+        kl = entropy = 0.0
+        for i, (prompt, ids) in enumerate(pairs):
+            policies = []
+            for s in (0.0, sigma):
+                aqn.set_noise(m, s, aqn.noise_seed(i))
+                with torch.no_grad():
+                    policies.append(m(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1, :17].double().softmax(1))
+            clean, noisy = policies
+            kl += (noisy * (noisy / clean).log()).sum().item()
+            entropy -= (noisy * noisy.log()).sum().item()
+        assert got[sigma] == pytest.approx([kl / 7, entropy / 7], rel=1e-3) and kl > 0
+    aqn.clear(m)
+
+
 def test_the_recipe_for_a_noise_of_ones_own_repeats():
     """It drew from the global generator: no run repeated, and ranks would have sampled from different policies."""
     [lines] = (part for part in aqn.__doc__.split("\n\n") if "gen = " in part)
