@@ -135,7 +135,7 @@ def read_ceiling():
 
 def merge_rows(path, rows, key):
     """Write `rows`, floats to four significant digits, into the JSON list at `path`; they replace
-    old rows with the same values of `key`, which one of what did not fit has in part."""
+    old rows with the same values of `key`. The row of what did not fit lacks some of them."""
     rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
             for row in rows]
     old = json.loads(path.read_text()) if path.is_file() else []
