@@ -217,7 +217,8 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     else:
         anchor = trainer = trainer_logp
     gap = difference(trainer, old_logp).detach()  # trainer minus sampler, token by token
-    ratio = objective.level(difference(logp, anchor), mask).exp()  # (B, T)
+    # past e^80 a ratio is clipped all the same; past e^88 it is inf, whose gradient is inf * 0, NaN
+    ratio = objective.level(difference(logp, anchor), mask).clamp(max=80).exp()  # (B, T)
     adv = advantages[:, None].to(logp.dtype)  # (B, 1)
     said = logp.masked_fill(~mask, 0.0)
     gain = objective.surrogate(ratio, adv, said, low, high)

@@ -195,6 +195,10 @@ MUTANTS = {
          "loop::a_pass_is_of_the_prompts_that_fit_and_at_least_a_step"),
     ],
     "grpo.py": [
+        ("a ratio of inf is NaN to all", ".clamp(max=80).exp()", ".exp()",
+         "grpo::a_ratio_too_large_for_its_float_leaves_the_other_tokens_their_gradient"),
+        ("a ratio of 55 is as good as infinite", "clamp(max=80)", "clamp(max=4)",
+         "grpo::a_ratio_too_large_for_its_float_leaves_the_other_tokens_their_gradient"),
         ("the KL to the base cancels", "kl = torch.expm1(d) - d", "kl = d.exp() - d - 1", "grpo::the_k3_estimate_of_almost_equal_policies_keeps_its_digits"),
         ("the sampler's KL cancels", "(torch.expm1(gap) - gap).sum()", "(gap.exp() - gap - 1).sum()", "grpo::the_k3_estimate_of_almost_equal_policies_keeps_its_digits"),
         ("all groups have one rate", ' * group.get("times", 1.0)', "", "train::each_group_of_an_optimizer_of_ones_own_has_its_rate"),

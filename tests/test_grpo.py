@@ -1,4 +1,6 @@
 """Objectives against hand-written NumPy and finite differences."""
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -232,6 +234,16 @@ def test_padding_reaches_neither_loss_nor_gradient():
     value.backward()
     assert value == want[0] and all(m[k] == want[1][k] for k in m)
     assert dirty.grad.isfinite().all() and not dirty.grad[~mask].any() and dirty.grad[mask].any()
+
+
+def test_a_ratio_too_large_for_its_float_leaves_the_other_tokens_their_gradient():
+    """inf behind the clip has gradient inf * 0: one token's NaN was in all parameters, and the whole update was skipped."""
+    logp = torch.full((2, 2), -0.1, requires_grad=True)
+    old = torch.tensor([[-100.0, -0.1], [-60.1, -0.1]])
+    value, m = grpo.policy_loss(logp, old, torch.tensor([1.0, -1.0]), torch.ones(2, 2, dtype=torch.bool))
+    value.backward()
+    torch.testing.assert_close(logp.grad, torch.tensor([[0.0, -0.25], [0.25 * math.exp(60), 0.25]]), rtol=1e-4, atol=0)
+    assert m["clip_high"] == 1
 
 
 def test_masks_come_from_lengths():
