@@ -169,6 +169,11 @@ def told(run):
     return flags
 
 
+def on(flags):
+    """Without those that are off: runs from before a flag was there do not have it at all."""
+    return {k: v for k, v in flags.items() if v}
+
+
 def lines(runs):
     """[(label, runs)] of the lines to draw: runs whose flags differ in their seed alone are one.
 
@@ -179,7 +184,8 @@ def lines(runs):
     for run, name in zip(runs, names(runs), strict=True):
         flags = told(run)
         seed = flags.pop("seed", None)
-        alike = [seeds for other, seeds in found if flags and other == flags and seed not in seeds]
+        alike = [seeds for other, seeds in found if flags and on(other) == on(flags) and
+                 seed not in seeds]
         if alike:
             alike[0][seed] = run, name
         else:

@@ -134,10 +134,11 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         aqn.set_noise(model, sigma, aqn.noise_seed(args.seed, step))
 
         # 2. Sample and grade. The sampler records the log-prob of each token as it draws it.
-        first = draw(prompts.take(args.prompts_per_step), step)
+        spare = args.spare_prompts if args.dynamic_sampling else 0
+        first = draw(prompts.take(args.prompts_per_step + spare), step)
         groups, n_prompts = first, len(first)  # trained on; drawn
-        if args.dynamic_sampling:  # DAPO: a group of equal rewards teaches nothing, draw another
-            groups = [g for g in first if grpo.has_signal(g)]
+        if args.dynamic_sampling:  # DAPO: a group of equal rewards teaches nothing, take another
+            groups = [g for g in first if grpo.has_signal(g)][: args.prompts_per_step]
             for again in range(args.max_resample):
                 missing = args.prompts_per_step - len(groups)
                 if not missing:

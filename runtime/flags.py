@@ -86,6 +86,7 @@ TABLE = (
     Flag("max-new-tokens", number(1, 1e7), 4096, "completion limit", 96),
     Flag("temperature", number(1e-6, 100, float), 1.0, "of rollouts, and of all log-probs"),
     Flag("dynamic-sampling", bool, False, "DAPO: replace groups whose rewards are all equal", True),
+    Flag("spare-prompts", number(0, 1e5), 0, "drawn with the rest, to replace such groups at once"),
     Flag("max-resample", number(0, 1000), 2, "extra rollouts that --dynamic-sampling may draw", 1),
     Flag("overlong", ("none", "mask", "soft"), "none",
          "cut completions: as they are, left out of the loss, DAPO's length penalty", "mask"),
@@ -152,6 +153,7 @@ TABLE = (
     Flag("timeout", number(1, 1e6), 1800, "seconds that a rank of torchrun waits for the others"),
 )
 NOISE = "--aqn", lambda a: a.aqn
+RESAMPLED = "--dynamic-sampling", lambda a: a.dynamic_sampling
 HELD_OUT = "--eval-n 1 or more", lambda a: a.eval_n
 # flags of train.py that do nothing without another: which other, and whether it is set
 NEEDS = {
@@ -159,7 +161,7 @@ NEEDS = {
     **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
     "eval_top_p": ("--eval-n 1 or more and --eval-temperature above 0",
                    lambda a: a.eval_n and a.eval_temperature),
-    "max_resample": ("--dynamic-sampling", lambda a: a.dynamic_sampling),
+    **dict.fromkeys(("spare_prompts", "max_resample"), RESAMPLED),
     "overlong_buffer": ("--overlong soft", lambda a: a.overlong == "soft"),
     "tis_cap": ("--old-logp trainer or current", lambda a: a.old_logp != "sampler"),
     "lora_alpha": ("--lora-rank 1 or more", lambda a: a.lora_rank),
@@ -265,6 +267,11 @@ def tell_idle(args, argv):
                   file=sys.stderr)
 
 
+def check_copies(flag, n, temperature, zero):
+    if n > 1 and temperature == 0:
+        raise ValueError(f"--{flag} {n}: {zero} gives the same completion each time; leave it out")
+
+
 def check_train(args):
     if args.aqn:
         for stage in {0, 1, args.aqn_stages // 2, args.aqn_stages - 1}:  # what it would raise later
@@ -277,14 +284,11 @@ def check_train(args):
         raise ValueError("--dtype float16: gradients of the weights themselves would vanish in it; "
                          "use bfloat16, or --lora-rank 1 or more")
     if args.lora_rank == 0 and args.beta:
-        raise ValueError("--beta: its reference is the model without adapter; use --lora-rank 1 or "
-                         "more")
+        raise ValueError("--beta: its reference is the model without adapter; raise --lora-rank")
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
                          f"its own, and --prompts-per-step is {args.prompts_per_step}")
-    if args.eval_temperature == 0 and args.eval_n > 1:
-        raise ValueError(f"--eval-n {args.eval_n}: --eval-temperature 0 gives the same completion "
-                         "each time; leave --eval-n out")
+    check_copies("eval-n", args.eval_n, args.eval_temperature, "--eval-temperature 0")
     if args.overlong == "soft":
         grpo.soft_overlong_penalty(0, args.max_new_tokens, args.overlong_buffer)
     if args.out is None:
@@ -293,9 +297,7 @@ def check_train(args):
 
 def check_eval(args):
     args.temperature = 0.0 if args.greedy else args.temperature
-    if args.temperature == 0 and args.n not in (None, 1):
-        raise ValueError(f"--n {args.n}: --greedy, or --temperature 0, gives the same completion "
-                         "each time; leave --n out")
+    check_copies("n", args.n or 1, args.temperature, "--greedy, or --temperature 0,")
     if args.out:
         check_out(args.out)
     args.n = args.n or (1 if args.temperature == 0 else 4)
@@ -312,9 +314,7 @@ def check_sample(args):
         raise ValueError("--prompt and --file exclude each other")
     if args.n > 1 and not args.file:
         raise ValueError(f"--n {args.n}: goes with --file; a chat and --prompt have one answer")
-    if args.n > 1 and args.temperature == 0:
-        raise ValueError(f"--n {args.n}: --temperature 0 gives the same answer each time; leave "
-                         "--n out")
+    check_copies("n", args.n, args.temperature, "--temperature 0")
     if args.out:
         check_out(args.out)
         if Path(args.out).resolve() == Path(args.file).resolve():

@@ -107,7 +107,8 @@ def test_a_device_that_is_not_there_is_named(monkeypatch):
     ("--aqn-start 1e-3 --no-aqn", "--aqn-start 1e-3"), ("--tis-cap 3", "--tis-cap 3 --old-logp current"),
     ("--overlong-buffer 8", "--overlong-buffer 8 --overlong soft"), ("--eval-limit 9 --eval-n 0", "--eval-limit 9"),
     ("--eval-top-p 0.9 --eval-temperature 0", "--eval-top-p 0.9"), ("--lora-alpha 9 --lora-rank 0 --quant none", "--lora-alpha 9"),
-    ("--max-resample 1 --no-dynamic-sampling", "--max-resample 1")])
+    ("--max-resample 1 --no-dynamic-sampling", "--max-resample 1"),
+    ("--spare-prompts 1 --no-dynamic-sampling", "--spare-prompts 1")])
 def test_a_flag_that_does_nothing_is_told_of(idle, used, capsys):
     """Without a word, whoever sets it believes that it was measured."""
     for given, told in ((idle, 1), (used, 0)):

@@ -155,5 +155,5 @@ def test_defaults_are_what_the_readme_says():
              "prompts_per_step": 16, "group_size": 8, "max_prompt": 256, "temperature": 1.0, "loss": "grpo", "beta": 0.0,
              "eps_low": None, "eps_high": None, "dynamic_sampling": False, "aqn_stages": 10, "aqn_schedule": "exponential",
              "eval_temperature": 0.6, "eval_top_p": 0.95, "steps": None, "lora_alpha": 32.0, "tis_cap": 2.0, "aqn_scope": "rollout",
-             "eval_n": 1, "eval_every": 0, "eval_limit": None, "overlong_buffer": 512, "max_resample": 2, "card_share": 1.0, "seed": 0}
+             "eval_n": 1, "eval_every": 0, "eval_limit": None, "overlong_buffer": 512, "max_resample": 2, "spare_prompts": 0, "card_share": 1.0, "seed": 0}
     assert {name: getattr(args, name) for name in paper} == paper

@@ -707,6 +707,28 @@ def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(tmp_pa
     assert shown == calls[0][1][:2]
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_spare_prompts_take_the_places_of_groups_without_signal(tmp_path, monkeypatch, dynamic):
+    """A group replaced in a rollout of its own waits for that one's longest completion as well. Those left over are not trained
+    on, but count in the statistics; without --dynamic-sampling none is drawn."""
+    def scripted(completions, tok, score, args):
+        for i, c in enumerate(completions):
+            group, c.reward = i // 4, 0.0
+            if group not in (0, 3) and i % 4 == 0:  # of seven groups, five have signal
+                c.reward = 1.0
+
+    monkeypatch.setattr(train, "grade", scripted)
+    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--spare-prompts", "3", "--max-new-tokens", "4",
+               *(["--dynamic-sampling"] if dynamic else []))
+    [row], [drawn] = rows_of(r), r.sampled
+    prompts = [c.prompt for c in r.updates[0]["completions"][::4]]
+    if dynamic:
+        assert prompts == [drawn["prompts"][i] for i in (1, 2, 4, 5)] and len(drawn["prompts"]) == 7
+        assert (row["groups"], row["prompts_sampled"], row["reward"]) == (4, 7, pytest.approx(5 / 28))
+    else:
+        assert prompts == drawn["prompts"] and (row["groups"], row["prompts_sampled"]) == (4, 4)
+
+
 # ---- learning
 
 

@@ -160,6 +160,15 @@ def test_runs_of_several_seeds_are_one_line_in_a_band(tmp_path, axes):
     assert plot.lines([*runs[::2], again]) == [("a* (2 seeds)", runs[::2]), ("a2", [again])]
 
 
+def test_a_flag_that_came_later_does_not_part_new_runs_from_old_ones(tmp_path):
+    """Off, it changes nothing; the seeds of an arm would be two lines, before and after."""
+    def run(name, **config):
+        return folder(tmp_path / name, config={"quant": "nvfp4", "aqn": False} | config)
+
+    old, new, used = run("old", seed=0), run("new", seed=1, spare_prompts=0), run("used", seed=1, spare_prompts=8)
+    assert [runs for _, runs in plot.lines([old, new, used])] == [[old, new], [used]]
+
+
 def test_labels_are_the_flags_that_differ(tmp_path):
     """Folder names that say nothing of what was compared, or a legend with every flag in it."""
     def label(*configs):
