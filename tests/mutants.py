@@ -1944,6 +1944,11 @@ MUTANTS = {
          "            return 0\n        finally:",
          "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
     ],
+    "docs/rounding.py": [
+        ("both orders are one", 'if ORDER == "once" else', "if True else", "lora::the_documented_orders_of_rounding"),
+        ("o and down have no residual", "add(y[0], x, y[1])", "add(y[0], None, y[1])", "lora::the_documented_orders_of_rounding"),
+        ("an adapter that is off is on", "    if not self.enabled:\n        return self.base(x)\n", "", "lora::the_documented_orders_of_rounding"),
+    ],
     "docs/noise_size.py": [
         ("the prompt's tokens count as well", "[0, len(prompt) - 1 :, :", "[0, :, :", "aqn::the_documented_size_of_a_noise_is_its_divergence"),
         ("one draw for all samples", "aqn.noise_seed(i)", "aqn.noise_seed(0)", "aqn::the_documented_size_of_a_noise_is_its_divergence"),

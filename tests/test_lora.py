@@ -2,6 +2,7 @@
 import json
 import math
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -437,3 +438,21 @@ def test_a_merge_that_cannot_be_done_exits_with_2(tmp_path, change, message, cap
     with pytest.raises(SystemExit) as e:
         convert.merge_command([x for k, v in flags.items() if v is not None for x in (k, v) if x])
     assert e.value.code == 2 and re.search(message, capsys.readouterr().err) and not list(tmp_path.iterdir())
+
+
+def test_the_documented_orders_of_rounding(monkeypatch):
+    """docs/rounding.py: the modules, in float32; in 16 bits an adapter's small part moves a sum only if that has not been rounded yet."""
+    monkeypatch.setattr(lora.LoRALinear, "forward", lora.LoRALinear.forward)  # put back afterwards
+    monkeypatch.setattr(M.Block, "forward", M.Block.forward)
+    m = with_random_adapter()
+    with disabled(m):
+        plain = m(IDS)
+    want, found = m(IDS), runpy.run_path(str(Path(__file__).parents[1] / "docs" / "rounding.py"))
+    assert torch.allclose(m(IDS), want, atol=1e-5) and not torch.allclose(want, plain, atol=1e-2)
+    with disabled(m):
+        assert m(IDS).equal(plain)
+    ends = []
+    for order in ("once", "twice"):
+        found["add"].__globals__["ORDER"] = order
+        ends.append(found["add"](*torch.tensor([[3.02], [5.0], [0.02]])).bfloat16().item())
+    assert ends == [8.0625, 8.0]
