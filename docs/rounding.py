@@ -36,7 +36,8 @@ def linear(self, x):
         return self.base(x)
     xa = x @ self.A.to(x.dtype).T  # (..., K) -> (..., P*R)
     B = torch.block_diag(*self.B.split([*self.parts.values()])).to(x.dtype)  # (N, P*R)
-    y, part = x.float() @ self.base.weight.float().T, self.scaling * (xa.float() @ B.float().T)
+    y = x.float() @ self.base.weight_in(torch.float32).T  # (..., K) -> (..., N)
+    part = self.scaling * (xa.float() @ B.float().T)
     return (y, part) if len(self.parts) == 1 else add(y, self.bias, part).to(x.dtype)
 
 
@@ -52,5 +53,7 @@ def block(self, x, *args):
 lora.LoRALinear.forward, model.Block.forward = linear, block
 
 if __name__ == "__main__":
+    if sys.argv[1:2] not in (["once"], ["twice"]):
+        sys.exit(f"rounding.py: error: once or twice?\n\n{__doc__}")
     ORDER = sys.argv[1]
     sys.exit(train.main(sys.argv[2:]))

@@ -1945,6 +1945,7 @@ MUTANTS = {
          "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
     ],
     "docs/rounding.py": [
+        ("any word is an order", 'if sys.argv[1:2] not in (["once"], ["twice"]):', "if not sys.argv[1:2]:", "lora::the_documented_orders_of_rounding"),
         ("both orders are one", 'if ORDER == "once" else', "if True else", "lora::the_documented_orders_of_rounding"),
         ("o and down have no residual", "add(y[0], x, y[1])", "add(y[0], None, y[1])", "lora::the_documented_orders_of_rounding"),
         ("an adapter that is off is on", "    if not self.enabled:\n        return self.base(x)\n", "", "lora::the_documented_orders_of_rounding"),

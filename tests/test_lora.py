@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -456,3 +457,6 @@ def test_the_documented_orders_of_rounding(monkeypatch):
         found["add"].__globals__["ORDER"] = order
         ends.append(found["add"](*torch.tensor([[3.02], [5.0], [0.02]])).bfloat16().item())
     assert ends == [8.0625, 8.0]
+    monkeypatch.setattr(sys, "argv", ["rounding.py", "--steps", "1"])
+    with pytest.raises(SystemExit, match="once or twice"):
+        runpy.run_path(str(Path(__file__).parents[1] / "docs" / "rounding.py"), run_name="__main__")
