@@ -380,8 +380,7 @@ def phases(row, c, ceiling, args):
     optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6, (0.9, 0.99), 0.1)
     length, rows = args.prompt + args.new, args.completions
     row["micro_batch"], model.checkpointing = memory.fit_update(
-        c, row["quant"], engine.free_bytes() * args.share, length, args.micro_batch_tokens,
-        args.checkpointing)
+        c, engine.free_bytes() * args.share, length, args.micro_batch_tokens, args.checkpointing)
     row["checkpointing"] = model.checkpointing
     texts = random_prompts(rows, length)
     prompts = [ids[: args.prompt] for ids in texts]
@@ -391,7 +390,7 @@ def phases(row, c, ceiling, args):
         row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
         row["rollout_gib"] = peak_gib()
         engine.make_room(model, sum(memory.update_bytes(
-            c, row["quant"], max(row["micro_batch"], length), model.checkpointing)))
+            c, max(row["micro_batch"], length), model.checkpointing)))
     settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
     completions = [grpo.Completion({}, prompts[i - i % args.group], ids[args.prompt :],
                                    [-12.0] * args.new, True, advantage=i % 3 - 1.0)

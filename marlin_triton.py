@@ -364,26 +364,44 @@ def decoded(q, tail=None, dtype=torch.bfloat16):
 
     w is in the scratch, so it lasts until the next weight is decoded."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
-    buffers = space(q.codes.device)
-    if buffers[2].numel() < N * (K + E):
-        buffers[2] = buffers[2].new_empty(0)  # let go of the smaller one first
-        buffers[2] = buffers[2].new_empty(N * (K + E))
     alpha = common_scale(q, dtype)
-    w = to_16bit(q, alpha is None, buffers[2].view(dtype), tail, dtype=dtype)
-    return w, 1.0 if alpha is None else alpha
+    out = scratch(q.codes.device, N * (K + E)).view(dtype)
+    return to_16bit(q, alpha is None, out, tail, dtype=dtype), 1.0 if alpha is None else alpha
 
 
-def many(x, q, transposed, tail=None, start=None):
-    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, through the scratch and cuBLAS.
-    tail (N, E), in units of `decoded`'s alpha, extends w_hat by E columns. start, (N,) or of the
-    result's shape, is added before rounding."""
-    w, alpha = decoded(q, tail, x.dtype)
-    w = w if transposed else w.T
-    # cuBLAS multiplies its float32 sums by alpha: the global scale costs no rounding
+def beside(w, tail):
+    """[w | tail] (N, K + E) of a 16-bit weight w (N, K) and tail (N, E), in the scratch as well."""
+    if not w.is_cuda:
+        return torch.cat([w, tail], 1)
+    (N, K), E = w.shape, tail.shape[1]
+    out = scratch(w.device, N * (K + E)).view(w.dtype)[: N * (K + E)].view(N, K + E)
+    out[:, :K], out[:, K:] = w, tail
+    return out
+
+
+def scratch(device, n):
+    """The scratch, of n 16-bit numbers or more."""
+    buffers = space(device)
+    if buffers[2].numel() < n:
+        buffers[2] = buffers[2].new_empty(0)  # let go of the smaller one first
+        buffers[2] = buffers[2].new_empty(n)
+    return buffers[2]
+
+
+def scaled(x, w, alpha, start=None):
+    """alpha * x w for x (M, K), w (K, N). start, (N,) or of the result's shape, is added before
+    rounding: cuBLAS multiplies its float32 sums by alpha, so the global scale costs no rounding."""
     if start is not None:
         return torch.addmm(start, x, w, alpha=alpha)
     y = x.new_empty(x.shape[0], w.shape[1])
     return torch.addmm(y, x, w, beta=0, alpha=alpha, out=y)
+
+
+def many(x, q, transposed, tail=None, start=None):
+    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, through the scratch and cuBLAS.
+    tail (N, E), in units of `decoded`'s alpha, extends w_hat by E columns; start: see `scaled`."""
+    w, alpha = decoded(q, tail, x.dtype)
+    return scaled(x, w if transposed else w.T, alpha, start)
 
 
 def in_16bit(x):
@@ -448,21 +466,22 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
         raise ValueError(f"linear_decode: {shapes} do not fit {N} x {K} in {P} parts (3 at most)")
     if x.is_cuda and x.dtype not in HALVES:
         raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16 or float16")
-    if x.is_cuda and few(M, N, K, sms(x.device)):
+    if x.is_cuda and (A is not None or few(M, N, K, sms(x.device))):
         return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu, early)
-    start = bias if residual is None else residual
     if x.is_cuda:
-        y = many(x, q, transposed=False, start=start)
+        y = many(x, q, False, start=bias if residual is None else residual)
+        if bias is not None and residual is not None:
+            y += bias
     else:
         y = x.float() @ dequantize(q).T  # (M, N)
-        y = (y if start is None else y + start).to(x.dtype)
-    if bias is not None and residual is not None:
-        y += bias
-    if A is not None:
-        edges, xa = (0, *bounds, N), (x @ A.T).chunk(P, 1)  # (M, K) @ (K, P*R)
-        for p in range(P):
-            rows = slice(edges[p], edges[p + 1])
-            y[:, rows].addmm_(xa[p], B[rows].T, alpha=scaling)  # (M, R) @ (R, N_p)
+        if A is not None:
+            edges, xa = (0, *bounds, N), (x @ A.T).float().chunk(P, 1)  # (M, K) @ (K, P*R)
+            for p in range(P):
+                rows = slice(edges[p], edges[p + 1])
+                y[:, rows].addmm_(xa[p], B[rows].float().T, alpha=scaling)  # (M, R) @ (R, N_p)
+        for last in (bias, residual):
+            y = y if last is None else y + last
+        y = y.to(x.dtype)
     if glu:
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up

@@ -1,12 +1,14 @@
 """
-LoRA in a decode step: x A^T is computed in the kernel that adds x A^T B^T, which is the FP4 GEMM
-(marlin_triton.py) or, with 16-bit weights, `lora_kernel`.
+LoRA in a decode step. The FP4 GEMM (marlin_triton.py) computes x A^T in the kernel that adds
+x A^T B^T. Beside 16-bit weights A lies below W in one matrix, so that one GEMM of cuBLAS gives both
+x W^T and x A^T, and `lora_kernel` adds the rest. Either way all that makes an output is added in
+float32 and rounded once, as in training (packed.py).
 
-A separate kernel for so little would cost a decode step 4 to 7 us per linear. So the first programs
-of the grid compute x A^T, in slices of K, while the others stream their weights; those need it only
-in their epilogue, and wait there for a flag. Sums are taken in order, whichever program finishes
-last: each run gives the same bits. adapter_work decides how the work is cut; the kernels take its
-constants as they are.
+In the FP4 GEMM a separate kernel for x A^T would cost a decode step 4 to 7 us per linear. So the
+first programs of the grid compute it, in slices of K, while the others stream their weights; those
+need it only in their epilogue, and wait there for a flag. Sums are taken in order, whichever
+program finishes last: each run gives the same bits. adapter_work decides how the work is cut; the
+kernel takes its constants as they are.
 
     TRITON_INTERPRET=1 pytest tests/test_marlin_triton.py tests/test_decode.py -k "adapter or lora"
 
@@ -17,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from model import HALVES
 from runtime.plan import COUNTERS, FLAGS, space
 from weights.formats import CHUNK
 
@@ -119,72 +122,85 @@ def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
 
 
 @triton.jit
-def adapter_term(b, n, N, i, first, sums, mt, MT, R: tl.constexpr, RP: tl.constexpr,
-                 PR: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, RB: tl.constexpr,
+def adapter_term(b, n, N, h, live, part, first, R: tl.constexpr, RP: tl.constexpr,
                  T: tl.constexpr):
-    """(x A_i^T) B^T as (BN, RB), for rows n of B and block mt of the rows of x; first: the first RP
-    columns of those rows of B, already loaded."""
+    """h_part B^T as (BN, RB), for rows n of B and rows of x whose h = x A^T begins at h (RB,), and
+    is rounded here; first: the first RP columns of those rows of B, already loaded."""
     k = tl.arange(0, RP)
-    term = tl.zeros((first.shape[0], RB), tl.float32)
+    term = tl.zeros((first.shape[0], h.shape[0]), tl.float32)
     for r in tl.static_range(0, R, RP):
-        h = adapter_out(sums, mt, MT, i, r, R, RP, PR, Z, ZR, RB, T)
+        there = (r + k < R)[:, None]
+        xa = tl.load(h[None, :] + part * R + (r + k)[:, None], mask=there & live[None, :], other=0)
         piece = first
         if r > 0:
             piece = tl.load(b + n[:, None] * R + (r + k)[None, :],
                             mask=(n[:, None] < N) & (r + k < R)[None, :], other=0)
-        term = tl.dot(piece.to(T), h, term, input_precision="ieee")
+        term = tl.dot(piece.to(T), xa.to(T), term, input_precision="ieee")
     return term
 
 
 @triton.jit(do_not_specialize=["B"])
-def lora_kernel(y, out, x, a, b, sums, flags, B, N, K, split1, split2, scaling, R: tl.constexpr,
-                RP: tl.constexpr, PR: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr,
-                Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, RB: tl.constexpr,
-                BN: tl.constexpr, GLU: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
-                ASM: tl.constexpr):
-    """out (B, N) = y + scaling * (x a^T) b^T for y (B, N), x (B, K), a (PR, K), b (N, R); rows of b
-    from split1 (split2) on belong to part 1 (2). GLU: y is gate beside up, and out (B, N / 2) is
-    silu(gate) * up of that sum; the sum and silu are rounded, as in the modules. sums, flags, Z,
-    ZR: as in adapter_in."""
-    T: tl.constexpr = tl.float32 if IEEE else x.dtype.element_ty
-    MT, pid = tl.cdiv(B, RB), tl.program_id(0)
-    makers = MT * AT * Z * (RB // BA)
-    if pid < makers:
-        adapter_in(x, a, sums, flags, B, K, K, pid, MT, AT, PR, Z, ZR, RB, BA, RA, T, PDL)
-        return
-    pid -= makers
-    mt, k = pid % MT, tl.arange(0, RP)
-    rows, n = mt * RB + tl.arange(0, RB), pid // MT * BN + tl.arange(0, BN)
+def lora_kernel(y, bias, residual, out, b, B, N, stride, split1, split2, scaling, R: tl.constexpr,
+                RP: tl.constexpr, RB: tl.constexpr, BN: tl.constexpr, GLU: tl.constexpr,
+                BIAS: tl.constexpr, ADD: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr):
+    """out (B, N) = y + scaling * h b^T, for y (B, N) and h = x A^T (B, P * R), side by side in
+    float32 in rows `stride` apart, and b (N, R); rows of b from split1 (split2) on belong to part 1
+    (2). BIAS: + bias (N,); ADD: + residual (B, N), which may be out. GLU: y is gate beside up, and
+    out (B, N / 2) is silu(gate) * up of that sum; sum and silu are rounded, as in the modules."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    T: tl.constexpr = tl.float32 if IEEE else dtype
+    MT, pid, k = tl.cdiv(B, RB), tl.program_id(0), tl.arange(0, RP)
+    rows, n = pid % MT * RB + tl.arange(0, RB), pid // MT * BN + tl.arange(0, BN)
     width = N // 2 if GLU else N
-    ok = (rows[None, :] < B) & (n[:, None] < width)
-    here = (n[:, None] < width) & (k[None, :] < R)
-    at = rows[None, :].to(tl.int64) * N + n[:, None]
+    live, here = rows < B, (n[:, None] < width) & (k[None, :] < R)
+    ok = live[None, :] & (n[:, None] < width)
     bt = tl.load(b + n[:, None] * R + k[None, :], mask=here, other=0)
     if GLU:
         bt_up = tl.load(b + (width + n)[:, None] * R + k[None, :], mask=here, other=0)
+    if BIAS:
+        bs = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.load(y + at, mask=ok, other=0).to(tl.float32)  # (BN, RB)
+    row = y + rows.to(tl.int64) * stride
+    h, at = row + N, rows[None, :].to(tl.int64) * width + n[:, None]
+    acc = tl.load(row[None, :] + n[:, None], mask=ok, other=0)  # (BN, RB)
     if GLU:
-        up = tl.load(y + at + width, mask=ok, other=0).to(tl.float32)
-    adapter_awaited(flags + mt, RB // BA * AT * ZR, tl.cdiv(width, BN), ASM)
-    dtype: tl.constexpr = y.dtype.element_ty
-    if GLU:
-        acc += adapter_term(b, n, width, 0, bt, sums, mt, MT, R, RP, PR, Z, ZR, RB, T) * scaling
-        up += adapter_term(b + width * R, n, width, 1, bt_up, sums, mt, MT, R, RP, PR, Z, ZR, RB,
-                           T) * scaling
+        up = tl.load(row[None, :] + width + n[:, None], mask=ok, other=0)
+        acc += adapter_term(b, n, width, h, live, 0, bt, R, RP, T) * scaling
+        up += adapter_term(b + width * R, n, width, h, live, 1, bt_up, R, RP, T) * scaling
         gate = acc.to(dtype).to(tl.float32)
         silu = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
         acc = silu * up.to(dtype).to(tl.float32)
-        at = rows[None, :].to(tl.int64) * width + n[:, None]
     else:
         part = (n >= split1).to(tl.int32) + (n >= split2).to(tl.int32)
         # a block that straddles two parts takes both
         for i in range(tl.min(part, 0), tl.max(tl.where(n < N, part, 0), 0) + 1):
-            term = adapter_term(b, n, N, i, bt, sums, mt, MT, R, RP, PR, Z, ZR, RB, T)
+            term = adapter_term(b, n, N, h, live, i, bt, R, RP, T)
             acc += tl.where((part == i)[:, None], term * scaling, 0)
+        if BIAS:
+            acc += bs[:, None]
+        if ADD:
+            acc += tl.load(residual + at, mask=ok, other=0).to(tl.float32)
     tl.store(out + at, acc.to(dtype), mask=ok)
+
+
+def product32(a, b):
+    """a b in float32, for 16-bit a and b without rounding."""
+    if a.is_cuda and a.dtype in HALVES:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def with_rows(linear, more):
+    """(N + more, K): a 16-bit linear's weight, which is moved there and stays the only copy, and
+    rows below it."""
+    N, wide = linear.shape[0], getattr(linear, "wide", None)
+    if wide is None or len(wide) != N + more or wide.data_ptr() != linear.weight.data_ptr():
+        linear.wide = wide = linear.weight.new_zeros(N + more, linear.shape[1])
+        wide[:N] = linear.weight
+        linear.weight.data = wide[:N]
+    return wide
 
 
 NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # for kernels without one

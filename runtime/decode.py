@@ -13,8 +13,8 @@ silu(gate) * up. The others:
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
              state
 
-Beside 16-bit weights cuBLAS adds bias and residual; LoRA is a kernel of its own behind each
-projection, with silu(gate) * up in it.
+Beside 16-bit weights cuBLAS leaves x W^T and x A^T in float32, and LoRA's kernel behind each
+projection adds bias and residual as well, or multiplies silu(gate) * up (adapter.py).
 
 What earlier kernels of the step wrote is read only after gdc_wait(): on Hopper a kernel may start
 while its predecessor still runs (programmatic dependent launch), and meanwhile fetches what the
@@ -43,7 +43,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 import marlin_triton
 from model import logits, projections, rope_tables
 from runtime import draw
-from runtime.adapter import adapter_work, lora_kernel
+from runtime.adapter import lora_kernel, product32, with_rows
 from runtime.plan import sms
 
 STEPS = 8  # steps between the host's reads of the tokens
@@ -323,7 +323,7 @@ def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_log
 
 class StepLinear:
     """A linear as the step uses it: the base weight in place, and 16-bit copies of an adapter's A
-    (P*R, K) and B (N, R)."""
+    (P*R, K) and B (N, R). Beside a weight in 16 bits, A lies below it in one matrix, `both`."""
 
     def __init__(self, m, dtype):
         self.base, self.lora, self.quantized = m.base, m.adapter, m.q is not None
@@ -333,6 +333,10 @@ class StepLinear:
             self.scaling = float(a.scaling)
             self.A, self.B = torch.empty_like(a.A, dtype=dtype), torch.empty_like(a.B, dtype=dtype)
             self.bounds = tuple(accumulate(m.parts.values()))[:-1]  # rows where later parts begin
+            if not self.quantized:
+                more = -(-len(a.A) // 8) * 8  # rows of the GEMM's output stay aligned to 16 bytes
+                self.both = with_rows(m.base, more)
+                self.A = self.both[self.N : self.N + len(a.A)]
 
 
 class Step:
@@ -391,26 +395,28 @@ class Step:
             return marlin_triton.linear_decode(
                 x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual=residual,
                 out=residual, glu=glu, early=early)
-        if residual is None:
-            y = p.base(x)
-        elif p.quantized or p.base.bias is not None:
-            y = residual.add_(p.base(x))
-        else:
-            y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
         if p.A is None:
+            if residual is None:
+                y = p.base(x)
+            elif p.quantized or p.base.bias is not None:
+                y = residual.add_(p.base(x))
+            else:
+                y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
             return self.silu(y) if glu else y
-        (B, K), parts = x.shape, len(p.bounds) + 1
-        out, width, RB, BN = y, p.N, 8 if B <= 8 else 16, 128
-        if glu:
-            width //= 2
-            out = y.new_empty(B, width)
+        bias = p.base.bias
+        if p.quantized:  # in float32
+            y, bias = torch.cat([p.base(x), x @ p.A.T], 1), None
+        else:
+            y = product32(x, p.both.T)  # (B, K) @ (K, N + P*R)
+        B, R, width, RB, BN = len(x), p.B.shape[1], p.N // (1 + glu), 8 if len(x) <= 8 else 16, 128
+        out = x.new_empty(B, width) if residual is None else residual
         if B > 32 and triton.cdiv(B, 64) * triton.cdiv(width, 64) >= 56:  # enough programs
             RB = BN = 64
-        work, adapter, makers = adapter_work(x, p.A, parts, RB)
-        lora_kernel[(makers + triton.cdiv(width, BN) * triton.cdiv(B, RB),)](
-            y, out, x, p.A, p.B, *work, B, p.N, K, *(*p.bounds, p.N, p.N)[:2], p.scaling,
-            PR=len(p.A), RB=RB, BN=BN, GLU=glu, **adapter, num_warps=4, num_stages=1,
-            IEEE=x.dtype == torch.float32 or not x.is_cuda, ASM=x.is_cuda, **self.launch)
+        lora_kernel[(triton.cdiv(width, BN) * triton.cdiv(B, RB),)](
+            y, bias, out, out, p.B, B, p.N, y.stride(0), *(*p.bounds, p.N, p.N)[:2], p.scaling,
+            R=R, RP=min(64, max(16, power(R))), RB=RB, BN=BN, GLU=glu, BIAS=bias is not None,
+            ADD=residual is not None, num_warps=4, num_stages=1,
+            IEEE=x.dtype == torch.float32 or not x.is_cuda, **self.launch)
         return out
 
     def attention(self, layer, qkv):

@@ -337,10 +337,9 @@ def settle_update(args, model, params):
         # gradient and two moments; with several ranks, also the buffer that gradients are summed in
         later = (12 if ranks.world == 1 else 16) * sum(p.numel() for p in params)
         free = min(ranks.gather(free_bytes())) - later
-        tokens, recompute = memory.fit_update(model.config, args.quant, free, longest,
-                                              args.micro_batch_tokens, args.checkpointing, *way)
-        peak = sum(memory.update_bytes(model.config, args.quant, max(tokens, longest), recompute,
-                                       *way))
+        tokens, recompute = memory.fit_update(model.config, free, longest, args.micro_batch_tokens,
+                                              args.checkpointing, *way)
+        peak = sum(memory.update_bytes(model.config, max(tokens, longest), recompute, *way))
         model.update_bytes = later + peak
         gib = [n / memory.GIB for n in (torch.cuda.memory_allocated(), later, peak, free)]
         print("GiB: {:.1f} model and adapter, {:.1f} gradients and moments, {:.1f} at the peak of "
@@ -371,10 +370,9 @@ def fingerprint(model):
 
 def working_bytes(model, slots, top_p):
     """memory.rollout_bytes of this model, minus the scratch that is there already."""
-    fmt = next((m.q.fmt for _, m in projections(model) if m.q is not None), "none")
     held = sum(t.nbytes for t in gemm_buffers(model.embed.weight.device))
-    scratch = memory.gemm_scratch(model.config, fmt)
-    return memory.rollout_bytes(model.config, fmt, slots, top_p) - min(held, scratch)
+    scratch = memory.gemm_scratch(model.config)
+    return memory.rollout_bytes(model.config, slots, top_p) - min(held, scratch)
 
 
 def check_known(model):
@@ -413,7 +411,7 @@ def engine_for(model, slots, max_len, top_p):
                          f"{(row + fixed) / 2**30:.1f} GiB, {free / 2**30:.1f} are free; lower "
                          "it, shorten the prompts, or choose a smaller --model or another --quant")
     engine = Graphs(model, min(slots, fit), max_len, top_p)
-    ENGINES[model] = (mark, engine, slots)
+    ENGINES[model] = (fingerprint(model), engine, slots)  # it may have moved the weights
     return engine
 
 

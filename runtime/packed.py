@@ -14,14 +14,15 @@ Kept for backward are the right column's outputs (x, qkv, x, gu), attention's y,
 are recomputed by the kernel that differentiates the prologue: it reads the gradient of h and leaves
 h in its place, for dA = (dxa)^T h.
 
-LoRA is part of the GEMM. A four-bit weight is decoded into a scratch before a GEMM of many rows;
-there B's columns stand behind it, as x A^T stands behind h, so that one GEMM adds up
+LoRA is part of the GEMM. A weight is decoded, or copied if it has 16 bits, into a scratch; there
+B's columns stand behind it, as x A^T stands behind h, so that one GEMM adds up
 
     [h | x A^T] [w_hat | s B]^T    and, in backward,    dy [w_hat | s B] = [dh | d(x A^T)]
 
-and rounds once, as the decode step does (decode.py): the residual and the bias are in it too. Rows
-of different completions lie end to end and attention keeps them apart (attention.py), so no padding
-is computed.
+and rounds once, as the decode step does (decode.py): the residual and the bias are in it too. An
+adapter begins small, and what is below half a step of an output that is rounded already, 2^-9 of
+it in bfloat16, would be lost. Rows of different completions lie end to end and attention keeps them
+apart (attention.py), so no padding is computed.
 
 Without an adapter the weights themselves may be trained: dW = dy^T h.
 
@@ -48,9 +49,10 @@ from triton import next_power_of_2 as power
 import marlin_triton
 from model import projections, rope_tables, to_device
 from runtime import attention
+from runtime.adapter import product32
 from runtime.decode import norm_kernel, swiglu_kernel
 from runtime.fused import norm_back_kernel, rope_back_kernel, rope_kernel, swiglu_back_kernel
-from runtime.plan import few, sms
+from runtime.plan import FEW, few, sms
 
 # ---- prologues: forward(x, E) -> (wide (S, K + E), whose first K columns are h, the others left
 # ---- for x A^T; what backward needs beside x). backward(x, kept, d) -> (the gradient of x; h, for
@@ -185,37 +187,30 @@ class WideLinear:
                 for i, rows in enumerate(t.split(self.parts))]
 
     def few(self, rows):
-        """Whether this many rows go through the GEMM that decodes as it multiplies."""
+        """Whether this many rows are better off with a decode step's linear, which reads its weight
+        as it is."""
+        if self.q is None:
+            return rows <= FEW and self.E > 0 and self.A.is_cuda
         return self.cuda and few(rows, self.N, self.K, sms(self.q.codes.device))
+
+    def weight(self, dtype):
+        """(w (N, K + E), alpha): alpha * w is [w_hat | s B]; in the scratch, it lasts until the
+        next."""
+        if self.cuda:
+            return marlin_triton.decoded(self.q, self.tail, dtype)
+        w = self.base.weight_in(dtype)
+        return (marlin_triton.beside(w, self.tail) if self.E else w), 1.0
 
     def forward(self, wide, residual):
         """wide [h | x A^T] (S, K + E) -> y (S, N) = h w^T + s x A^T B^T + residual or bias: no
         linear has both."""
-        h, bias = wide[:, : self.K], self.base.bias
-        if self.few(len(h)):
-            y = marlin_triton.gemm_few(h, self.q, bias, residual=residual)
-            return y.addmm_(wide[:, self.K :], self.tail.T, alpha=self.alpha) if self.E else y
-        start = bias if residual is None else residual
-        if self.cuda:
-            return marlin_triton.many(wide, self.q, False, self.tail, start)
-        w = self.base.weight_in(h.dtype).T
-        y = h @ w if start is None else torch.addmm(start, h, w)
-        return y.addmm_(wide[:, self.K :], self.tail.T) if self.E else y
+        w, alpha = self.weight(wide.dtype)
+        start = self.base.bias if residual is None else residual
+        return marlin_triton.scaled(wide, w.T, alpha, start)
 
     def backward(self, dy):
         """dy (S, N) -> wide [dh | d(x A^T)] (S, K + E); dh lacks what comes through x A^T."""
-        if self.cuda:
-            return marlin_triton.many(dy, self.q, True, self.tail)
-        d = dy.new_empty(len(dy), self.K + self.E)
-        torch.mm(dy, self.base.weight_in(dy.dtype), out=d[:, : self.K])
-        if self.E:
-            torch.mm(dy, self.tail, out=d[:, self.K :])
-        return d
-
-
-def product32(a, b):
-    """a b in float32, for 16-bit a and b."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+        return marlin_triton.scaled(dy, *self.weight(dy.dtype))
 
 
 class Project(torch.autograd.Function):

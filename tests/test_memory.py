@@ -79,10 +79,9 @@ def test_the_plan_counts_the_adapter_that_training_makes():
 def test_rollouts_plan_float32_logits_and_the_sort_of_top_p():
     """Rows are made as many as the rest of the memory holds: too few bytes a row, and the first step runs out of it."""
     c = config("7b")
-    rows, sort = ([memory.rollout_bytes(c, "nvfp4", n, top_p) for n in (0, 100)] for top_p in (1.0, 0.95))
+    rows, sort = ([memory.rollout_bytes(c, n, top_p) for n in (0, 100)] for top_p in (1.0, 0.95))
     assert rows[1] - rows[0] == 2 * 4 * 100 * c.vocab_size and sort[1] - sort[0] == 6 * (rows[1] - rows[0])
-    assert rows[0] - memory.rollout_bytes(c, "none", 0) == memory.gemm_scratch(c, "nvfp4")
-    assert memory.rollout_bytes(c, "none", 0) > memory.PREFILL_TOKENS * 3 * c.intermediate_size * 4  # a prefill's MLP
+    assert rows[0] > memory.PREFILL_TOKENS * 3 * c.intermediate_size * 4 + memory.gemm_scratch(c)  # a prefill's MLP
 
 
 def test_the_table_says_what_fits_a_card_and_how_much_is_left():
@@ -93,7 +92,7 @@ def test_the_table_says_what_fits_a_card_and_how_much_is_left():
     for card, gib in (("24 GB", 23.5), ("40 GB", 39.4), ("80 GB", 79.1)):
         for fmt, cell in zip(formats, lines[card], strict=True):
             frozen = sum(memory.weights(c, fmt).values())
-            adapter, update = 16 * 40_370_176, sum(memory.update_bytes(c, fmt, 65536))
+            adapter, update = 16 * 40_370_176, sum(memory.update_bytes(c, 65536))
             left = (gib - 1.5) * 2**30 - frozen - adapter
             assert cell == (f"{left / 57344e3:.0f}k" if left >= update else "no"), (card, fmt)
             said.add((left >= update, left >= 0))
@@ -107,14 +106,14 @@ def test_the_table_says_what_fits_a_card_and_how_much_is_left():
 def test_an_update_is_planned_once():
     """The plan once said 8.3 GiB for the 7B where making room said 14.8: one of them let an update run out of memory."""
     c = config("7b")
-    kept, momentary = memory.update_bytes(c, "nvfp4", 16384)
+    kept, momentary = memory.update_bytes(c, 16384)
     assert kept == 2 * 16384 * 28 * 3584 and 4 * memory.GIB < momentary < 6 * memory.GIB
     assert memory.training_peak(c, "nvfp4", 32, 16384)[2:] == (kept, momentary)
-    assert memory.update_bytes(c, "nvfp4", 16384, checkpointing=False)[0] > 10 * kept
-    assert memory.update_bytes(c, "nvfp4", 8192)[0] * 2 == kept
-    assert momentary - memory.update_bytes(c, "none", 16384)[1] == memory.gemm_scratch(c, "nvfp4")
-    assert memory.update_bytes(c, "none", 64)[1] > 3 << 28 > 50 * memory.update_bytes(c, "none", 64)[0]  # a chunk of logits, of however few
-    modules = memory.update_bytes(c, "none", 16384, packed=False)
+    assert memory.update_bytes(c, 16384, checkpointing=False)[0] > 10 * kept
+    assert memory.update_bytes(c, 8192)[0] * 2 == kept
+    few = memory.update_bytes(c, 64)
+    assert few[1] - memory.gemm_scratch(c) > 3 << 28 > 50 * few[0]  # a chunk of logits, of however few
+    modules = memory.update_bytes(c, 16384, packed=False)
     assert modules[0] == 2 * kept and modules[1] > momentary
 
 
@@ -124,7 +123,7 @@ def test_an_update_is_planned_once():
     (1000, {"tokens": 700}, (700, False)), (6, {"tokens": 700}, (700, True))])
 def test_an_update_takes_the_largest_micro_batches_that_fit(gib, given, settled):
     """Recomputing costs a third of the arithmetic: only where nothing fits without."""
-    assert memory.fit_update(config("7b"), "nvfp4", gib * memory.GIB, 1000, **given) == settled
+    assert memory.fit_update(config("7b"), gib * memory.GIB, 1000, **given) == settled
 
 
 def test_a_run_settles_its_micro_batches_by_what_is_free_and_says_so(monkeypatch, capsys):
@@ -137,7 +136,7 @@ def test_a_run_settles_its_micro_batches_by_what_is_free_and_says_so(monkeypatch
     engine.settle_update(args, model, params)
     assert (args.micro_batch_tokens, args.checkpointing, model.checkpointing) == (9216, "off", False)
     # the first update of all makes them while keys and values stand by, each later one the gradients
-    assert model.update_bytes == 12 * memory.GIB + sum(memory.update_bytes(model.config, "nvfp4", 9216, False))
+    assert model.update_bytes == 12 * memory.GIB + sum(memory.update_bytes(model.config, 9216, False))
     assert "12.0 gradients and moments" in capsys.readouterr().out
     args = SimpleNamespace(**{**vars(args), "micro_batch_tokens": 0, "checkpointing": "auto"})
     monkeypatch.setattr(engine, "free_bytes", lambda: 32 * memory.GIB)  # a row of 4,352 does not fit 10 GiB without recomputing
@@ -181,7 +180,7 @@ def test_gpu_an_update_takes_what_is_planned(checkpointing):
         grpo.backward(model, completions, grpo.Settings(micro_batch_tokens=1 << 20))
         took = torch.cuda.max_memory_allocated() - before
         model.zero_grad()
-    planned = sum(memory.update_bytes(model.config, "nvfp4", 16384, checkpointing))
+    planned = sum(memory.update_bytes(model.config, 16384, checkpointing))
     assert 0.7 * planned < took < 1.05 * planned, f"{took / memory.GIB:.2f} of {planned / memory.GIB:.2f} GiB"
 
 

@@ -13,7 +13,7 @@ import grpo
 import lora
 import model as M
 from runtime import attention, batches, decode, engine, fused, logprobs, packed, ranks
-from tests.test_decode import CPU, GPU, build, with_head_norms
+from tests.test_decode import CPU, GPU, build, little_beside_much, with_head_norms
 
 gpu = pytest.mark.gpu
 ROWS = [[5], [1, 2, 3, 4], list(range(20, 26)), [1, 2]]
@@ -121,6 +121,24 @@ def test_heads_are_rounded_between_their_norm_and_the_rotation():
 def test_an_adapters_gradients_are_products_in_float32():
     a, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((3, 700), (700, 5)))
     torch.testing.assert_close(packed.product32(a, b), (a.double() @ b.double()).float())
+
+
+def check_a_small_adapter(quant, device):
+    m = build(quant=quant, device=device, dtype=torch.bfloat16)
+
+    def linear(i, x, residual):
+        linears = packed.linears_of(m)
+        packed.refresh(linears)
+        p = linears[1][i]
+        return p.forward(torch.cat([x, x @ p.A.T], 1), residual)
+
+    assert little_beside_much(m, linear) == pytest.approx([0.002] * 2, rel=0.5)
+
+
+@torch.no_grad()
+def test_a_small_adapter_counts_beside_a_large_residual_or_bias():
+    """As where completions are sampled: otherwise the two are different policies, and the more so the more an adapter has learned."""
+    check_a_small_adapter("none", "cpu")
 
 
 def test_another_adapter_or_weight_is_what_the_next_pass_takes():
@@ -345,6 +363,13 @@ def test_large_logits_round_no_log_prob():
 
 
 # ---- on the device
+
+
+@gpu
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+@torch.no_grad()
+def test_gpu_a_small_adapter_counts_beside_a_large_residual_or_bias(quant):
+    check_a_small_adapter(quant, "cuda")
 
 
 @gpu

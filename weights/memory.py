@@ -60,24 +60,23 @@ def lora_parameters(c, rank):
     return c.num_hidden_layers * sum(rank * (p * k + n) for n, k, p in linears(c).values())
 
 
-def gemm_scratch(c, fmt):
-    """Bytes that marlin_triton takes beside packed weights: the largest of them in bfloat16, and
-    its buffers. It never takes more, except an adapter's columns behind that weight (less than 1%
-    of it at rank 16): a process holds all of it once it has multiplied each weight once."""
-    if fmt == "none":
-        return 0
+def gemm_scratch(c):
+    """Bytes that marlin_triton takes: the largest weight in 16 bits, decoded or, if it has 16 bits
+    already, copied to be beside its adapter (without one it is not), and its buffers. It never
+    takes more, except an adapter's columns behind that weight (less than 1% of it at rank 16): a
+    process holds all of it once it has multiplied each weight once."""
     return max(2 * n * k for n, k, _ in linears(c).values()) + GEMM_BUFFERS
 
 
 # ---- training
 
 
-def update_bytes(c, fmt, tokens, checkpointing=True, packed=True, itemsize=2):
+def update_bytes(c, tokens, checkpointing=True, packed=True, itemsize=2):
     """(kept, momentary): bytes that an update with `tokens` in a micro-batch needs beside weights
     and adapter.
 
     Kept for the backward: each block's input with checkpointing, else all that each block keeps.
-    Momentary: the decoded copy of a weight, and the larger of two: what the LM head makes of a
+    Momentary: marlin_triton's scratch, and the larger of two: what the LM head makes of a
     chunk of tokens, or the gradients on their way through an MLP (with checkpointing, beside all
     that this block keeps). `packed`: with runtime/packed.py, to 5% of what was measured; else with
     model.py's modules (float32, all of a Qwen3), set high on purpose: a step that runs out of
@@ -92,17 +91,17 @@ def update_bytes(c, fmt, tokens, checkpointing=True, packed=True, itemsize=2):
     else:
         block = 14 * C + 8 * F
         kept, moment = 2 * C if checkpointing else block, itemsize * tokens * block + (3 << 29)
-    return itemsize * tokens * L * kept, moment + gemm_scratch(c, fmt)
+    return itemsize * tokens * L * kept, moment + gemm_scratch(c)
 
 
-def fit_update(c, fmt, free, longest, tokens=0, checkpointing="auto", packed=True, itemsize=2):
+def fit_update(c, free, longest, tokens=0, checkpointing="auto", packed=True, itemsize=2):
     """(tokens, checkpointing) for an update's micro-batches in `free` bytes: the most tokens that
     leave half of these to keys and values, without recomputing if possible. What is given stays.
     Rows have up to `longest` tokens."""
     modes = {"auto": (False, True), "on": (True,), "off": (False,)}[checkpointing]
     sizes = (tokens,) if tokens else range(32768, 1024, -1024)
     fits = [(t, mode) for mode in modes for t in sizes
-            if sum(update_bytes(c, fmt, max(t, longest), mode, packed, itemsize)) <= free / 2]
+            if sum(update_bytes(c, max(t, longest), mode, packed, itemsize)) <= free / 2]
     return fits[0] if fits else (sizes[-1], modes[-1])
 
 
@@ -111,20 +110,20 @@ def training_peak(c, fmt, rank, tokens):
     activations, momentary)."""
     frozen = sum(weights(c, fmt).values())
     adapter = lora_parameters(c, rank) * 4 * 4  # value, gradient, two moments, in float32
-    return frozen, adapter, *update_bytes(c, fmt, tokens)
+    return frozen, adapter, *update_bytes(c, tokens)
 
 
 # ---- rollouts
 
 
-def rollout_bytes(c, fmt, rows, top_p=1.0):
+def rollout_bytes(c, rows, top_p=1.0):
     """Bytes of a rollout beside weights, adapter, keys and values: a prefill's activations, the
     FP4 GEMM's scratch, `rows` rows of logits and the sort of top_p."""
     prefill = PREFILL_TOKENS * (4 * c.hidden_size + 3 * c.intermediate_size) * 4
     # float32 logits, twice because the allocator keeps the rehearsal's apart from the graph's;
     # log-probs, values and indices twice
     logits = rows * c.vocab_size * (8 if top_p == 1 else 48)
-    return prefill + gemm_scratch(c, fmt) + logits + (1 << 29)
+    return prefill + gemm_scratch(c) + logits + (1 << 29)
 
 
 # ---- the table
