@@ -206,7 +206,7 @@ def _hub(place, split):
     except Exception as e:  # the hub's errors share no base class
         raise ConnectionError(
             f"--data {place}: not here, and the hub did not give it ({cause(e)}); pass a local "
-            f"folder with {split}.jsonl") from None
+            f"folder with {split}.jsonl, as ./{name}") from None
     return _find_split(Path(home) / under, split)
 
 

@@ -2,9 +2,9 @@
 
 In bfloat16 a number has 8 bits. A LoRA adapter begins at zero, so for a while its part of an output
 is below half a step of what it is added to, and lost if that has been rounded already. `once` adds
-x W^T, the adapter's part, bias and residual in float32, and rounds; `twice` rounds before the
-adapter's part comes, in o and down with the residual, as 16-bit weights have it on the GPU. On the
-CPU, sampler and update alike:
+x W^T, the adapter's part, bias and residual in float32, and rounds, as on the GPU; `twice` rounds
+before the adapter's part comes, in o and down with the residual, as it was there beside 16-bit
+weights (docs/claims.md says in which runs). On the CPU, sampler and update alike:
 
     python docs/rounding.py once --quant none --no-aqn --dtype bfloat16 --out runs/once-s0
     python docs/rounding.py twice --quant none --no-aqn --dtype bfloat16 --out runs/twice-s0

@@ -375,7 +375,7 @@ def test_hub_sets_come_from_a_snapshot_of_the_hub(monkeypatch, tmp_path):
         raise RuntimeError("")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
-    says = r"--data HuggingFaceH4/MATH-500.*pass a local folder with test\.jsonl"
+    says = r"--data HuggingFaceH4/MATH-500.*pass a local folder with test\.jsonl, as \./MATH-500"
     with pytest.raises(ConnectionError, match=says):
         data.load("math500", "test")
     with pytest.raises(FileNotFoundError, match=r"--data sets/mine\.jsonl: no such file"):
