@@ -17,7 +17,8 @@ Measurements behind the README's choices.
                inference engine beside a trainer, four bits to sample and 16 to train, the ratio
                against the sampler or, with a truncated weight, against the trainer itself
 
-    compare    existing runs, whatever made them: what each flag in which they differ adds
+    compare    existing runs, whatever made them: what each flag in which they differ adds, to the
+               accuracy after training or, with --growth, to how fast that of the samples rises
 
 All but the first and the last train: each arm with each seed, in a folder of its own in --out
 (runs/NAME). A finished run is not repeated, a stopped one continues; the flags must be the same,
@@ -33,7 +34,7 @@ runs side by side, spread over the cards; one has room for several when the mode
     python experiments.py 2x2 --out runs/2x2
     python experiments.py noise --seeds 0,1,2 --jobs 4 --out runs/noise --model DIR --data gsm8k
     python experiments.py two-copies --out runs/apart          # one run of train.py, so trained
-    python experiments.py compare results/long_1.5b/*/
+    python experiments.py compare results/long_1.5b/*/ [--growth]
 """
 from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
@@ -358,19 +359,29 @@ def answers(run):
     return digits and [*map(int, digits)]
 
 
-def compare(runs):
+def rise(run):
+    """How far a run's samples have got in the first half of its steps: their mean accuracy there,
+    above that in the first sixteenth."""
+    accuracy = [row["accuracy"] for row in plot.read(run)]
+    begun, half = max(2, len(accuracy) // 16), len(accuracy) // 2
+    if half <= begun:
+        raise ValueError(f"{run}: has {len(accuracy)} steps; --growth needs 6 or more")
+    return fmean(accuracy[begun:half]) - fmean(accuracy[:begun])
+
+
+def compare(runs, growth=False):
     """A line for each flag in which runs differ, or flags that change together, and each two of its
-    values: what that adds to the accuracy after training, over pairs of runs that are alike in all
-    else, the seed included. What a flag switches on changes with it: noise of 5e-2 is one change
-    from none. In points, with the standard error over seeds and, where their answers are kept, over
-    questions."""
+    values: what that adds to the accuracy after training, or with `growth` to the `rise` of the
+    samples', over pairs of runs that are alike in all else, the seed included. What a flag switches
+    on changes with it: noise of 5e-2 is one change from none. In points, with the standard error
+    over seeds and, where their answers are kept, over questions."""
     runs = [*{Path(run).resolve(): run for run in runs}.values()]
     had = flags_used(runs)
     for one, other in combinations(runs, 2):
         if had[one] == had[other]:
             raise ValueError(f"{one} and {other} have the same flags; leave one out")
-    ends = {run: [accuracy_after(run)] for run in runs}
-    by_question = {run: answers(run) for run in runs}
+    ends = {run: [rise(run) if growth else accuracy_after(run)] for run in runs}
+    by_question = {run: None if growth else answers(run) for run in runs}
     after = ends if None in by_question.values() else by_question
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
@@ -440,7 +451,9 @@ def place(value, values):
 def comparison(argv):
     p = command.Parser(prog="experiments.py compare", description=compare.__doc__)
     p.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
-    lines = compare(p.parse_args(argv).runs)
+    p.add_argument("--growth", action="store_true",
+                   help="of the samples' accuracy, in the first half of training")
+    lines = compare(**vars(p.parse_args(argv)))
     print("\n".join(lines) or "no two of these runs have the same seed, and differ in one flag")
 
 

@@ -145,6 +145,18 @@ def test_runs_are_compared_where_they_differ_in_one_flag_alone(tmp_path, capsys)
     assert capsys.readouterr().out.startswith("lr 2 -> 3, quant nvfp4 -> mxfp4: +50.0 points")
 
 
+def test_growth_is_compared_from_where_each_run_began(tmp_path, capsys):
+    """Of a policy that starts lower, as four bits do, and ends lower, the samples may still improve faster."""
+    runs = kept(tmp_path, none_1_0="1111", nvfp4_1_0="1110")
+    for run, start, later in zip(runs, (0.5, 0.25), (0.625, 0.5), strict=True):
+        rows = [start] * 2 + [later] * 2 + [1.0] * 4
+        (Path(run) / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "accuracy": a}) + "\n" for i, a in enumerate(rows)))
+    assert experiments.main(["compare", *runs]) == 0 and "nvfp4: -25.0 points" in capsys.readouterr().out
+    assert experiments.main(["compare", *runs, "--growth"]) == 0 and capsys.readouterr().out == "quant none -> nvfp4: +12.5 points\n"
+    (Path(runs[1]) / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "accuracy": 0}) + "\n" for i in range(5)))
+    assert experiments.main(["compare", *runs, "--growth"]) == 2 and "has 5 steps; --growth needs 6 or more" in capsys.readouterr().err
+
+
 def test_flags_are_compared_as_they_are(tmp_path, capsys):
     """By the last part of a path, two models were one; a run that did not know a flag yet never had its default; a pair of two
     formats was dropped where a third had come first; a run given twice counted twice."""
