@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import grpo
 import lora
 import model as M
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
@@ -460,3 +461,17 @@ def test_the_documented_orders_of_rounding(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["rounding.py", "--steps", "1"])
     with pytest.raises(SystemExit, match="once or twice"):
         runpy.run_path(str(Path(__file__).parents[1] / "docs" / "rounding.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_the_documented_training_of_norms(monkeypatch, quant):
+    """docs/norms.py: both norms of each block, by the adapter's optimizer, and nothing else of the base."""
+    monkeypatch.setattr(lora, "add_lora", add_lora)  # put back afterwards
+    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "norms.py"))
+    m = base(quant)
+    optimizer = grpo.AdamW(lora.add_lora(m, 2, 2), 1e-2, (0.9, 0.99), 0.0)
+    before = {name: w.detach().clone() for name, w in m.named_parameters()}
+    m(IDS).square().mean().backward()
+    optimizer.step()
+    moved = {name for name, w in m.named_parameters() if not w.equal(before[name]) and not name.endswith((".A", ".B"))}
+    assert moved == {f"layers.{i}.{norm}_layernorm.weight" for i in range(len(m.layers)) for norm in ("input", "post_attention")}
