@@ -397,10 +397,10 @@ def scaled(x, w, alpha, start=None):
     return torch.addmm(y, x, w, beta=0, alpha=alpha, out=y)
 
 
-def many(x, q, transposed, tail=None, start=None):
-    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, through the scratch and cuBLAS.
-    tail (N, E), in units of `decoded`'s alpha, extends w_hat by E columns; start: see `scaled`."""
-    w, alpha = decoded(q, tail, x.dtype)
+def many(x, q, transposed, start=None):
+    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, through the scratch and cuBLAS;
+    start: see `scaled`."""
+    w, alpha = decoded(q, dtype=x.dtype)
     return scaled(x, w if transposed else w.T, alpha, start)
 
 

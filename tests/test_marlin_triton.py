@@ -323,7 +323,8 @@ def test_an_adapter_behind_a_weight_of_zeros_does_not_overflow(dtype):
     """A block that was added to a model begins so: in units of its global scale the adapter would be infinite."""
     q = quantize(torch.zeros(16, 128, device=DEVICE))
     tail = (torch.full((16, 8), 3.0, device=DEVICE) / (mt.common_scale(q, dtype) or 1.0)).to(dtype)
-    y = mt.many(torch.ones(5, 136, dtype=dtype, device=DEVICE), q, False, tail)
+    w, alpha = mt.decoded(q, tail, dtype)
+    y = mt.scaled(torch.ones(5, 136, dtype=dtype, device=DEVICE), w.T, alpha)
     assert (y == 24).all()
 
 
@@ -344,8 +345,8 @@ def test_an_adapter_stands_behind_the_decoded_weight(monkeypatch, N, K):
     x, dy = activations(5, K + 24), activations(5, N, 1)
     for start in (None, activations(1, N, 2)[0], activations(5, N, 3)):
         want = x.double() @ whole.T + (0 if start is None else start.double())
-        assert error(mt.many(x, q, False, tail, start), want) < BOUND
-    assert error(mt.many(dy, q, True, tail), dy.double() @ whole) < BOUND
+        assert error(mt.scaled(x, w.T, alpha, start), want) < BOUND
+    assert error(mt.scaled(dy, w, alpha), dy.double() @ whole) < BOUND
 
 
 def test_a_weight_may_be_decoded_after_one_that_did_not_fit(monkeypatch):
@@ -364,7 +365,7 @@ def test_rows_of_their_own_global_scales_are_decoded_with_them():
     assert alpha == 1 and torch.equal(w[:, 256:], tail)
     assert error(w[:, :256], exact(q)) < BOUND
     x = activations(5, 280)
-    assert error(mt.many(x, q, False, tail), x.double() @ torch.cat([exact(q), tail.double()], 1).T) < 2 * BOUND
+    assert error(mt.scaled(x, w.T, alpha), x.double() @ torch.cat([exact(q), tail.double()], 1).T) < 2 * BOUND
     q.global_scale.fill_(0.5)
     assert mt.decoded(q)[1] == 0.5  # what was found out is of the numbers as they were
 
