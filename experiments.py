@@ -360,9 +360,12 @@ def answers(run):
 
 
 def rise(run):
-    """How far a run's samples have got in the first half of its steps: their mean accuracy there,
-    above that in the first sixteenth."""
+    """How far a finished run's samples got in the first half of its steps: their mean accuracy
+    there, above that in the first sixteenth."""
     accuracy = [row["accuracy"] for row in plot.read(run)]
+    if len(accuracy) != (plot.saved(run, "config.json").get("steps") or len(accuracy)):
+        raise ValueError(f"{run}: has {len(accuracy)} steps, not all that it was to have; let it "
+                         "end")
     begun, half = max(2, len(accuracy) // 16), len(accuracy) // 2
     if half <= begun:
         raise ValueError(f"{run}: has {len(accuracy)} steps; --growth needs 6 or more")

@@ -1954,6 +1954,8 @@ MUTANTS = {
          "experiments::growth_is_compared_from_where_each_run_began"),
         ("growth by question", "None if growth else answers(run)", "answers(run)",
          "experiments::growth_is_compared_from_where_each_run_began"),
+        ("half of what a run has so far", "if len(accuracy) != (plot", "if False and (plot",
+         "experiments::growth_is_compared_from_where_each_run_began"),
         ("a rise of nothing", "half <= begun", "False",
          "experiments::growth_is_compared_from_where_each_run_began"),
         ("numbers come as they came", "value if isinstance(value, int | float) else", "0.0 if True else",
@@ -1973,6 +1975,12 @@ MUTANTS = {
         ("both orders are one", 'if ORDER == "once" else', "if True else", "lora::the_documented_orders_of_rounding"),
         ("o and down have no residual", "add(y[0], x, y[1])", "add(y[0], None, y[1])", "lora::the_documented_orders_of_rounding"),
         ("an adapter that is off is on", "    if not self.enabled:\n        return self.base(x)\n", "", "lora::the_documented_orders_of_rounding"),
+    ],
+    "docs/norms.py": [
+        ("one norm of two", "(block.input_layernorm, block.post_attention_layernorm)]", "(block.input_layernorm,)]",
+         "lora::the_documented_training_of_norms"),
+        ("norms that stay", "w.requires_grad_() for w in norms", "w for w in norms", "lora::the_documented_training_of_norms"),
+        ("norms alone", "*add_lora(model, *args), *(", "*add_lora(model, *args)[:0], *(", "lora::the_documented_training_of_norms"),
     ],
     "docs/noise_size.py": [
         ("the prompt's tokens count as well", "[0, len(prompt) - 1 :, :", "[0, :, :", "aqn::the_documented_size_of_a_noise_is_its_divergence"),

@@ -155,6 +155,9 @@ def test_growth_is_compared_from_where_each_run_began(tmp_path, capsys):
     assert experiments.main(["compare", *runs, "--growth"]) == 0 and capsys.readouterr().out == "quant none -> nvfp4: +12.5 points\n"
     (Path(runs[1]) / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "accuracy": 0}) + "\n" for i in range(5)))
     assert experiments.main(["compare", *runs, "--growth"]) == 2 and "has 5 steps; --growth needs 6 or more" in capsys.readouterr().err
+    config = Path(runs[0]) / "config.json"  # the half of what it has so far is not the half of another's
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"steps": 16}))
+    assert experiments.main(["compare", *runs, "--growth"]) == 2 and "none_1_0: has 8 steps, not all" in capsys.readouterr().err
 
 
 def test_flags_are_compared_as_they_are(tmp_path, capsys):
