@@ -30,8 +30,10 @@ against, on the CPU too (TRITON_INTERPRET=1).
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
 S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.
 """
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, chain
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -470,6 +472,19 @@ class Step:
         """Decode the first `rows` slots once. nucleus: (temperature, top_p), with which torch draws
         in place of the fused sampler."""
         self.sample(logits(self.hidden(rows), self.head), greedy, nucleus)  # (B, C) @ (C, V)
+
+    def compile(self, sizes, *way):
+        """Compile the kernels of step(size, *way) for all `sizes` side by side, and launch none. As
+        they come up, one by one, they take most of a minute of a first rollout."""
+        run = triton.JITFunction.run
+
+        def compile_only(kernel, *args, warmup, **options):
+            return run(kernel, *args, warmup=True, **options)
+
+        with (ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool),
+              mock.patch.object(triton.JITFunction, "run", compile_only)):
+            for size in sizes:
+                self.step(size, *way)
 
     def sample(self, logits, greedy=False, nucleus=None):
         """Draw a token for each row of logits (B, V) float32 and move the rows on."""

@@ -176,6 +176,7 @@ class Graphs:
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
         self.graphs, self.refresh, self.pool, self.scratch = {}, None, None, []
+        self.compiled = set()  # ways of drawing a token
         packed = batches.packed(model)
         self.prompts = packed and packed.Prefill(model, self.step)
         if self.cache.k.is_cuda:
@@ -257,13 +258,17 @@ class Graphs:
     def launcher(self, rows):
         """A function that decodes `rows` slots once: the replay of a graph, captured now if it is
         not there yet."""
-        st, how = self.step, (rows, self.greedy, self.nucleus)
+        st, way = self.step, (self.greedy, self.nucleus)
+        how = rows, *way
         if how in self.graphs:
             return self.graphs[how]
         # The rehearsal changes nothing but results that are overwritten: no row is alive in it.
         alive = st.alive.clone()
         st.alive.zero_()
         st.count.zero_()
+        if way not in self.compiled and self.cache.k.is_cuda:
+            st.compile(self.sizes, *way)
+            self.compiled.add(way)
         self.graphs[how] = self.capture(lambda: st.step(*how))
         st.alive.copy_(alive)
         return self.graphs[how]

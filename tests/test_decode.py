@@ -557,6 +557,28 @@ def test_graph_equals_eager_equals_one_row(exact, kw):
 
 
 @gpu
+@torch.no_grad()
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
+    """As they come up, one by one, they took most of a minute of a first rollout."""
+    made, sizes = [], (1, 8, 24)
+    monkeypatch.setattr(decode.triton.knobs.runtime, "jit_cache_hook", lambda fn, **_: made.append(fn.name))
+    m = build(dataclasses.replace(GPU, hidden_size=384, intermediate_size=896), quant, 16, "cuda", torch.bfloat16)  # shapes of no other test
+    step = decode.Step(m, filled(m, [3] * 24, 24, 64))
+    before = step.token.clone()
+    for way in ((False, None), (True, None)):
+        step.compile(sizes, *way)
+        assert made and step.token.equal(before) and not step.out_ids.any()
+        made.clear()
+        for size in sizes:
+            step.step(size, *way)
+        assert not made
+        made.append("a way may have no kernel of its own")
+        step.token.copy_(before)
+        step.out_ids.zero_()
+
+
+@gpu
 def test_an_engine_goes_after_the_steps_in_flight():
     """Launched ahead and never fetched: memory that goes with the graphs must not go before they are through."""
     m = build(GPU, "none", 16, "cuda", torch.bfloat16)
