@@ -1982,6 +1982,13 @@ MUTANTS = {
         ("norms that stay", "w.requires_grad_() for w in norms", "w for w in norms", "lora::the_documented_training_of_norms"),
         ("norms alone", "*add_lora(model, *args), *(", "*add_lora(model, *args)[:0], *(", "lora::the_documented_training_of_norms"),
     ],
+    "docs/four_over_six.py": [
+        ("the worse of two scales", "error(four) < error(six)", "error(four) > error(six)", "formats::the_documented_choice_of_a_blocks_end"),
+        ("the larger scale does not fit", "top * 448 / 256", "top", "formats::the_documented_choice_of_a_blocks_end"),
+        ("AWQ begins from the plain scales", "formats.block_scales = awq.block_scales = block_scales", "formats.block_scales = block_scales",
+         "formats::the_documented_choice_of_a_blocks_end"),
+        ("other formats have two scales too", 'if fmt != "nvfp4":', "if False:", "formats::the_documented_choice_of_a_blocks_end"),
+    ],
     "docs/noise_size.py": [
         ("the prompt's tokens count as well", "[0, len(prompt) - 1 :, :", "[0, :, :", "aqn::the_documented_size_of_a_noise_is_its_divergence"),
         ("one draw for all samples", "aqn.noise_seed(i)", "aqn.noise_seed(0)", "aqn::the_documented_size_of_a_noise_is_its_divergence"),

@@ -2,13 +2,15 @@
 import itertools
 import json
 import math
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from weights import formats
+from weights import awq, formats
 from weights.formats import FORMATS, Format, Quantized, block_scales, dequantize, encode, quantize
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -283,6 +285,22 @@ def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
         monkeypatch.setattr(formats, "PORTION", chunk)
         assert torch.equal(quantize(w, "nvfp4").codes, want.codes)
         assert torch.equal(formats.snap(w, "nvfp4", *block_scales(w, "nvfp4")), dequantize(want))
+
+
+def test_the_documented_choice_of_a_blocks_end(monkeypatch):
+    """docs/four_over_six.py: 5 is 4.5 where the block's 6 becomes code 4, nearer than 4 or 6 otherwise; 4 beside 6 is exact as it is."""
+    for module in (formats, awq):
+        monkeypatch.setattr(module, "block_scales", block_scales)  # put back afterwards
+    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "four_over_six.py"))
+    zeros = [0.0] * 13
+    q = quantize(torch.tensor([[6, -5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]), "nvfp4")
+    assert q.scale.tolist() == [[384, 256, 0]]
+    assert dequantize(q).tolist() == [[6, -4.5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]
+    w = weights(64, 256, spread=0).bfloat16()
+    error, plain = ((dequantize(q) - w).square().sum() for q in (quantize(w, "nvfp4"), encode(w, "nvfp4", *block_scales(w, "nvfp4"))))
+    assert error < 0.9 * plain and awq.block_scales is formats.block_scales
+    for fmt in ("mxfp4", "nf4"):
+        assert all(map(torch.equal, formats.block_scales(w, fmt), block_scales(w, fmt)))
 
 
 def test_four_and_a_half_bits_a_weight():
