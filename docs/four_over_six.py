@@ -1,8 +1,8 @@
 """Another rounding: each block of NVFP4 takes the better of two scales (Four Over Six, arXiv
 2512.02010).
 
-E2M1 is coarsest near its end: a block whose largest weight becomes 6 can only round the next to 4.
-With a scale that makes it 4, the steps up there are half as wide, and all others half as wide
+E2M1 is coarsest near its end: where a block's largest weight becomes 6, nothing lies between it and
+4. Where it becomes 4, the steps up there are three quarters as wide, and all others half as wide
 again. Each block takes what leaves it the smaller squared error. Codes, scales, files and kernels
 stay NVFP4's, and no calibration text is needed:
 
@@ -28,7 +28,7 @@ def block_scales(w, fmt, name="weight"):
     if fmt != "nvfp4":
         return scale, top
     blocks = (len(w), -1, formats.FORMATS[fmt].block)
-    amax = w.float().view(blocks).abs().amax(-1)  # (N, K/block)
+    amax = w.float().reshape(blocks).abs().amax(-1)  # (N, K/block)
     top = top * 448 / 256  # E4M3 ends at 448: half as much again as the largest scale must fit
     six, four = ((amax / end / top[:, None]).to(scale.dtype) for end in (6, 4))
 
