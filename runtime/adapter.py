@@ -15,6 +15,8 @@ kernel takes its constants as they are.
 Shapes: M rows of x (in lora_kernel B), N outputs, K inputs, R LoRA rank, P parts of a fused
 projection, PR = P * R rows of A.
 """
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
@@ -183,6 +185,24 @@ def lora_kernel(y, bias, residual, out, b, B, N, stride, split1, split2, scaling
         if ADD:
             acc += tl.load(residual + at, mask=ok, other=0).to(tl.float32)
     tl.store(out + at, acc.to(dtype), mask=ok)
+
+
+class StepLinear:
+    """A linear as the step uses it: the base weight in place, and 16-bit copies of an adapter's A
+    (P*R, K) and B (N, R). Beside a weight in 16 bits, A lies below it in one matrix, `both`."""
+
+    def __init__(self, m, dtype):
+        self.base, self.lora, self.quantized = m.base, m.adapter, m.q is not None
+        self.N, self.K = m.shape
+        self.scaling, self.A, self.B, self.bounds = 0.0, None, None, ()
+        if (a := m.adapter) is not None:
+            self.scaling = float(a.scaling)
+            self.A, self.B = torch.empty_like(a.A, dtype=dtype), torch.empty_like(a.B, dtype=dtype)
+            self.bounds = tuple(accumulate(m.parts.values()))[:-1]  # rows where later parts begin
+            if not self.quantized:
+                more = -(-len(a.A) // 8) * 8  # rows of the GEMM's output stay aligned to 16 bytes
+                self.both = with_rows(m.base, more)
+                self.A = self.both[self.N : self.N + len(a.A)]
 
 
 def product32(a, b):

@@ -32,7 +32,7 @@ S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of 
 """
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from unittest import mock
 
 import torch
@@ -45,7 +45,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 import marlin_triton
 from model import logits, projections, rope_tables
 from runtime import draw
-from runtime.adapter import lora_kernel, product32, with_rows
+from runtime.adapter import StepLinear, lora_kernel, product32
 from runtime.plan import sms
 
 STEPS = 8  # steps between the host's reads of the tokens
@@ -323,24 +323,6 @@ def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_log
                out_logp, eos, S, EOS)
 
 
-class StepLinear:
-    """A linear as the step uses it: the base weight in place, and 16-bit copies of an adapter's A
-    (P*R, K) and B (N, R). Beside a weight in 16 bits, A lies below it in one matrix, `both`."""
-
-    def __init__(self, m, dtype):
-        self.base, self.lora, self.quantized = m.base, m.adapter, m.q is not None
-        self.N, self.K = m.shape
-        self.scaling, self.A, self.B, self.bounds = 0.0, None, None, ()
-        if (a := m.adapter) is not None:
-            self.scaling = float(a.scaling)
-            self.A, self.B = torch.empty_like(a.A, dtype=dtype), torch.empty_like(a.B, dtype=dtype)
-            self.bounds = tuple(accumulate(m.parts.values()))[:-1]  # rows where later parts begin
-            if not self.quantized:
-                more = -(-len(a.A) // 8) * 8  # rows of the GEMM's output stay aligned to 16 bytes
-                self.both = with_rows(m.base, more)
-                self.A = self.both[self.N : self.N + len(a.A)]
-
-
 class Step:
     """One decode step of a model over persistent state; `step(rows)` launches it for the first
     `rows` slots.
@@ -474,8 +456,11 @@ class Step:
         self.sample(logits(self.hidden(rows), self.head), greedy, nucleus)  # (B, C) @ (C, V)
 
     def compile(self, sizes, *way):
-        """Compile the kernels of step(size, *way) for all `sizes` side by side, and launch none. As
-        they come up, one by one, they take most of a minute of a first rollout."""
+        """Compile the kernels of step(size, *way) for all `sizes` side by side, and launch none (on
+        the CPU there is nothing to compile). As they come up, one by one, they take most of a
+        minute of a first rollout."""
+        if not self.cache.k.is_cuda:
+            return
         run = triton.JITFunction.run
 
         def compile_only(kernel, *args, warmup, **options):

@@ -176,7 +176,6 @@ class Graphs:
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
         self.graphs, self.refresh, self.pool, self.scratch = {}, None, None, []
-        self.compiled = set()  # ways of drawing a token
         packed = batches.packed(model)
         self.prompts = packed and packed.Prefill(model, self.step)
         if self.cache.k.is_cuda:
@@ -266,9 +265,8 @@ class Graphs:
         alive = st.alive.clone()
         st.alive.zero_()
         st.count.zero_()
-        if way not in self.compiled and self.cache.k.is_cuda:
+        if all(known[1:] != way for known in self.graphs):
             st.compile(self.sizes, *way)
-            self.compiled.add(way)
         self.graphs[how] = self.capture(lambda: st.step(*how))
         st.alive.copy_(alive)
         return self.graphs[how]

@@ -622,6 +622,8 @@ MUTANTS = {
          "marlin_triton::many_slices_are_added_up_once"),
     ],
     "runtime/adapter.py": [
+        ("rows of the GEMM's output at any address", "-(-len(a.A) // 8) * 8", "len(a.A)",
+         "decode::a_weight_moves_above_its_adapter_and_stays_the_only_copy"),
         ("an adapter's gradients are rounded", "a.float() @ b.float()", "(a @ b).float()",
          "packed::an_adapters_gradients_are_products_in_float32"),
         ("x w^T is rounded before LoRA's part comes", "acc = tl.load(row[None, :] + n[:, None], mask=ok, other=0)  # (BN, RB)",
@@ -688,8 +690,6 @@ MUTANTS = {
          "marlin_triton::what_the_ptx_makes_of_a_word"),
     ],
     "runtime/decode.py": [
-        ("rows of the GEMM's output at any address", "-(-len(a.A) // 8) * 8", "len(a.A)",
-         "decode::a_weight_moves_above_its_adapter_and_stays_the_only_copy"),
         ("a block lacks its first residual", "x = self.linear(o_proj, y, x)", "x = self.linear(o_proj, y)",
          "packed::a_short_prefill_takes_the_linears_of_a_step"),
         ("a block's norms change places", "before, between = self.norms", "between, before = self.norms",
@@ -846,6 +846,12 @@ MUTANTS = {
          "packed::score_is_one_kernel_for_log_prob_entropy_and_slope"),
     ],
     "runtime/engine.py": [
+        ("each size compiles alone", "if all(known[1:] != way for known in self.graphs):", "if False:",
+         "decode::the_first_size_of_each_way_to_draw_has_all_compiled"),
+        ("one way compiles for all", "if all(known[1:] != way for known in self.graphs):", "if not self.graphs:",
+         "decode::the_first_size_of_each_way_to_draw_has_all_compiled"),
+        ("each size compiles all", "if all(known[1:] != way for known in self.graphs):", "if True:",
+         "decode::the_first_size_of_each_way_to_draw_has_all_compiled"),
         ("an engine that moves weights serves once", "ENGINES[model] = (fingerprint(model), ", "ENGINES[model] = (mark, ",
          "decode::an_engine_is_made_anew_only_where_the_last_one_does_not_serve"),
         ("a forward of one's own does not sample", '{*homes} <= {"model", "nvfp4", "lora", "torch"}', "True",

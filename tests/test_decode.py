@@ -406,6 +406,16 @@ def test_ranks_capture_what_is_to_come_together(monkeypatch):
         asked.clear()
 
 
+def test_the_first_size_of_each_way_to_draw_has_all_compiled(monkeypatch):
+    """Greedy, sampled and top-p steps have kernels of their own; another size of a way that is there has none that are not."""
+    e, asked = engine.Graphs(build(), 24, 64), []
+    monkeypatch.setattr(e.step, "compile", lambda *of: asked.append(of))
+    for temperature, top_p in ((1.0, 1.0), (0, 1.0), (0.7, 0.9), (1.0, 1.0)):
+        e.begin(temperature, top_p, [])
+        e.launcher(24), e.launcher(1), e.launcher(24)
+    assert asked == [(e.sizes, *way) for way in ((False, None), (True, None), (False, (0.7, 0.9)))]
+
+
 def test_a_weight_moves_above_its_adapter_and_stays_the_only_copy():
     """One GEMM gives x W^T and x A^T; moved again for each engine, all weights would be there twice until the last one is gone."""
     m = build()
