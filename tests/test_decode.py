@@ -407,7 +407,8 @@ def test_ranks_capture_what_is_to_come_together(monkeypatch):
 
 
 def test_the_first_size_of_each_way_to_draw_has_all_compiled(monkeypatch):
-    """Greedy, sampled and top-p steps have kernels of their own; another size of a way that is there has none that are not."""
+    """Greedy, sampled and top-p steps have kernels of their own; another size of a way that is
+    there has none that are not."""
     e, asked = engine.Graphs(build(), 24, 64), []
     monkeypatch.setattr(e.step, "compile", lambda *of: asked.append(of))
     for temperature, top_p in ((1.0, 1.0), (0, 1.0), (0.7, 0.9), (1.0, 1.0)):
@@ -572,8 +573,10 @@ def test_graph_equals_eager_equals_one_row(exact, kw):
 def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
     """As they come up, one by one, they took most of a minute of a first rollout."""
     made, sizes = [], (1, 8, 24)
-    monkeypatch.setattr(decode.triton.knobs.runtime, "jit_cache_hook", lambda fn, **_: made.append(fn.name))
-    m = build(dataclasses.replace(GPU, hidden_size=384, intermediate_size=896), quant, 16, "cuda", torch.bfloat16)  # shapes of no other test
+    monkeypatch.setattr(decode.triton.knobs.runtime, "jit_cache_hook",
+                        lambda fn, **_: made.append(fn.name))
+    shapes = dataclasses.replace(GPU, hidden_size=384, intermediate_size=896)  # of no other test
+    m = build(shapes, quant, 16, "cuda", torch.bfloat16)
     step = decode.Step(m, filled(m, [3] * 24, 24, 64))
     before = step.token.clone()
     for way in ((False, None), (True, None)):

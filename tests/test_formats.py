@@ -288,7 +288,8 @@ def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
 
 
 def test_the_documented_choice_of_a_blocks_end(monkeypatch):
-    """docs/four_over_six.py: 5 is 4.5 where the block's 6 becomes code 4, nearer than 4 or 6 otherwise; 4 beside 6 is exact as it is."""
+    """docs/four_over_six.py: 5 is 4.5 where the block's 6 becomes code 4, nearer than 4 or 6
+    otherwise; 4 beside 6 is exact as it is."""
     for module in (formats, awq):
         monkeypatch.setattr(module, "block_scales", block_scales)  # put back afterwards
     runpy.run_path(str(Path(__file__).parents[1] / "docs" / "four_over_six.py"))
@@ -297,7 +298,8 @@ def test_the_documented_choice_of_a_blocks_end(monkeypatch):
     assert q.scale.tolist() == [[384, 256, 0]]
     assert dequantize(q).tolist() == [[6, -4.5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]
     w = weights(64, 256, spread=0).bfloat16()
-    error, plain = ((dequantize(q) - w).square().sum() for q in (quantize(w, "nvfp4"), encode(w, "nvfp4", *block_scales(w, "nvfp4"))))
+    both = quantize(w, "nvfp4"), encode(w, "nvfp4", *block_scales(w, "nvfp4"))
+    error, plain = ((dequantize(q) - w).square().sum() for q in both)
     assert error < 0.9 * plain and awq.block_scales is formats.block_scales
     for fmt in ("mxfp4", "nf4"):
         assert all(map(torch.equal, formats.block_scales(w, fmt), block_scales(w, fmt)))
