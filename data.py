@@ -4,15 +4,14 @@ completion.
 
 Where a task comes from (`load`), which of its prompts fit (`prompts`), and how an answer is graded
 (`reward`: 0.2 for the format, 1.0 for the right answer; `own_reward`: by your own function).
-Numbers are compared as exact fractions, see runtime/grade.py; the chat template is rendered in
-runtime/tokenizer.py.
+Numbers are compared as exact fractions, see plumbing/grade.py; the chat template is rendered in
+plumbing/tokenizer.py.
 
 Left out: learned reward models, and streaming sets that do not fit in memory.
 
     python data.py --data arithmetic --split test --n 3
     python data.py --data gsm8k --split train --n 2 --model assets/tiny
 """
-from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import argparse
 import hashlib
 import importlib.util
@@ -24,9 +23,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from runtime.grade import last_boxed, same_all
-from runtime.tokenizer import SUFFIX, Tokenizer, unknown_style
-from weights.files import TINY, cause, read_jsonl, shown
+from plumbing import command
+from plumbing.files import TINY, cause, read_jsonl, shown
+from plumbing.grade import last_boxed, same_all
+from plumbing.tokenizer import SUFFIX, Tokenizer, unknown_style
 
 HUB = {  # a repository, followed by the folder if it holds several sets
     "gsm8k": "openai/gsm8k/main", "math500": "HuggingFaceH4/MATH-500",

@@ -16,7 +16,6 @@ Left out: few-shot prompts.
     python eval.py --run runs/tiny-arithmetic-nvfp4-s0 --data arithmetic
     python eval.py --model Qwen/Qwen2.5-3B-Instruct --data gsm8k,math500 --prompt-style boxed
 """
-import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import hashlib
 import json
 import math
@@ -28,16 +27,16 @@ from itertools import chain, combinations, islice
 from pathlib import Path
 from statistics import fmean, stdev
 
+from plumbing import checkpoint, command, flags, ranks
+from plumbing.files import check, file_digest, read_jsonl, write_jsonl
+from plumbing.grade import same_all
+
 import torch
 
 import aqn
 import data
 import lora
 import sample
-from runtime import command, flags, ranks
-from runtime.grade import same_all
-from weights import checkpoint
-from weights.files import check, file_digest, read_jsonl, write_jsonl
 
 PART = 4  # --out is written after every PART * --max-rows samples
 

@@ -25,12 +25,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 
+from plumbing import ranks
+from plumbing.logprobs import token_logprobs
+
 import torch
 
 import lora
+from fast import batches
 from model import to_device
-from runtime import batches, ranks
-from runtime.logprobs import token_logprobs
 
 
 @dataclass

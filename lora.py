@@ -7,7 +7,7 @@ LoRA beside a frozen linear, in float32, saved and loaded in PEFT's layout.
 q,k,v and gate,up are fused in the base model, but each original projection keeps its own A and B,
 as in the checkpoints that PEFT reads and writes: A is stacked to (parts * r, K), one GEMM for all,
 and B (N, r) is stacked by rows, so that part i uses columns i*r .. (i+1)*r of x A^T. The adapter is
-never merged into four-bit weights: rounding would erase it. `--merge` (weights/convert.py) writes a
+never merged into four-bit weights: rounding would erase it. `--merge` (lab/convert.py) writes a
 16-bit checkpoint instead, w_hat + (alpha / r) B A.
 
     add_lora(model, rank=32, alpha=32); train; save_adapter(model, "runs/x/adapter")
@@ -18,10 +18,11 @@ never merged into four-bit weights: rounding would erase it. `--merge` (weights/
 
 Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
 """
-import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import math
 from contextlib import contextmanager
 from pathlib import Path
+
+from plumbing.files import read_json, whole, write_json
 
 import torch
 import torch.nn as nn
@@ -29,7 +30,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import prefix, projections
-from weights.files import read_json, whole, write_json
 
 # Fields of adapter_config.json that may be set: those of PLAIN to these values, those of FREE to
 # any (which layers are adapted is read off the tensors). If any other is set (use_dora,
@@ -253,6 +253,6 @@ def load_adapter(model, folder):
 
 
 if __name__ == "__main__":
-    from weights.convert import merge_command
+    from lab.convert import merge_command
 
     merge_command()

@@ -9,7 +9,7 @@ registers. With many rows (prefill, log-probs, update) it is unpacking the codes
 `matmul` picks; its gradient in x uses the scratch too. No 16-bit copy of a weight is kept, and a
 weight has no gradient.
 
-runtime/bits.py turns a code into a 16-bit number in registers. The tensor core sums in float32; the
+fast/bits.py turns a code into a 16-bit number in registers. The tensor core sums in float32; the
 power of two that bits.py leaves there, the row's global scale (float32), the bias and the LoRA term
 are applied in the epilogue. So only the sum and the output are rounded: relative error 1.65e-3 in
 bfloat16 against a float64 product, 2.8e-3 for NF4, whose values times scales round too.
@@ -19,25 +19,26 @@ are few, K is split (SPLIT): each split leaves a float32 partial sum, and the pr
 last adds them in order. No atomics on values: each run gives the same bits. Programmatic dependent
 launch lets a kernel start while the one before finishes. A kernel that does nothing else costs a
 decode step 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA,
-whose x A^T is runtime/adapter.py's. runtime/plan.py chooses tile and splits for an H100 or H200;
+whose x A^T is fast/adapter.py's. fast/plan.py chooses tile and splits for an H100 or H200;
 other cards from Ampere on run the same kernel, without dependent launch before Hopper. What was
 tried without success is in results/LOG.md.
 
     y = matmul(x, quantize(w))                                  # any M, differentiable in x
-    python bench.py kernels
+    python lab/bench.py kernels
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
 """
+from plumbing.formats import CHUNK, FORMATS, dequantize, scale_bits
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work
+from fast.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
+from fast.plan import few, plan, sms, space
 from model import HALVES
-from runtime.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work
-from runtime.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
-from runtime.plan import few, plan, sms, space
-from weights.formats import CHUNK, FORMATS, dequantize, scale_bits
 
 # cuBLAS applies alpha after its sums: a float16 sum over part of K might overflow before that
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -6,7 +6,7 @@ families differ by a flag: Llama-shaped configs drop the bias; Qwen3 drops it an
 head of q and k. Two things differ from the textbook: q,k,v are one matrix and gate,up are one
 matrix, for speed; and each RMSNorm carries a `noise` vector that is zero unless aqn.py writes to
 it. Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules; this file knows nothing of
-them. Checkpoints are read by weights/checkpoint.py, through `load`.
+them. Checkpoints are read by plumbing/checkpoint.py, through `load`.
 
 Left out: sliding windows, rope scaling, mixture of experts. A config that asks for them is an
 error, not ignored.
@@ -278,11 +278,13 @@ class Transformer(nn.Module):
 
     def forward(self, ids, cache=None):
         """ids (B, T) -> logits (B, T, V) in the model's dtype. For log-probs prefer
-        runtime/logprobs.py, which makes no (B, T, V) tensor."""
+        plumbing/logprobs.py, which makes no (B, T, V) tensor."""
         return self.lm_head(self.hidden(ids, cache))
 
 
 def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none"):
-    """A Transformer from a Hugging Face folder or hub id, frozen; see weights.checkpoint.load."""
-    from weights.checkpoint import load as read  # the one import from a higher layer: a public name
+    """A Transformer from a Hugging Face folder or hub id, frozen; see plumbing.checkpoint.load."""
+    from plumbing.checkpoint import (
+        load as read,  # the one import from a higher layer: a public name
+    )
     return read(path_or_hub_id, device, dtype, quant)

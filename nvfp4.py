@@ -23,9 +23,9 @@ MXFP4 has the same values, blocks of 32 and a power-of-two scale (E8M0: a bare e
 bits. NF4 (QLoRA) looks codes up in 16 quantiles of a normal, blocks of 64 with a float32 absmax,
 without double quantization: 4.5 bits. Embeddings, lm_head, norms and biases stay in 16 bits.
 
-The arithmetic is in weights/formats.py, which also describes how codes lie in memory; a checkpoint
-has them two to a byte (weights/checkpoint.py). weights/awq.py chooses better scales with
-calibration text, and weights/convert.py has the commands below.
+The arithmetic is in plumbing/formats.py, which also describes how codes lie in memory; a checkpoint
+has them two to a byte (plumbing/checkpoint.py). lab/awq.py chooses better scales with
+calibration text, and lab/convert.py has the commands below.
 
 Left out: quantized activations, and NF4's double quantization.
 
@@ -34,11 +34,10 @@ Left out: quantized activations, and NF4's double quantization.
 
 Shapes: N rows (outputs), K columns (inputs), K/block scales a row.
 """
-import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
+from plumbing.formats import FORMATS, Quantized, dequantize, quantize
+
 import torch.nn as nn
 import torch.nn.functional as F
-
-from weights.formats import FORMATS, Quantized, dequantize, quantize
 
 __all__ = ["FORMATS", "QuantLinear", "Quantized", "dequantize", "quantize"]
 
@@ -89,6 +88,6 @@ class QuantLinear(nn.Module):
 
 
 if __name__ == "__main__":
-    from weights.convert import quantize_command
+    from lab.convert import quantize_command
 
     quantize_command()

@@ -7,8 +7,8 @@ step. A row lives in a slot: when it finishes, a waiting row takes the slot, and
 the last row moves into the hole and the batch shrinks.
 
 What a row draws depends on (seed, prompt index, sample index, position) and its logits, never on
-what else is in the batch. runtime/engine.py has the engines: the model's modules on the CPU, CUDA
-graphs of runtime/decode.py's kernels on the GPU. The GPU's stays attached to the model between
+what else is in the batch. fast/engine.py has the engines: the model's modules on the CPU, CUDA
+graphs of fast/decode.py's kernels on the GPU. The GPU's stays attached to the model between
 calls, with its keys and values, until `release(model)`.
 
 Left out: beam search, repetition penalties, stop strings, speculative decoding.
@@ -16,7 +16,6 @@ Left out: beam search, repetition penalties, stop strings, speculative decoding.
     python sample.py --prompt "What is 3 + 4 * 5?"
     python sample.py --model Qwen/Qwen2.5-0.5B-Instruct --file prompts.txt --out out.jsonl --n 4
 """
-import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import math
 import sys
 import time
@@ -27,14 +26,15 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from plumbing import flags
+from plumbing.draw import row_keys
+from plumbing.files import lines, read_jsonl, write_jsonl
+from plumbing.tokenizer import styled
+
 import torch
 from tqdm import tqdm
 
-from runtime import flags
-from runtime.draw import row_keys
-from runtime.engine import Eager, engine_for, onednn_linears, prefill, release
-from runtime.tokenizer import styled
-from weights.files import lines, read_jsonl, write_jsonl
+from fast.engine import Eager, engine_for, onednn_linears, prefill, release
 
 __all__ = ["Sample", "generate", "release"]
 MAX_ROWS = 256  # rows that decode together, if the caller does not say

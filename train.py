@@ -8,7 +8,7 @@ QeRL in one loop: sample with a quantized, noisy policy; grade; advantages; upda
 The base model is frozen in NVFP4 and exists once: rollouts, log-probs and the update run the same
 modules. `learn` is the paper's Algorithm 1 in numbered paragraphs; what it calls is in aqn.py
 (noise), sample.py (rollouts), data.py (rewards), grpo.py (advantages, objectives, optimizer step);
-`run` is the run folder with its clock, its log and its checkpoints (runtime/run.py).
+`run` is the run folder with its clock, its log and its checkpoints (plumbing/run.py).
 Nothing draws from a global random state: samples, noise and data order are functions of (seed,
 step), so a run resumed from its folder repeats the uninterrupted one.
 
@@ -17,12 +17,14 @@ adapter's take 0.6 GiB for 7B, rank 32).
 
 Shapes: P prompts, G completions a prompt.
 """
-import runtime.command  # isort: skip  # noqa: F401 (first: ctrl-C is one line from here on)
 import random
 import sys
 from functools import partial
 from itertools import chain
 from pathlib import Path
+
+from plumbing import checkpoint, flags, ranks
+from plumbing.run import Run, metrics_row, settle
 
 import aqn
 import data
@@ -30,9 +32,7 @@ import eval as evaluation
 import grpo
 import lora
 import sample
-from runtime import engine, flags, ranks
-from runtime.run import Run, metrics_row, settle
-from weights import checkpoint
+from fast import engine
 
 
 class Prompts:

@@ -7,8 +7,10 @@ names; change a line and run it again.
     python walk.py
     python walk.py "Start with 38, add 2, add 3, add one." 44
 """
-from runtime import command  # isort: skip (first: ctrl-C is one line from here on)
 import sys
+
+from plumbing import command, flags
+from plumbing.formats import FORMATS, unpack
 
 import torch
 
@@ -17,8 +19,6 @@ import data
 import grpo
 import lora
 import sample
-from runtime import flags
-from weights.formats import FORMATS, unpack
 
 G, LIMIT = 4, 48  # completions of the prompt, tokens each
 
@@ -41,7 +41,7 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
     args.quant = "nvfp4"
     model, _ = flags.load_policy(args)
 
-    head("1. Text to ids (runtime/tokenizer.py): the checkpoint's own chat template")
+    head("1. Text to ids (plumbing/tokenizer.py): the checkpoint's own chat template")
     ids = tok.prompt_ids(question, "tags")
     print("  " + repr(tok.tokenizer.decode(ids, skip_special_tokens=False)))
     show("prompt ids (T,)", torch.tensor(ids), ids[:12])

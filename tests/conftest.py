@@ -13,9 +13,9 @@ def pytest_configure(config):
     """Without a GPU, Triton's kernels run in its interpreter; that is decided when they are defined, so before any test file is
     imported."""
     if config.getoption("dist", "no") == "no":  # here tests will run
-        import torch
+        from plumbing import command
 
-        from runtime import command
+        import torch
 
         command.OWN = False  # what runs the tests is no script of one's own
         # side by side, more threads than cores wait for each other: three tests took minutes so
@@ -78,9 +78,9 @@ def shallow(tmp_path_factory):
 @pytest.fixture(params=[16, 32, 64, 128])
 def own(request, monkeypatch):
     """A number format of one's own: INT4, -8..7 with a float32 scale for each `param` columns."""
-    import torch
+    from plumbing.formats import FORMATS, Format
 
-    from weights.formats import FORMATS, Format
+    import torch
 
     monkeypatch.setitem(FORMATS, "own", Format(request.param, torch.float32, tuple(range(-8, 8))))
     return "own"

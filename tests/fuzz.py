@@ -28,11 +28,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
+from plumbing.command import number  # noqa: E402
+
 import torch  # noqa: E402
 from safetensors.torch import load_file, save  # noqa: E402
 
 import data  # noqa: E402
-from runtime.command import number  # noqa: E402
 from tests.test_bad_inputs import COMMANDS, DEEP, seen, sound_files  # noqa: E402
 
 SLOW, LATE = 10.0, 60.0  # seconds of processor time here, and of the clock, that no case may take

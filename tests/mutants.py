@@ -378,7 +378,7 @@ MUTANTS = {
          "weight_decay=weight_decay, eps=1e-4)",
          "loop::weight_decay_is_decoupled_and_small_gradients_count"),
     ],
-    "runtime/logprobs.py": [
+    "plumbing/logprobs.py": [
         ("spare rows of the embedding have probability", "x[:, valid_vocab:] = -torch.inf",
          "x[:, valid_vocab:] += 0", "logprobs::ids_past_the_tokenizer_have_probability_zero"),
         ("the temperature multiplies", "x.div_(temperature)", "x.mul_(temperature)",
@@ -621,7 +621,7 @@ MUTANTS = {
         ("partial sums of rows of x are one", "slot = (tile - WHOLE) * MT + pid % MT", "slot = tile - WHOLE",
          "marlin_triton::many_slices_are_added_up_once"),
     ],
-    "runtime/adapter.py": [
+    "fast/adapter.py": [
         ("rows of the GEMM's output at any address", "-(-len(a.A) // 8) * 8", "len(a.A)",
          "decode::a_weight_moves_above_its_adapter_and_stays_the_only_copy"),
         ("an adapter's gradients are rounded", "a.float() @ b.float()", "(a @ b).float()",
@@ -668,7 +668,7 @@ MUTANTS = {
         ("x A^T is read behind its end", "mt * BM + i) * PR + part * R + r) * ZR, r < R,", "mt * BM + i) * PR + part * R + r) * ZR, r >= 0,",
          "marlin_triton::epilogue_adds_bias_lora_and_residual"),
     ],
-    "runtime/plan.py": [
+    "fast/plan.py": [
         ("decoding a weight first costs nothing", "2.56 / 2600", "0 / 2600",
          "marlin_triton::rows_that_pay_for_decoding_the_weight_first"),
         ("a narrow tile bears any number of rows", '* (1 + M * t.get("more", 0))', "",
@@ -676,7 +676,7 @@ MUTANTS = {
         ("a wave is never full", "programs * each)", "0)",
          "marlin_triton::plans_are_near_the_fastest_that_was_measured"),
     ],
-    "runtime/bits.py": [
+    "fast/bits.py": [
         ("a plane's first scale is that of all its words", "tl.reshape(tl.join(s, s), (BN, 2 * s.shape[1]))",
          "tl.reshape(tl.permute(tl.join(s, s), (0, 2, 1)), (BN, 2 * s.shape[1]))",
          "marlin_triton::kernels_take_a_codebook_of_ones_own"),
@@ -689,7 +689,7 @@ MUTANTS = {
         ("E2M1 in float16 with the neighbours' bits", "0xe2;    and.b32 b, b, 0x8e008e00;", "0xe2;",
          "marlin_triton::what_the_ptx_makes_of_a_word"),
     ],
-    "runtime/decode.py": [
+    "fast/decode.py": [
         ("a block lacks its first residual", "x = self.linear(o_proj, y, x)", "x = self.linear(o_proj, y)",
          "packed::a_short_prefill_takes_the_linears_of_a_step"),
         ("a block's norms change places", "before, between = self.norms", "between, before = self.norms",
@@ -733,7 +733,7 @@ MUTANTS = {
         ("one stop token of several ends a row", "tl.load(eos + tl.arange(0, EOS)) == ids", "tl.load(eos + tl.arange(0, EOS) * 0) == ids",
          "decode::rows_that_ended_stand_still"),
     ],
-    "runtime/batches.py": [
+    "fast/batches.py": [
         ("norms of heads are trained where they get no gradient", "if not fits or head_norms_learn:",
          "if not fits:", "packed::what_the_kernels_cannot_train_takes_the_modules"),
         ("heads of any size go to the kernels", " and config.head_dim in (16, 32, 64, 128)", "",
@@ -753,7 +753,7 @@ MUTANTS = {
         ("a family keeps ranks idle", "min(token_budget, share)", "token_budget",
          "packed::families_leave_no_rank_idle"),
     ],
-    "runtime/attention.py": [
+    "fast/attention.py": [
         ("a key is seen one query early", "place[:, None] >= place[None, :]), x", "place[:, None] + 1 >= place[None, :]), x",
          "attention::attention_equals_the_softmax_in_value_and_gradient"),
         ("a completion sees another's tokens as its prompt's", "(j + place)[None, :] < stop", "(j + place)[None, :] <= stop",
@@ -771,7 +771,7 @@ MUTANTS = {
         ("empty rows shift the blocks", "searchsorted(last, n, right=True)", "searchsorted(last, n)",
          "attention::blocks_cover_each_token_once_and_are_as_many_as_shapes_say"),
     ],
-    "runtime/packed.py": [
+    "fast/packed.py": [
         ("an adapter is added to what is rounded", "        return marlin_triton.scaled(wide, w.T, alpha, start)\n",
          "        h, e = wide[:, : self.K], self.E\n        y = marlin_triton.scaled(h, w[:, : self.K].T, alpha, start)\n"
          "        return y.addmm_(wide[:, self.K :], self.tail.T, alpha=self.alpha) if e else y\n", "packed::a_small_adapter_counts_beside_a_large_residual_or_bias"),
@@ -815,7 +815,7 @@ MUTANTS = {
         ("more tokens than a graph takes", "capture is None or size is None or", "capture is None or",
          "packed::what_no_graph_takes_is_launched"),
     ],
-    "runtime/fused.py": [
+    "fast/fused.py": [
         ("a norm's gradient without its mean", " - v * (tl.sum(g * v) / C)", "",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
         ("the gradient turns with the rotation", "g1 * co + g2 * si, g2 * co - g1 * si",
@@ -845,7 +845,7 @@ MUTANTS = {
         ("the entropy's sums keep an old maximum", "mean = fade * (mean + total * (m - new)) + e", "mean = fade * mean + e",
          "packed::score_is_one_kernel_for_log_prob_entropy_and_slope"),
     ],
-    "runtime/engine.py": [
+    "fast/engine.py": [
         ("each size compiles alone", "if all(known[1:] != way for known in self.graphs):", "if False:",
          "decode::the_first_size_of_each_way_to_draw_has_all_compiled"),
         ("one way compiles for all", "if all(known[1:] != way for known in self.graphs):", "if not self.graphs:",
@@ -914,7 +914,7 @@ MUTANTS = {
          "temperature if temperature",
          "decode::the_engine_takes_temperature_and_stop_tokens_of_each_call"),
     ],
-    "runtime/draw.py": [
+    "plumbing/draw.py": [
         ("the temperature multiplies the logits", "logits.float() / temperature",
          "logits.float() * temperature", "sample::logprobs_equal_the_full_forward"),
         ("the id that crosses top-p is left out", "before = p.cumsum(-1) - p",
@@ -931,7 +931,7 @@ MUTANTS = {
         ("the largest seeds overflow", "torch.full_like(prompt, signed(seed))", "torch.full_like(prompt, seed)",
          "sample::uniform_is_a_pure_function_and_never_0_or_1"),
     ],
-    "runtime/tokenizer.py": [
+    "plumbing/tokenizer.py": [
         ("a tokenizer cuts as it was saved", "        self.tokenizer.no_truncation()", "        pass",
          "data::a_prompt_is_neither_cut_nor_padded_by_what_a_tokenizer_was_saved_with"),
         ("a tokenizer pads as it was saved", "        self.tokenizer.no_padding()\n", "",
@@ -1040,7 +1040,7 @@ MUTANTS = {
         ("words for the number below", "NUMBER_WORDS[k] if k < 10",
          "NUMBER_WORDS[k - 1] if k < 10", "data::every_form_asks_for_the_steps_of_its_chain"),
     ],
-    "runtime/grade.py": [
+    "plumbing/grade.py": [
         ("what is always true is any line", "first != 0 and all(", "all(",
          "grade::a_clock_has_seconds_an_interval_brackets_and_a_billion_nine_noughts"),
         ("y = 2 is x = 2", "if len({*names}) == 2:", "if False:",
@@ -1097,7 +1097,7 @@ MUTANTS = {
          "return None if None in parts else False not in parts",
          "grade::a_clock_has_seconds_an_interval_brackets_and_a_billion_nine_noughts"),
     ],
-    "runtime/latex.py": [
+    "plumbing/latex.py": [
         ("a blank at an answer's end is part of it", '(r"(?<!\\\\)\\\\+$", "")', '(r"^$", "")', "grade::numbers_are_compared_as_numbers"),
         ("every root is a square root", "Fraction(1) / order", "Fraction(1) / 2",
          "grade::roots_logarithms_degrees_and_thousands_have_their_values"),
@@ -1127,7 +1127,7 @@ MUTANTS = {
         ("a pair is a number with a comma", 'if "," in t and inside and inside[-1] != "{":', "if False:",
          "grade::the_table_of_answers"),
     ],
-    "weights/formats.py": [
+    "plumbing/formats.py": [
         ("a codebook may end at 0", "and want[-1] > 0)", ")", "formats::a_codebook_that_no_scale_fits_is_refused"),
         ("a codebook may hold infinities", "all(map(math.isfinite, want))", "True", "formats::a_codebook_that_no_scale_fits_is_refused"),
         ("a codebook may hold a value twice", "tuple(sorted({*self.codebook}))", "tuple(sorted(self.codebook))",
@@ -1164,7 +1164,7 @@ MUTANTS = {
         ("a copy in the old precision is kept", "self.copy is None or self.copy.dtype != dtype",
          "self.copy is None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
     ],
-    "runtime/judge.py": [
+    "plumbing/judge.py": [
         ("who ran out of a fifth of a second is wrong", "if code >= 0 or share == MOST:", "if True:",
          "grade::what_had_less_than_its_second_is_no_verdict"),
         ("the first answer after a death is lost", "if self.process is None or self.process.poll() is not None:",
@@ -1178,7 +1178,7 @@ MUTANTS = {
          "if not self._line(120.0) and False:",
          "grade::a_grader_that_cannot_start_is_an_error"),
     ],
-    "weights/awq.py": [
+    "lab/awq.py": [
         ("null is a text", "if text is None else text", "if text == 0 else text",
          "awq::calibration_text_comes_from_files_or_the_embedded_task"),
         ("scales that the producer gave up stay in the consumer",
@@ -1215,7 +1215,7 @@ MUTANTS = {
         ("a neighbour that is NaN", '(254, -1, 1) if fmt == "mxfp4"', '(255, -1, 1) if fmt == "mxfp4"',
          "awq::the_largest_scale_has_no_neighbour_that_is_none"),
     ],
-    "weights/config.py": [
+    "plumbing/config.py": [
         ("another eps where none is given", '"rms_norm_eps", 1e-6)', '"rms_norm_eps", 1e-5)',
          "model::fields_that_are_left_out_are_what_transformers_takes"),
         ("another theta where none is given", 'raw.get("rope_theta", 10000.0)',
@@ -1238,7 +1238,7 @@ MUTANTS = {
         ("every model has 32,768 positions", 'raw.get("max_position_embeddings", room)', "room",
          "sample::flags_reach_the_file_of_answers"),
     ],
-    "weights/checkpoint.py": [
+    "plumbing/checkpoint.py": [
         ("a head of its own is passed over", "if not torch.equal(head, tied):", "if False:",
          "model::a_head_that_is_not_the_embedding_it_is_tied_to_is_refused"),
         ("shards win over a file beside them", "if single.is_file() and single.name not in", "if False and single.name not in",
@@ -1299,7 +1299,7 @@ MUTANTS = {
          'yield f"{where}.{name}.bias", 0 * b',
          "checkpoint::save_then_load_gives_the_same_logits_bit_for_bit"),
     ],
-    "weights/convert.py": [
+    "lab/convert.py": [
         ("AWQ rounds in a merge as on a GPU", 'policy.get("dtype", "bfloat16") if calibrate else', '"bfloat16" if calibrate else',
          "lora::awqs_weights_are_merged_as_they_came_out_in_training"),
         ("what is merged in float32 is written so", "writer.add(name, tensor.to(torch.bfloat16))", "writer.add(name, tensor)",
@@ -1331,7 +1331,7 @@ MUTANTS = {
          'stream(model, source, device, torch.bfloat16, ends="cpu")',
          "checkpoint::what_is_not_rounded_stays_as_it_is_stored"),
     ],
-    "weights/files.py": [
+    "plumbing/files.py": [
         ("behind blank lines a broken row is the last", "if n < rows[-1][0]:", "if n < len(rows):",
          "plot::broken_line_in_the_middle_is_an_error"),
         ("numbers past all bounds are read", "if value - value != 0:", "if False:",
@@ -1357,7 +1357,11 @@ MUTANTS = {
         ("the last rows are all", 'with writing(path), open(path, "a"', 'with writing(path), open(path, "w"',
          "train::a_run_leaves_every_file_it_promises"),
     ],
-    "runtime/command.py": [
+    "plumbing/__init__.py": [
+        ("a prompt in a folder of ours is ours", '"__file__", None)  #', '"__file__", ".")  #',
+         "kill::who_imports_keeps_its_own_ctrl_c"),
+    ],
+    "plumbing/command.py": [
         ("a script that gives flags is train.py", "if word not in argv)] if OWN else []", "if word not in argv)] if False else []",
          "train::a_script_that_gives_flags_of_its_own_accord_is_that_script"),
         ("its own flags are all that was typed", "*(word for word in sys.argv[1:] if word not in argv)]", "*sys.argv[1:]]",
@@ -1367,8 +1371,6 @@ MUTANTS = {
         ("flags of a script's own stand before the others", "            own.append(word)",
          "            own.append(word) if len(rest) == len(argv) else None",
          "train::the_command_names_the_script_that_was_started"),
-        ("a prompt in a folder of ours is ours", '"__file__", None)  #', '"__file__", ".")  #',
-         "kill::who_imports_keeps_its_own_ctrl_c"),
         ("the largest k is the last", 'return sorted({number(low, end)(part) for part in text.split(",")})',
          'return [number(low, end)(part) for part in text.split(",")]',
          "flags::flags_that_contradict_each_other_are_refused"),
@@ -1398,7 +1400,7 @@ MUTANTS = {
         ("a reader that has gone is noticed too late", '            print(end="", flush=True)\n', "",
          "flags::a_reader_that_has_gone_is_noticed_before_the_end"),
     ],
-    "weights/memory.py": [
+    "fast/memory.py": [
         ("the sort of top-p is planned where there is none", "8 if top_p == 1 else 48",
          "48 if top_p == 1 else 8", "memory::rollouts_plan_float32_logits_and_the_sort_of_top_p"),
         ("the plan forgets one of Adam's moments", "* 4 * 4  #", "* 4 * 3  #",
@@ -1422,7 +1424,7 @@ MUTANTS = {
         ("rows are no longer than a micro-batch", "max(t, longest)", "t",
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
-    "runtime/run.py": [
+    "plumbing/run.py": [
         ("a skipped update's tokens are not trained on", "for sums, _ in updates)\n    skipped", "for sums, n in updates if n < 1e9)\n    skipped",
          "loop::times_and_speeds_are_those_of_the_step"),
         ("one prompt has a mean without error", "if len(groups) > 1 else None", "if len(groups) > 1 else 0.0",
@@ -1617,7 +1619,7 @@ MUTANTS = {
          'for k, v in r.items() if k != "ids"} for r in sorted(rows, key=str)]',
          "train::resume_needs_the_questions_it_began_with"),
     ],
-    "runtime/console.py": [
+    "plumbing/console.py": [
         ("a tracker's own error is a traceback", "except Exception as e:  # wandb's",
          "except OSError as e:  # wandb's", "train::a_tracker_that_does_not_start_is_one_line"),
         ("the last rows are not written", "        writer.flush()", "        pass",
@@ -1673,7 +1675,7 @@ MUTANTS = {
         ("tensorboard has one step", "writer.add_scalar(k, v, step)", "writer.add_scalar(k, v, 0)",
          "train::each_number_goes_to_tensorboard_under_its_step"),
     ],
-    "runtime/ranks.py": [
+    "plumbing/ranks.py": [
         ("a RANK of the shell's is one of torchrun's", 'int(os.environ["RANK"]) if world > 1 else 0', 'int(os.environ.get("RANK", 0))',
          "ranks::a_rank_without_others_is_rank_0"),
         ("gradients are averaged", "q.grad = g.view_as(q)", "q.grad = (g / world).view_as(q)",
@@ -1707,7 +1709,7 @@ MUTANTS = {
         ("torchrun takes the flags", '={here}", "--"]', '={here}"]',
          "flags::the_line_to_continue_with_starts_as_many_ranks"),
     ],
-    "runtime/flags.py": [
+    "plumbing/flags.py": [
         ("scales are asked for of a base that has them", ' and not (stored and getattr(args, "trained_with", {}).get("awq"))', "",
          "awq::a_quantized_base_has_the_scales_that_an_adapter_asks_for"),
         ("a format is its name", 'told["format"] = repr(FORMATS[args.quant])', 'told["format"] = args.quant',
@@ -1835,7 +1837,7 @@ MUTANTS = {
         ("the demo's weights decay", "\"AdamW's\", 0.0),", "\"AdamW's\"),",
          "flags::the_demos_defaults_are_the_demos"),
     ],
-    "plot.py": [
+    "lab/plot.py": [
         ("a flag that came later parts old runs from new", "for k, v in flags.items() if v}", "for k, v in flags.items()}",
          "plot::a_flag_that_came_later_does_not_part_new_runs_from_old_ones"),
         ("42.5% is 42%", "{100 * y:g}%", "{100 * y:.0f}%", "plot::ticks_of_accuracy_are_not_rounded"),
@@ -1872,7 +1874,7 @@ MUTANTS = {
         ("every picture is a PNG", 'format=out.suffix[1:] or "png")', 'format="png")',
          "plot::command_writes_where_it_says"),
     ],
-    "experiments.py": [
+    "lab/experiments.py": [
         ("what waited for its turn begins after another has failed", "future.cancel()", "future.done()",
          "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
         ("side by side a script's changes are lost", "if jobs > 1 and not command.ALONE:", "if False:",
@@ -1976,32 +1978,32 @@ MUTANTS = {
          "            return 0\n        finally:",
          "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
     ],
-    "docs/rounding.py": [
+    "lab/ideas/rounding.py": [
         ("any word is an order", 'if sys.argv[1:2] not in (["once"], ["twice"]):', "if not sys.argv[1:2]:", "lora::the_documented_orders_of_rounding"),
         ("both orders are one", 'if ORDER == "once" else', "if True else", "lora::the_documented_orders_of_rounding"),
         ("o and down have no residual", "add(y[0], x, y[1])", "add(y[0], None, y[1])", "lora::the_documented_orders_of_rounding"),
         ("an adapter that is off is on", "    if not self.enabled:\n        return self.base(x)\n", "", "lora::the_documented_orders_of_rounding"),
     ],
-    "docs/norms.py": [
+    "lab/ideas/norms.py": [
         ("one norm of two", "(block.input_layernorm, block.post_attention_layernorm)]", "(block.input_layernorm,)]",
          "lora::the_documented_training_of_norms"),
         ("norms that stay", "w.requires_grad_() for w in norms", "w for w in norms", "lora::the_documented_training_of_norms"),
         ("norms alone", "*add_lora(model, *args), *(", "*add_lora(model, *args)[:0], *(", "lora::the_documented_training_of_norms"),
     ],
-    "docs/four_over_six.py": [
+    "lab/ideas/four_over_six.py": [
         ("the worse of two scales", "error(four) < error(six)", "error(four) > error(six)", "formats::the_documented_choice_of_a_blocks_end"),
         ("the larger scale does not fit", "top * 448 / 256", "top", "formats::the_documented_choice_of_a_blocks_end"),
         ("AWQ begins from the plain scales", "formats.block_scales = awq.block_scales = block_scales", "formats.block_scales = block_scales",
          "formats::the_documented_choice_of_a_blocks_end"),
         ("other formats have two scales too", 'if fmt != "nvfp4":', "if False:", "formats::the_documented_choice_of_a_blocks_end"),
     ],
-    "docs/noise_size.py": [
+    "lab/ideas/noise_size.py": [
         ("the prompt's tokens count as well", "[0, len(prompt) - 1 :, :", "[0, :, :", "aqn::the_documented_size_of_a_noise_is_its_divergence"),
         ("one draw for all samples", "aqn.noise_seed(i)", "aqn.noise_seed(0)", "aqn::the_documented_size_of_a_noise_is_its_divergence"),
         ("the divergence of the clean policy from the noisy one", "noisy.exp() * (noisy - logp[0.0])", "logp[0.0].exp() * (logp[0.0] - noisy)",
          "aqn::the_documented_size_of_a_noise_is_its_divergence"),
     ],
-    "bench.py": [
+    "lab/bench.py": [
         ("what did not fit takes all figures with it", "[[r.get(k) for k in key] for r in rows]", "[[r[k] for k in key] for r in rows]",
          "bench::what_does_not_fit_is_a_row_among_the_others"),
         ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]',
@@ -2009,7 +2011,7 @@ MUTANTS = {
         ("the bound has more slots than the queue", "going + ahead[:freed], ahead[freed:]",
          "going + ahead, ahead[freed:]", "bench::the_bound_of_a_queue_fills_each_slot_at_once"),
     ],
-    "bench_report.py": [
+    "lab/bench_report.py": [
         ("all is divided by nothing", "command.number(1e-9, 1e18, float)", "command.number(0, 1e18, float)",
          "bench::the_step_on_paper_is_that_of_its_terms"),
         ("another card's ratios stand beside ours", 'if card(p["card"]) == where}', "}",
@@ -2027,13 +2029,13 @@ MUTANTS = {
         ("one card exchanges with itself", "lengths.sum() * (cards > 1) *", "lengths.sum() *",
          "bench::the_step_on_paper_is_that_of_its_terms"),
     ],
-    "bench_tiles.py": [
+    "lab/bench_tiles.py": [
         ("tiles that pass the buffers are tried", "BM * BN <= PARTIALS",
          "BM * BN <= 1 << 40", "bench::tiles_that_are_tried_are_right"),
         ("no tile is tried whole beside cut ones", "(0, most - 1, most)", "(0,)",
          "bench::tiles_that_are_tried_are_right"),
     ],
-    "bench_quantization.py": [
+    "lab/bench_quantization.py": [
         ("the entropy is predicted from the tokens themselves", "hidden(ids[:, :-1])[0, len(",
          "hidden(ids[:, 1:])[0, len(",
          "bench_quantization::the_entropy_is_along_what_the_model_itself_wrote"),

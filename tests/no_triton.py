@@ -11,16 +11,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # the kernels, and what measures them on a GPU
-NEED_TRITON = {"marlin_triton", "runtime.adapter", "runtime.attention", "runtime.bits",
-               "runtime.decode", "runtime.fused", "runtime.packed", "bench", "bench_quantization",
-               "bench_tiles"}
+NEED_TRITON = {"marlin_triton", "fast.adapter", "fast.attention", "fast.bits",
+               "fast.decode", "fast.fused", "fast.packed", "lab.bench", "lab.bench_quantization",
+               "lab.bench_tiles"}
 sys.path.insert(0, str(ROOT))
 sys.modules["triton"] = None
 
 
 def modules():
     """Names of the project's modules."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("weights/*.py"), *ROOT.glob("runtime/*.py")]
+    files = [f for folder in ("", "fast/", "plumbing/", "lab/") for f in ROOT.glob(f"{folder}*.py")]
     return sorted(".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files
                   if f.stem != "__init__")
 

@@ -20,13 +20,14 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from plumbing import checkpoint
+from plumbing.formats import FORMATS, quantize
+
 import lora
 import marlin_triton
 import model as M
-from runtime import decode, fused, packed
-from runtime.plan import TILES
-from weights import checkpoint
-from weights.formats import FORMATS, quantize
+from fast import decode, fused, packed
+from fast.plan import TILES
 
 SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a program may have
 

@@ -8,6 +8,8 @@ import types
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import checkpoint, flags
+
 import pytest
 import torch
 
@@ -15,8 +17,7 @@ import aqn
 import model as qwen
 import sample
 import train
-from runtime import engine, flags
-from weights import checkpoint
+from fast import engine
 
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
@@ -336,9 +337,9 @@ def test_gpu_noise_equals_the_cpus():
 
 
 def test_the_documented_idea_is_one_noise_for_all_steps(monkeypatch):
-    """docs/fixed_noise.py: what a newcomer copies first has to do what it says, and to leave the clean model clean."""
+    """lab/ideas/fixed_noise.py: what a newcomer copies first has to do what it says, and to leave the clean model clean."""
     monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
-    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "fixed_noise.py"))
+    runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "fixed_noise.py"))
     m, draws = tiny(), []
     for sigma, seed in ((0.1, 1), (0.1, 2), (0.2, 3), (0.0, 4)):
         aqn.set_noise(m, sigma, seed)
@@ -347,7 +348,7 @@ def test_the_documented_idea_is_one_noise_for_all_steps(monkeypatch):
 
 
 def test_the_documented_idea_is_a_share_of_each_weight(monkeypatch):
-    """docs/relative_noise.py: the same draw, times the weight it is added to, clean after clean."""
+    """lab/ideas/relative_noise.py: the same draw, times the weight it is added to, clean after clean."""
     m = tiny()
     pairs = [norm for pair in aqn.norms(m) for norm in pair]
     with torch.no_grad():
@@ -356,7 +357,7 @@ def test_the_documented_idea_is_a_share_of_each_weight(monkeypatch):
     aqn.set_noise(m, 0.1, 5)
     absolute = [norm.noise.clone() for norm in pairs]
     monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
-    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "relative_noise.py"))
+    runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "relative_noise.py"))
     aqn.set_noise(m, 0.1, 5)
     assert all(torch.allclose(norm.noise, a * norm.weight.abs()) for norm, a in zip(pairs, absolute, strict=True))
     aqn.set_noise(m, 0.0)
@@ -364,18 +365,18 @@ def test_the_documented_idea_is_a_share_of_each_weight(monkeypatch):
 
 
 def test_the_documented_evaluation_is_of_the_noisy_policy(monkeypatch):
-    """docs/noisy_eval.py: what eval.py samples clean elsewhere holds this noise, and none afterwards."""
+    """lab/ideas/noisy_eval.py: what eval.py samples clean elsewhere holds this noise, and none afterwards."""
     m = tiny()
     monkeypatch.setattr(aqn, "clean", aqn.clean)  # put back afterwards
     monkeypatch.setattr(sys, "argv", ["noisy_eval.py", "0.3"])
-    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "noisy_eval.py"))
+    runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "noisy_eval.py"))
     with aqn.clean(m):  # as eval.py samples
         assert 0.2 < torch.cat([b for b in aqn.buffers(m).values()]).std() < 0.4
     assert not any(b.any() for b in aqn.buffers(m).values())
 
 
 def test_the_documented_idea_gives_each_completion_of_a_group_its_noise(monkeypatch):
-    """docs/own_noise.py: the j-th completions of all prompts have the j-th noise, by which they were sampled, and other dice."""
+    """lab/ideas/own_noise.py: the j-th completions of all prompts have the j-th noise, by which they were sampled, and other dice."""
     monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
     m, drawn = tiny(), []
 
@@ -384,7 +385,7 @@ def test_the_documented_idea_gives_each_completion_of_a_group_its_noise(monkeypa
         return [[(row, seed)] for row in rows]
 
     monkeypatch.setattr(train, "complete", complete)
-    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "own_noise.py"))
+    runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "own_noise.py"))
     aqn.set_noise(m, 0.3, 5)
     groups = train.complete(m, None, ["a", "b"], SimpleNamespace(group_size=3), 7, indices=[4, 5])
     noises, seeds, sizes, indices = zip(*drawn, strict=True)
@@ -397,7 +398,7 @@ def test_the_documented_idea_gives_each_completion_of_a_group_its_noise(monkeypa
 
 
 def test_the_documented_evaluation_may_draw_anew_for_each_sample(monkeypatch):
-    """docs/noisy_eval.py SIGMA each: of one draw for all, pass@k says nothing of what other draws would find."""
+    """lab/ideas/noisy_eval.py SIGMA each: of one draw for all, pass@k says nothing of what other draws would find."""
     monkeypatch.setattr(aqn, "clean", aqn.clean)  # put back afterwards
     monkeypatch.setattr(sys, "argv", ["noisy_eval.py", "0.3", "each"])
     m, seen = tiny(), []
@@ -407,15 +408,15 @@ def test_the_documented_evaluation_may_draw_anew_for_each_sample(monkeypatch):
         return [[(p, seed)] for p in prompts]
 
     monkeypatch.setattr(sample, "generate", generate)
-    each = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "noisy_eval.py"))["generate"]
+    each = runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "noisy_eval.py"))["generate"]
     groups = each(m, ["a", "b"], 3, 8, 1, indices=[0, 1])
     assert [len(group) for group in groups] == [3, 3] and len({seed for _, seed in groups[0]}) == 3
     assert not seen[0][0].equal(seen[1][0]) and all(n == 1 and at == [0, 1] and 0.2 < z.std() < 0.4 for z, n, _, at in seen)
 
 
 def test_the_documented_size_of_a_noise_is_its_divergence():
-    """docs/noise_size.py: KL(noisy || clean) and entropy over the completions' tokens, not the prompts', long ones counting for more."""
-    found = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "noise_size.py"))
+    """lab/ideas/noise_size.py: KL(noisy || clean) and entropy over the completions' tokens, not the prompts', long ones counting for more."""
+    found = runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "noise_size.py"))
     m, pairs = tiny(), [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10, 11])]
     m.valid_vocab = 17
     got = found["sizes"](m, pairs)

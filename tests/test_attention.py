@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from runtime import attention
+from fast import attention
 
 gpu = pytest.mark.gpu
 LENGTHS = [130, 1, 17, 63, 64, 65]  # the longest has a row behind it, which it must not see

@@ -4,6 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
+from plumbing import checkpoint, flags, formats
+from plumbing.formats import block_scales, encode, snap
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,10 +15,8 @@ import data
 import lora
 import model as M
 import nvfp4
+from lab import awq, convert
 from nvfp4 import FORMATS, QuantLinear, dequantize
-from runtime import flags
-from weights import awq, checkpoint, convert, formats
-from weights.formats import block_scales, encode, snap
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"

@@ -14,22 +14,20 @@ import stat
 import time
 from pathlib import Path
 
+from plumbing import tokenizer
+
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
-import bench_quantization
 import data
 import eval as evaluation
-import experiments
 import lora
 import model as qwen
-import plot
 import sample
 import train
-from runtime import tokenizer
+from lab import bench_quantization, convert, experiments, plot
 from tests.conftest import exit_code
-from weights import convert
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": sample.main, "nvfp4": convert.quantize_command,

@@ -1,16 +1,15 @@
-"""bench.py and bench_report.py: what they do without a GPU; the measurements themselves need one."""
+"""lab/bench.py and lab/bench_report.py: what they do without a GPU; the measurements themselves need one."""
 import json
+
+from plumbing import checkpoint
 
 import pytest
 import torch
 
-import bench
-import bench_report
-import bench_tiles
 import lora
 import model as qwen
-from runtime import plan
-from weights import checkpoint
+from fast import plan
+from lab import bench, bench_report, bench_tiles
 
 
 def test_rows_measured_again_replace_the_old_ones(tmp_path):
@@ -168,7 +167,7 @@ def test_on_paper_one_card_waits_for_nobody_and_many_read_what_all_drew(capsys):
 
 
 def shown(monkeypatch, *argv):
-    """The rows of `bench_report.py scale`, before they are rounded."""
+    """The rows of `lab/bench_report.py scale`, before they are rounded."""
     rows, args = [], bench_report.parse_args(["scale", *argv])
     monkeypatch.setattr(bench_report, "show", lambda columns, row=None: rows.append(row))
     args.run(args)

@@ -2,13 +2,15 @@
 import json
 import math
 
+from plumbing import checkpoint
+
 import pytest
 import torch
 
-import bench_quantization as bench
 import data
 import sample
-from weights import awq, checkpoint
+from lab import awq
+from lab import bench_quantization as bench
 
 
 @pytest.fixture

@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 from statistics import fmean
 
+from plumbing import flags
+
 import pytest
 
 import data
 import eval as evaluation
 import sample
 import train
-from runtime import flags
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -5,15 +5,17 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import checkpoint
+from plumbing.files import read_json
+from plumbing.formats import pack
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import model as M
+from lab import convert
 from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize
-from weights import checkpoint, convert
-from weights.files import read_json
-from weights.formats import pack
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"

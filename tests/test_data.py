@@ -7,12 +7,13 @@ import threading
 from datetime import date
 from pathlib import Path
 
+from plumbing import grade
+from plumbing.files import lines
+
 import pytest
 
 import data
 import sample
-from runtime import grade
-from weights.files import lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "assets" / "tiny"

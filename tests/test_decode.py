@@ -13,13 +13,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from plumbing import checkpoint, draw, logprobs, ranks
+
 import aqn
 import lora
 import model as M
 import nvfp4
 import sample
-from runtime import decode, draw, engine, logprobs, packed, plan, ranks
-from weights import checkpoint, memory
+from fast import decode, engine, memory, packed, plan
 
 gpu = pytest.mark.gpu
 CPU = M.Config(301, 64, 96, 2, 4, 2, 32, max_position_embeddings=128)

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import command, flags
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +20,6 @@ import eval as evaluation
 import lora
 import model as qwen
 import sample
-from runtime import command, flags
 from tests.conftest import exit_code
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -197,7 +198,7 @@ def test_rows_belong_to_every_flag_that_they_follow_from(shallow):
     for name in ("model", "quant", "awq", "calib", "dtype", "levels", "reward", "prompt_style", "split", "limit", "n", "max_prompt",
                  "greedy", "max_new_tokens", "temperature", "top_p", "seed"):
         assert run_of(**{name: {"model": str(shallow), "reward": f"{__file__}:f"}.get(name, "other")}) != run_of(), name
-    assert run_of(script=["docs/noisy_eval.py", "0.05"]) != run_of(script=["docs/noisy_eval.py", "0.1"])
+    assert run_of(script=["lab/ideas/noisy_eval.py", "0.05"]) != run_of(script=["lab/ideas/noisy_eval.py", "0.1"])
     assert {run_of(**{name: "other"}) for name in ("max_rows", "k", "device", "data", "adapter")} == {run_of()}
 
 

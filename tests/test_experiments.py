@@ -1,4 +1,4 @@
-"""experiments.py: the arms of the ablation, and what its table counts."""
+"""lab/experiments.py: the arms of the ablation, and what its table counts."""
 import json
 import re
 import shutil
@@ -8,21 +8,22 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import flags
+
 import pytest
 import torch
 
 import data
-import experiments
 import grpo
 import lora
 import sample
 import train
-from runtime import flags
+from lab import experiments
 
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch):
-    """As by `python experiments.py`."""
+    """As by `python lab/experiments.py`."""
     monkeypatch.setattr(experiments.command, "ALONE", True)
 
 
@@ -39,7 +40,7 @@ def trained(monkeypatch):
         after = 0.5 + 0.1 * (args.quant == "nvfp4") + 0.02 * args.aqn + 0.01 * args.seed
         rows = [{"step": 0, "eval_accuracy": 0.25}, {"step": 1, "eval_accuracy": None}]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        script = "experiments.py two-copies" if "two" in out.name else "train.py"
+        script = "lab/experiments.py two-copies" if "two" in out.name else "train.py"
         (out / "summary.json").write_text(json.dumps({"accuracy_after": after, "command": f"python {script} --steps 30"}))
         (out / "config.json").write_text(json.dumps(vars(args)))
         return 0
@@ -357,7 +358,7 @@ def test_an_experiment_has_to_be_named(capsys):
 
 def test_experiments_are_one_process_and_say_who_they_are(monkeypatch, capsys):
     """Ranks that each started all trainings waited for one another without an end; and errors were signed train.py."""
-    assert experiments.main(["2x2", "--lr", "x"]) == 2 and capsys.readouterr().err.startswith("experiments.py: error: argument --lr")
+    assert experiments.main(["2x2", "--lr", "x"]) == 2 and capsys.readouterr().err.startswith("lab/experiments.py: error: argument --lr")
     monkeypatch.setattr(experiments.ranks, "world", 2)
     assert experiments.main(["2x2"]) == 2 and "start it with python, not torchrun" in capsys.readouterr().err
 
@@ -395,7 +396,7 @@ def test_what_is_switched_on_is_one_change_whatever_its_size(tmp_path, capsys):
 def test_two_copies_share_an_adapter(capsys, tmp_path):
     for name in ("two-copies", "gradient"):
         assert experiments.main([name, "--lora-rank", "0", "--quant", "none", "--device", "cpu", "--out", str(tmp_path / name)]) == 2
-        assert capsys.readouterr().err.startswith("experiments.py: error: --lora-rank 0: ")
+        assert capsys.readouterr().err.startswith("lab/experiments.py: error: --lora-rank 0: ")
 
 
 def test_runs_side_by_side_of_a_script_are_refused(trained, monkeypatch, tmp_path, capsys):
@@ -461,7 +462,7 @@ time.sleep(10)
     assert experiments.main(["rank", "--out", str(runs), "--jobs", "2", "--seeds", "0"]) == 130
     thread.join()
     assert [path.read_text() for path in runs.glob("*/told")] == ["." * times] * 2 and len([*runs.glob("*/began")]) == 2
-    assert capsys.readouterr().err.endswith("experiments.py: stopped\n")
+    assert capsys.readouterr().err.endswith("lab/experiments.py: stopped\n")
 
 
 @pytest.mark.parametrize(("jobs", "share", "visible"), [("3", None, None), ("5", "0.5", None), ("2", None, "4,6")])
@@ -502,6 +503,6 @@ def test_two_copies_sample_in_four_bits_and_train_in_sixteen(tmp_path):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         gaps[name], entropies[name] = rows[0]["logp_gap_mean"], [row["sampler_entropy"] for row in rows]
         told = json.loads((tmp_path / name / "summary.json").read_text())["command"]
-        assert told.startswith(f"python {'experiments.py two-copies' if name == 'two' else 'train.py'} --steps")
+        assert told.startswith(f"python {'lab/experiments.py two-copies' if name == 'two' else 'train.py'} --steps")
     assert gaps["one"] < 1e-5 and gaps["two"] > 1e-3
     assert entropies["one"][0] == entropies["two"][0] and abs(entropies["two"][1] - entropies["two"][0]) > 0.1

@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import checkpoint, command, flags, ranks
+from plumbing.formats import FORMATS, Format
+
 import pytest
 import torch
 
-import bench_quantization
 import data
 import grpo
 import lora
 import model as qwen
-from runtime import command, flags, ranks
-from weights import checkpoint, convert
-from weights.formats import FORMATS, Format
+from lab import bench_quantization, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from plumbing import formats
+from plumbing.formats import FORMATS, Format, Quantized, block_scales, dequantize, encode, quantize
+
 import pytest
 import torch
 
-from weights import awq, formats
-from weights.formats import FORMATS, Format, Quantized, block_scales, dequantize, encode, quantize
+from lab import awq
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 CODE_VALUE = E2M1 + [-v for v in E2M1]
@@ -163,7 +165,7 @@ def test_a_script_trains_on_a_format_of_its_own(tmp_path):
     """A row that is there before the commands are imported is in their flags, and in what lies beside the adapter."""
     script = """
 import sys, torch
-from weights.formats import FORMATS, Format
+from plumbing.formats import FORMATS, Format
 FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
 import train
 train.main(sys.argv[1:])
@@ -288,11 +290,11 @@ def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
 
 
 def test_the_documented_choice_of_a_blocks_end(monkeypatch):
-    """docs/four_over_six.py: 5 is 4.5 where the block's 6 becomes code 4, nearer than 4 or 6
+    """lab/ideas/four_over_six.py: 5 is 4.5 where the block's 6 becomes code 4, nearer than 4 or 6
     otherwise; 4 beside 6 is exact as it is."""
     for module in (formats, awq):
         monkeypatch.setattr(module, "block_scales", block_scales)  # put back afterwards
-    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "four_over_six.py"))
+    runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "four_over_six.py"))
     zeros = [0.0] * 13
     q = quantize(torch.tensor([[6, -5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]), "nvfp4")
     assert q.scale.tolist() == [[384, 256, 0]]

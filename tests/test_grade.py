@@ -13,13 +13,14 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+from plumbing import grade, latex
+from plumbing.judge import MEMORY, Judge, _verdicts
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
 import data
-from runtime import grade, latex
-from runtime.judge import MEMORY, Judge, _verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -356,7 +357,7 @@ def wait_for(condition, seconds=20):
 
 BUSY = """
 import sys, threading
-from runtime.judge import Judge
+from plumbing.judge import Judge
 judge = Judge(seconds=60)
 judge.ask([("x<1", "x<2")])
 print(judge.process.pid, flush=True)

@@ -7,16 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from plumbing import flags
+
 import pytest
 
 import data
 import grpo
 import walk
-from runtime import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = sorted(".".join(f.relative_to(ROOT).with_suffix("").parts)
-               for pattern in ("*.py", "weights/*.py", "runtime/*.py") for f in ROOT.glob(pattern)
+               for pattern in ("*.py", "fast/*.py", "plumbing/*.py", "lab/*.py") for f in ROOT.glob(pattern)
                if f.stem != "__init__")
 
 
@@ -59,10 +60,10 @@ def test_arrows_only_run_down(name):
 
 def test_the_graph_is_what_the_files_say():
     """A graph that missed lazy imports or packages would have no circle either."""
-    assert {"runtime.decode", "weights.memory", "model"} <= imported("runtime.engine")[0]
-    assert "runtime.decode" not in imported("runtime.engine")[1]
+    assert {"fast.decode", "fast.memory", "model"} <= imported("fast.engine")[0]
+    assert "fast.decode" not in imported("fast.engine")[1]
     assert "marlin_triton" in imported("nvfp4")[0] - imported("nvfp4")[1]
-    assert {"weights.formats", "weights.files"} <= imported("weights.checkpoint")[1]
+    assert {"plumbing.formats", "plumbing.files"} <= imported("plumbing.checkpoint")[1]
 
 
 def test_the_plain_model_imports_nothing_of_ours():
@@ -72,8 +73,8 @@ def test_the_plain_model_imports_nothing_of_ours():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernels_alone_import_triton(name):
     """Where Triton is not installed, one import of it at the top of any file stops every command."""
-    ours = {"marlin_triton", "runtime.adapter", "runtime.attention", "runtime.bits", "runtime.decode", "runtime.fused", "runtime.packed"}
-    if name not in ours | {"bench", "bench_tiles"}:  # which measure the kernels
+    ours = {"marlin_triton", "fast.adapter", "fast.attention", "fast.bits", "fast.decode", "fast.fused", "fast.packed"}
+    if name not in ours | {"lab.bench", "lab.bench_tiles"}:  # which measure the kernels
         assert not {m for m in imported(name)[0] if m and m.split(".")[0] == "triton"}
         assert not imported(name)[1] & ours
 

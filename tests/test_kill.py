@@ -13,6 +13,10 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import plumbing
+from plumbing import checkpoint, command
+from plumbing.files import whole
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,12 +25,9 @@ from tqdm import tqdm
 import data
 import eval as evaluation
 import grpo
-import plot
 import sample
 import train
-from runtime import command
-from weights import checkpoint, convert
-from weights.files import whole
+from lab import convert, plot
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--lora-rank", "2", "--eval-n", "0",
@@ -72,7 +73,7 @@ def start(main, argv, log):
         os.dup2(out, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
         command.ALONE = True  # as `python train.py` would be
-        signal.signal(signal.SIGINT, command.leave)
+        signal.signal(signal.SIGINT, plumbing.leave)
         code = main(argv) or 0
         sys.stdout.flush()
     except SystemExit as e:
@@ -288,11 +289,11 @@ def test_ctrl_c_while_torch_is_imported_is_one_line():
     assert process.returncode == 130 and err == "stopped\n"
 
 
-@pytest.mark.parametrize("folder", [".", "docs"])
+@pytest.mark.parametrize("folder", [".", "lab"])
 def test_who_imports_keeps_its_own_ctrl_c(folder):
     """A prompt or a notebook in a folder of this one was ended by it."""
     code = ("import sys, os, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a script's background
-            "sys.path.insert(0, sys.argv[1]); from runtime import command\n"
+            "sys.path.insert(0, sys.argv[1]); from plumbing import command\n"
             "try: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: print('caught')")
     found = subprocess.run([sys.executable, "-c", code, str(ROOT)], cwd=ROOT / folder, capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (0, "caught\n", "")

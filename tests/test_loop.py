@@ -10,6 +10,8 @@ from collections import namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
 
+from plumbing import console, flags, run
+
 import pytest
 import torch
 
@@ -18,10 +20,9 @@ import data
 import grpo
 import lora
 import model as qwen
-import plot
 import sample
 import train
-from runtime import console, flags, run
+from lab import plot
 from tests.conftest import adapted, drawn
 
 POLICY_LOSS = grpo.policy_loss

@@ -7,6 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from plumbing import checkpoint, flags
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,9 +16,8 @@ from safetensors.torch import load_file, save_file
 import grpo
 import lora
 import model as M
+from lab import awq, convert
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
-from runtime import flags
-from weights import awq, checkpoint, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
@@ -443,13 +444,13 @@ def test_a_merge_that_cannot_be_done_exits_with_2(tmp_path, change, message, cap
 
 
 def test_the_documented_orders_of_rounding(monkeypatch):
-    """docs/rounding.py: the modules, in float32; in 16 bits an adapter's small part moves a sum only if that has not been rounded yet."""
+    """lab/ideas/rounding.py: the modules, in float32; in 16 bits an adapter's small part moves a sum only if that has not been rounded yet."""
     monkeypatch.setattr(lora.LoRALinear, "forward", lora.LoRALinear.forward)  # put back afterwards
     monkeypatch.setattr(M.Block, "forward", M.Block.forward)
     m = with_random_adapter()
     with disabled(m):
         plain = m(IDS)
-    want, found = m(IDS), runpy.run_path(str(Path(__file__).parents[1] / "docs" / "rounding.py"))
+    want, found = m(IDS), runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "rounding.py"))
     assert torch.allclose(m(IDS), want, atol=1e-5) and not torch.allclose(want, plain, atol=1e-2)
     with disabled(m):
         assert m(IDS).equal(plain)
@@ -460,14 +461,14 @@ def test_the_documented_orders_of_rounding(monkeypatch):
     assert ends == [8.0625, 8.0]
     monkeypatch.setattr(sys, "argv", ["rounding.py", "--steps", "1"])
     with pytest.raises(SystemExit, match="once or twice"):
-        runpy.run_path(str(Path(__file__).parents[1] / "docs" / "rounding.py"), run_name="__main__")
+        runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "rounding.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
 def test_the_documented_training_of_norms(monkeypatch, quant):
-    """docs/norms.py: both norms of each block, by the adapter's optimizer, and nothing else of the base."""
+    """lab/ideas/norms.py: both norms of each block, by the adapter's optimizer, and nothing else of the base."""
     monkeypatch.setattr(lora, "add_lora", add_lora)  # put back afterwards
-    runpy.run_path(str(Path(__file__).parents[1] / "docs" / "norms.py"))
+    runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "norms.py"))
     m = base(quant)
     optimizer = grpo.AdamW(lora.add_lora(m, 2, 2), 1e-2, (0.9, 0.99), 0.0)
     before = {name: w.detach().clone() for name, w in m.named_parameters()}

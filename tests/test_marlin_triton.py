@@ -8,16 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from plumbing.formats import E2M1, FORMATS, NF4, Format, Quantized, dequantize, pack, quantize
+
 import pytest
 import torch
 
-import bench
 import marlin_triton as mt
+from fast import bits, memory, plan
+from fast.adapter import adapter_work
+from lab import bench
 from model import Config
-from runtime import bits, plan
-from runtime.adapter import adapter_work
-from weights import memory
-from weights.formats import E2M1, FORMATS, NF4, Format, Quantized, dequantize, pack, quantize
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -350,7 +350,7 @@ def test_an_adapter_stands_behind_the_decoded_weight(monkeypatch, N, K):
 
 
 def test_a_weight_may_be_decoded_after_one_that_did_not_fit(monkeypatch):
-    """bench.py goes on with the next size."""
+    """lab/bench.py goes on with the next size."""
     monkeypatch.setattr(plan, "SPACE", {})
     q = weight("nvfp4", 8, 128)
     with pytest.raises(RuntimeError, match="memory"):
@@ -467,7 +467,7 @@ def test_plans_stay_within_their_buffers(N, K):
 
 def test_plans_are_near_the_fastest_that_was_measured():
     """The times that plan adds up are worth what they choose: a decode step with its tiles takes hardly longer than with the best
-    of those that bench_tiles.py has tried in it."""
+    of those that lab/bench_tiles.py has tried in it."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "tiles_h200.json").read_text()):
         t = plan.plan(r["M"], *bench.linear(r["shape"]), 132)[1]
@@ -540,7 +540,7 @@ def test_kernels_compile_for_a_card_that_is_not_there(triton):
     root = Path(__file__).parents[1]
     out = subprocess.run([sys.executable, "-W", "ignore", "tests/sass.py"], cwd=root, env=env, check=True, capture_output=True, text=True)
     kernels = {k["kernel"]: k for k in map(json.loads, out.stdout.splitlines())}
-    files = [root / "marlin_triton.py", *(root / "runtime").glob("*.py")]
+    files = [root / "marlin_triton.py", *(root / "fast").glob("*.py")]
     tiles = {f"gemm {t['BM']}x{t['BN']}" for t in plan.TILES}
     assert tiles | {*re.findall(r"def (\w+_kernel)\(", "".join(f.read_text() for f in files))} == set(kernels)
     for k in kernels.values():

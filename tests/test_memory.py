@@ -4,16 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import checkpoint
+from plumbing.config import FAMILIES
+
 import pytest
 import torch
 
 import grpo
 import lora
 import model as M
+from fast import engine, memory
+from lab import convert
 from nvfp4 import FORMATS
-from runtime import engine
-from weights import checkpoint, convert, memory
-from weights.config import FAMILIES
 
 SHAPES = {"7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8), "32b": (5120, 27648, 64, 40, 8)}
 

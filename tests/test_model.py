@@ -4,13 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+from plumbing import checkpoint
+
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import model as M
-from weights import checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = ("qwen2_tied", "qwen2_sharded", "llama_head_dim", "qwen3")

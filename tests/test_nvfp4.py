@@ -1,6 +1,8 @@
 """The quantized linear, and quantizing while a checkpoint loads."""
 import json
 
+from plumbing import checkpoint
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -8,7 +10,6 @@ from safetensors.torch import save_file
 import lora
 import model as M
 from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize, quantize
-from weights import checkpoint
 
 
 def weights(N=8, K=128, seed=0, spread=3.0):

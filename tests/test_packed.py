@@ -9,10 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from plumbing import logprobs, ranks
+
 import grpo
 import lora
 import model as M
-from runtime import attention, batches, decode, engine, fused, logprobs, packed, ranks
+from fast import attention, batches, decode, engine, fused, packed
 from tests.test_decode import CPU, GPU, build, little_beside_much, with_head_norms
 
 gpu = pytest.mark.gpu

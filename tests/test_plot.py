@@ -4,10 +4,11 @@ import math
 import struct
 from types import SimpleNamespace
 
+from plumbing.run import Run
+
 import pytest
 
-import plot
-from runtime.run import Run
+from lab import plot
 
 ROWS = [{"step": i, "reward": 0.1 * i, "accuracy": 0.05 * i, "entropy": 1 / (i + 1),
          "length_mean": 40 + i, "grad_norm": 0.2, "logp_gap_mean": 0.01 * i,
@@ -334,6 +335,6 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
 def test_a_run_that_has_not_ended_is_of_its_own_script(tmp_path, axes):
     """Its summary.json is not there yet: a mean was drawn of it and of another seed of train.py's."""
     runs = [folder(tmp_path / "a", config={"lr": 1, "seed": 0, "command": "python train.py"}),
-            folder(tmp_path / "b", config={"lr": 1, "seed": 1, "command": "python docs/fixed_noise.py --seed 1"})]
+            folder(tmp_path / "b", config={"lr": 1, "seed": 1, "command": "python lab/ideas/fixed_noise.py --seed 1"})]
     plot.plot(runs, tmp_path / "p.png")
     assert legend(axes()) == ["script=train.py", "script=fixed_noise.py"]

@@ -3,6 +3,10 @@ has more of it). Hypothesis looks for an input that it does not hold for."""
 import json
 from functools import cache
 
+from plumbing import checkpoint, draw
+from plumbing.files import parse_json
+from plumbing.formats import FORMATS, dequantize, pack, quantize, scale_value, unpack
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -13,10 +17,7 @@ import eval as evaluation
 import grpo
 import model as M
 import sample
-from runtime import batches, draw
-from weights import checkpoint
-from weights.files import parse_json
-from weights.formats import FORMATS, dequantize, pack, quantize, scale_value, unpack
+from fast import batches
 
 FEW, MANY = settings(max_examples=15, deadline=None), settings(max_examples=60, deadline=None)
 SEEDS = st.integers(0, 2**31)

@@ -12,6 +12,8 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import ranks
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +21,9 @@ import torch.distributed as dist
 import data
 import eval as evaluation
 import grpo
-import plot
 import sample
 import train
-from runtime import ranks
+from lab import plot
 from tests.conftest import exit_code, first_blocks, parameters_of, rows_of
 
 SMALL = ["--steps", "4", "--prompts-per-step", "3", "--group-size", "4", "--max-new-tokens", "12", "--lora-rank", "4", "--save-every", "2",
@@ -116,7 +117,7 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("told", [{"RANK": "16"}, {"RANK": ""}, {"RANK": "1", "WORLD_SIZE": "1"}])
 def test_a_rank_without_others_is_rank_0(told):
     """RANK is a name that a shell script may well have, of LoRA's: every command was silent, and wrote nothing."""
-    code = "from runtime import ranks; print(ranks.rank, ranks.mine([1, 2, 3]))"
+    code = "from plumbing import ranks; print(ranks.rank, ranks.mine([1, 2, 3]))"
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | told
     assert subprocess.run([sys.executable, "-c", code], env=env, cwd=Path(ranks.__file__).parents[1], capture_output=True, text=True).stdout == "0 [1, 2, 3]\n"
 

@@ -4,6 +4,8 @@ import inspect
 import json
 from types import SimpleNamespace
 
+from plumbing import checkpoint, draw, flags
+
 import pytest
 import torch
 
@@ -12,9 +14,8 @@ import data
 import lora
 import model as M
 import sample
-from runtime import draw, engine, flags
+from fast import engine, memory
 from tests.conftest import exit_code
-from weights import checkpoint, memory
 
 CONFIG = M.Config(101, 48, 64, 2, 4, 2, 12, max_position_embeddings=64)
 PROMPTS = [[5], [1, 2, 3], list(range(20, 37)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]

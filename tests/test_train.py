@@ -11,6 +11,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import command, flags
+from plumbing.console import tracker, warnings_for
+from plumbing.files import lock
+from plumbing.run import Run, digest_of, settle
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,14 +25,11 @@ import eval as evaluation
 import grpo
 import lora
 import model as qwen
-import plot
 import sample
 import train
-from runtime import batches, command, flags
-from runtime.console import tracker, warnings_for
-from runtime.run import Run, digest_of, settle
+from fast import batches
+from lab import plot
 from tests.conftest import adapted, drawn, exit_code, first_blocks, parameters_of, rows_of
-from weights.files import lock
 
 SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
          "--save-every", "2", "--device", "cpu", "--aqn-stages", "4", "--no-dynamic-sampling", "--overlong", "none",
@@ -1174,13 +1176,13 @@ def test_no_step_of_a_full_parameter_run_is_called_the_best(tmp_path):
 @pytest.mark.parametrize(("line", "argv", "want"), [
     (["train.py", "--lr", "1"], ["--lr", "1"], ["train.py"]),
     ([str(Path(train.__file__)), "--lr", "1"], ["--lr", "1"], ["train.py"]),
-    (["docs/relative_noise.py"], [], ["docs/relative_noise.py"]),
-    (["experiments.py", "two-copies", "--lr", "1"], ["--lr", "1"], ["experiments.py", "two-copies"]),
+    (["lab/ideas/relative_noise.py"], [], ["lab/ideas/relative_noise.py"]),
+    (["lab/experiments.py", "two-copies", "--lr", "1"], ["--lr", "1"], ["lab/experiments.py", "two-copies"]),
     (["mine.py", "--tau", "5", "--lr", "5"], ["--lr", "5"], ["mine.py", "--tau", "5"]),
     (["mine.py", "--lr", "1", "--tau", "5", "--seed", "2"], ["--lr", "1", "--seed", "2"], ["mine.py", "--tau", "5"]),
     (["pytest", "-q"], ["--lr", "1"], ["train.py"])])
 def test_the_command_names_the_script_that_was_started(monkeypatch, line, argv, want):
-    """A run of docs/relative_noise.py whose summary says train.py."""
+    """A run of lab/ideas/relative_noise.py whose summary says train.py."""
     monkeypatch.setattr(sys, "argv", line)
     assert command.script(argv) == want
 

@@ -30,10 +30,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
+from plumbing import checkpoint  # noqa: E402
+from plumbing.config import read_config  # noqa: E402
+
 import data  # noqa: E402
 from model import Transformer  # noqa: E402
-from weights import checkpoint  # noqa: E402
-from weights.config import read_config  # noqa: E402
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",

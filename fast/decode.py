@@ -1,0 +1,495 @@
+"""
+The decode step on the GPU: one token for each of B rows, in seven kernels a layer, none of which
+waits for the host.
+
+A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
+mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 GEMM
+(marlin_triton.linear_decode), which takes in all it can: bias, residual, the whole of LoRA, and
+silu(gate) * up. The others:
+
+    attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
+             live tokens, split over the sequence when rows are few
+    norm     RMSNorm with AQN's noise
+    stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
+             state
+
+Beside 16-bit weights cuBLAS leaves x W^T and x A^T in float32, and LoRA's kernel behind each
+projection adds bias and residual as well, or multiplies silu(gate) * up (adapter.py).
+
+What earlier kernels of the step wrote is read only after gdc_wait(): on Hopper a kernel may start
+while its predecessor still runs (programmatic dependent launch), and meanwhile fetches what the
+step does not write.
+
+`Step` owns the persistent state, so that a CUDA graph of it (engine.py) stays valid while LoRA,
+noise, temperature and rows change. model.py's modules are the reference that each kernel is tested
+against, on the CPU too (TRITON_INTERPRET=1).
+
+    TRITON_INTERPRET=1 pytest tests/test_decode.py
+    python lab/bench.py rollout 7b:nvfp4:16:1,8 --profile
+
+Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
+S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.
+"""
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from unittest import mock
+
+from plumbing import draw
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton import next_power_of_2 as power
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+import marlin_triton
+from fast.adapter import StepLinear, lora_kernel, product32
+from fast.plan import sms
+from model import logits, projections, rope_tables
+
+STEPS = 8  # steps between the host's reads of the tokens
+EOS_SLOTS = 128  # stop tokens that a step can compare with
+
+GOLDEN, MIX1, MIX2 = map(tl.constexpr, (draw.GOLDEN, draw.MIX1, draw.MIX2))
+LOG2E = tl.constexpr(1.4426950408889634)
+MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """From here on, what earlier kernels of the step wrote may be read."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def norm_weight(weight, noise, c, C):
+    w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
+    return w + tl.load(noise + c, mask=c < C, other=0)
+
+
+@triton.jit
+def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """RMSNorm of a row of x (B, C) -> a row of out, whose rows are `stride` apart."""
+    r, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    w = norm_weight(weight, noise, c, C)  # no kernel of this step writes these
+    wait(PDL)
+    v = tl.load(x + r * C + c, mask=c < C, other=0).to(tl.float32)
+    h = v * tl.rsqrt(tl.sum(v * v) / C + eps) * w
+    tl.store(out + r * stride + c, h.to(out.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """silu(gate) * up of gate_up (B, 2F) -> out, rows `stride` apart; a program does BLOCK columns
+    of a row. silu is rounded, as in the module."""
+    r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait(PDL)
+    gate = tl.load(gate_up + r * 2 * F + c, mask=c < F, other=0).to(tl.float32)
+    up = tl.load(gate_up + r * 2 * F + F + c, mask=c < F, other=0).to(tl.float32)
+    silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + r * stride + c, (silu * up).to(out.dtype.element_ty), mask=c < F)
+
+
+@triton.jit
+def attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE: tl.constexpr):
+    """Online softmax over one block: k1, k2 (BLOCK, D/2), v (BLOCK, D), ok (BLOCK,) marks the live
+    tokens."""
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    score = tl.dot(r1, tl.trans(k1), input_precision=precision)
+    score = tl.dot(r2, tl.trans(k2), acc=score, input_precision=precision) * scale  # (GP, BLOCK)
+    score = tl.where(ok[None, :], score, -float("inf"))
+    new = tl.maximum(m, tl.max(score, 1))
+    p = tl.exp2(score - new[:, None])
+    fade = tl.exp2(m - new)
+    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=precision)  # (GP, D)
+    return new, l * fade + tl.sum(p, 1), acc
+
+
+@triton.jit
+def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """Qwen3's RMSNorm over heads given by their halves (.., D/2), rounded as the module rounds."""
+    d = tl.arange(0, D // 2)
+    square = tl.sum(x1 * x1 + x2 * x2, len(x1.shape) - 1, keep_dims=True)
+    rms = tl.rsqrt(square / D + eps)
+    w1, w2 = norm_weight(weight, noise, d, D), norm_weight(weight, noise, d + D // 2, D)
+    y1, y2 = (x1 * rms * w1).to(dtype), (x2 * rms * w2).to(dtype)
+    return y1.to(tl.float32), y2.to(tl.float32)
+
+
+@triton.jit
+def load_block(keys, values, t, ok, D: tl.constexpr):
+    """The halves of the keys, (BLOCK, D/2) each, and the values (BLOCK, D) of the tokens t; 0 where
+    not ok."""
+    HALF: tl.constexpr = D // 2
+    d, e = tl.arange(0, HALF), tl.arange(0, D)
+    k1 = tl.load(keys + t[:, None] * D + d[None, :], mask=ok[:, None], other=0)
+    k2 = tl.load(keys + t[:, None] * D + HALF + d[None, :], mask=ok[:, None], other=0)
+    return k1, k2, tl.load(values + t[:, None] * D + e[None, :], mask=ok[:, None], other=0)
+
+
+@triton.jit
+def merge_splits(parts, ms, ls, splits, stride, head, g, G: tl.constexpr, GP: tl.constexpr,
+                 D: tl.constexpr, SOME: tl.constexpr):
+    """All splits' sums merged for the heads (GP,), in a fixed order: (l (GP,), acc (GP, D)). Each
+    split's numbers lie `stride` heads after the previous split's. g >= G is no head: l is 1."""
+    e = tl.arange(0, D)
+    m, l = tl.where(g < G, -float("inf"), 0.0), tl.where(g < G, 0.0, 1.0)
+    acc = tl.zeros((GP, D), tl.float32)
+    for i in range(0, splits, SOME):
+        for j in tl.static_range(SOME):  # loads in flight; a tensor of them would cross warps
+            # not `live & (..)`: the interpreter's mask would not be a bool
+            at, there = (i + j) * stride + head, g < tl.where(i + j < splits, G, 0)
+            own = tl.load(ms + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+            some = tl.load(parts + at[:, None] * D + e[None, :], mask=there[:, None], other=0.0,
+                           cache_modifier=".cg")  # (GP, D)
+            new = tl.maximum(m, own)
+            fade, f = tl.exp2(m - new), tl.exp2(own - new)
+            l = l * fade + f * tl.load(ls + at, mask=there, other=0.0, cache_modifier=".cg")
+            acc = acc * fade[:, None] + f[:, None] * some
+            m = new
+    return l, acc
+
+
+@triton.jit(do_not_specialize=["B"])
+def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, arrived, B, stride_b,
+                  stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps, HKV: tl.constexpr,
+                  G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+                  BLOCK: tl.constexpr, SOME: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+                  IEEE: tl.constexpr):
+    """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
+    over the split's live tokens. NORM: the heads of q and k are normed first.
+
+    qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> out (B,
+    H*D). Split 0 also takes the new token, which it has in registers. Each of several splits leaves
+    its sums in parts (W, B, H*D), ms, ls (W, B, H) float32, ms in units of log2, and the last to
+    arrive (arrived (B * Hkv,), zero between kernels) adds them up, always in the same order."""
+    b, h, s = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    g, d, e, o = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, BLOCK)
+    mine = b.to(tl.int64) * stride_b + h * stride_h
+    keys, values = k_cache + mine, v_cache + mine
+    # lengths and earlier tokens were in memory before this step: the first block is fetched before
+    # the wait
+    n = tl.load(length + b)  # tokens in the cache; the new one goes to position n
+    # with fewer tokens than a block, or than 32, a split is not worth what it adds to the merge
+    chunk = tl.maximum(tl.cdiv(n, W), max(BLOCK, 32))
+    splits = tl.maximum(1, tl.cdiv(n, chunk))
+    if s >= splits:
+        return
+    t = s * chunk + o
+    end = tl.minimum(n, (s + 1) * chunk)
+    ok = t < end
+    k1, k2, v = load_block(keys, values, t, ok, D)
+    co, si = tl.load(cos + n * HALF + d), tl.load(sin + n * HALF + d)
+    wait(PDL)
+    base = qkv + b.to(tl.int64) * ((HKV * G + 2 * HKV) * D)
+    q1 = tl.load(base + (h * G + g[:, None]) * D + d[None, :],
+                 mask=g[:, None] < G, other=0).to(tl.float32)
+    q2 = tl.load(base + (h * G + g[:, None]) * D + HALF + d[None, :],
+                 mask=g[:, None] < G, other=0).to(tl.float32)
+    dtype = k_cache.dtype.element_ty
+    if NORM:
+        q1, q2 = head_norm(q1, q2, q_weight, q_noise, eps, D, dtype)
+    r1, r2 = (q1 * co - q2 * si).to(dtype), (q2 * co + q1 * si).to(dtype)  # (GP, HALF)
+    m, l = tl.full((GP,), -float("inf"), tl.float32), tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, D), tl.float32)
+    if s == 0:
+        x1 = tl.load(base + (HKV * G + h) * D + d).to(tl.float32)
+        x2 = tl.load(base + (HKV * G + h) * D + HALF + d).to(tl.float32)
+        if NORM:
+            x1, x2 = head_norm(x1, x2, k_weight, k_noise, eps, D, dtype)
+        n1, n2 = (x1 * co - x2 * si).to(dtype), (x2 * co + x1 * si).to(dtype)
+        nv = tl.load(base + (HKV * G + HKV + h) * D + e)
+        tl.store(keys + n * D + d, n1)
+        tl.store(keys + n * D + HALF + d, n2)
+        tl.store(values + n * D + e, nv)
+        m = tl.sum(r1.to(tl.float32) * n1.to(tl.float32)[None, :]
+                   + r2.to(tl.float32) * n2.to(tl.float32)[None, :], 1) * scale
+        l += 1
+        acc += nv.to(tl.float32)[None, :]
+    if s * chunk < end:
+        m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
+    for t0 in range(s * chunk + BLOCK, end, BLOCK):
+        t = t0 + o
+        ok = t < end
+        k1, k2, v = load_block(keys, values, t, ok, D)
+        m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
+    head = b * (HKV * G) + h * G + g
+    live = g < G
+    if W > 1:
+        stride = B * (HKV * G)  # from a split's heads to the next one's
+        tl.store(parts + (s * stride + head)[:, None] * D + e[None, :], acc, mask=live[:, None])
+        tl.store(ms + s * stride + head, m, mask=live)
+        tl.store(ls + s * stride + head, l, mask=live)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + b * HKV + h, 1, sem="acq_rel") != splits - 1:
+            return
+        tl.store(arrived + b * HKV + h, 0)
+        l, acc = merge_splits(parts, ms, ls, splits, stride, head, g, G, GP, D, SOME)
+    tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
+             mask=live[:, None])
+
+
+@triton.jit
+def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, BLOCK: tl.constexpr,
+                 PDL: tl.constexpr):
+    """Per row and block of the vocabulary: the largest tempered logit m, the sum of exp(x - m), and
+    the index of m."""
+    b, j = tl.program_id(0), tl.program_id(1)
+    wait(PDL)
+    v = j * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + b.to(tl.int64) * stride + v,
+                mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
+    m = tl.max(x, 0)
+    tl.store(top + b * NB + j, m)
+    tl.store(total + b * NB + j, tl.sum(tl.exp(x - m), 0))
+    # ties: the lowest id, as torch on the CPU
+    tl.store(best + b * NB + j, tl.min(tl.where(x == m, v, 1 << 30), 0))
+
+
+@triton.jit
+def mix(z):
+    z = (z ^ (z >> 30 & MASK30)) * MIX1
+    z = (z ^ (z >> 27 & MASK27)) * MIX2
+    return z ^ (z >> 31 & MASK31)
+
+
+@triton.jit
+def finish_row(b, ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S,
+               EOS: tl.constexpr):
+    """Record the drawn id and move the row on; a row that has ended stays where it is."""
+    at = tl.load(count + b)
+    tl.store(out_ids + at * S + b, ids)
+    tl.store(out_logp + at * S + b, logp)
+    tl.store(count + b, at + 1)
+    ended = tl.max((tl.load(eos + tl.arange(0, EOS)) == ids).to(tl.int32), 0)
+    n = tl.load(length + b) + 1
+    go = (tl.load(alive + b) != 0) & (ended == 0) & (n < tl.load(stop + b))
+    tl.store(alive + b, go.to(tl.int32))
+    if go:
+        tl.store(token + b, ids)
+        tl.store(length + b, n)
+
+
+@triton.jit
+def pick_kernel(logits, inverse_temperature, top, total, best, key, token, length, stop, alive,
+                count, out_ids, out_logp, eos, V, stride, NB, S, NBP: tl.constexpr,
+                BLOCK: tl.constexpr, EOS: tl.constexpr, GREEDY: tl.constexpr, PDL: tl.constexpr):
+    """One row: the first id at which the cumulative distribution exceeds u (or the likeliest id),
+    and its log-prob."""
+    b = tl.program_id(0)
+    wait(PDL)
+    i, w = tl.arange(0, NBP), tl.arange(0, BLOCK)
+    m = tl.load(top + b * NB + i, mask=i < NB, other=-float("inf"))
+    best_of = tl.load(best + b * NB + i, mask=i < NB, other=1 << 30)
+    peak = tl.max(m, 0)
+    mass = tl.load(total + b * NB + i, mask=i < NB, other=0) * tl.exp(m - peak)
+    whole = tl.sum(mass, 0)
+    if GREEDY:
+        ids = tl.min(tl.where(m == peak, best_of, 1 << 30), 0)
+        ids = tl.minimum(ids, V - 1)  # with NaN, no id is the largest
+        x = peak
+    else:
+        z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # draw.uniform(key, length + 1)
+        u = ((mix(z) >> 41 & 8388607).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+        cdf = tl.cumsum(mass, 0)
+        target = u * whole
+        j = tl.min(tl.where((cdf > target) & (mass > 0), i, NBP), 0)
+        # rounding may leave u past the last block
+        j = tl.minimum(j, tl.max(tl.where(mass > 0, i, 0), 0))
+        before = tl.sum(tl.where(i == j - 1, cdf, 0), 0)
+        v = j * BLOCK + w
+        xs = tl.load(logits + b.to(tl.int64) * stride + v,
+                     mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
+        p = tl.exp(xs - peak)
+        inside = tl.cumsum(p, 0) + before
+        at = tl.min(tl.where((inside > target) & (p > 0), w, BLOCK), 0)
+        at = tl.minimum(at, tl.max(tl.where(p > 0, w, 0), 0))
+        x = tl.max(tl.where(w == at, xs, -float("inf")), 0)
+        ids = j * BLOCK + at
+    finish_row(b, ids.to(tl.int64), x - peak - tl.log(whole), token, length, stop, alive, count,
+               out_ids, out_logp, eos, S, EOS)
+
+
+@triton.jit
+def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S,
+                  EOS: tl.constexpr):
+    """pick's second half, for ids (B,) and logp (B,) that torch drew."""
+    b = tl.program_id(0)
+    finish_row(b, tl.load(ids + b), tl.load(logp + b), token, length, stop, alive, count, out_ids,
+               out_logp, eos, S, EOS)
+
+
+class Step:
+    """One decode step of a model over persistent state; `step(rows)` launches it for the first
+    `rows` slots.
+
+    cache: model.KVCache of S slots. State, by slot: token (the last one, not yet in the cache),
+    cache.length, key (of the random numbers), stop (length at which the row ends), alive, count
+    (where the next result goes in out_ids, out_logp)."""
+
+    def __init__(self, model, cache):
+        self.cache, S, dev = cache, cache.k.shape[1], cache.k.device
+        self.config, self.valid_vocab = model.config, model.valid_vocab
+        self.dtype = model.embed.weight.dtype
+        self.token, self.key, self.stop = (torch.zeros(S, dtype=torch.long, device=dev)
+                                           for _ in range(3))
+        self.alive, self.count = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(2))
+        self.arrived = torch.zeros(S * model.config.num_key_value_heads, dtype=torch.int32,
+                                   device=dev)  # attend's counters
+        self.out_ids = torch.zeros(STEPS, S, dtype=torch.long, device=dev)
+        self.out_logp = torch.zeros(STEPS, S, device=dev)
+        self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
+        self.inverse_temperature = torch.ones(1, device=dev)
+        c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
+        self.cos, self.sin = rope_tables(places, c.head_dim, c.rope_theta)  # (tokens, D/2)
+        self.embed, self.head = model.embed.weight, model.lm_head.weight
+        linears = [StepLinear(m, self.dtype) for _, m in projections(model)]  # four a block
+        self.layers = [linears[i : i + 4] for i in range(0, len(linears), 4)]
+        norms = ((b.input_layernorm, b.post_attention_layernorm) for b in model.layers)
+        self.norms = [*chain(*norms), model.norm]
+        self.head_norms = [(b.attn.q_norm, b.attn.k_norm) for b in model.layers]
+        self.adapters = [p for p in linears if p.lora is not None]
+        hopper = cache.k.is_cuda and torch.cuda.get_device_capability(dev)[0] >= 9
+        self.launch = {"PDL": hopper} | ({"launch_pdl": True} if hopper else {})
+        self.sms = sms(dev)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self):
+        """Copy LoRA's float32 parameters into the 16-bit buffers that the kernels read."""
+        if self.adapters:
+            torch._foreach_copy_([t for p in self.adapters for t in (p.A, p.B)],
+                                 [t.detach() for p in self.adapters for t in (p.lora.A, p.lora.B)])
+
+    def normed(self, x, norm):
+        """RMSNorm of x (B, C)."""
+        (B, C), out = x.shape, torch.empty_like(x)
+        norm_kernel[(B,)](x, norm.weight, norm.noise, out, C, C, norm.eps, BLOCK=power(C),
+                          num_warps=8, **self.launch)
+        return out
+
+    def linear(self, p, x, residual=None, glu=False, early=False):
+        """base(x) + LoRA (+ residual, which is overwritten) for x (B, K); glu: silu(gate) * up of
+        that; early: as in linear_decode."""
+        if p.quantized and x.dtype != torch.float32:
+            return marlin_triton.linear_decode(
+                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual=residual,
+                out=residual, glu=glu, early=early)
+        if p.A is None:
+            if residual is None:
+                y = p.base(x)
+            elif p.quantized or p.base.bias is not None:
+                y = residual.add_(p.base(x))
+            else:
+                y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
+            return self.silu(y) if glu else y
+        bias = p.base.bias
+        if p.quantized:  # in float32
+            y, bias = torch.cat([p.base(x), x @ p.A.T], 1), None
+        else:
+            y = product32(x, p.both.T)  # (B, K) @ (K, N + P*R)
+        B, R, width, RB, BN = len(x), p.B.shape[1], p.N // (1 + glu), 8 if len(x) <= 8 else 16, 128
+        out = x.new_empty(B, width) if residual is None else residual
+        if B > 32 and triton.cdiv(B, 64) * triton.cdiv(width, 64) >= 56:  # enough programs
+            RB = BN = 64
+        lora_kernel[(triton.cdiv(width, BN) * triton.cdiv(B, RB),)](
+            y, bias, out, out, p.B, B, p.N, y.stride(0), *(*p.bounds, p.N, p.N)[:2], p.scaling,
+            R=R, RP=min(64, max(16, power(R))), RB=RB, BN=BN, GLU=glu, BIAS=bias is not None,
+            ADD=residual is not None, num_warps=4, num_stages=1,
+            IEEE=x.dtype == torch.float32 or not x.is_cuda, **self.launch)
+        return out
+
+    def attention(self, layer, qkv):
+        """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D); writes the cache."""
+        c, B, k, v = self.config, qkv.shape[0], self.cache.k[layer], self.cache.v[layer]
+        H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        # programs to fill the card twice, at most 32 splits
+        W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)
+        out, several = qkv.new_empty(B, H * D), W if W > 1 else 0
+        parts = torch.empty(several, B, H * D, dtype=torch.float32, device=qkv.device)
+        ms, ls = (torch.empty(several, B, H, dtype=torch.float32, device=qkv.device)
+                  for _ in range(2))
+        q_norm, k_norm = self.head_norms[layer]
+        norms = [self.embed] * 4 + [0.0]  # never touched
+        if c.qk_norm:
+            norms = [q_norm.weight, q_norm.noise, k_norm.weight, k_norm.noise, q_norm.eps]
+        attend_kernel[B * HKV, W](
+            qkv, k, v, self.cache.length, self.cos, self.sin, out, parts, ms, ls, self.arrived, B,
+            k.stride(0), k.stride(1), D**-0.5 * LOG2E.value, *norms, HKV=HKV, G=H // HKV,
+            GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, SOME=min(W, 8),
+            NORM=c.qk_norm, IEEE=self.dtype == torch.float32, num_warps=4, num_stages=3,
+            **self.launch)
+        return out
+
+    def silu(self, gate_up):
+        """silu(gate) * up (B, F)."""
+        B, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out, BLOCK = gate_up.new_empty(B, width), min(512, power(width))
+        swiglu_kernel[B, triton.cdiv(width, BLOCK)](gate_up, out, width, width, BLOCK=BLOCK,
+                                                    num_warps=4, **self.launch)
+        return out
+
+    def hidden(self, rows):
+        """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are
+        in the cache after it."""
+        x = F.embedding(self.token[:rows], self.embed)  # (B, C)
+        for i in range(len(self.layers)):
+            x = self.block(i, x, partial(self.attention, i))
+        return self.normed(x, self.norms[-1])
+
+    def block(self, i, x, attend):
+        """Block i on x (B, C), which is overwritten. attend: qkv (B, (H + 2 Hkv) D) -> (B, H*D)."""
+        qkv_proj, o_proj, gate_up_proj, down_proj = self.layers[i]
+        before, between = self.norms[2 * i : 2 * i + 2]
+        y = attend(self.linear(qkv_proj, self.normed(x, before), early=True))
+        x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
+        y = self.linear(gate_up_proj, self.normed(x, between), glu=True)  # (B, C) -> (B, F)
+        return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
+
+    def step(self, rows, greedy=False, nucleus=None):
+        """Decode the first `rows` slots once. nucleus: (temperature, top_p), with which torch draws
+        in place of the fused sampler."""
+        self.sample(logits(self.hidden(rows), self.head), greedy, nucleus)  # (B, C) @ (C, V)
+
+    def compile(self, sizes, *way):
+        """Compile the kernels of step(size, *way) for all `sizes` side by side, and launch none (on
+        the CPU there is nothing to compile). As they come up, one by one, they take most of a
+        minute of a first rollout."""
+        if not self.cache.k.is_cuda:
+            return
+        run = triton.JITFunction.run
+
+        def compile_only(kernel, *args, warmup, **options):
+            return run(kernel, *args, warmup=True, **options)
+
+        with (ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool),
+              mock.patch.object(triton.JITFunction, "run", compile_only)):
+            for size in sizes:
+                self.step(size, *way)
+
+    def sample(self, logits, greedy=False, nucleus=None):
+        """Draw a token for each row of logits (B, V) float32 and move the rows on."""
+        rows, S = logits.shape[0], self.token.shape[0]
+        state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids,
+                 self.out_logp, self.eos)
+        if nucleus:
+            u = draw.uniform(self.key[:rows], self.cache.length[:rows] + 1)
+            ids, logp = draw.sample_ids(logits[:, : self.valid_vocab], u, *nucleus)
+            record_kernel[(rows,)](ids, logp, *state, S, EOS=EOS_SLOTS)
+            return
+        BLOCK = min(4096, power(self.valid_vocab))
+        NB = triton.cdiv(self.valid_vocab, BLOCK)
+        top, total = (torch.empty(rows, NB, dtype=torch.float32, device=logits.device)
+                      for _ in range(2))
+        best = torch.empty(rows, NB, dtype=torch.int32, device=logits.device)
+        common = {"BLOCK": BLOCK, "num_warps": 8} | self.launch
+        blocks = (logits, self.inverse_temperature, top, total, best)
+        stats_kernel[rows, NB](*blocks, self.valid_vocab, logits.stride(0), NB, **common)
+        pick_kernel[(rows,)](
+            *blocks, self.key, *state, self.valid_vocab, logits.stride(0), NB, S, NBP=power(NB),
+            EOS=EOS_SLOTS, GREEDY=greedy, **common)

@@ -1,0 +1,423 @@
+"""
+The model's forward and backward over tokens laid end to end: training and prefill on the GPU.
+
+An update moves more bytes between its GEMMs than in them, and launches more kernels than a host can
+keep up with, unless all that comes between two GEMMs is one kernel that keeps nothing that is cheap
+to recompute. So a block is four steps of one kind, `Project`: a prologue and a linear.
+
+    Norm(x)       RMSNorm with AQN's noise         -> h   qkv = h Wqkv^T + bias
+    Attend(qkv)   RoPE, causal attention           -> y   x   = x + y Wo^T
+    Norm(x)                                        -> h   gu  = h Wgu^T
+    SwiGLU(gu)    silu(gate) * up                  -> m   x   = x + m Wdown^T
+
+Kept for backward are the right column's outputs (x, qkv, x, gu), attention's y, and x A^T. h and m
+are recomputed by the kernel that differentiates the prologue: it reads the gradient of h and leaves
+h in its place, for dA = (dxa)^T h.
+
+LoRA is part of the GEMM. A weight is decoded, or copied if it has 16 bits, into a scratch; there
+B's columns stand behind it, as x A^T stands behind h, so that one GEMM adds up
+
+    [h | x A^T] [w_hat | s B]^T    and, in backward,    dy [w_hat | s B] = [dh | d(x A^T)]
+
+and rounds once, as the decode step does (decode.py): the residual and the bias are in it too. An
+adapter begins small, and what is below half a step of an output that is rounded already, 2^-9 of
+it in bfloat16, would be lost. Rows of different completions lie end to end and attention keeps them
+apart (attention.py), so no padding is computed.
+
+Without an adapter the weights themselves may be trained: dW = dy^T h.
+
+model.py's modules are the reference that everything here is tested against, also on the CPU
+(TRITON_INTERPRET=1).
+
+    TRITON_INTERPRET=1 pytest tests/test_packed.py
+    python lab/bench.py step --sizes 7b
+
+Shapes: S tokens of all rows, C hidden, F intermediate, H query heads, Hkv kv heads, D head size,
+V vocabulary; a linear has N outputs, K inputs, P parts; R rank, E = P*R rounded up to 8.
+"""
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch.utils.checkpoint import checkpoint
+from triton import next_power_of_2 as power
+
+import marlin_triton
+from fast import attention
+from fast.adapter import product32
+from fast.decode import norm_kernel, swiglu_kernel
+from fast.fused import norm_back_kernel, rope_back_kernel, rope_kernel, swiglu_back_kernel
+from fast.plan import FEW, few, sms
+from model import projections, rope_tables, to_device
+
+# ---- prologues: forward(x, E) -> (wide (S, K + E), whose first K columns are h, the others left
+# ---- for x A^T; what backward needs beside x). backward(x, kept, d) -> (the gradient of x; h, for
+# ---- which it may take d's first K columns)
+
+
+class Norm:
+    def __init__(self, m):
+        self.args, self.eps, self.weight = (m.weight, m.noise), m.eps, m.weight
+
+    def launch(self, kernel, x, out, *more, **options):
+        S, C = x.shape
+        kernel[(S,)](x, *self.args, out, *more, C, out.stride(0), self.eps, BLOCK=power(C),
+                     num_warps=4 if C <= 4096 else 8, **options)
+
+    def forward(self, x, E):
+        out = x.new_empty(x.shape[0], x.shape[1] + E)
+        self.launch(norm_kernel, x, out, PDL=False)
+        return out, ()
+
+    def backward(self, x, kept, d):
+        dx = torch.empty_like(x)
+        self.launch(norm_back_kernel, x, d, dx)
+        return dx, d[:, : x.shape[1]]
+
+    def own_gradient(self, x, d):
+        """The gradient of the norm's weight (C,); call it before `backward`, which overwrites d."""
+        scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + self.eps)  # (S, 1)
+        return (d[:, : x.shape[1]] * (x * scale)).sum(0).to(self.weight.dtype)
+
+
+class SwiGLU:
+    weight = None
+
+    def forward(self, x, E):
+        S, width = x.shape[0], x.shape[1] // 2
+        out = x.new_empty(S, width + E)
+        swiglu_kernel[S, triton.cdiv(width, 1024)](x, out, width, out.stride(0), BLOCK=1024,
+                                                   PDL=False)
+        return out, ()
+
+    def backward(self, x, kept, d):
+        S, width, dx = x.shape[0], x.shape[1] // 2, torch.empty_like(x)
+        swiglu_back_kernel[S, triton.cdiv(width, 1024)](x, d, dx, width, d.stride(0), BLOCK=1024)
+        return dx, d[:, :width]
+
+
+class Attend:
+    """One block's attention. `cache` (KVCache or None): keys and values are written there too."""
+
+    weight = None  # Qwen3's head norms are trained by model.py's modules
+
+    def __init__(self, attn, rows, cache=None):
+        self.attn, self.rows, self.cache = attn, rows, cache
+        self.heads = attn.heads, attn.kv_heads, attn.kv_heads
+        norms, self.normed = [rows.cos] * 4 + [0.0], attn.q_norm is not None  # never touched
+        if self.normed:
+            q, k = attn.q_norm, attn.k_norm
+            norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
+        self.args = rows.place, rows.cos, rows.sin, *norms
+        self.shape = dict(H=attn.heads, HKV=attn.kv_heads, HP=power(attn.heads + attn.kv_heads),
+                          HKVP=power(attn.kv_heads), D=attn.head_dim, NORM=self.normed)
+
+    def split(self, qkv):
+        """q (S, H, D), k and v (S, Hkv, D), views."""
+        return qkv.view(len(qkv), -1, self.attn.head_dim).split(self.heads, 1)
+
+    def forward(self, x, E):
+        # in place, as nothing else needs qkv, unless the backward of its norms will
+        out = torch.empty_like(x) if self.normed else x
+        cache = [self.rows.place, x, x, 0, 0]  # never touched
+        if self.cache is not None:
+            k, v = (t[self.attn.layer] for t in (self.cache.k, self.cache.v))
+            cache = [self.rows.slot, k, v, k.stride(0), k.stride(1)]
+        rope_kernel[(len(x),)](x, out, *self.args, *cache, **self.shape,
+                               CACHE=self.cache is not None)
+        q, k, v = self.split(out)
+        wide = x.new_empty(len(x), q[0].numel() + E)
+        y = wide[:, : q[0].numel()].unflatten(1, q.shape[1:])
+        return wide, (out, y, attention.forward(q, k, v, y, self.rows.blocks))
+
+    def __call__(self, qkv):
+        """Attention's output (S, H D) of qkv, which is overwritten."""
+        return self.forward(qkv, 0)[0]
+
+    def backward(self, x, kept, d):
+        qkv, y, lse = kept
+        dy = d[:, : y[0].numel()].unflatten(1, y.shape[1:])
+        grads = attention.backward(dy, *self.split(qkv), y, lse, self.rows.blocks,
+                                   self.rows.shared)
+        dx = torch.empty_like(x)
+        rope_back_kernel[(len(x),)](*grads, x, dx, *self.args, **self.shape)
+        return dx, y.flatten(1)
+
+
+# ---- a linear
+
+
+class WideLinear:
+    """A linear, and 16-bit copies of its adapter: A (E, K) and tail = s B / alpha (N, E), its parts
+    on a block diagonal. alpha: as in marlin_triton.decoded."""
+
+    def __init__(self, m, dtype):
+        (self.N, self.K), self.base, self.adapter, self.q = m.shape, m.base, m.adapter, m.q
+        self.parts, self.alpha, self.E, self.tail = [*m.parts.values()], 1.0, 0, None
+        self.cuda = m.q is not None and m.q.codes.is_cuda
+        if self.cuda:
+            marlin_triton.check_weight(m.q)
+            scale = marlin_triton.common_scale(m.q, dtype)
+            self.alpha = 1.0 if scale is None else scale
+        if (a := self.adapter) is not None:
+            self.R, self.PR = a.rank, a.A.shape[0]
+            self.E = -(-self.PR // 8) * 8
+            self.A = a.A.new_zeros(self.E, self.K, dtype=dtype)
+            self.tail = a.A.new_zeros(self.N, self.E, dtype=dtype)
+            # what refresh copies, as views: (from, to) of A, and of B's parts
+            self.A_copy = a.A.detach(), self.A[: self.PR]
+            self.B_copies = [*zip(a.B.detach().split(self.parts), self.blocks(self.tail),
+                                  strict=True)]
+
+    def of(self, m):
+        """Whether this was made from m as m is now."""
+        same = self.base is m.base and self.adapter is m.adapter
+        if self.E:
+            now = m.adapter.A.data_ptr(), m.adapter.B.data_ptr()
+            same = same and now == (self.A_copy[0].data_ptr(), self.B_copies[0][0].data_ptr())
+        return same and (self.q is None or self.q.codes is m.base.codes)
+
+    def blocks(self, t):
+        """The blocks of t (N, E) where a part's outputs meet its own columns: P views (N_p, R)."""
+        return [rows[:, i * self.R : (i + 1) * self.R]
+                for i, rows in enumerate(t.split(self.parts))]
+
+    def few(self, rows):
+        """Whether this many rows are better off with a decode step's linear, which reads its weight
+        as it is."""
+        if self.q is None:
+            return rows <= FEW and self.E > 0 and self.A.is_cuda
+        return self.cuda and few(rows, self.N, self.K, sms(self.q.codes.device))
+
+    def weight(self, dtype):
+        """(w (N, K + E), alpha): alpha * w is [w_hat | s B]; in the scratch, it lasts until the
+        next."""
+        if self.cuda:
+            return marlin_triton.decoded(self.q, self.tail, dtype)
+        w = self.base.weight_in(dtype)
+        return (marlin_triton.beside(w, self.tail) if self.E else w), 1.0
+
+    def forward(self, wide, residual):
+        """wide [h | x A^T] (S, K + E) -> y (S, N) = h w^T + s x A^T B^T + residual or bias: no
+        linear has both."""
+        w, alpha = self.weight(wide.dtype)
+        start = self.base.bias if residual is None else residual
+        return marlin_triton.scaled(wide, w.T, alpha, start)
+
+    def backward(self, dy):
+        """dy (S, N) -> wide [dh | d(x A^T)] (S, K + E); dh lacks what comes through x A^T."""
+        return marlin_triton.scaled(dy, *self.weight(dy.dtype))
+
+
+class Project(torch.autograd.Function):
+    """y (S, N) = residual + linear(prologue(x)). What is trained (A and B, or the weight and bias;
+    a norm's weight or None) is passed for its gradient alone: `p` holds what is multiplied."""
+
+    @staticmethod
+    def forward(ctx, prologue, p, x, residual, A, B, norm):
+        wide, kept = prologue.forward(x, p.E)
+        xa = None
+        if p.E:
+            xa = wide[:, : p.K] @ p.A.T  # (S, K) @ (K, E)
+            wide[:, p.K :] = xa
+        ctx.prologue, ctx.p, ctx.residual = prologue, p, residual is not None
+        ctx.save_for_backward(x, xa, *kept)
+        return p.forward(wide, residual)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (x, xa, *kept), p, dA, dB = ctx.saved_tensors, ctx.p, None, None
+        *_, weight, bias, norm = ctx.needs_input_grad
+        dy = dy.contiguous()
+        d = p.backward(dy)
+        dxa = d[:, p.K :]
+        if p.E:
+            d[:, : p.K].addmm_(dxa, p.A)
+        dnorm = ctx.prologue.own_gradient(x, d) if norm else None
+        dx, h = ctx.prologue.backward(x, kept, d)
+        if p.E:
+            dA = product32(dxa.T, h)[: p.PR]
+            dB = torch.cat(p.blocks(product32(dy.T, xa))).mul_(p.adapter.scaling)
+        elif weight:
+            dA, dB = dy.T @ h, dy.sum(0) if bias else None  # (N, S) @ (S, K)
+        return None, None, dx, dy if ctx.residual else None, dA, dB, dnorm
+
+
+class FinalNorm(torch.autograd.Function):
+    """norm(x); its weight is passed for its gradient alone."""
+
+    @staticmethod
+    def forward(ctx, norm, x, weight):
+        ctx.norm = norm
+        ctx.save_for_backward(x)
+        return norm.forward(x, 0)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        [x] = ctx.saved_tensors
+        own = ctx.norm.own_gradient(x, dy) if ctx.needs_input_grad[2] else None
+        return None, ctx.norm.backward(x, (), dy.clone())[0], own
+
+
+# ---- the model
+
+
+@dataclass
+class Rows:
+    """The layout of S tokens in rows. place (S,): a token's place in its row, -1 for padding, which
+    is a row of its own; blocks: attention.blocks; cos, sin (longest, D/2); slot (S,): of the cache,
+    if one is filled; shared: whether rows continue others."""
+
+    place: torch.Tensor
+    blocks: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slot: torch.Tensor | None = None
+    shared: bool = False
+
+
+def end_to_end(rows, slots=None, of=None):
+    """(ids, places, slots, borders) of rows (lists of ids), as lists; row i continues row of[i],
+    itself if none."""
+    ids, places, slot_of = [], [], []
+    for i, (row, slot) in enumerate(zip(rows, slots or [0] * len(rows), strict=True)):
+        ids += row
+        at = len(rows[of[i]]) if of and of[i] != i else 0
+        places += range(at, at + len(row))
+        slot_of += [slot] * len(row)
+    return ids, places, slot_of, [0, *accumulate(map(len, rows))]
+
+
+def tables(config, longest, device):
+    return rope_tables(torch.arange(longest, device=device), config.head_dim, config.rope_theta)
+
+
+LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its WideLinears}
+
+
+def linears_of(model):
+    """The four WideLinears of each block. They are made once, and again when a weight or an adapter
+    has been replaced."""
+    modules = [m for _, m in projections(model)]
+    kept, on = LINEARS.setdefault(model, {}), any(m.adapter is not None for m in modules)
+    if on not in kept or not all(p.of(m) for p, m in zip(kept[on], modules, strict=True)):
+        kept[on] = [WideLinear(m, model.embed.weight.dtype) for m in modules]
+    return [kept[on][i : i + 4] for i in range(0, len(modules), 4)]
+
+
+@torch.no_grad()
+def refresh(linears):
+    """Copy the adapters' current parameters into `linears`."""
+    adapted = [p for block in linears for p in block if p.E]
+    if adapted:
+        A, to_A = zip(*(p.A_copy for p in adapted), strict=True)
+        torch._foreach_copy_(to_A, A)
+    for p in adapted:
+        for B, to_B in p.B_copies:
+            torch.mul(B, p.adapter.scaling / p.alpha, out=to_B)
+
+
+def project(prologue, p, x, residual=None):
+    if (a := p.adapter) is not None:
+        trained = a.A, a.B
+    else:
+        trained = (p.base.weight, p.base.bias) if p.q is None else (None, None)
+    return Project.apply(prologue, p, x, residual, *trained, prologue.weight)
+
+
+def block(layer, linears, attend, x):
+    """One block on x (S, C); attend: its Attend."""
+    qkv_proj, o_proj, gate_up_proj, down_proj = linears
+    qkv = project(Norm(layer.input_layernorm), qkv_proj, x)  # (S, C) -> (S, (H + 2 Hkv) D)
+    x = project(attend, o_proj, qkv, x)
+    gate_up = project(Norm(layer.post_attention_layernorm), gate_up_proj, x)  # (S, C) -> (S, 2F)
+    return project(SwiGLU(), down_proj, gate_up, x)
+
+
+def states(model, linears, ids, rows):
+    """The residual stream after the last block, (S, C), of the tokens ids (S,). Causal within each
+    of `rows`; differentiable in what is trained."""
+    x = F.embedding(ids, model.embed.weight)  # (S, C)
+    for layer, four in zip(model.layers, linears, strict=True):
+        run = partial(block, layer, four, Attend(layer.attn, rows))
+        keep = not (model.checkpointing and torch.is_grad_enabled())
+        x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
+    return x
+
+
+def hidden(model, rows, take, of=None):
+    """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
+    ids) laid end to end; differentiable in what is trained. of: the row that each row continues,
+    itself if none; rows that continue another follow it directly (attention.blocks)."""
+    device, linears = model.embed.weight.device, linears_of(model)
+    refresh(linears)
+    ids, places, _, borders = end_to_end(rows, of=of)
+    blocks = attention.blocks(to_device(borders, device), len(ids), of and to_device(of, device))
+    shared = of is not None and of != [*range(len(rows))]
+    layout = Rows(to_device(places, device), blocks,
+                  *tables(model.config, max(places) + 1, device), shared=shared)
+    x = states(model, linears, to_device(ids, device), layout)
+    # a place may be taken more than once: index_select would add its gradients in no fixed order
+    norm = Norm(model.norm)
+    return FinalNorm.apply(norm, x[to_device(take, device)], norm.weight)
+
+
+class Prefill:
+    """Fills the cache of a decode.Step with rows' keys and values, from position 0 on.
+
+    A few hundred tokens are less work for the GPU than for the host that launches their kernels,
+    and all other rows wait meanwhile. So up to the last of SIZES tokens run as one CUDA graph,
+    padded to the next size; more are launched. Where the GEMM that decodes as it multiplies is
+    faster, a block is the decode step's, whose GEMM takes in LoRA and silu."""
+
+    SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+
+    def __init__(self, model, step):
+        # the model is not kept: an engine lasts as long as its model, and must not keep it alive
+        self.step, self.linears = step, linears_of(model)
+        self.graphs = {}  # size -> (graph, its input)
+
+    def refresh(self):
+        refresh(self.linears)
+
+    @torch.no_grad()
+    def run(self, model, rows, slots, capture=None):
+        """Prefill rows (lists of ids) into `slots`. capture(launch) returns the replay of launch()
+        as a graph; None: launch directly."""
+        device, (ids, places, slot_of, borders) = self.step.cache.k.device, end_to_end(rows, slots)
+        size = next((s for s in self.SIZES if s >= len(ids)), None)
+        most = size and max(8, size // 32)  # rows that a graph of this size takes
+        if capture is None or size is None or len(rows) > most:
+            x = [to_device(t, device) for t in (ids, places, slot_of, borders)]
+            self.launch(model, *x, max(map(len, rows)))
+            return
+        pad = size - len(ids)
+        padded = (ids + [0] * pad + places + [-1] * pad + slot_of + [0] * pad
+                  + borders + borders[-1:] * (most + 1 - len(borders)) + [size])
+        if size not in self.graphs:
+            static = to_device(padded, device)
+            split = static.split([size, size, size, most + 2])
+            self.graphs[size] = capture(partial(self.launch, model, *split, size)), static
+        replay, static = self.graphs[size]
+        static.copy_(to_device(padded, device))
+        replay()
+
+    def launch(self, model, ids, places, slots, borders, longest):
+        blocks = attention.blocks(borders, len(ids))
+        rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
+        x = F.embedding(ids, model.embed.weight)  # (S, C)
+        few = all(p.few(len(ids)) for p in self.linears[0])
+        for i, layer in enumerate(model.layers):
+            attend = Attend(layer.attn, rows, self.step.cache)
+            if i == len(model.layers) - 1:  # only its keys and values are needed
+                attend(project(Norm(layer.input_layernorm), self.linears[i][0], x))
+            elif few:
+                x = self.step.block(i, x, attend)
+            else:
+                x = block(layer, self.linears[i], attend, x)

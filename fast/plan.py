@@ -1,0 +1,95 @@
+"""
+Which tile a launch of the FP4 GEMM takes, when it is faster to decode the whole weight first, and
+the buffers that all launches share.
+
+A table of times and a page of arithmetic instead of an autotuner: the choice costs nothing at run
+time, is the same in each run and on each rank, and can be tested without a GPU. The times are an
+H200's (python lab/bench_tiles.py) and, beyond 128 rows, an H100's.
+
+    python -c "from fast.plan import plan; print(plan(8, 37888, 3584, 132))"
+
+Shapes: M rows of x, N outputs, K inputs.
+"""
+import functools
+import math
+
+from plumbing.formats import CHUNK
+
+import torch
+
+# A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
+# on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is
+# one, `each` ns a program if there are many; each row of x adds a share `more` to `each`. At most
+# 111 KB of shared memory.
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1350, alone=320, each=170),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=225,
+              maxnreg=80),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1350, alone=300, each=220),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1350, alone=390, each=290),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=2400, alone=480, each=320,
+              more=0.00028),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=2400, alone=1570, each=310,
+              maxnreg=128)]
+# float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
+PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
+FEW = 512  # up to this many rows the kernel nearly always wins, with an adapter always
+SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
+
+
+def sms(device):
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def space(device):
+    """The device's buffers, shared by all layers (two streams at once would collide), made on the
+    first call: 17 MB. The counters, and the flags behind them, are zero between kernels. The third,
+    the scratch for a dequantized weight, grows to the largest weight that needed it
+    (memory.gemm_scratch)."""
+    if device not in SPACE:
+        SPACE[device] = [torch.empty(PARTIALS, device=device),
+                         torch.zeros(COUNTERS + FLAGS, dtype=torch.int32, device=device),
+                         torch.empty(0, dtype=torch.bfloat16, device=device)]
+    return SPACE[device]
+
+
+@functools.lru_cache(1 << 12)
+def plan(M, N, K, cores):
+    """(ns, tile): the expected time, and the tile of TILES, with its split of K, that should be
+    fastest for this shape on `cores` SMs.
+
+    Programs run in waves of as many as fit. Splits fill one wave better, at the cost of the partial
+    sums that they write and read. The times were fitted to kernels timed alone, then to what tiles
+    cost in a decode step with an adapter of rank 16 (results/tiles_h200.json), and those of tiles
+    of 128 rows to prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
+    found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
+    for t in (t for t in TILES if t["BM"] <= most):
+        MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
+        tiles = -(-N // t["BN"]) * MT
+        waves = tiles // slots
+        whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
+        rest, each = tiles - whole * MT, t["each"] * (1 + M * t.get("more", 0))
+
+        def wave(chunks, programs, t=t, each=each):  # ns on an SM
+            return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
+
+        # only the splits that leave no program idle
+        for split in sorted({-(-blocks // -(-blocks // split)) for split in range(1, 17)}):
+            programs = rest * split
+            if split > 1 and (programs > slots or programs * partial > PARTIALS):
+                break
+            ns = 1900 + waves * wave(blocks, t["fit"])
+            if rest:
+                ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
+            ns += (split > 1) * (1100 + 0.17 * split * partial)
+            ns += 4000 * (slots - 16 < programs <= slots)  # some wait for those that make x A^T
+            found.append((ns, t | {"split": split, "whole": whole if split > 1 else 0}))
+    return min(found, key=lambda plan: plan[0])
+
+
+def few(M, N, K, cores):
+    """Whether M rows go through the decoding kernel rather than through cuBLAS (780 TFLOP/s) after
+    a kernel that dequantizes (2.6 TB/s): measured on an H100; other cards shift all three."""
+    dense = 5000 + N * K * (2.56 / 2600 + 2 * M / 780e3)
+    return M <= FEW or plan(M, N, K, cores)[0] * cores / 132 < dense

@@ -1,0 +1,492 @@
+"""
+Benchmarks on one GPU. Each measures its ceiling in the same run, before the numbers.
+
+    kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5 7B
+              and 32B. Weights rotate through more than 200 MB, so that L2 holds none of them
+    rollout   sample.generate on random weights of true shapes, every row alive to the end
+    step      a step of train.py by phases, and its memory
+
+Rows are merged into --out (a row measured again replaces the old one), so that a long table can be
+made in parts; lab/bench_report.py draws them. Kernels are timed as one CUDA graph of many launches,
+median of its replays: what is measured is the GPU, not Python.
+
+    python lab/bench.py kernels
+    python lab/bench.py rollout 7b:nvfp4:16:1,8,64 7b:none:16:1,8,64 --profile
+
+Shapes: M rows, N outputs, K inputs of a GEMM.
+"""
+import argparse
+import functools
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from plumbing import checkpoint, command
+from plumbing.files import whole
+from plumbing.formats import FORMATS
+
+import torch
+import triton
+import triton.language as tl
+
+import grpo
+import lora
+import marlin_triton
+import nvfp4
+import sample
+from fast import batches, engine, memory
+from lab.bench_report import (
+    LAYERS,
+    RESULTS,
+    ROWS,
+    SHAPES,
+    SIZES,
+    card,
+    config,
+    marlins,
+    show,
+    vllms,
+)
+
+ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvfp4:32:8 "
+            "7b:nvfp4:64:8 7b:mxfp4:16:8 7b:nf4:16:8 7b:none:16:1,2,8,32,64,128 14b:nvfp4:16:1,8 "
+            "14b:none:16:1,8 32b:nvfp4:16:1,2,8,32 32b:none:16:1,8").split()
+
+
+def build(c, quant, dtype="bfloat16"):
+    """A model of random weights on the GPU, and what building it took, with the planned bytes."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    random, dtype = checkpoint.RandomCheckpoint(), getattr(torch, dtype)
+    seconds, model = timed(lambda: checkpoint.build(c, random, "cuda", dtype, quant))
+    return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
+                   "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
+                   "load_peak_gib": peak_gib(), "load_seconds": seconds}
+
+
+def timed(f):
+    """(seconds, result) of f(), the GPU's work included."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    out = f()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin, out
+
+
+def graph_time(f, things, at_least=20):
+    """Median microseconds of f on one of `things`, taken in turn in one CUDA graph. Few replays:
+    under seconds of load the card lowers its clock, as it did not for the peers' figures."""
+    calls = [partial(f, t) for t in things * math.ceil(at_least / len(things))]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:  # compile, check each weight, let cuBLAS pick its workspace
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return event_us(graph.replay, 1) / len(calls)
+
+
+def event_us(f, calls, repeats=5):
+    """Median microseconds of f, called `calls` times in a row, by the card's clock: a host's clock
+    may tick in steps of 8 ms."""
+    times = []
+    for _ in range(repeats + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            f()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return statistics.median(times[1:])
+
+
+def gpu_events(f):
+    """torch.profiler's events of what f() does on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        f()
+        torch.cuda.synchronize()
+    return [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def peak_gib():
+    return torch.cuda.max_memory_allocated() / memory.GIB
+
+
+@triton.jit
+def read(p, out, n, BLOCK: tl.constexpr):
+    acc = tl.zeros((BLOCK,), tl.int32)
+    for i in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK * 4):
+        for j in tl.static_range(4):
+            at = i + j * tl.num_programs(0) * BLOCK + tl.arange(0, BLOCK)
+            acc += tl.load(p + at, mask=at < n, other=0)
+    tl.store(out + tl.program_id(0), tl.sum(acc, 0))
+
+
+def read_ceiling():
+    """GB/s of a kernel that only reads (one GiB): the ceiling for anything with few rows."""
+    data = torch.zeros(1 << 28, dtype=torch.int32, device="cuda")
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    out = torch.empty(sms * 8, dtype=torch.int32, device="cuda")
+    us = min(graph_time(lambda b, g=g: read[sms * g,](data, out, len(data), b, num_warps=b // 512),
+                        [block]) for g, block in ((2, 4096), (4, 2048), (8, 2048)))
+    print(f"{torch.cuda.get_device_name()}, read ceiling {data.nbytes / us / 1e3:.0f} GB/s")
+    return data.nbytes / us / 1e3
+
+
+def merge_rows(path, rows, key):
+    """Write `rows`, floats to four significant digits, into the JSON list at `path`; they replace
+    old rows with the same values of `key`. The row of what did not fit lacks some of them."""
+    rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+            for row in rows]
+    old = json.loads(path.read_text()) if path.is_file() else []
+    new = [[r.get(k) for k in key] for r in rows]
+    kept = [r for r in old if [r.get(k) for k in key] not in new]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as part:
+        part.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept + rows) + "\n]\n")
+
+
+def kernels(args):
+    """The FP4 GEMM against cuBLAS."""
+    ceiling, results, marlin = read_ceiling(), [], marlins(card())
+    columns = {"shape": "11", "fmt": "", "pass": "", "M": "d", "us": ".1f", "cublas_us": ".1f",
+               "speedup": ".2f", "marlin": ".2f", "pct_read": ".0f", "rel_err": ".1e"}
+    show(columns)
+    for name in args.shapes:
+        N, K = linear(name)
+        theirs = marlin.get(name, {})
+        # more weights than L2 holds
+        dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
+                 for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
+        for fmt in args.formats if name in ("7b.gate_up", "7b.down") else args.formats[:1]:
+            weights = [nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt)
+                       for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
+            for M, back in [(M, False) for M in args.rows] + [(2048, True)]:
+                row = {"fmt": fmt, "shape": name} | gemm(weights, dense, M, back, ceiling)
+                results.append(row)
+                show(columns, row | {"marlin": None if back else theirs.get(M)})
+    merge_rows(args.out, results, ("fmt", "shape", "pass", "M"))
+
+
+def linear(name):
+    """(N, K) of a layer, named as in "0.5b.down"."""
+    size, layer = name.rsplit(".", 1)
+    return memory.linears(config(size))[f"{layer}_proj"][:2]
+
+
+def gemm(weights, dense, M, back, ceiling):
+    """A row: the GEMM of M rows with `weights` (Quantized) and with `dense`, both (N, K)."""
+    (N, K), fmt = dense[0].shape, weights[0].fmt
+    x = torch.randn(M, N if back else K, dtype=torch.bfloat16, device="cuda")
+    if back:
+        ours, theirs = (lambda q: marlin_triton.many(x, q, transposed=True)), (lambda w: x @ w)
+    else:
+        ours, theirs = (lambda q: marlin_triton.product(x, q)), (lambda w: x @ w.T)
+    calls = 8 if back else 24 if M <= 1024 else 4
+    us, cublas = graph_time(ours, weights, calls), graph_time(theirs, dense, calls)
+    gbps = (N * K * memory.BITS[fmt] / 8 + 2 * M * (N + K)) / us / 1e3
+    some, w = torch.randperm(M, device="cuda")[:64], nvfp4.dequantize(weights[0]).double()
+    exact = x[some].double() @ (w if back else w.T)
+    error = (ours(weights[0])[some] - exact).norm() / exact.norm()
+    return {"pass": "backward" if back else "forward", "N": N, "K": K, "M": M, "us": us,
+            "cublas_us": cublas, "speedup": cublas / us, "read_gbps": gbps,
+            "pct_read": 100 * gbps / ceiling, "rel_err": error.item()}
+
+
+def rollout(args):
+    """Decoding throughput of sample.generate on random weights of true shapes."""
+    ceiling, built, results = read_ceiling(), None, []
+    vllm = vllms(card())
+    columns = {"size": "", "quant": "", "lora_rank": "d", "kind": "", "rows": "d",
+               "decode_tok_s": ".0f", "vllm": "d", "step_ms": ".2f", "floor_ms": ".2f",
+               "prefill_s": ".3f", "peak_gib": ".1f"}
+    show(columns)
+    for text in args.configs:
+        size, quant, rank, todo = text.split(":")
+        rank, c = int(rank), config(size)
+        if built != (size, quant):
+            model = None
+            (model, made), built = build(c, quant, args.dtype), (size, quant)
+        adapt(model, rank)
+        torch.cuda.reset_peak_memory_stats()
+        floors = partial(floor_bytes, c, quant, rank)
+        for what in todo.split(","):
+            row = {"size": size, "quant": quant, "dtype": args.dtype, "lora_rank": rank,
+                   "prompt": args.prompt, "new": args.new, "weights_gib": made["weights_gib"]}
+            row |= (queue(model, args) if what == "queue" else
+                    rows_alive(model, floors, what, args, ceiling))
+            results.append(row | {"peak_gib": peak_gib()})
+            known = vllm.get(text.rsplit(":", 1)[0], {})
+            show(columns, results[-1] | {"vllm": known.get(what)})
+            if args.profile and what.isdigit():
+                profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
+        engine.release(model)
+    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "rows", "kind"))
+
+
+def floor_bytes(c, quant, rank, rows, length):
+    """Bytes that one decode step must read, by part: weights, LM head, adapter in 16 bits, keys and
+    values of `length` tokens."""
+    w = memory.weights(c, quant)
+    return {"linear": w["attention"] + w["mlp"], "head": w["lm_head"] or w["embeddings"],
+            "lora": 2 * memory.lora_parameters(c, rank),
+            "kv": rows * length * memory.kv_per_token(c)}
+
+
+def adapt(model, rank):
+    """Put an adapter of `rank` around the linears (0: none), replacing any that is there."""
+    for block in model.layers:
+        for owner in (block.attn, block.mlp):
+            for name, m in list(owner.named_children()):
+                setattr(owner, name, getattr(m, "base", m))
+    if rank:
+        for p in lora.add_lora(model, rank, rank):
+            torch.nn.init.normal_(p, std=0.01)
+
+
+def draw(model, prompts, n, new, rows=None):
+    rows = rows or len(prompts) * n
+    return timed(lambda: sample.generate(model, prompts, n, new, max_rows=rows, seed=1))
+
+
+def random_prompts(count, length):
+    g = torch.Generator().manual_seed(0)
+    return torch.randint(0, 150000, (count, length), generator=g).tolist()
+
+
+def rows_alive(model, floors, what, args, ceiling):
+    """`what`: "8" rows of one prompt, or "8x16": 16 samples of each of 8 prompts."""
+    groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
+    rows, prompts = groups * n, random_prompts(groups, args.prompt)
+    engine.engine_for(model, rows, args.prompt + args.new, 1.0)  # one engine, whatever is drawn
+    draw(model, prompts, n, 2)  # compiles and captures
+    first = min(draw(model, prompts, n, 1)[0] for _ in range(3))
+    last, out = draw(model, prompts, n, args.new)
+    assert all(len(s.ids) == args.new for group in out for s in group)
+    step = (last - first) / (args.new - 1)
+    floor = sum(floors(rows, args.prompt + args.new / 2).values()) / ceiling / 1e9
+    replay = replayer(model, rows, args.prompt + args.new // 2)
+    alone = event_us(replay, 8)
+    return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step,
+            "step_ms": 1e3 * step, "replay_ms": alone / 1e3, "prefill_s": first,
+            "floor_ms": 1e3 * floor}
+
+
+def queue(model, args, requests=256, slots=64):
+    """Requests of log-normal length (median 300, at most 2048) through 64 slots: tokens/s over
+    the whole, prefills included."""
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randn(requests, generator=g).mul(0.7).exp().mul(300).clamp(8, 2048)
+    lengths = lengths.long().tolist()
+    prompts = random_prompts(requests, args.prompt)
+    engine.engine_for(model, slots, args.prompt + max(lengths), 1.0)
+    for rows in (b for b in engine.BUCKETS if b <= slots):  # capture each batch size
+        draw(model, prompts[:1], rows, 2)
+    first, _ = draw(model, prompts[:slots], 1, 1)
+    seconds, out = draw(model, prompts, 1, lengths, slots)
+    tokens = sum(len(group[0].ids) for group in out)
+    decode = perfect(model, lengths, slots, args.prompt)
+    return {"rows": slots, "kind": "queue", "requests": requests, "prefill_s": first,
+            "decode_tok_s": tokens / seconds, "bound_tok_s": tokens / decode,
+            "bound_with_prefills_tok_s": tokens / (decode + first * requests / slots)}
+
+
+def perfect(model, lengths, slots, prompt):
+    """Seconds that the queue would take if a slot that ends went on with the next request at once,
+    for free: the decode steps alone, each at the speed of its batch size."""
+    @functools.cache
+    def step_seconds(rows):
+        replay = replayer(model, rows, prompt + 300)
+        return event_us(replay, 4) / 1e6
+
+    left, ahead, seconds = lengths[:slots], lengths[slots:], 0.0
+    while left:
+        ends = min(left)
+        seconds += ends * step_seconds(next(b for b in engine.BUCKETS if b >= len(left)))
+        going = [n - ends for n in left if n > ends]
+        freed = len(left) - len(going)
+        left, ahead = going + ahead[:freed], ahead[freed:]
+    return seconds
+
+
+def replayer(model, rows, tokens):
+    """A function that decodes one step of `rows` rows, `tokens` live in each, by the CUDA graph
+    alone, without the host's loop."""
+    graphs = engine.ENGINES[model][1]
+    graphs.step.cache.length.fill_(tokens)
+    replay = graphs.launcher(rows)
+
+    def step():
+        graphs.step.count.zero_()
+        replay()
+
+    step()  # captures the graph, if it is the first step of so many rows
+    return step
+
+
+def profile(model, rows, tokens, floors, ceiling, steps=20):
+    """Print where a decode step's time goes: for each kernel, the time from the end of the kernel
+    before to its own end, since with dependent launch kernels overlap, and durations would count
+    the overlap twice; then the time that the bytes of each part need at the ceiling."""
+    step = replayer(model, rows, tokens)
+    events = gpu_events(lambda: [step() for _ in range(steps)])
+    spans = sorted((e.time_range.end, e.name) for e in events)
+    took, last, gemms = {}, spans[0][0], 0
+    for end, name in spans:
+        if name == "gemm":
+            name, gemms = f"gemm, {LAYERS[gemms % 4]}", gemms + 1
+        count, us = took.get(name, (0, 0.0))
+        took[name], last = (count + 1, us + end - last), end
+    print(f"{'kernel':<60}{'calls':>8}{'us a call':>11}{'us a step':>11}")
+    for name, (count, us) in sorted(took.items(), key=lambda t: -t[1][1])[:16]:
+        print(f"{name[:58]:<60}{count / steps:>8.0f}{us / count:>11.1f}{us / steps:>11.1f}")
+    for part, nbytes in floors.items():
+        print(f"floor, {part + ':':<10}{nbytes / ceiling / 1e3:>9.1f} us a step")
+
+
+def step(args):
+    """One step of train.py on random weights of true shapes, by phases: seconds, share of the
+    matmul rate, kernels launched, and memory; a row without seconds did not fit."""
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    ceiling, results = 2 * 8192**3 / graph_time(square.matmul, [square]) / 1e6, []  # TFLOP/s
+    del square
+    print(f"{torch.cuda.get_device_name()}, bfloat16 matmul {ceiling:.0f} TFLOP/s")
+    if args.card_gib:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.card_gib * memory.GIB / total)
+    columns = {"size": "", "quant": "", "tokens": "d", "micro_batch": "d", "checkpointing": "",
+               "rollout_s": ".2f", "logprob_s": ".3f", "update_s": ".3f", "optimizer_s": ".4f",
+               "share": ".0%", "launches": "d", "busy_s": ".3f", "weights_gib": ".2f",
+               "update_gib": ".1f", "peak_gib": ".1f"}
+    show(columns)
+    for size, quant in ((s, q) for s in args.sizes for q in args.quants):
+        row = {"size": size, "quant": quant, "dtype": args.dtype, "lora_rank": args.rank,
+               "prompt": args.prompt, "completions": args.completions, "group": args.group,
+               "new": args.new, "card_gib": args.card_gib}
+        try:
+            phases(row, config(size), ceiling, args)
+        except torch.OutOfMemoryError:
+            row["out_of_memory"] = True
+        results.append(row)
+        show(columns, row)
+    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "completions", "group",
+                                   "prompt", "new", "micro_batch", "checkpointing", "card_gib"))
+
+
+def phases(row, c, ceiling, args):
+    """Measure one size and format and add the figures to its row."""
+    model, made = build(c, row["quant"], args.dtype)
+    row |= made
+    optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6, (0.9, 0.99), 0.1)
+    length, rows = args.prompt + args.new, args.completions
+    row["micro_batch"], model.checkpointing = memory.fit_update(
+        c, engine.free_bytes() * args.share, length, args.micro_batch_tokens, args.checkpointing)
+    row["checkpointing"] = model.checkpointing
+    texts = random_prompts(rows, length)
+    prompts = [ids[: args.prompt] for ids in texts]
+    if args.rollout:
+        torch.cuda.reset_peak_memory_stats()
+        draw(model, prompts, 1, 2)  # compiles and captures
+        row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
+        row["rollout_gib"] = peak_gib()
+        engine.make_room(model, sum(memory.update_bytes(
+            c, max(row["micro_batch"], length), model.checkpointing)))
+    settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
+    completions = [grpo.Completion({}, prompts[i - i % args.group], ids[args.prompt :],
+                                   [-12.0] * args.new, True, advantage=i % 3 - 1.0)
+                   for i, ids in enumerate(texts)]
+    # a prompt's states are computed once for several of its completions
+    row["tokens"] = sum(map(batches.size, batches.families(model, completions, row["micro_batch"])))
+    torch.cuda.reset_peak_memory_stats()
+    grpo.update(model, optimizer, completions, settings)  # compiles
+    row["logprob_s"], _ = timed(
+        lambda: grpo.record_trainer_logprobs(model, completions, settings))
+    row["update_s"] = statistics.median(
+        timed(lambda: grpo.update(model, optimizer, completions, settings))[0] for _ in range(3))
+    row["update_gib"], row["peak_gib"] = peak_gib(), max(peak_gib(), row.get("rollout_gib", 0))
+    events = gpu_events(lambda: grpo.backward(model, completions, settings))
+    busy = sum(e.time_range.elapsed_us() for e in events)
+    row |= {"launches": len(events), "busy_s": busy / 1e6}
+    optimizer.step()
+    row["optimizer_s"], _ = timed(optimizer.step)
+    # forward and dL/dx of the blocks, and of the head on the completions; no recomputation counted
+    blocks = sum(n * k for n, k, _ in memory.linears(c).values()) * c.num_hidden_layers
+    head = c.vocab_size * c.hidden_size
+    flops = 4 * (row["tokens"] * blocks + rows * args.new * head)
+    row["share"] = flops / row["update_s"] / 1e12 / ceiling
+
+
+def rollout_config(text):
+    """An argparse type: a model of `rollout`, and the rows to measure it at."""
+    rows = r"([1-9]\d*(x[1-9]\d*)?|queue)"
+    sizes, formats = "|".join(SIZES), "|".join(memory.BITS)
+    if not re.fullmatch(rf"({sizes}):({formats}):\d+:{rows}(,{rows})*", text):
+        raise argparse.ArgumentTypeError(f"{text}: expected size:format:rank:rows, as "
+                                         f"7b:nvfp4:16:1,8; sizes are {', '.join(SIZES)}")
+    return text
+
+
+def parse_args(argv=None):
+    p = argparse.ArgumentParser(description="Benchmarks on one GPU.", allow_abbrev=False)
+    sub, add = p.add_subparsers(dest="what", required=True), {}
+    for f in (kernels, rollout, step):
+        c = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__, allow_abbrev=False,
+                           formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        c.set_defaults(run=f)
+        c.add_argument("--out", type=Path, help="JSON list that the rows are merged into "
+                       f"(default: {f.__name__}_CARD.json in results/)")
+        add[f] = c.add_argument
+
+    some, formats = {"nargs": "+", "metavar": "NAME"}, list(FORMATS)
+    add[kernels]("--shapes", **some, choices=SHAPES, default=SHAPES, help="linear layers")
+    add[kernels]("--rows", **some, type=int, default=list(ROWS), help="values of M")
+    add[kernels]("--formats", **some, choices=formats, default=formats,
+                 help="the first for every shape, all for 7b.gate_up and 7b.down")
+    add[rollout]("configs", nargs="*", type=rollout_config, default=ROLLOUTS,
+                 help="size:format:LoRA rank (0: none):rows, rows as 1,8 or 8x16 or queue")
+    add[rollout]("--prompt", type=int, default=256, help="tokens of a prompt")
+    add[rollout]("--new", type=int, default=512, help="tokens drawn")
+    for f in (rollout, step):
+        add[f]("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of x")
+    add[rollout]("--profile", action="store_true", help="print where a step's time goes")
+    add[step]("--sizes", **some, choices=SIZES, default=["3b", "7b", "14b", "32b"], help="models")
+    add[step]("--quants", **some, choices=memory.BITS, default=["none", "nvfp4"], help="formats")
+    add[step]("--rank", type=int, default=16, help="of the adapter")
+    add[step]("--completions", type=int, default=8, help="of an update")
+    add[step]("--group", type=int, default=1, help="completions of a prompt")
+    add[step]("--prompt", type=int, default=256, help="tokens of a prompt")
+    add[step]("--new", type=int, default=2048, help="tokens of a completion")
+    add[step]("--micro-batch-tokens", type=int, default=0, help="as in train.py")
+    add[step]("--checkpointing", choices=("auto", "on", "off"), default="auto",
+              help="as in train.py")
+    add[step]("--share", type=float, default=1.0, help="2: auto takes all that is free, not half")
+    add[step]("--card-gib", type=float, default=0, help="limit the memory, as of a smaller card")
+    add[step]("--no-rollout", dest="rollout", action="store_false", help="the update alone")
+    args = p.parse_args(argv)
+    if not torch.cuda.is_available():
+        p.error(f"{args.what}: needs a CUDA device")
+    if args.out is None:
+        args.out = RESULTS / f"{args.what}_{card()}.json"
+    return args
+
+
+def main():
+    args = parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run("lab/bench.py", main))

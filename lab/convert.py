@@ -1,0 +1,273 @@
+"""
+Commands that stream a checkpoint's blocks (plumbing/checkpoint.py): quantize it, plain or with AWQ;
+merge an adapter into it; count what formats cost.
+
+All take one block at a time, from disk to the device, changed, into the new checkpoint: they need
+memory for one block, the embedding and the head, and one shard of the output.
+
+    python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --awq --out qwen-3b-nvfp4/
+    python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
+    python lora.py --merge --model qwen-3b-nvfp4/ --adapter runs/x/adapter --out merged/
+
+Shapes: B rows, T tokens, C hidden.
+"""
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from plumbing import checkpoint, command, flags
+from plumbing.config import read_config
+from plumbing.files import file_digest
+from plumbing.formats import FORMATS, dequantize, quantize
+
+import torch
+import torch.nn as nn
+from tqdm import tqdm
+
+import lora
+from fast import memory
+from lab import awq
+from model import PROJECTIONS, Linear
+from nvfp4 import QuantLinear
+
+
+@torch.no_grad()
+def rounded(model, pieces, fmt):
+    """Rounds the blocks of `model` to nearest as they arrive in `pieces`, a checkpoint.stream of
+    it; yields (path, rows of the report) for each."""
+    for path in pieces:
+        rows = []
+        for name in PROJECTIONS if path.startswith("layers.") else ():
+            m = model.get_submodule(f"{path}.{name}")
+            q = quantize(m.weight, fmt, f"{path}.{name}")
+            # a projection of zeros, as in blocks added to be trained, has no error
+            error = (dequantize(q) - m.weight).norm() / m.weight.float().norm().clamp(min=1e-30)
+            rows.append({"linear": name.rsplit(".", 1)[-1], "weight_error": error.item()})
+            model.set_submodule(f"{path}.{name}", QuantLinear(q, m.parts, m.bias))
+            del m
+        yield path, rows
+
+
+def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib=None,
+            sequences=128, length=512, shard_bytes=2 << 30):
+    """Quantize a 16-bit checkpoint into the folder `out` (checkpoint.Writer); returns the report
+    that is written with it.
+
+    Weights stay in the dtype they are stored in. ValueError for an `out` that exists, a checkpoint
+    that is quantized already, and whatever `quantize` and `awq.calibration` refuse."""
+    begin, folder = time.time(), checkpoint.fetch(path_or_hub_id)
+    config, source = checkpoint.open_16_bit(folder, "--model")
+    if use_awq and length > config.max_position_embeddings:
+        raise ValueError(f"--length {length}: the model has {config.max_position_embeddings} "
+                         "positions; lower it")
+    model = checkpoint.skeleton(config)
+    report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest",
+              "calibration": calib, "layers": []}
+    with checkpoint.Writer(out, folder, fmt, shard_bytes) as writer:
+        pieces = checkpoint.stream(model, source, device, ends="cpu")
+        steps = rounded(model, pieces, fmt)
+        if use_awq:
+            ids = awq.calibration(calib, folder, sequences + 16, length)
+            kept = min(sequences, max(len(ids) - 16, len(ids) * 7 // 8))
+            if kept < 1:
+                raise ValueError(f"--calib {calib or 'by default'}: gives one sequence of {length} "
+                                 "tokens; one more is needed to test on")
+            held_out = awq.HeldOut(ids[kept:])
+            steps = awq.calibrated(model, pieces, fmt, ids[:kept], device, held_out)
+        for path, rows in tqdm(steps, fmt, len(checkpoint.pieces(config)), disable=None):
+            for name, tensor in checkpoint.tensors(model.get_submodule(path), path):
+                writer.add(name, tensor)
+            if path.startswith("layers."):
+                layer = int(path.split(".")[1])
+                report["layers"] += [{"layer": layer, **row} for row in rows]
+                model.layers[layer] = None  # it is in the shard
+        if use_awq:
+            report["calibration_tokens"] = ids[:kept].numel()
+            report["perplexity"] = held_out.perplexity(model) | {"tokens": ids[kept:, 1:].numel()}
+        report["seconds"] = round(time.time() - begin, 1)
+        peak = None if str(device) == "cpu" else torch.cuda.max_memory_allocated() / 2**30
+        report["peak_gpu_gib"] = peak
+        writer.notes["quantization.json"] = report
+    return report
+
+
+def in_16_bits(m):
+    """A model.Linear with the weight that the linear `m` multiplies by, adapter included."""
+    dtype = torch.bfloat16 if m.q is not None else m.base.weight.dtype
+    with torch.device("meta"):
+        out = Linear(m.shape[1], m.parts, m.bias is not None)
+    out.weight, out.bias = nn.Parameter(m.dense().to(dtype)), m.bias
+    return out
+
+
+@torch.no_grad()
+def streamed_logits(model, pieces, ids, device):
+    """model(ids) for a model that arrives in `pieces` and is freed block by block."""
+    rope = model.rope(torch.arange(ids.shape[1], device=device)[None])
+    for path in pieces:
+        if path == "embed":
+            x = model.embed(ids)  # (B, T, C)
+        elif path.startswith("layers."):
+            x = model.get_submodule(path)(x, *rope)
+            model.layers[int(path.split(".")[1])] = None
+    return model.lm_head(model.norm(x)).float()  # (B, T, V)
+
+
+@torch.no_grad()
+def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
+          dtype=torch.bfloat16):
+    """Write base + adapter as a 16-bit checkpoint in Hugging Face layout; returns how far its
+    logits are from base + adapter.
+
+    quant: the format the adapter was trained on, if the checkpoint is not quantized itself: it was
+    fitted to w_hat, not w. calib: awq.calibration's ids if AWQ rounded it; dtype: what AWQ ran in,
+    since its scales follow from activations. The numbers are over 4 x 64 random ids: {"max",
+    "mean"} of |difference|, "same_top" (share of positions with the same best id), "adapter_max"
+    (what the adapter itself changes at most)."""
+    folder = checkpoint.fetch(path_or_hub_id)
+    config = read_config(folder)
+    model = checkpoint.skeleton(config)
+    rank, scaling, state = lora.read_adapter(model, adapter)
+    merged = flags.merged(folder) + [file_digest(Path(adapter) / "adapter_model.safetensors")]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (4, 64), generator=generator).to(device)
+    rope = model.rope(torch.arange(64, device=device)[None])
+    with checkpoint.Writer(out, folder) as writer:
+        asked = {k: v for k, v in flags.read_policy(adapter).items()
+                 if k in ("data", "prompt_style", "reward")}
+        writer.notes |= {"merged.json": {"adapters": merged},
+                         "policy.json": {"quant": "none"} | asked}
+        source = checkpoint.Checkpoint(folder)
+        pieces = checkpoint.stream(model, source, device, dtype, quant if calib is None else "none")
+        if calib is not None:
+            pieces = (path for path, _ in awq.calibrated(model, pieces, quant, calib, device))
+        for path in pieces:
+            piece = model.get_submodule(path)
+            if path == "embed":
+                plain = adapted = piece(ids)  # (B, T, C)
+            elif path.startswith("layers."):
+                plain = piece(plain, *rope)
+                for name in PROJECTIONS:
+                    m = lora.LoRALinear(piece.get_submodule(name), rank, scaling)
+                    lora.take_tensors(f"{path}.{name}", m, state)
+                    piece.set_submodule(name, m)
+                adapted = piece(adapted, *rope)
+                for name in PROJECTIONS:
+                    piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))
+                model.layers[int(path.split(".")[1])] = None
+            for name, tensor in checkpoint.tensors(piece, path):
+                writer.add(name, tensor.to(torch.bfloat16))
+        plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
+    model = checkpoint.skeleton(read_config(out))
+    written = checkpoint.stream(model, checkpoint.Checkpoint(out), device, dtype)
+    logits = streamed_logits(model, written, ids, device)
+    gap = (logits - adapted).abs()
+    same = (logits.argmax(-1) == adapted.argmax(-1)).float().mean().item()
+    return {"max": gap.max().item(), "mean": gap.mean().item(), "same_top": same,
+            "adapter_max": (adapted - plain).abs().max().item()}
+
+
+# ---- the commands
+
+
+def plan_config(name):
+    """The Config of a local config.json or folder, or of a hub id (fetching config.json alone)."""
+    local = Path(name).suffix == ".json" or Path(name).exists()
+    return read_config(name if local else checkpoint.fetch(name, weights=False))
+
+
+def quantize_args(argv):
+    p = command.Parser(
+        description="Quantize a checkpoint to four bits, or count what each format would cost.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = p.add_argument
+    add("--model", help="16-bit checkpoint folder or hub id")
+    add("--out", help="folder to write; must not exist")
+    add("--fmt", choices=list(FORMATS), default="nvfp4", help="number format")
+    add("--awq", action="store_true",
+        help="choose scales by activations (lab/awq.py) instead of plain rounding")
+    add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
+                        "(worked arithmetic problems)")
+    count = command.number
+    add("--sequences", type=count(1, 10**6), default=128,
+        help="calibration sequences, 16 more are held out")
+    add("--length", type=count(2, 10**6), default=512, help="tokens in each")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
+    add("--plan", metavar="MODEL",
+        help="only print what a checkpoint, hub id or config.json costs in each format")
+    add("--rank", type=count(1, 4097), default=32, help="LoRA rank that --plan counts with")
+    add("--tokens", type=count(1, 10**8), default=16384,
+        help="micro-batch tokens that --plan counts with")
+    args = p.parse_args(argv)
+    if args.plan and (args.model or args.out):
+        p.error("--plan: prints only; leave --model and --out out")
+    if not args.plan and not (args.model and args.out):
+        p.error("--model and --out are needed (or --plan)")
+    for name in ("calib", "sequences", "length"):
+        if getattr(args, name) != p.get_default(name) and not args.awq:
+            p.error(f"--{name}: plain rounding uses no text; add --awq")
+    return args
+
+
+def quantize_command(argv=None):
+    """python nvfp4.py"""
+    if code := command.run("nvfp4.py", lambda: quantize_body(quantize_args(argv))):
+        sys.exit(code)
+
+
+def quantize_body(args):
+    if args.plan:
+        print(memory.table(plan_config(args.plan), args.rank, args.tokens))
+        return
+    device, _ = flags.place(args.device)
+    report = convert(args.model, args.out, args.fmt, device, args.awq,
+                     args.calib, args.sequences, args.length)
+    if "perplexity" in report:
+        p = report["perplexity"]
+        print(f"perplexity of {p['tokens']} held-out tokens: {p['before']:.4f} before, "
+              f"{p['after']:.4f} after")
+    size = sum(f.stat().st_size for f in Path(args.out).glob("*.safetensors")) / 2**30
+    peak = report["peak_gpu_gib"]
+    peak = "" if peak is None else f", {peak:.2f} GiB of GPU memory at most"
+    print(f"{args.out}: {size:.2f} GiB in {report['seconds']} s{peak}; details in "
+          "quantization.json")
+
+
+def merge_command(argv=None):
+    """python lora.py"""
+    if code := command.run("lora.py", lambda: merge_body(argv)):
+        sys.exit(code)
+
+
+def merge_body(argv):
+    p = command.Parser(
+        description="Merge an adapter into a 16-bit checkpoint.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = p.add_argument
+    add("--merge", action="store_true", required=True, help="what to do")
+    add("--model", required=True, help="checkpoint folder or hub id, 16-bit or quantized")
+    add("--adapter", required=True, help="adapter folder, ours or PEFT's")
+    add("--out", required=True, help="folder to write; must not exist")
+    add("--quant", choices=["none", *FORMATS],
+        help="format the adapter was trained on (default: its own, by policy.json, or none)")
+    add("--calib", help="AWQ's text, where the adapter was trained with --awq (default: its own)")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
+    args = p.parse_args(argv)
+    policy, folder = flags.read_policy(args.adapter), checkpoint.fetch(args.model)
+    args.quant = args.quant or policy.get("quant", "none")
+    args.trained_with, args.awq = policy, policy.get("awq", False) and args.quant != "none"
+    # a quantized checkpoint has its scales already
+    calibrate = args.awq and read_config(folder).quantization is None
+    if args.calib and not calibrate:
+        raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
+    args.calib = (args.calib or policy.get("calib")) if calibrate else None
+    args.dtype = policy.get("dtype", "bfloat16") if calibrate else "bfloat16"
+    flags.check_policy(args)  # before the slow part
+    ids = awq.calibration(args.calib, folder) if calibrate else None
+    device, dtype = flags.place(args.device, args.dtype)
+    r = merge(folder, args.adapter, args.out, device, args.quant, ids, dtype)
+    print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
+          f"{r['max']:.2e} at most (the adapter itself moves them by up to "
+          f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions. "
+          "It is used by --quant none, the default that eval.py and sample.py have for it")

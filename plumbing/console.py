@@ -1,0 +1,116 @@
+"""
+What a run shows: its flags, a line a step, samples, warnings, and at the end what was learned; and
+the --log-to program. All of it is a view of rows that run.py has written into the run's folder.
+
+    python train.py --show-every 5 --log-to tensorboard     # two samples every five steps
+"""
+import textwrap
+from pathlib import Path
+
+from plumbing.command import cell
+from plumbing.files import cause
+
+import eval as evaluation
+
+
+def show_flags(args):
+    told = "  ".join(f"{k}={v}" for k, v in vars(args).items())
+    print(textwrap.fill(told, 100, break_long_words=False, break_on_hyphens=False))
+
+
+def show_step(row, samples, args, warned):
+    """Print a row of metrics.jsonl as one line, its samples (rows of rollouts.jsonl) every
+    --show-every steps, and its warnings; `warned`: the set of warnings the run has had."""
+    held_out = "" if row["eval_accuracy"] is None else f" | held-out {row['eval_accuracy']:.1%}"
+    eta = (args.steps - row["step"] - 1) * row["seconds_step"]
+    print(f"{row['step']:>5} | reward {row['reward']:.3f} | acc {row['accuracy']:.3f} | "
+          f"len {row['length_mean']:.0f} | trunc {row['truncated_frac']:.0%} | "
+          f"ent {cell(row['entropy'], '.3f')} | grad {cell(row['grad_norm'], '.3f')} | "
+          f"dlogp {cell(row['logp_gap_mean'], '.4f')} | sigma {row['sigma']:.1e} | "
+          f"{row['rollout_tok_s']:.0f} tok/s | {row['peak_gib']:.1f} GiB | "
+          f"{row['seconds_step']:.1f} s{held_out} | eta {eta / 60:.0f} min", flush=True)
+    if args.show_every and row["step"] % args.show_every == 0:
+        for s in samples:
+            mark = "right" if s["correct"] else f"wrong, it is {s['answer']}"
+            print(f"      Q: {one_line(s['question'])}\n      A: {one_line(s['text'])} ({mark})")
+    for text in warnings_for(row, args):
+        if text not in warned:  # one warning a run is enough
+            print(f"warning: {text}", flush=True)
+        warned.add(text)
+
+
+def warnings_for(row, args):
+    """Yields the warnings that this row calls for, each with what to do about it."""
+    drawn_anew = args.dynamic_sampling and row["groups"]
+    if row["reward"] == row["reward_std"] == 0 and not drawn_anew:  # -1 and 1 have a mean of 0
+        yield ("every reward is 0: nothing can be learned; does --prompt-style fit the model, is "
+               "--max-new-tokens long enough?")
+    elif row["format"] == 0:
+        yield (f"no completion follows the {args.prompt_style} format: try --prompt-style boxed or "
+               "an instruction-tuned --model")
+    if row["truncated_frac"] == 1:
+        yield f"every completion was cut at {args.max_new_tokens} tokens: raise --max-new-tokens"
+    if row["zero_var_frac"] == 1 and not drawn_anew:
+        yield ("no group has rewards that differ, so there is no gradient: raise --group-size, or "
+               "choose easier or harder --data")
+    gap, alike = row["logp_gap_mean"] or 0, row["sigma"] == 0 or args.aqn_scope == "both"
+    if alike and gap > args.gap_bound:
+        yield (f"sampler and trainer disagree by more than {args.gap_bound} nats a token: "
+               "use --old-logp current, or --dtype float32")
+    if row["skipped"]:
+        yield "an update was skipped: its gradient was not finite; lower --lr, or check --model"
+    if (row["clip_first_frac"] or 0) > 0.02:  # nothing has been learned from these completions yet
+        what, other = ("rounding in sampler and trainer", "--dtype float32") if alike else (
+            "the noise", "lower --aqn-start")
+        yield (f"more than 2% of the tokens are clipped before the first update: {what} alone "
+               f"moves the ratio out of the clip; use --old-logp current, or {other}")
+    if args.reward and row["accuracy"] == 0 and row["reward_std"]:
+        yield ("no completion counts as right: where --reward returns a number, that is one of at "
+               'least 1; a dict may say so beside its "reward", as "correct"')
+
+
+def show_end(out, args, summary, before, after):
+    """Print what a run leaves in its folder `out`, one question answered wrong before training and
+    right after it, and the gain. before, after: rows of eval_before.jsonl and of eval_after.jsonl,
+    both empty where nothing was held out."""
+    print(f"{out}: {'adapter' if args.lora_rank else 'model'}/, metrics.jsonl, metrics.png, "
+          f"summary.json ({summary['seconds']:.0f} s)")
+    for b, a in zip(before, after, strict=True):
+        if b["accuracy"] == 0 and a["accuracy"] == 1:
+            print(f"one of the questions: {one_line(a['question'])} (it is {a['answer']})\n"
+                  f"  before: {one_line(b['samples'][0]['text'])}\n"
+                  f"  after:  {one_line(a['samples'][0]['text'])}")
+            break
+    if after:
+        s, error = summary, evaluation.error(summary["stderr_gain"])
+        print(f"held-out accuracy: {s['accuracy_before']:.1%} before, {s['accuracy_after']:.1%} "
+              f"after {s['steps']} steps ({100 * s['gain']:+.1f} +- {error} points)")
+
+
+def one_line(text, width=160):
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def tracker(args):
+    """A function (row, step) that logs to --log-to's program. ValueError if it is not installed."""
+    try:
+        if args.log_to == "wandb":
+            import wandb
+
+            run = wandb.init(project="qerl", name=Path(args.out).name, config=vars(args))
+            return lambda row, step: run.log(row, step=step)
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(f"--log-to {args.log_to}: not installed; pip install {args.log_to}"
+                         ) from None
+    except Exception as e:  # wandb's own: no key, no network
+        raise ValueError(f"--log-to {args.log_to}: did not start ({cause(e)})") from None
+    writer = SummaryWriter(args.out)
+
+    def log(row, step):
+        for k, v in row.items():
+            writer.add_scalar(k, v, step)
+        writer.flush()  # its thread would only do so every two minutes, and not at the end
+
+    return log

@@ -1,0 +1,500 @@
+"""
+What surrounds the loop of train.py: the run folder, signals, metrics, checkpoints and resume.
+What the terminal shows is in console.py.
+
+A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
+adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parameters are trained,
+model/ (a Hugging Face checkpoint, and policy.json), checkpoint/ (what resume needs),
+eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
+Each file appears whole or not at all. Nothing is written until everything that can be refused has
+been checked. A folder without checkpoint/ and summary.json holds nothing worth keeping, and a new
+run takes it over.
+
+    python train.py --out runs/x                  # ctrl-C at any moment
+    python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
+"""
+import gc
+import hashlib
+import json
+import math
+import os
+import resource
+import shlex
+import sys
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+
+from plumbing import checkpoint, command, console, files, flags, ranks
+from plumbing.files import append, cause, check_out, lines, lock, read_json, whole
+
+import torch
+
+import aqn
+import eval as evaluation
+import grpo
+import lora
+from lab import plot
+
+# what --resume may change: a run must be able to continue on a card with less memory
+FREE = ("steps", *plot.IDLE, *plot.MINOR)
+NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
+         "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
+         "summary.json"}
+
+
+@dataclass
+class State:
+    """Where a run stands between two steps. Samples, noise and learning rate follow from it and the
+    flags."""
+
+    step: int = 0  # steps done
+    cursor: int = 0  # training prompts handed out
+    seconds: float = 0.0
+    before: dict | None = None  # {"accuracy", "stderr"} of the held-out questions before training
+    best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
+    data: str = ""  # digest of the questions
+    base: dict = field(default_factory=dict)  # flags.base_of
+    reward: str = ""  # digest of --reward's file
+    script: str = "train.py"  # or a script that changes what it does
+    code: str = ""  # digest of that script, if it is the user's own
+    command: str = ""  # the command line that began the run
+
+
+def settle(args, argv):
+    """The flags to run with: those given, in a fresh folder; with --resume, the run's own.
+    ValueError for a folder that holds a run or anything else, one that cannot be written, or a flag
+    that a resumed run cannot change. Leaves nothing behind."""
+    out = Path(args.out)
+    check_out(out, folder=True)
+    saved, begun = out / "config.json", (out / "checkpoint" / "state.pt").is_file()
+    if not begun and (out / "summary.json").is_file():
+        raise ValueError(f"--out {out}: holds a run that has ended, without its checkpoint/, from "
+                         "which it could go on; choose another folder")
+    if not args.resume:
+        if begun:
+            raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, "
+                             "or choose another folder")
+        ours = NAMES if (out / "lock").exists() else ()  # each start makes it first
+        for path in out.iterdir() if out.exists() else ():
+            if path.name not in ours and not path.name.startswith((".", "events.out")):
+                raise ValueError(f"--out {out}: holds {path.name}, which is no run's; choose "
+                                 "another folder")
+        return args
+    if not saved.is_file():
+        raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
+    read = ((k.replace("_", "-"), v) for k, v in read_json(saved).items() if k != "command")
+    try:
+        old = flags.from_file("train", read, saved)
+    except ValueError as e:  # a value that only the script that began the run knows
+        raise ValueError(f"{e}; the run was begun by {plot.told(out).get('script')}") from None
+    for name, value in flags.given("train", argv).items():
+        if name not in FREE and value != getattr(old, name):
+            raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
+                             f"{getattr(old, name)}; --resume keeps a run's flags")
+        setattr(old, name, value)
+    old.resume, old.out = begun, args.out  # a run killed before its first save begins anew
+    return old
+
+
+class Run(ExitStack):
+    """One run's folder, clock and signals, in the order in which train.py calls them: `open`; in
+    each step `phase`, `evaluated` if it is `due`, `check`, `log`, `advance`; and at the end
+    `finish`, `stop` or `fail`."""
+
+    def __init__(self, args, argv):
+        super().__init__()  # the folder's lock, the signals, the collector: held to the end
+        self.args, self.out = args, Path(args.out)
+        script = command.script(argv)
+        typed = [*ranks.launcher(), *(command.typed(argv) or script)]
+        self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # continues the run
+        told = shlex.join([Path(script[0]).name, *script[1:]])
+        self.state = State(script=told, command=shlex.join([*ranks.launcher(), *script, *argv]))
+        self.started = time.time()
+        self.clock, self.current = {}, None  # seconds of each phase of a step; the current phase
+        self.drawn = 0  # tokens sampled in this step, replaced groups included
+        self.failed, self.warned = 0, set()  # updates skipped in a row; warnings given
+        self.interrupted = False  # a signal has come
+
+    def open(self, model, optimizer, rows):
+        """Make the folder, or with --resume load its checkpoint; from here on signals are handled.
+        False if there is nothing to do: the run has ended, and --steps asks for no more.
+
+        ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
+        `rows`, all questions of training and evaluation, or the model's weights are not those the
+        run began with."""
+        self.claim()
+        asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
+        self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
+        self.state.base = flags.base_of(self.args)
+        vars(self.state).update(evaluation.own_code(self.args))
+        if self.args.resume:
+            self.restore(optimizer)
+            summed = plot.saved(self.out, "summary.json").get("steps")  # perhaps of an earlier end
+            if summed == self.state.step and self.state.step >= self.args.steps:
+                if not (self.out / "metrics.png").is_file():  # stopped while it was drawn
+                    self.tell()
+                print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
+                return False
+        self.tidy()
+        self.started -= self.state.seconds
+        gc.freeze()  # what exists by now stays; going through it would stop a step for 0.2 s
+        self.callback(gc.unfreeze)
+        self.enter_context(command.signals(self.interrupt))
+        console.show_flags(self.args)
+        return True
+
+    @ranks.first
+    def claim(self):
+        """Make the folder and lock it; ValueError if another process has it, or has trained in it
+        since `settle`."""
+        self.tracker = console.tracker(self.args) if self.args.log_to else None
+        self.out.mkdir(parents=True, exist_ok=True)
+        busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
+        self.enter_context(lock(self.out / "lock", busy))
+        if not self.args.resume and (self.out / "checkpoint" / "state.pt").is_file():
+            raise ValueError(busy)
+
+    @ranks.first
+    def tidy(self):
+        """Remove what a failed start, or a save that was killed, has left behind; write
+        config.json."""
+        stale = () if self.args.resume else NAMES - {"lock"}
+        for path in [*map(self.out.joinpath, stale), *self.out.glob(".model.*.part")]:
+            files.discard(path)
+        config = vars(self.args) | {"command": self.state.command}
+        files.write_json(self.out / "config.json", config)
+
+    # ---- time and signals
+
+    def seconds(self):
+        """Seconds of the run so far, those before a resume included."""
+        return time.time() - self.started
+
+    def phase(self, name):
+        """Begin a phase of the step (evaluate, rollout, reward, update, log; then None), and count
+        the seconds of the one before it."""
+        if self.interrupted and name in ("rollout", "evaluate"):
+            raise KeyboardInterrupt  # it came during an exchange with other ranks
+        now = time.time()
+        if self.current:
+            self.clock[self.current] = self.clock.get(self.current, 0.0) + now - self.since
+        self.current, self.since = name, now
+
+    @property
+    def halfway(self):
+        """Whether weights may have changed in a step not logged yet: not a moment to save."""
+        return self.current in ("update", "log")
+
+    def interrupt(self, *_):
+        """The handler of ctrl-C, SIGTERM, a closed terminal or stdout. Stops at once, except within
+        an update: that is finished and logged, then `advance` stops. A second signal does not wait
+        for that, except with several ranks, which stop together (see `phase` and ranks.gather)."""
+        again, self.interrupted = self.interrupted or ranks.stopped, True
+        if ranks.world > 1 and (again or ranks.busy):
+            return  # what ranks begin together they end together; torchrun waits long enough
+        if again or not self.halfway:
+            command.stop()  # raises KeyboardInterrupt
+        with suppress(OSError):  # not print: the signal may have come in the middle of one
+            os.write(2, b"finishing the update, then saving (again to stop at once)\n")
+
+    # ---- in each step
+
+    def due(self, step):
+        """Whether the held-out questions are asked before this step: a row then has both the
+        accuracy of its samples and the held-out accuracy of the policy that drew them, and a
+        resumed run evaluates where the uninterrupted one does."""
+        a = self.args
+        return a.eval_n and (step == 0 or a.eval_every and step % a.eval_every == 0)
+
+    def evaluated(self, result, model):
+        """Keep the accuracy before training, later the best adapter so far in adapter_best/."""
+        s, found = self.state, {k: result[k] for k in ("accuracy", "stderr")}
+        long = result.get("skipped")
+        print(f"held-out accuracy after {s.step} steps: {found['accuracy']:.1%}"
+              + (f", reward {result['reward']:.3f}" if self.args.reward else "")
+              + (f" ({long} questions longer than --max-prompt)" if long else ""), flush=True)
+        if s.step == 0:
+            s.before = found
+            if ranks.rank == 0:
+                files.write_jsonl(self.out / "eval_before.jsonl", result["rows"])
+        elif self.args.eval_every and (s.best is None or found["accuracy"] > s.best["accuracy"]):
+            if self.args.lora_rank:
+                s.best = {"step": s.step, **found}
+                self.save_adapter("adapter_best", model)
+
+    def check(self, updates, model):
+        """Count updates that were skipped because their gradient was not finite; ValueError after
+        ten in a row, with the first broken tensor if there is one."""
+        for _, norm in filter(None, updates):
+            self.failed = 0 if math.isfinite(norm) else self.failed + 1
+        if self.failed >= 10:
+            tensors = chain(model.named_parameters(), model.named_buffers())
+            broken = next((name for name, t in tensors if t.is_floating_point()
+                           and not torch.isfinite(t.float()).all()), "none, the loss overflows")
+            raise ValueError(f"{self.failed} updates in a row had a gradient that is not finite; "
+                             f"first broken tensor: {broken}. Lower --lr, or check --model")
+
+    @ranks.first
+    def log(self, row, groups):
+        """Write a step's row to metrics.jsonl and two samples to rollouts.jsonl, and print both."""
+        append(self.out / "metrics.jsonl", [row])
+        samples = [{"step": row["step"], "question": c.row["question"], "answer": c.row["answer"],
+                    "text": c.text, "reward": c.reward, "correct": c.correct}
+                   for c in (group[0] for group in groups[:2])]
+        append(self.out / "rollouts.jsonl", samples)
+        console.show_step(row, samples, self.args, self.warned)
+        if self.tracker:
+            self.tracker({k: v for k, v in row.items() if v is not None}, row["step"])
+
+    def advance(self, step, cursor, model, optimizer):
+        """`step` steps are done: save where --save-every says so, stop if a signal has come."""
+        s = self.state
+        s.step, s.cursor, s.seconds = step, cursor, self.seconds()
+        self.phase(None)
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if step % self.args.save_every == 0:
+            self.save(model, optimizer)
+
+    # ---- checkpoints
+
+    @ranks.first
+    def save(self, model, optimizer):
+        """Write adapter/ or model/, and checkpoint/. ValueError if a parameter is not finite:
+        nothing is written then, and what was saved before stays."""
+        broken = [name for name, p in model.named_parameters()
+                  if p.requires_grad and not torch.isfinite(p).all()]
+        if broken:
+            raise ValueError(f"{broken[0]} holds NaN or inf after {self.state.step} steps; nothing "
+                             f"was saved over the last checkpoint in {self.out}. Lower --lr")
+        aqn.clear(model)  # a noise of the user's own may be in what is saved
+        if self.args.lora_rank:
+            self.save_adapter("adapter", model)
+        else:
+            self.save_model(model)
+        (self.out / "checkpoint").mkdir(exist_ok=True)
+        state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
+                 "masters": [m.detach().cpu() for m in optimizer.masters],
+                 "optimizer": optimizer.state_dict()}
+        state["digest"] = digest_of(state)
+        with whole(self.out / "checkpoint" / "state.pt") as part:
+            torch.save(state, part)
+
+    @ranks.first
+    def save_adapter(self, name, model):
+        lora.save_adapter(model, self.out / name, self.args.model)
+        files.write_json(self.out / name / "policy.json", flags.policy(self.args, self.state.base))
+
+    def save_model(self, model):
+        """All parameters as a Hugging Face checkpoint in model/, with policy.json."""
+        out = self.out / "model"
+        new, old = files.beside(out), files.beside(out)
+        with checkpoint.Writer(new, checkpoint.fetch(self.args.model)) as writer:
+            for name, tensor in checkpoint.tensors(model):
+                writer.add(name, tensor)
+            writer.notes["policy.json"] = flags.policy(self.args, self.state.base)
+        try:
+            if out.exists():
+                out.rename(old)
+            new.rename(out)
+        finally:
+            if not out.exists() and old.exists():  # stopped in between
+                old.rename(out)
+            files.discard(new)
+            files.discard(old)
+
+    def restore(self, optimizer):
+        """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
+        or if the questions, the weights or the script are not the same."""
+        now, was = self.state, self.load(optimizer)
+        if was.data != now.data:
+            raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
+                             "with; --resume needs the same questions")
+        if isinstance(was.base, dict) and was.base != now.base:  # older runs: a digest
+            raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
+                             f"--calib, are not those the run in {self.out} began with; --resume "
+                             "needs the same")
+        if was.script != now.script:
+            raise ValueError(f"--resume: the run in {self.out} was begun by {was.script}, "
+                             f"which {now.script} does not know; go on with that")
+        for what, old, new in ((f"--reward {self.args.reward}", was.reward, now.reward),
+                               (now.script, was.code, now.code)):
+            if old not in ("", new):  # an error in it may have been fixed
+                print(f"warning: {what}: is not as it was when the run began", file=sys.stderr)
+        self.args.steps = max(self.args.steps, was.step)  # what is done is done
+        if plot.saved(self.out, "config.json").get("steps") != self.args.steps:
+            was.command += f" && {now.command}"
+        self.state = replace(was, base=now.base, reward=now.reward, code=now.code)
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            self.cut(self.out / name)
+
+    def load(self, optimizer):
+        """Load checkpoint/ into the optimizer and its parameters; returns its State."""
+        path = self.out / "checkpoint" / "state.pt"
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if state.pop("digest") != digest_of(state):
+                raise ValueError("its bits have changed since it was written")
+            tensors = [*state.pop("params"), *state.pop("masters")]
+            ours = [*optimizer.params, *optimizer.masters]
+            if [p.shape for p in ours] != [t.shape for t in tensors]:
+                raise ValueError("its tensors are not those of this model")
+            with torch.no_grad():
+                for p, saved in zip(ours, tensors, strict=True):
+                    p.copy_(saved)
+            optimizer.load_state_dict(state.pop("optimizer"))
+            return State(**state)
+        except Exception as e:  # torch's unpickler raises many kinds
+            raise ValueError(f"{path}: cannot be resumed ({cause(e)}); start anew in another "
+                             "--out") from None
+
+    @ranks.first
+    def cut(self, path):
+        """Drop a log's rows of steps that will be done again, and an incomplete last row."""
+        rows = files.read_log(path, {}) if path.exists() else ()
+        kept = [text + "\n" for text, row in rows if row["step"] < self.state.step]
+        with whole(path) as part:
+            part.write_text("".join(kept))
+
+    # ---- the end
+
+    @ranks.first
+    def finish(self, after):
+        """Write eval_after.jsonl, summary.json and metrics.png, and print what was learned. after:
+        the last evaluation, None with --eval-n 0."""
+        (self.out / "metrics.png").unlink(missing_ok=True)  # from before it was extended
+        before, gain, error = self.state.before, None, None
+        if after:
+            base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
+            files.write_jsonl(self.out / "eval_after.jsonl", after["rows"])
+            gain, error = evaluation.gain({"rows": base}, after)
+        summary = {"accuracy_before": before and before["accuracy"],
+                   "accuracy_after": after and after["accuracy"],
+                   "stderr_before": before and before["stderr"],
+                   "stderr_after": after and after["stderr"], "gain": gain, "stderr_gain": error,
+                   "best": self.state.best, "steps": self.state.step,
+                   "seconds": round(self.seconds(), 1), "peak_gib": round(peak_gib(), 2),
+                   "command": self.state.command}
+        files.write_json(self.out / "summary.json", summary)
+        self.tell()
+
+    @ranks.first
+    def tell(self):
+        """Write metrics.png and print what was learned, for a run that has its summary.json."""
+        plot.plot([self.out], self.out / "metrics.png")
+
+        def rows(name):
+            path = self.out / name
+            return [json.loads(text) for _, text in lines(path)] if path.is_file() else []
+
+        console.show_end(self.out, self.args, read_json(self.out / "summary.json"),
+                         rows("eval_before.jsonl"), rows("eval_after.jsonl"))
+
+    def stop(self, model, optimizer):
+        """The end of an interrupted run: it is saved as it is, except after a second signal within
+        an update, when parameters may be on their way from one step to the next."""
+        ranks.stop()
+        if self.halfway:
+            where = f"within step {self.state.step}; the last checkpoint stands,"
+        else:
+            where = f"after {self.state.step} steps;"
+            self.save(model, optimizer)
+        print(f"\nstopped {where} continue with: {self.again}")
+        return 130
+
+    @ranks.first
+    def fail(self, model, optimizer):
+        """An error (in the user's own reward, say, or out of memory) ends the run: what was learned
+        before is saved, unless the error came within an update."""
+        try:
+            if self.state.step and not self.halfway:
+                self.save(model, optimizer)
+        finally:
+            if (self.out / "checkpoint" / "state.pt").is_file():
+                print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
+
+
+def digest_of(state):
+    """A digest of everything in a checkpoint: torch.load would take flipped bits for numbers."""
+    h = hashlib.sha256()
+
+    def add(x):
+        if isinstance(x, torch.Tensor):
+            h.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        elif isinstance(x, dict | list | tuple):
+            for item in x.items() if isinstance(x, dict) else x:
+                add(item)
+        else:
+            h.update(repr(x).encode())
+
+    add(state)
+    return h.hexdigest()
+
+
+def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result):
+    """A step's row of metrics.jsonl. first: all groups of the first rollout, for honest statistics;
+    groups: those trained on; n_prompts: how many prompts were drawn; updates: (summed metrics,
+    gradient norm) of each, None where it had nothing to train on; result: the evaluation before
+    this step, if there was one. Resets the run's clock and token count."""
+    updates = [u for u in updates if u]
+    trained = sum(float(sums["tokens"]) for sums, _ in updates)
+    skipped = sum(not math.isfinite(norm) for _, norm in updates)
+    updates = [u for u in updates if math.isfinite(u[1])]
+    clock, drawn, run.clock, run.drawn = run.clock, run.drawn, {}, 0
+    s = {f"seconds_{k}": clock.get(k, 0.0) for k in ("rollout", "reward", "update")}
+    return {"step": step, **of_samples(first), "groups": len(groups), "prompts_sampled": n_prompts,
+            "updates": len(updates), "lr": lr, "sigma": sigma, "skipped": skipped,
+            **of_updates(updates, run.args.beta),
+            "eval_accuracy": result and result["accuracy"],
+            "eval_stderr": result and result["stderr"], "seconds": run.seconds(),
+            **s, "seconds_step": sum(s.values()), "rollout_tok_s": drawn / s["seconds_rollout"],
+            "update_tok_s": trained / s["seconds_update"] if trained else None,
+            # the allocator's own peak is larger: it holds unused pieces, lost to other runs
+            "peak_gib": peak_gib(), "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
+
+
+def of_samples(groups):
+    """The columns of a row that describe a rollout: P groups of G Completions."""
+    flat = [*chain(*groups)]
+    lengths = [len(c.ids) for c in flat]
+    rewards = torch.tensor([[c.reward for c in g] for g in groups], dtype=torch.double)  # (P, G)
+    means = rewards.mean(1)  # (P,): the groups are the independent draws
+    return {"reward": fmean(c.reward for c in flat),
+            "reward_se": (means.std() / len(groups) ** 0.5).item() if len(groups) > 1 else None,
+            "accuracy": fmean(c.correct for c in flat), "format": fmean(c.format for c in flat),
+            "reward_std": rewards.std(1).mean().item(),
+            "zero_var_frac": fmean(not grpo.has_signal(g) for g in groups),
+            "length_mean": fmean(lengths), "length_max": max(lengths),
+            "truncated_frac": fmean(not c.finished for c in flat),
+            # mean -log p of what was drawn: the entropy of the sampling policy, its noise included
+            "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths)}
+
+
+def of_updates(updates, beta):
+    """The columns of a row that describe its updates, each (summed metrics, gradient norm); null
+    where there was none, as an entropy of 0 would be a claim."""
+    row = dict.fromkeys(("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl",
+                         "logp_gap_mean", "logp_gap_max", "sampler_kl", "ratio_outside_frac",
+                         "entropy", "padding_frac", "clip_first_frac"))
+    if updates:
+        each = [grpo.mean_metrics(sums) for sums, _ in updates]
+        row |= grpo.mean_metrics(grpo.sum_metrics([sums for sums, _ in updates]))
+        row["loss"] = fmean(m["loss"] for m in each)
+        row["grad_norm"] = fmean(norm for _, norm in updates)
+        # sampler and trainer are compared before the step's first update moves one of them
+        start = each[0]
+        row |= {k: start[k] for k in start if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
+        row["clip_first_frac"] = start["clip_low_frac"] + start["clip_high_frac"]
+        row["kl"] = row["kl"] if beta else None  # else the base model was not run
+    return row
+
+
+def peak_gib():
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib / (2**30 if sys.platform == "darwin" else 2**20)
