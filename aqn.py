@@ -57,6 +57,8 @@ def between(start, end, f):
     return start * (1 - f) + end * f
 
 
+STAGES = 10  # equal intervals of training, each with its sigma
+
 SCHEDULES = {  # (start, end, x, n) -> sigma of noisy stage i = 0 to n, x = i / n
     "exponential": exponential,
     "linear": lambda start, end, x, n: between(start, end, x),
@@ -66,7 +68,7 @@ SCHEDULES = {  # (start, end, x, n) -> sigma of noisy stage i = 0 to n, x = i / 
 }
 
 
-def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
+def sigma(step, total_steps, start, end, stages=STAGES, schedule="exponential"):
     """Standard deviation of the noise at step `step` (a rollout, with all its updates) of
     `total_steps`: a pure function, so a resume cannot restart it.
 
@@ -81,7 +83,7 @@ def sigma(step, total_steps, start, end, stages=10, schedule="exponential"):
         if not 0 < value < math.inf:
             raise ValueError(f"{flag} {value}: must be a positive number; --no-aqn is no noise")
     if stages < 2:
-        raise ValueError(f"--aqn-stages {stages}: must be at least 2")
+        raise ValueError(f"stages {stages}: must be at least 2")
     if total_steps < 1 or step < 0:
         raise ValueError(f"step {step} of {total_steps}: --steps must be at least 1, no step is "
                          "negative")
@@ -169,12 +171,11 @@ def main(argv=None):
     add = parser.add_argument
     add("--aqn-start", type=float, default=1e-2, help="sigma of the first noisy stage")
     add("--aqn-end", type=float, default=5e-4, help="sigma of the last stage")
-    add("--aqn-stages", type=int, default=10, help="equal intervals of training")
     add("--aqn-schedule", default="exponential", help=f"one of {', '.join(SCHEDULES)}")
     add("--steps", type=int, default=200, help="rollouts of the whole training")
     a = parser.parse_args(argv)
     try:
-        levels = [sigma(step, a.steps, a.aqn_start, a.aqn_end, a.aqn_stages, a.aqn_schedule)
+        levels = [sigma(step, a.steps, a.aqn_start, a.aqn_end, schedule=a.aqn_schedule)
                   for step in range(max(a.steps, 1))]
     except ValueError as e:
         parser.error(str(e))

@@ -24,9 +24,11 @@ import traceback
 from pathlib import Path
 
 from plumbing import command
-from plumbing.files import TINY, cause, read_jsonl, shown
+from plumbing.files import TINY, cause, decode, read_jsonl, shown, text_file
 from plumbing.grade import last_boxed, same_all
 from plumbing.tokenizer import SUFFIX, Tokenizer, unknown_style
+
+import torch
 
 HUB = {  # a repository, followed by the folder if it holds several sets
     "gsm8k": "openai/gsm8k/main", "math500": "HuggingFaceH4/MATH-500",
@@ -301,6 +303,46 @@ def _ask(rng, form, start, ops):
     told = ", ".join(f"{TIMES[k]}s them" if op == "*" else rng.choice(STORY[op]).format(num(k))
                      for op, k in ops)
     return f"{rng.choice(NAMES)} has {num(start)} {thing}, {told}. How many {thing}?"
+
+
+# ---- calibration text for AWQ
+
+
+def texts(path):
+    """The texts of a file: question and answer of each row of a .jsonl (or its "text"), else the
+    file as one text."""
+    path = text_file(path)
+    if path.suffix.lower() != ".jsonl":
+        return [decode(path.read_bytes(), path)]
+    out = []
+    for where, row in read_jsonl(path, {"text": str}):
+        text, question, answer = map(row.get, ("text", "question", "answer"))
+        if text is None and not (isinstance(question, str) and isinstance(answer, str | int)):
+            raise ValueError(f'{where}: needs "text", or "question" and "answer"')
+        out.append(f"{question}\n{answer}" if text is None else text)
+    return out
+
+
+def calibration(path, folder, sequences=128, length=512):
+    """ids (sequences, length) long of calibration text in the checkpoint's own tokens; documents
+    follow one another, each ended by EOS. Without a file: worked arithmetic problems in the
+    checkpoint's chat template, as in the embedded task."""
+    tok = Tokenizer(folder)
+    if path is None:
+        rows = arithmetic("train", 4096)
+        docs = (tok.prompt_ids(r["question"]) + tok.encode(solution(r)) for r in rows)
+    else:
+        docs = (tok.encode(t) for t in texts(path))
+    ids, want = [], sequences * length
+    for doc in docs:
+        ids += doc + tok.eos_ids[-1:]
+        if len(ids) >= want:
+            break
+    rows = min(sequences, len(ids) // length)
+    if rows < 1:
+        raise ValueError(f"--calib {path or 'by default'}: {len(ids)} tokens, fewer than one "
+                         f"sequence of {length}; give more text, or lower --length")
+    return torch.tensor(ids[: rows * length]).view(rows, length)
 
 
 # ---- rewards

@@ -27,8 +27,10 @@ from itertools import chain, combinations, islice
 from pathlib import Path
 from statistics import fmean, stdev
 
-from plumbing import checkpoint, command, flags, ranks
-from plumbing.files import check, file_digest, read_jsonl, write_jsonl
+from plumbing import checkpoint, command, flags, policy, ranks
+from plumbing.command import number, numbers
+from plumbing.files import check, check_out, file_digest, read_jsonl, write_jsonl
+from plumbing.flags import Flag
 from plumbing.grade import same_all
 
 import torch
@@ -36,9 +38,44 @@ import torch
 import aqn
 import data
 import lora
+import nvfp4
 import sample
 
+FLAGS = (
+    *sample.MODEL_FLAGS,
+    *sample.ADAPTER_FLAGS,
+    "questions",
+    Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, a .jsonl or "
+         ".parquet, a folder, a hub id; several with commas", "arithmetic", kept=True),
+    Flag("levels", numbers(1, 1e4), None, "ask rows of these, 5 the hardest, as in 3,4,5"),
+    Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
+    *sample.PROMPT_FLAGS,
+    Flag("split", ("test", "train"), "test", "which part of the data"),
+    Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
+    Flag("n", number(1, 1e4), None, "samples a question (default: 4; with --greedy 1)"),
+    Flag("max-prompt", number(1, 1e7), None, "skip and count longer prompts, in tokens"),
+    Flag("k", numbers(1, 1e4), None, "also pass@k and the majority of k, for these, as in 1,4,8"),
+    Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
+    Flag("out", str, None, "a row per question, to this .jsonl; one that was begun goes on"),
+    *sample.SAMPLING_FLAGS,
+    *sample.ENGINE_FLAGS,
+)
 PART = 4  # --out is written after every PART * --max-rows samples
+
+
+def check_flags(args):
+    flags.check_graded(args)
+    args.temperature = 0.0 if args.greedy else args.temperature
+    flags.check_copies("n", args.n or 1, args.temperature, "--greedy, or --temperature 0,")
+    if args.out:
+        check_out(args.out)
+    args.n = args.n or (1 if args.temperature == 0 else 4)
+    if args.k and args.k[-1] > args.n:
+        raise ValueError(f"--k {args.k[-1]}: takes as many samples a question, raise --n")
+
+
+COMMAND = flags.Command("eval", "Pass@1 of a model, and of an adapter beside it.", FLAGS,
+                        check_flags)
 
 
 def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95,
@@ -186,24 +223,16 @@ def plain(args):
     return "trained" if args.run and not args.adapter else "base"
 
 
-def own_code(args):
-    """{"reward": digest of --reward's file, "code": digest of the user's own script}, each only if
-    there is one."""
-    own = {"reward": args.reward and args.reward.rpartition(":")[0],
-           "code": command.OWN and command.MAIN}
-    return {name: file_digest(path) for name, path in own.items() if path}
-
-
 def digests(args, sets, script):
     """{(set, model): digest} of what a row depends on: script (the command line's words before
     the flags, and the text of the user's own script), flags, questions, the model's weights and
     tokenizer, the files of --reward and --calib, the adapter."""
     free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
             "trained_with")
-    read, found = [flags.base_of(args)], {}
+    read, found = [policy.base_of(args, nvfp4.FORMATS)], {}
     folder = checkpoint.fetch(args.model)
     read += [file_digest(f) for f in map(folder.joinpath, checkpoint.BESIDE) if f.is_file()]
-    read += own_code(args).values()
+    read += command.own_code(args).values()
     for name, rows in sets:
         # the user's own reward sees all columns
         what = [Path(script[0]).name, *script[1:],
@@ -272,7 +301,8 @@ def run(args, argv):
     score = data.scorer(args.prompt_style, args.reward)
     script = command.script(argv, "eval.py")
     book = Book(args, sets, script)
-    model, tok = flags.load_policy(args)
+    model, tok = sample.load_policy(args)
+    sample.set_engine(model, args.engine)
     room = model.config.max_position_embeddings
     for name, rows in sets:  # before the first of them is sampled
         kept, _ = data.prompts(tok, rows, args.prompt_style, args.max_prompt)
@@ -321,7 +351,7 @@ def run(args, argv):
 
 
 def main(argv=None):
-    return flags.run_command("eval", run, argv)
+    return flags.run_command(COMMAND, run, argv)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,19 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import chain, islice
+from statistics import fmean
 
 from plumbing import ranks
-from plumbing.logprobs import token_logprobs
 
 import torch
 
 import lora
-from fast import batches
-from model import to_device
+from model import to_device, token_logprobs
+
+# the paper's, and no flags
+BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1  # AdamW's
+WARMUP = 0.1  # share of the updates that warm up
+TIS_CAP = 2.0  # cap of the importance weights of --old-logp trainer and current
 
 
 @dataclass
@@ -94,12 +98,10 @@ def has_signal(group):
     return not all(math.isclose(c.reward, first, rel_tol=1e-9) for c in group)
 
 
-def soft_overlong_penalty(length, max_len, buffer):
-    """DAPO's soft length penalty, added to the reward: 0 up to max_len - buffer tokens, then linear
+def soft_overlong_penalty(length, max_len):
+    """DAPO's soft length penalty, added to the reward: 0 up to 7/8 of max_len tokens, then linear
     to -1 at max_len."""
-    if not 0 < buffer <= max_len:
-        raise ValueError(f"--overlong-buffer {buffer}: must be within 1..{max_len}, the completion "
-                         "limit")
+    buffer = max_len / 8
     return max(-1.0, min((max_len - buffer - length) / buffer, 0.0))
 
 
@@ -290,9 +292,50 @@ def mean_metrics(total):
             "clip_high_frac": t["clip_high"] / n, "kl": t["kl"] / n,
             "logp_gap_mean": t["logp_gap"] / n, "logp_gap_max": t["logp_gap_max"],
             "sampler_kl": t["sampler_kl"] / n, "ratio_outside_frac": t["ratio_outside"] / n,
-            "entropy": t["entropy"] / n,
-            # counted where rows are padded; rows laid end to end have none
-            "padding_frac": t.get("padding", 0.0) / max(t.get("places", 0.0), 1.0)}
+            "entropy": t["entropy"] / n}
+
+
+def sample_metrics(groups):
+    """The columns of metrics.jsonl that describe a rollout: P groups of G Completions."""
+    flat = [*chain(*groups)]
+    lengths = [len(c.ids) for c in flat]
+    rewards = torch.tensor([[c.reward for c in g] for g in groups], dtype=torch.double)  # (P, G)
+    means = rewards.mean(1)  # (P,): the groups are the independent draws
+    return {"reward": fmean(c.reward for c in flat),
+            "reward_se": (means.std() / len(groups) ** 0.5).item() if len(groups) > 1 else None,
+            "accuracy": fmean(c.correct for c in flat), "format": fmean(c.format for c in flat),
+            "reward_std": rewards.std(1).mean().item(),
+            "zero_var_frac": fmean(not has_signal(g) for g in groups),
+            "length_mean": fmean(lengths), "length_max": max(lengths),
+            "truncated_frac": fmean(not c.finished for c in flat),
+            # mean -log p of what was drawn: the entropy of the sampling policy, its noise included
+            "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths)}
+
+
+def update_metrics(updates, beta):
+    """The columns that describe a step's updates, each (summed metrics, gradient norm), or None
+    where it had nothing to train on. Columns are null where there was none, as an entropy of 0
+    would be a claim."""
+    updates = [u for u in updates if u]
+    trained = sum(float(sums["tokens"]) for sums, _ in updates)
+    finite = [u for u in updates if math.isfinite(u[1])]
+    row = dict.fromkeys(("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl",
+                         "logp_gap_mean", "logp_gap_max", "sampler_kl", "ratio_outside_frac",
+                         "entropy", "clip_first_frac"))
+    row |= {"updates": len(finite), "skipped": len(updates) - len(finite),
+            "trained_tokens": trained}
+    if not finite:
+        return row
+    each = [mean_metrics(sums) for sums, _ in finite]
+    row |= mean_metrics(sum_metrics([sums for sums, _ in finite]))
+    row["loss"] = fmean(m["loss"] for m in each)
+    row["grad_norm"] = fmean(norm for _, norm in finite)
+    # sampler and trainer are compared before the step's first update moves one of them
+    start = each[0]
+    row |= {k: start[k] for k in start if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
+    row["clip_first_frac"] = start["clip_low_frac"] + start["clip_high_frac"]
+    row["kl"] = row["kl"] if beta else None  # else the base model was not run
+    return row
 
 
 # ---- one optimizer step
@@ -303,11 +346,9 @@ class Settings:
     """What one optimizer step needs to know. Names and meanings are those of train.py's flags."""
 
     loss: str = "grpo"
-    eps_low: float | None = None
     eps_high: float | None = None
     beta: float = 0.0
     old_logp: str = "sampler"  # what the ratio is taken against: sampler | trainer | current
-    tis_cap: float = 2.0
     overlong: str = "none"
     max_new_tokens: int = 4096
     temperature: float = 1.0
@@ -322,26 +363,57 @@ class Settings:
 def completion_logprobs(model, completions, temperature):
     """(logp (B, T), entropy (B, T), mask (B, T)) of B completions, under the model as it is now:
     its noise, its adapter."""
-    device, T = model.embed.weight.device, max(len(c.ids) for c in completions)
-    # the state at a token predicts the next one; the last predicts nothing
-    if packed := batches.packed(model):
-        rows = batches.rows_end_to_end(batches.families(model, completions))
-        hidden = packed.hidden(model, *rows)  # (S, C)
-    else:  # padded on the right
-        rows = [c.prompt + c.ids[:-1] for c in completions]
-        L = max(map(len, rows))
-        ids = to_device([row + [0] * (L - len(row)) for row in rows], device)  # (B, L)
-        states = zip(completions, rows, model.hidden(ids), strict=True)  # hidden: B x (L, C)
-        hidden = torch.cat([h[len(c.prompt) - 1 : len(row)] for c, row, h in states])  # (S, C)
+    if model.fast:
+        return model.fast.completion_logprobs(model, completions, temperature)
+
+    # Prompts and completions in rows, padded on the right. The state at a token predicts the next
+    # one, so the last token of a row predicts nothing and is left out.
+    device = model.embed.weight.device
+    rows = [c.prompt + c.ids[:-1] for c in completions]
+    L = max(len(row) for row in rows)
+    ids = to_device([row + [0] * (L - len(row)) for row in rows], device)  # (B, L)
+    hidden = model.hidden(ids)  # (B, L, C)
+
+    # The states that predict the completions' tokens, row after row, and these tokens.
+    states = [h[len(c.prompt) - 1 : len(row)]
+              for c, row, h in zip(completions, rows, hidden, strict=True)]
     targets = to_device([i for c in completions for i in c.ids], device)  # (S,)
-    flat = token_logprobs(hidden, model.lm_head.weight, targets, temperature, model.valid_vocab)
-    mask = lengths_to_mask(to_device([len(c.ids) for c in completions], device), T)  # (B, T)
+    logp, entropy = token_logprobs(torch.cat(states), model.lm_head.weight, targets, temperature,
+                                   model.valid_vocab)  # (S,), (S,)
+    return in_rows(completions, logp, entropy)
+
+
+def in_rows(completions, logp, entropy):
+    """Values of the tokens of B completions, one after the other (S,) -> padded rows (B, T), and
+    their mask."""
+    lengths = [len(c.ids) for c in completions]
+    T, device = max(lengths), logp.device
     # where the mask is true, computed here: if the GPU looked for it, the host would have to wait
-    places = to_device([b * T + t for b, c in enumerate(completions) for t in range(len(c.ids))],
-                       device)  # (S,)
-    blank = torch.zeros(mask.numel(), dtype=flat[0].dtype, device=device)
-    logp, entropy = (blank.index_copy(0, places, v).view_as(mask) for v in flat)  # (S,) -> (B, T)
-    return logp, entropy, mask
+    places = [b * T + t for b, length in enumerate(lengths) for t in range(length)]
+    places = to_device(places, device)  # (S,)
+    blank = torch.zeros(len(lengths) * T, dtype=logp.dtype, device=device)
+    logp = blank.index_copy(0, places, logp).view(-1, T)  # (S,) -> (B, T)
+    entropy = blank.index_copy(0, places, entropy).view(-1, T)
+    return logp, entropy, lengths_to_mask(to_device(lengths, device), T)
+
+
+def micro_batches(model, completions, token_budget):
+    """This rank's share of the completions, in lists that are computed at once: the shortest first,
+    so that little of a padded row is padding, and rows x longest within the budget. A completion
+    that exceeds it is a list of its own."""
+    if model.fast:
+        return model.fast.micro_batches(model, completions, token_budget)
+
+    def tokens(c):
+        return len(c.prompt) + len(c.ids) - 1
+
+    lists, batch = [], []
+    for c in sorted(ranks.share(completions, tokens)[ranks.rank], key=tokens):
+        if batch and (len(batch) + 1) * tokens(c) > token_budget:  # it would be the longest row
+            lists.append(batch)
+            batch = []
+        batch.append(c)
+    return [*lists, batch] if batch else lists
 
 
 def trained(completions, overlong):
@@ -353,17 +425,16 @@ def trained(completions, overlong):
 def record_trainer_logprobs(model, completions, settings):
     """Fill `trainer_logprobs` of each completion that is trained on, in a separate pass before any
     parameter moves (--old-logp trainer)."""
-    budget = settings.micro_batch_tokens
-    shares = batches.dealt(model, trained(completions, settings.overlong), budget)
-    for batch in batches.micro_batches(model, shares[ranks.rank], budget):
+    chosen, values = trained(completions, settings.overlong), {}
+    number = {id(c): i for i, c in enumerate(chosen)}
+    for batch in micro_batches(model, chosen, settings.micro_batch_tokens):
         logp, _, mask = completion_logprobs(model, batch, settings.temperature)
-        values = iter(logp[mask].tolist())  # all at once: each transfer waits for the device
+        flat = iter(logp[mask].tolist())  # all at once: each transfer waits for the device
         for c in batch:
-            c.trainer_logprobs = list(islice(values, len(c.ids)))
-    found = ranks.gather([c.trainer_logprobs for c in chain(*shares[ranks.rank])])
-    for share, lists in zip(shares, found, strict=True):
-        for c, values in zip(chain(*share), lists, strict=True):
-            c.trainer_logprobs = values
+            values[number[id(c)]] = list(islice(flat, len(c.ids)))
+    for part in ranks.gather(values):  # each rank has computed its share
+        for i, logprobs in part.items():
+            chosen[i].trainer_logprobs = logprobs
 
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
@@ -385,9 +456,9 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
         trainer = logp.detach()
     advantages = to_device([c.advantage for c in batch], device, torch.float32)
     return policy_loss(
-        logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, s.eps_low, s.eps_high,
+        logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, eps_high=s.eps_high,
         ref_logp=reference, beta=s.beta, trainer_logp=trainer,
-        tis_cap=None if trainer is None else s.tis_cap, total_tokens=total_tokens,
+        tis_cap=None if trainer is None else TIS_CAP, total_tokens=total_tokens,
         total_seqs=total_seqs, max_len=s.max_new_tokens, entropy=entropy)
 
 
@@ -417,14 +488,9 @@ def backward(model, completions, settings):
     lengths = [len(c.ids) for c in learned]
     half = model.embed.weight.dtype == torch.float16
     scale = half_scale(lengths) if half else 1.0
-    budget = settings.micro_batch_tokens
-    share = batches.dealt(model, learned, budget)[ranks.rank]
-    for batch in batches.micro_batches(model, share, budget):
+    for batch in micro_batches(model, learned, settings.micro_batch_tokens):
         loss, metrics = batch_loss(model, batch, settings, sum(lengths), len(counted))
         (scale * loss).backward()
-        if not batches.packed(model):
-            places, wasted = to_device(batches.padding(batch), loss.device)
-            metrics |= {"places": places, "padding": wasted}
         parts.append(metrics)
     for p in model.parameters() if half else ():
         if p.grad is not None:
@@ -453,7 +519,7 @@ class AdamW(torch.optim.AdamW):
     """AdamW on float32 masters: 16-bit parameters (full training) are copied back after each step;
     LoRA's are masters already."""
 
-    def __init__(self, params, lr, betas, weight_decay):
+    def __init__(self, params, lr, betas=BETAS, weight_decay=WEIGHT_DECAY):
         self.params = params
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in params]
         super().__init__(self.masters, lr, betas, weight_decay=weight_decay)
@@ -480,10 +546,9 @@ def set_rate(optimizer, lr):
         group["lr"] = lr * group.get("times", 1.0)
 
 
-def learning_rate(step, total, peak, warmup):
-    """Linear warm-up over the first `warmup` (a share) of `total` optimizer steps, then a cosine to
-    0."""
-    warm = max(1, round(warmup * total))
+def learning_rate(step, total, peak):
+    """Linear warm-up over the first share WARMUP of `total` optimizer steps, then a cosine to 0."""
+    warm = max(1, round(WARMUP * total))
     if step < warm:
         return peak * (step + 1) / warm
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))

@@ -19,6 +19,8 @@ never merged into four-bit weights: rounding would erase it. `--merge` (lab/conv
 Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
 """
 import math
+import os
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -253,6 +255,7 @@ def load_adapter(model, folder):
 
 
 if __name__ == "__main__":
-    from lab.convert import merge_command
-
-    merge_command()
+    # the command runs models, which import this file: a process of its own, so that no class exists
+    # twice
+    command = Path(__file__).resolve().parent / "lab" / "convert.py"
+    os.execv(sys.executable, [sys.executable, str(command), "merge", *sys.argv[1:]])

@@ -5,8 +5,10 @@ The forward pass is Qwen2.5's (RMSNorm, RoPE, grouped-query attention with QKV b
 families differ by a flag: Llama-shaped configs drop the bias; Qwen3 drops it and normalises each
 head of q and k. Two things differ from the textbook: q,k,v are one matrix and gate,up are one
 matrix, for speed; and each RMSNorm carries a `noise` vector that is zero unless aqn.py writes to
-it. Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules; this file knows nothing of
-them. Checkpoints are read by plumbing/checkpoint.py, through `load`.
+it. Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules.
+
+From top to bottom: the modules, the KV cache, the log-probs of tokens, checkpoints in and out.
+`model.fast` is None, or what fast.install has put there: faster functions with the same results.
 
 Left out: sliding windows, rope scaling, mixture of experts. A config that asks for them is an
 error, not ignored.
@@ -17,13 +19,18 @@ error, not ignored.
 Shapes: B rows, T tokens, C hidden, F intermediate, L layers, H query heads, Hkv kv heads, D head
 size, S cached positions, V vocabulary, N and K outputs and inputs of a linear.
 """
+import copy
 from dataclasses import dataclass
+
+from plumbing import checkpoint
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recomputed
+
+import nvfp4
 
 HALVES = torch.bfloat16, torch.float16  # what the GPU's kernels multiply
 
@@ -146,17 +153,6 @@ def apply_rope(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-def logits(hidden, weight):
-    """hidden (B, C) times an LM head (V, C): logits (B, V) in float32 (float64 for float64).
-
-    Sampler and trainer both call this: rounded to bfloat16 on the way out of the GEMM, a logit of
-    20 would move by up to 0.06."""
-    if hidden.is_cuda and hidden.dtype in HALVES:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # (B, C) @ (C, V)
-    x = hidden @ weight.t()  # (B, C) @ (C, V)
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class KVCache:
     """Keys and values of B rows of up to `max_len` tokens: k, v (L, B, Hkv, S, D).
 
@@ -177,6 +173,13 @@ class KVCache:
         self.k[layer].transpose(1, 2)[rows, pos] = k.transpose(1, 2)  # (B, T, Hkv, D)
         self.v[layer].transpose(1, 2)[rows, pos] = v.transpose(1, 2)
         return self.k[layer, :, :, : self.used], self.v[layer, :, :, : self.used]
+
+    def rows(self, first, end):
+        """A view of the rows first..end - 1: what is written to it is written here."""
+        part = copy.copy(self)
+        part.k, part.v = self.k[:, first:end], self.v[:, first:end]
+        part.length = self.length[first:end]
+        return part
 
 
 class Attention(nn.Module):
@@ -200,8 +203,12 @@ class Attention(nn.Module):
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if cache is not None:
             k, v = cache.write(self.layer, k, v, pos)  # (B, Hkv, S, D)
+        if T == 1 and mask is not None:
+            # one token a row: the heads that share keys and values are like tokens of one head
+            q = q.view(B, self.kv_heads, -1, self.head_dim)  # (B, H, 1, D) -> (B, Hkv, H / Hkv, D)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                           enable_gqa=self.heads != self.kv_heads)
+                                           enable_gqa=q.shape[1] != self.kv_heads)
+        y = y.reshape(B, self.heads, T, self.head_dim)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, H, T, D) -> (B, T, C)
 
 
@@ -233,13 +240,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """`checkpointing`: recompute each block in backward. `valid_vocab`: ids from it on belong to no
     token and are never sampled or scored (Qwen's embedding has more rows than its tokenizer has
-    ids). `update_bytes`: what an update takes besides the model (engine.settle_update)."""
+    ids). `fast`: None on the plain path, else what fast.install has put there."""
 
     def __init__(self, config):
         super().__init__()
         V, C = config.vocab_size, config.hidden_size
         self.config, self.checkpointing, self.valid_vocab = config, False, V
-        self.update_bytes = 0
+        self.fast = None
         self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)
         random_init(self.embed.weight)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
@@ -271,20 +278,214 @@ class Transformer(nn.Module):
         cos, sin = self.rope(pos)
         for block in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, cache, pos, mask, use_reentrant=False)
+                x = recomputed(block, x, cos, sin, cache, pos, mask, use_reentrant=False)
             else:
                 x = block(x, cos, sin, cache, pos, mask)
         return self.norm(x)
 
     def forward(self, ids, cache=None):
-        """ids (B, T) -> logits (B, T, V) in the model's dtype. For log-probs prefer
-        plumbing/logprobs.py, which makes no (B, T, V) tensor."""
+        """ids (B, T) -> logits (B, T, V) in the model's dtype. For log-probs prefer token_logprobs,
+        which makes no (B, T, V) tensor."""
         return self.lm_head(self.hidden(ids, cache))
 
 
-def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none"):
-    """A Transformer from a Hugging Face folder or hub id, frozen; see plumbing.checkpoint.load."""
-    from plumbing.checkpoint import (
-        load as read,  # the one import from a higher layer: a public name
-    )
-    return read(path_or_hub_id, device, dtype, quant)
+# ---- log-probs of tokens
+
+
+class HeadLogits(torch.autograd.Function):
+    """hidden (S, C) @ weight (V, C)^T -> (S, V) float32, for 16-bit factors on the GPU: rounded to
+    bfloat16 on its way out of the GEMM, a logit of 20 would move by up to 0.06."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # (S, C) @ (C, V)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        need_hidden, need_weight = ctx.needs_input_grad
+        return (grad @ weight if need_hidden else None,  # (S, V) @ (V, C)
+                grad.t() @ hidden if need_weight else None)  # (V, S) @ (S, C)
+
+
+def logits(hidden, weight):
+    """hidden (S, C) times an LM head (V, C): logits (S, V) in float32 (float64 for float64), which
+    sampler and trainer both use."""
+    if hidden.is_cuda and hidden.dtype in HALVES:
+        return HeadLogits.apply(hidden, weight)
+    x = hidden @ weight.t()  # (S, C) @ (C, V)
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def score(hidden, weight, targets, temperature, valid_vocab):
+    """(log p(target) (c,), entropy (c,)) of a chunk's hidden (c, C) and targets (c,)."""
+    # Qwen's embedding has rows past the tokenizer's last id: they have probability 0. Tokens were
+    # sampled from the tempered distribution.
+    x = logits(hidden, weight)[:, :valid_vocab] / temperature  # (c, V)
+    lp = torch.log_softmax(x, dim=-1)
+    entropy = torch.special.entr(lp.detach().exp()).sum(1)  # -p log p, and 0 at p = 0
+    return lp.gather(1, targets[:, None])[:, 0], entropy
+
+
+def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, chunk=None):
+    """log p(target) and entropy (nats) of softmax(hidden @ weight.T / temperature): (S,), (S,),
+    float32.
+
+    hidden (S, C): final-normed states of the positions that *predict* the targets; weight (V, C):
+    the LM head; targets (S,) long in [0, valid_vocab). logp is differentiable in hidden, and in
+    weight if it requires grad; the entropy is a detached metric. `chunk`: tokens at a time
+    (default: 0.5 GiB of float32 logits); a chunk's logits are recomputed in backward, so that no
+    (S, V) tensor ever exists."""
+    if temperature <= 0:
+        raise ValueError(f"--temperature {temperature}: must be > 0; greedy decoding has no "
+                         "log-prob to train on")
+    V = weight.shape[0]
+    valid_vocab = V if valid_vocab is None else valid_vocab
+    if not 0 < valid_vocab <= V:
+        raise ValueError(f"valid_vocab {valid_vocab} is outside 1..{V}, the rows of the LM head")
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}: want "
+                         "(S, C) and (S,)")
+    chunk = chunk or max(1, 2**27 // V)
+    parts = [recomputed(score, h, weight, t, temperature, valid_vocab, use_reentrant=False)
+             for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
+    logp, entropy = zip(*parts, strict=True)
+    return torch.cat(logp), torch.cat(entropy)
+
+
+# ---- checkpoints
+
+
+def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None,
+         **awq):
+    """A Transformer from a Hugging Face folder or hub id, frozen, in eval mode.
+
+    dtype: of embeddings, norms, biases and (unquantized) weights; None: as stored. quant: none, or
+    one of nvfp4.FORMATS. calibration: ids (B, T), with which AWQ chooses the scales (nvfp4.py; awq:
+    its options); the report is then in model.awq. FileNotFoundError / ValueError with one line that
+    names the file or tensor."""
+    folder = checkpoint.fetch(path_or_hub_id)
+    source = checkpoint.Checkpoint(folder)
+    return build(read_config(folder), source, device, dtype, quant, calibration, **awq)
+
+
+def read_config(folder):
+    """The Config of a checkpoint folder (or of a config.json itself)."""
+    return Config(**checkpoint.read_config(folder))
+
+
+def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None,
+          **awq):
+    """A Transformer of `config` with the tensors of `source`, a checkpoint.Checkpoint."""
+    model = skeleton(config)
+    if calibration is None:
+        for _ in stream(model, source, device, dtype, quant):
+            pass
+    else:
+        model.awq = []
+        blocks = stream(model, source, device, dtype)
+        for path, rows in nvfp4.calibrated(model, blocks, quant, calibration, device, **awq):
+            model.awq += [{"layer": int(path.split(".")[1]), **row} for row in rows]
+    return model.eval()
+
+
+def skeleton(config):
+    """A Transformer without memory, on the meta device."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def pieces(config):
+    """The paths of a model's pieces in the order of `stream`: embed, norm, lm_head (unless it is
+    the embedding), layers.0, layers.1, ..."""
+    ends = ["embed", "norm"] if config.tie_word_embeddings else ["embed", "norm", "lm_head"]
+    return ends + [f"layers.{i}" for i in range(config.num_hidden_layers)]
+
+
+@torch.no_grad()
+def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
+    """Fill a skeleton from `source` piece by piece; yields the path of each of `pieces` when it
+    is done. The embedding is there from the beginning.
+
+    One tensor at a time moves to the device: memory holds the pieces that the caller has not
+    dropped (model.layers[i] = None) and one projection as stored. quant != none turns each
+    projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
+    so in its config.json). dtype None: as stored. ends: the device of embedding, norm and head, if
+    not `device`. ValueError at the end if tensors are left that fit nowhere."""
+    for piece in pieces(model.config):
+        place = device if piece.startswith("layers.") else ends or device
+        for path, m in list(model.get_submodule(piece).named_modules(prefix=piece)):
+            if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or the user's own
+                m.noise = torch.zeros_like(noise, device=place)
+            if path.endswith("_proj"):
+                model.set_submodule(path, read_linear(m, path, source, quant, dtype, place))
+            elif hasattr(m, "weight"):
+                w = source.get(weight_name(path), m.weight.shape, dtype, place)
+                m.weight = nn.Parameter(w, requires_grad=False)
+        if piece == "embed" and model.config.tie_word_embeddings:
+            model.lm_head.weight = model.embed.weight
+            source.check_tied_head(model.embed.weight)
+        yield piece
+    source.check_all_used()
+
+
+def weight_name(path):
+    """The checkpoint's name of the weight of a norm, of the embedding or of the head."""
+    if path in ("embed", "lm_head"):
+        return {"embed": "model.embed_tokens", "lm_head": "lm_head"}[path] + ".weight"
+    return f"model.{path}.weight".replace(".attn.", ".self_attn.")
+
+
+def read_linear(m, path, source, quant, dtype, device):
+    """The linear for the fused projection at `path` (its shape is that of the meta Linear `m`), its
+    parts read in row order.
+
+    Weights are rounded to `quant` from what is stored, whatever `dtype` is: so an adapter meets the
+    same four bits on all devices, in a converted checkpoint and in a merge. From a checkpoint that
+    is quantized already they are taken unchanged, and a projection that it left in 16 bits stays a
+    Linear."""
+    K, fmt = m.shape[1], source.check_format(quant, nvfp4.FORMATS)
+    names = {f"{prefix(path)}.{part}": n for part, n in m.parts.items()}
+    bias = None
+    if m.bias is not None:
+        bias = torch.cat([source.get(f"{name}.bias", (n,), dtype, device)
+                          for name, n in names.items()])
+    if fmt and not all(f"{name}.weight" in source for name in names):
+        parts = [source.packed(name, n, K, fmt, nvfp4.FORMATS[fmt], device)
+                 for name, n in names.items()]
+        codes, scale, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        scale = scale.view(nvfp4.FORMATS[fmt].scale_dtype)
+        return nvfp4.QuantLinear(nvfp4.Quantized(fmt, m.shape, codes, scale, top), m.parts, bias)
+    rounds = quant != "none" and not fmt
+    weight = torch.cat([source.get(f"{name}.weight", (n, K), None if rounds else dtype, device)
+                        for name, n in names.items()])
+    if rounds:
+        return nvfp4.QuantLinear(nvfp4.quantize(weight, quant, path), m.parts, bias)
+    m.weight = nn.Parameter(weight, requires_grad=False)
+    m.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return m
+
+
+def tensors(piece, path=""):
+    """Yields (name, tensor) for everything below `piece`, the module at `path` of a model, as a
+    checkpoint stores it. A tied head is not stored, and neither is an adapter."""
+    embedding = None
+    for at, m in piece.named_modules(prefix=path):
+        if at.endswith("_proj"):
+            row = 0
+            for part, n in m.parts.items():
+                name, rows = f"{prefix(at)}.{part}", slice(row, row + n)
+                row += n
+                if m.q is None:
+                    yield f"{name}.weight", m.base.weight[rows]
+                else:
+                    yield from checkpoint.packed_tensors(name, m.q, rows)
+                if m.bias is not None:
+                    yield f"{name}.bias", m.bias[rows]
+        elif isinstance(m, nn.Embedding):
+            embedding = m.weight
+            yield weight_name(at), m.weight
+        elif isinstance(m, RMSNorm) or at == "lm_head" and m.weight is not embedding:
+            yield weight_name(at), m.weight

@@ -1,5 +1,5 @@
 """
-Four-bit weights: NVFP4, MXFP4 and NF4 explained, and the quantized linear.
+Four-bit weights: the format, rounding to it, the quantized linear, and AWQ's better scales.
 
 NVFP4, the format of the paper, bit by bit. A weight becomes an E2M1 code: sign, two exponent bits,
 one mantissa bit,
@@ -23,30 +23,239 @@ MXFP4 has the same values, blocks of 32 and a power-of-two scale (E8M0: a bare e
 bits. NF4 (QLoRA) looks codes up in 16 quantiles of a normal, blocks of 64 with a float32 absmax,
 without double quantization: 4.5 bits. Embeddings, lm_head, norms and biases stay in 16 bits.
 
-The arithmetic is in plumbing/formats.py, which also describes how codes lie in memory; a checkpoint
-has them two to a byte (plumbing/checkpoint.py). lab/awq.py chooses better scales with
-calibration text, and lab/convert.py has the commands below.
+In memory, and in checkpoints, two codes share a byte: the even column in the low four bits.
+
+    byte      0      1      2
+    column   1 0    3 2    5 4        (high four bits, low four bits)
+
+AWQ (Lin et al., arXiv 2306.00978), at the end of this file, chooses better scales with calibration
+text. Your own format is one more row of FORMATS: 16 ascending values, and a float32 scale for each
+16, 32, 64 or 128 weights. INT4, say, is
+
+    FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
 
 Left out: quantized activations, and NF4's double quantization.
 
+    q = quantize(w, "nvfp4"); w_hat = dequantize(q)
     python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --out qwen-3b-nvfp4/
-    python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
 
-Shapes: N rows (outputs), K columns (inputs), K/block scales a row.
+Shapes: N rows (outputs), K columns (inputs), K/block scales a row. AWQ: B sequences, T tokens, C
+hidden, H query heads, Hkv kv heads, D head size, G = H / Hkv.
 """
-from plumbing.formats import FORMATS, Quantized, dequantize, quantize
+import math
+import os
+import sys
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-__all__ = ["FORMATS", "QuantLinear", "Quantized", "dequantize", "quantize"]
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+       0.7229568362236023, 1.0)
+
+
+@dataclass(frozen=True)
+class Format:
+    """block: columns that share a scale. scale_dtype: its stored type (uint8: an E8M0 exponent
+    byte, 2^(s-127)). values: those of the 16 codes; with float32 scales they are looked up, with
+    others they are E2M1's. bits: a weight's, its share of the scale included. ValueError for what
+    the kernels cannot decode."""
+
+    block: int
+    scale_dtype: torch.dtype
+    values: tuple
+
+    def __post_init__(self):
+        want = tuple(sorted({*self.codebook})) if self.codebook else E2M1
+        if self.block not in (16, 32, 64, 128) or len(want) != 16 or self.values != want:
+            raise ValueError(f"{self}: a block has 16, 32, 64 or 128 columns, a codebook 16 "
+                             "ascending values and float32 scales")
+        if self.codebook and not (all(map(math.isfinite, want)) and want[-1] > 0):
+            raise ValueError(f"{self}: the last value stands for a block's largest |weight|: it "
+                             "must be above 0, and all of them finite")
+
+    @property
+    def codebook(self):
+        """The values if codes are looked up, the last one a block's absmax; None for E2M1."""
+        return self.values if self.scale_dtype == torch.float32 else None
+
+    @property
+    def bits(self):
+        return 4 + 8 * self.scale_dtype.itemsize / self.block
+
+
+FORMATS = {
+    "nvfp4": Format(16, torch.float8_e4m3fn, E2M1),
+    "mxfp4": Format(32, torch.uint8, E2M1),
+    "nf4": Format(64, torch.float32, NF4),
+}
+OURS = tuple(FORMATS)  # a script may add others
+PORTION = 1 << 25  # weights that are rounded at a time: the temporaries are several times that
+
+
+@dataclass
+class Quantized:
+    """One quantized weight (N, K): codes (N, K/2) uint8, two a byte; scale (N, K/block) in its
+    stored type; global_scale (N,) float32: the same number in every row of a tensor, but the parts
+    of a fused projection may differ."""
+
+    fmt: str
+    shape: tuple
+    codes: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor
+
+    @property
+    def format(self):
+        return FORMATS[self.fmt]
+
+    def dequantize(self):
+        """w_hat (N, K) float32."""
+        return to_values(unpack(self.codes), self.fmt, self.scale, self.global_scale)
+
+
+# ---- rounding
+
+
+def quantize(w, fmt="nvfp4", name="weight"):
+    """Round w (N, K), any float dtype, to `fmt` -> Quantized. ValueError if K is not a multiple of
+    the block, or w is not finite."""
+    return encode(w, fmt, *block_scales(w, fmt, name))
+
+
+def dequantize(q):
+    """w_hat (N, K) float32 of a Quantized."""
+    return q.dequantize()
+
+
+def block_scales(w, fmt, name="weight"):
+    """(scale (N, K/block) in its stored type, global_scale (N,) float32) of w (N, K), as
+    round-to-nearest uses them."""
+    if fmt not in FORMATS:
+        raise ValueError(f"--quant {fmt}: unknown format, choose from none, {', '.join(FORMATS)}")
+    if fmt not in ("nvfp4", "mxfp4") and not FORMATS[fmt].codebook:
+        raise ValueError(f"--quant {fmt}: a format of one's own has a codebook and float32 scales; "
+                         "E4M3's are nvfp4's alone, E8M0's mxfp4's")
+    (N, K), block = w.shape, FORMATS[fmt].block
+    if K % block:
+        raise ValueError(f"{name}: K = {K} is not divisible by {fmt}'s block of {block}; "
+                         "choose another --quant")
+    # NaN and inf come through; the abs is for blocks of zeros, whose maximum may be -0
+    low, high = w.detach().reshape(N, K // block, block).aminmax(dim=-1)
+    amax = torch.maximum(-low, high).abs().float()  # (N, K/block)
+    if not torch.isfinite(amax).all():
+        raise ValueError(f"{name}: the weight holds NaN or inf, it cannot be quantized; "
+                         "check the checkpoint")
+    one = torch.ones(N, device=w.device)
+    if book := FORMATS[fmt].codebook:
+        return amax / book[-1], one
+    if fmt == "mxfp4":  # OCP: 2^(floor(log2 amax) - 2), 2 the exponent of E2M1's largest value
+        _, exponent = torch.frexp(amax)  # amax = m * 2^exponent with m in [0.5, 1)
+        return torch.where(amax > 0, exponent - 3 + 127, 1).clamp(min=1).to(torch.uint8), one
+    # The floor keeps 1/global finite when a whole tensor is (almost) zero. Checkpoints store the
+    # reciprocal; taking it twice makes global a number whose reciprocal leads back to it, so that
+    # saving and loading changes no bit.
+    top = (amax.max() / (6 * 448)).clamp(min=torch.finfo(torch.float32).tiny)
+    top = 1 / (1 / top)
+    # the cast rounds to nearest even
+    return (amax / 6 / top).to(torch.float8_e4m3fn), one * top
+
+
+def encode(w, fmt, scale, global_scale):
+    """w (N, K) rounded to the grid of given scales (as from block_scales) -> Quantized."""
+    codes = [pack(nearest(w[rows], fmt, scale[rows], global_scale[rows])) for rows in portions(w)]
+    return Quantized(fmt, tuple(w.shape), torch.cat(codes), scale, global_scale)
+
+
+def snap(w, fmt, scale, global_scale):
+    """w (N, K) rounded to the grid of given scales and back, float32: dequantize(encode(...))
+    without the packing."""
+    out = torch.empty(w.shape, device=w.device)
+    for rows in portions(w):
+        grid = fmt, scale[rows], global_scale[rows]
+        out[rows] = to_values(nearest(w[rows], *grid), *grid)
+    return out
+
+
+def portions(w):
+    """Slices of the rows of w, about PORTION weights each: a 72B model's projection has 5e8."""
+    step = max(1, PORTION // w.shape[1])
+    return [slice(i, i + step) for i in range(0, len(w), step)]
+
+
+def nearest(w, fmt, scale, global_scale):
+    """uint8 codes (N, K) of the values nearest to w (N, K) on the grid of these scales."""
+    block = FORMATS[fmt].block
+    w = w.detach().float().reshape(len(w), -1, block)  # (N, K/block, block)
+    step = (scale_value(scale, fmt) * global_scale[:, None])[..., None]  # (N, K/block, 1)
+    # a scale of 0 (zeros, or too small for its type): the block rounds as zeros, not as w / 0
+    x = torch.where(step > 0, w / step, 0).flatten(1)  # (N, K)
+    book = FORMATS[fmt].codebook
+    return round_to(book, x) if book else round_e2m1(x)
+
+
+def to_values(codes, fmt, scale, global_scale):
+    """w_hat (N, K) float32: value[code] * block scale, which is exact, * global scale."""
+    N, K = codes.shape
+    values = torch.tensor(FORMATS[fmt].values, device=codes.device)[codes.int()]  # (N, K)
+    values = values.view(N, -1, FORMATS[fmt].block) * scale_value(scale, fmt)[..., None]
+    return values.view(N, K) * global_scale[:, None]
+
+
+def scale_value(scale, fmt):
+    """Stored block scales (N, K/block) as float32."""
+    if fmt == "mxfp4":  # the byte is a float32's exponent field; 0 is 2^-127, a float32 subnormal
+        return torch.where(scale > 0, scale.int() << 23, 1 << 22).view(torch.float32)
+    return scale.float()
+
+
+def scale_bits(scale):
+    """Stored block scales in a type that all operations take: bytes, or float32 as it is."""
+    return scale.view(torch.uint8) if scale.itemsize == 1 else scale
+
+
+def round_e2m1(x):
+    """Codes (uint8) of the E2M1 values nearest to x, ties to the even mantissa, saturating at 6."""
+    a, code = x.abs(), torch.zeros_like(x, dtype=torch.uint8)
+    # a midpoint of the grid and whether its upper neighbour has the even mantissa (codes 2, 4, 6)
+    for midpoint, ties_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1),
+                              (5.0, 0)):
+        code += (a >= midpoint) if ties_up else (a > midpoint)
+    return code + ((x < 0) & (code > 0)).to(torch.uint8) * 8
+
+
+def round_to(codebook, x):
+    """Codes (uint8) of the entries of an ascending codebook nearest to x."""
+    table = torch.tensor(codebook, device=x.device)
+    return torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+
+
+def pack(codes):
+    """Codes (N, K), one uint8 each in 0..15 -> (N, K/2) uint8, the even column in the low four
+    bits."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack(packed):
+    """The inverse of pack: (N, K/2) -> codes (N, K) uint8."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)  # (N, K/2, 2) -> (N, K)
+
+
+# ---- the quantized linear
 
 
 class QuantLinear(nn.Module):
     """model.Linear with its weight in four bits: y = x w_hat^T + b; see there for the interface.
 
-    On the GPU codes are decoded inside the GEMM; on the CPU one dequantized copy is cached,
-    because decoding costs more there than memory does."""
+    On the GPU codes are decoded in marlin_triton.py's kernel; on the CPU one dequantized copy is
+    cached, because decoding costs more there than memory does."""
 
     adapter = None
 
@@ -67,7 +276,7 @@ class QuantLinear(nn.Module):
         return Quantized(self.fmt, self.shape, self.codes, self.scale, self.global_scale)
 
     def dense(self):
-        return dequantize(self.q)
+        return self.q.dequantize()
 
     def weight_in(self, dtype):
         if self.copy is None or self.copy.dtype != dtype:
@@ -87,7 +296,253 @@ class QuantLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-if __name__ == "__main__":
-    from lab.convert import quantize_command
+# ---- AWQ: activation-aware scales
+#
+# Rounding errors of a weight column are multiplied by that input channel's activations, and few
+# channels are large. AWQ scales the columns up where activations are large, W diag(s), and the
+# activations down, diag(s)^-1 x, before rounding. The second factor is folded into whatever makes
+# x, so that the model stays the same function and gets no new operation:
+#
+#     q,k,v   <- input_layernorm's weight
+#     o       <- the v rows of qkv (one s for all heads that share a kv head)
+#     gate,up <- post_attention_layernorm's weight
+#     down    <- the up rows of gate_up
+#
+# s = mean|x|^a, normalised; a goes over a grid in [0, 1] and the one with the least output error
+# || (Q(W s) / s - W) X ||^2 on calibration text wins. a = 0 is s = 1, plain rounding. Then each
+# block's scale is searched for among its neighbours (AWQ calls its form of this weight clipping):
+# the largest weight need not sit on the grid's end, if the other 15 gain by it. The error needs no
+# stored activations: with H = X^T X it is sum((D H) * D), D = Q(W s) / s - W.
+#
+# AQN's noise is added to the folded norm weights, w / s: it is then relative to those.
 
-    quantize_command()
+GRID = 20  # exponents tried: 0, 1/20, ..., 1
+FINALISTS = 3  # exponents whose block scales are searched, besides 0
+BATCH = 8  # calibration sequences that go through a block together
+LINEARS = {"qkv_proj": "attn", "o_proj": "attn", "gate_up_proj": "mlp", "down_proj": "mlp"}
+
+
+class Stats:
+    """H = X^T X / n (K, K) and mean|x| (K,) of a linear's inputs, gathered by a forward hook."""
+
+    def __init__(self, K, device):
+        self.H = torch.zeros(K, K, device=device)
+        self.mean = torch.zeros(K, device=device)
+        self.n = 0
+
+    def __call__(self, module, args):
+        x = args[0].reshape(-1, self.mean.numel()).float()  # (B*T, K)
+        self.H += x.T @ x  # (K, B*T) @ (B*T, K)
+        self.mean += x.abs().sum(0)
+        self.n += x.shape[0]
+
+
+def output_error(D, H):
+    """sum over rows of d H d^T: the squared output error of a weight error D (N, K), for inputs
+    with X^T X = H (K, K)."""
+    return ((D @ H) * D).sum().item()  # (N, K) @ (K, K)
+
+
+def neighbours(scale, fmt):
+    """Block scales near `scale`, in the stored type: what `search_blocks` tries."""
+    if FORMATS[fmt].codebook:
+        return [scale * f for f in (0.75, 0.8, 0.84, 0.88, 0.91, 0.94, 0.97, 1.03, 1.06, 1.1)]
+    # neighbouring bytes are neighbouring values: E4M3 has eight to an octave
+    byte = scale_bits(scale).int()
+    top, low, high = (254, -1, 1) if fmt == "mxfp4" else (126, -6, 8)
+    return [(byte + d).clamp(1, top).to(torch.uint8).view(scale.dtype)
+            for d in range(low, high + 1) if d]
+
+
+def search_blocks(w, fmt, scale, global_scale, H):
+    """The block scales (N, K/block), for each block the one with the least output error among
+    `scale` and its neighbours."""
+    (N, K), b = w.shape, FORMATS[fmt].block
+    diagonal = torch.stack([H[i : i + b, i : i + b] for i in range(0, K, b)])  # (K/b, b, b)
+
+    def errors(s):
+        d = (snap(w, fmt, s, global_scale) - w).view(N, K // b, b).transpose(0, 1)  # (K/b, N, b)
+        return ((d @ diagonal) * d).sum(-1).T  # (N, K/b)
+
+    best, least = scale.clone(), errors(scale)
+    for s in neighbours(scale, fmt):
+        e = errors(s)
+        better = e < least
+        least = torch.where(better, e, least)
+        scale_bits(best)[better] = scale_bits(s)[better]
+    return best
+
+
+class Trial(NamedTuple):
+    """Channel scales s = mean|x|^exponent (K,), `blocks`: the block scales and the global one, and
+    the output error of rounding with both."""
+
+    error: float
+    exponent: float
+    s: torch.Tensor
+    blocks: tuple
+
+
+BY_ERROR = attrgetter("error")
+
+
+class Search:
+    """One linear: the best scales of its input channels, and its quantized weight.
+
+    w (N, K) float32, H (K, K), magnitude (K,) = mean|x| (already shared over tied channels), exact:
+    s -> the s that folding realises exactly, divide (N,): what w's rows will be divided by, because
+    they feed a scaled consumer. grid 0: no channel scales; finalists None: no search of block
+    scales. Errors are relative to || W X ||^2: `rtn` for plain rounding, `channels` for the best
+    channel scales alone, `awq` for what was chosen."""
+
+    def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=GRID,
+                 finalists=FINALISTS):
+        power = output_error(w, H) or 1.0
+        divide = torch.ones(len(w), 1, device=w.device) if divide is None else divide[:, None]
+
+        def attempt(exponent, s, search=False):
+            t = w * s / divide
+            scale, top = block_scales(t, fmt)
+            if search:
+                scale = search_blocks(t, fmt, scale, top, H / s / s[:, None])
+            d = snap(t, fmt, scale, top) * divide / s - w
+            return Trial(output_error(d, H) / power, exponent, s, (scale, top))
+
+        self.rtn = output_error(snap(w, fmt, *block_scales(w, fmt)) - w, H) / power
+        trials = [attempt(0.0, torch.ones_like(magnitude))]
+        for i in range(1, grid + 1):
+            s = magnitude.clamp(min=1e-8) ** (i / grid)
+            trials.append(attempt(i / grid, exact(s / (s.max() * s.min()).sqrt())))
+        best = min(trials, key=BY_ERROR)
+        self.channels = best.error
+        if finalists is not None:
+            # a search of blocks costs ten trials, and evens out much of the difference between
+            # exponents: only for the best of them, and 0
+            for plain in sorted(trials[1:], key=BY_ERROR)[:finalists] + trials[:1]:
+                found = attempt(plain.exponent, plain.s, search=True)
+                best = min(best, found, key=BY_ERROR)
+        self.exponent, self.s, self.awq = best.exponent, best.s, best.error
+        self.q = encode(w * best.s / divide, fmt, *best.blocks)
+
+
+def quantize_block(block, stats, config, fmt, **options):
+    """Replace the four linears of `block` (model.Block, 16-bit weights) by QuantLinears, its norms
+    by folded ones.
+
+    stats: {name: Stats} of its linears; options: grid, finalists of Search. Returns a row of the
+    report for each linear: {"linear", "exponent", "rtn", "channels", "awq"}."""
+    H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    # a head of v's rows feeds D inputs of o for each of G heads; a row of up feeds one of down
+    v_rows = (H + Hkv) * D, H // Hkv, D
+    up_rows = config.intermediate_size, 1, 1
+    return [*quantize_pair(block.attn, ("qkv_proj", "o_proj"), block.input_layernorm, v_rows,
+                           stats, fmt, options),
+            *quantize_pair(block.mlp, ("gate_up_proj", "down_proj"), block.post_attention_layernorm,
+                           up_rows, stats, fmt, options)]
+
+
+def quantize_pair(owner, names, norm, feeding, stats, fmt, options):
+    """Quantize two linears of `owner`: a producer behind `norm`, and the consumer that its last
+    rows feed. feeding: (the first of these rows, G, D): D rows for D inputs of each of G heads."""
+    producer, consumer = (getattr(owner, name) for name in names)
+    first_row, G, D = feeding
+
+    # The consumer first. Its scales divide the producer's rows, so heads that read the same rows
+    # must share one scale.
+    mean = stats[names[1]].mean.view(-1, G, D).mean(1, keepdim=True)  # (Hkv, 1, D)
+    mean = mean.expand(-1, G, D).flatten()  # (H*D,)
+    consumed = Search(consumer.dense(), stats[names[1]].H, mean, fmt, **options)
+    divide, produced = search_producer(producer, norm, consumed.s, feeding, stats[names[0]], fmt,
+                                       options)
+    if produced.awq > produced.rtn:  # worse than plain rounding: the consumer gets no scales
+        consumed = Search(consumer.dense(), stats[names[1]].H, mean, fmt, **options | {"grid": 0})
+        divide, produced = search_producer(producer, norm, consumed.s, feeding, stats[names[0]],
+                                           fmt, options)
+
+    norm.weight.data = folded(norm.weight, produced.s)
+    bias = producer.bias
+    if bias is not None:
+        bias = (bias.float() / divide).to(bias.dtype)
+    setattr(owner, names[0], QuantLinear(produced.q, producer.parts, bias))
+    setattr(owner, names[1], QuantLinear(consumed.q, consumer.parts, consumer.bias))
+    return [{"linear": name, "exponent": s.exponent, "rtn": s.rtn, "channels": s.channels,
+             "awq": s.awq} for name, s in zip(names, (produced, consumed), strict=True)]
+
+
+def search_producer(producer, norm, s, feeding, stats, fmt, options):
+    """(what the producer's rows are divided by (N,), its Search) for a consumer whose input
+    channels have the scales s."""
+    first_row, G, D = feeding
+    divide = torch.ones(producer.shape[0], device=s.device)
+    divide[first_row:] = s.view(-1, G, D).mean(1).flatten()  # the G heads have the same
+    return divide, Search(producer.dense(), stats.H, stats.mean, fmt,
+                          lambda s: foldable(norm.weight, s), divide, **options)
+
+
+def folded(weight, s):
+    """A norm's weight (C,) / s, in its dtype; unchanged where that is 0 or infinite."""
+    w = (weight / s).to(weight.dtype)
+    return torch.where((w != 0) & torch.isfinite(w), w, weight)
+
+
+def foldable(weight, s):
+    """The s that `folded` divides by, rounding included; 1 where the weight is 0."""
+    return torch.where(weight == 0, 1.0, weight.float() / folded(weight, s).float())
+
+
+@torch.no_grad()
+def calibrated(model, pieces, fmt, ids, device, held_out=None, **options):
+    """Quantize the blocks of a model as they arrive in `pieces` (model.stream); yields (path, rows
+    of the report) for each piece.
+
+    ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
+    calibrated on what the 16-bit model feeds it, and one pass a layer is enough. held_out (or
+    None): carried along, as lab/convert.py's HeldOut; options: grid, finalists of Search."""
+    x, rope = None, model.rope(torch.arange(ids.shape[1], device=device)[None])
+    for path in pieces:
+        if not path.startswith("layers."):
+            yield path, []
+            continue
+        block = model.get_submodule(path)
+        if x is None:  # the embedding comes before the blocks, and may be stored in another dtype
+            dtype = block.attn.qkv_proj.weight.dtype
+            x = model.embed(ids.to(model.embed.weight.device)).to(device, dtype)  # (B, T, C)
+            if held_out:
+                held_out.begin(model, device, dtype)
+        stats = gather(block, x, rope)
+        if held_out:
+            through(block, held_out.before, held_out.rope)
+        rows = quantize_block(block, stats, model.config, fmt, **options)
+        if held_out:
+            through(block, held_out.after, held_out.rope)
+        del block, stats  # so that the caller can free it
+        yield path, rows
+
+
+def gather(block, x, rope):
+    """{linear: Stats} of a block's inputs; x (B, T, C) goes through it, in place."""
+    stats, hooks = {}, []
+    for name, owner in LINEARS.items():
+        linear = block.get_submodule(f"{owner}.{name}")
+        stats[name] = Stats(linear.shape[1], x.device)
+        hooks.append(linear.register_forward_pre_hook(stats[name]))
+    through(block, x, rope)
+    for hook in hooks:
+        hook.remove()
+    for s in stats.values():
+        s.H /= s.n
+        s.mean /= s.n
+    return stats
+
+
+def through(block, x, rope):
+    """x (B, T, C) through a block, in place, a few sequences at a time."""
+    for rows in x.split(BATCH):
+        rows.copy_(block(rows, *rope))
+
+
+if __name__ == "__main__":
+    # the command runs the model, which imports this file: a process of its own, so that no class
+    # exists twice
+    command = Path(__file__).resolve().parent / "lab" / "convert.py"
+    os.execv(sys.executable, [sys.executable, str(command), "quantize", *sys.argv[1:]])

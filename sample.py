@@ -3,41 +3,108 @@ Sampling: prompts in, completions with the log-prob of each token out.
 
 `generate` is what training, evaluation and the command line call. A prompt is prefilled once and
 its keys and values are copied to the rows of its group; then all rows decode together, one token a
-step. A row lives in a slot: when it finishes, a waiting row takes the slot, and when none waits,
-the last row moves into the hole and the batch shrinks.
+step, and leave when they have ended. On a GPU a step is one CUDA graph: a few hundred kernels that
+the host could not launch as fast as they run.
 
 What a row draws depends on (seed, prompt index, sample index, position) and its logits, never on
-what else is in the batch. fast/engine.py has the engines: the model's modules on the CPU, CUDA
-graphs of fast/decode.py's kernels on the GPU. The GPU's stays attached to the model between
-calls, with its keys and values, until `release(model)`.
+what else is in the batch: no random state, one uniform number from a hash, and the id read off the
+cumulative distribution.
 
-Left out: beam search, repetition penalties, stop strings, speculative decoding.
+Left out: beam search, repetition penalties, stop strings, speculative decoding; slots that waiting
+rows refill (fast/scheduler.py).
 
     python sample.py --prompt "What is 3 + 4 * 5?"
     python sample.py --model Qwen/Qwen2.5-0.5B-Instruct --file prompts.txt --out out.jsonl --n 4
+
+Shapes: P prompts, B rows, T tokens, C hidden, V vocabulary, L layers, Hkv kv heads, S cached
+positions, D head size.
 """
+import importlib.util
 import math
 import sys
-import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
-from plumbing import flags
-from plumbing.draw import row_keys
-from plumbing.files import lines, read_jsonl, write_jsonl
-from plumbing.tokenizer import styled
+from plumbing import checkpoint, flags, policy, ranks
+from plumbing.command import number
+from plumbing.files import check_out, lines, read_jsonl, write_jsonl
+from plumbing.flags import Flag
+from plumbing.tokenizer import SUFFIX, styled
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from fast.engine import Eager, engine_for, onednn_linears, prefill, release
+import data
+import lora
+import model as qwen
+import nvfp4
+from model import KVCache, to_device
 
-__all__ = ["Sample", "generate", "release"]
 MAX_ROWS = 256  # rows that decode together, if the caller does not say
+PREFILL_TOKENS = 8192  # tokens of prompts that go through the model together, padding included
+BUCKET = 256  # a graph's attention looks at a multiple of so many positions
+
+
+# ---- how a token is drawn
+
+
+def signed(x):
+    """A 64-bit number as torch's int64 holds it."""
+    return (x & (2**64 - 1)) - (2**64 if x >> 63 & 1 else 0)
+
+
+# splitmix64 (Steele, Lea and Flood 2014): the golden ratio, and its finalizer's multipliers
+GOLDEN, MIX1, MIX2 = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def mix(z):
+    """splitmix64's finalizer on int64 tensors. torch multiplies modulo 2^64 and shifts
+    arithmetically, hence the masks."""
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * MIX1
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * MIX2
+    return z ^ (z >> 31 & (1 << 33) - 1)
+
+
+def row_keys(seed, prompt, sample):
+    """int64 key of each row from its prompt and sample index (int64 tensors); `uniform` turns it
+    into numbers."""
+    key = mix(torch.full_like(prompt, signed(seed)) + GOLDEN)
+    return mix(mix(key + prompt * GOLDEN) + sample * GOLDEN)
+
+
+def uniform(key, position):
+    """One number in (0, 1) for each row: 23 bits of the hash, centred, so that float32 holds it
+    and it is never 0 or 1."""
+    bits = mix(key + (position + 1) * GOLDEN) >> 41 & (1 << 23) - 1
+    return (bits.float() + 0.5) * 2.0**-23
+
+
+def sample_ids(logits, u, temperature=1.0, top_p=1.0):
+    """Draw one id a row by inverting the cumulative distribution at u.
+
+    logits (B, V) of valid ids only, u (B,) in (0, 1) -> ids (B,) long, logprobs (B,) float32 under
+    the whole tempered distribution. temperature 0 is greedy. top_p keeps the most likely ids up to
+    and including the one that crosses top_p."""
+    if temperature == 0:
+        logp, ids = logits.float().log_softmax(-1), logits.argmax(-1)
+    else:
+        logp = (logits.float() / temperature).log_softmax(-1)
+        p, order = logp.exp(), None
+        if top_p < 1:
+            p, order = p.sort(dim=-1, descending=True, stable=True)
+            before = p.cumsum(-1) - p  # mass of the ids that are likelier
+            p = p.masked_fill(before >= top_p, 0)
+        cdf = p.cumsum(-1)
+        # the first id whose cdf exceeds u * total; an id of probability 0 does not raise the cdf,
+        # so it is never drawn
+        ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
+        ids = ids.clamp(max=cdf.shape[1] - 1)
+        ids = (ids if order is None else order.gather(1, ids))[:, 0]
+    return ids, logp.gather(1, ids[:, None])[:, 0]
+
+
+# ---- generate
 
 
 @dataclass
@@ -52,182 +119,189 @@ class Sample:
     finished: bool = False
 
 
-@dataclass(eq=False)  # equal to itself alone: a key of Flight.places
+@dataclass
 class Row:
-    """A Sample in the making."""
+    """A Sample in the making: the j-th of prompt number p."""
 
-    p: int  # its prompt's number
-    j: int  # its own among that prompt's
+    p: int
+    j: int
     prompt: list  # ids
     limit: int  # new tokens at most
     key: int  # of its random numbers
     sample: Sample
-    launched: int = 0  # steps that the engine was told to decode for it
 
     @property
     def ended(self):
         return self.sample.finished or len(self.sample.ids) == self.limit
 
-    def take(self, ids, logprobs, eos):
-        """Drawn tokens into the sample, up to its end; returns them."""
-        ids = ids[: self.limit - len(self.sample.ids)]
-        if not eos.isdisjoint(ids):
-            ids = ids[: 1 + next(i for i, t in enumerate(ids) if t in eos)]
-            self.sample.finished = True
-        self.sample.ids += ids
-        self.sample.logprobs += logprobs[: len(ids)]
-        return ids
-
-
-class Flight(NamedTuple):
-    """Steps that an engine was told to decode, in vain for a row that has ended before."""
-
-    steps: int
-    places: dict  # {row: its slot then}: it may have moved since
-    fetch: Callable  # waits for the steps; returns ids and log-probs as lists [slot][step]
-
 
 @torch.no_grad()
 def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0, eos_ids=(),
-             seed=0, max_rows=None, progress=False, on_token=None, eager=False, indices=None):
+             seed=0, max_rows=None, progress=False, on_token=None, indices=None):
     """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n
-    Samples. indices: of the prompts in a set of which these are a part, 0, 1, ... by default: the
-    part draws what it would in the whole.
+    Samples.
 
     max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
-    together (default: MAX_ROWS, or what fits the GPU's memory; the others wait). progress: a live
-    line (rows done, tokens/s). on_token(prompt, sample, id) is called as tokens arrive, for
-    streaming. eager: the reference engine on the GPU too. ValueError names the flag when an
-    argument is out of range, a prompt does not fit the model, no row fits the memory, or what the
-    model says is not finite."""
-    per_prompt = isinstance(max_new_tokens, (list, tuple))
-    limits = max_new_tokens if per_prompt else [max_new_tokens] * len(prompts)
-    check_arguments(model, prompts, n, limits, temperature, top_p, max_rows)
-    out = [[Sample() for _ in range(n)] for _ in prompts]
-    if not prompts:
-        return out
-    eos, top_p = set(eos_ids), top_p if temperature else 1.0  # greedy: no sort to keep memory for
-    numbers = torch.tensor(range(len(prompts)) if indices is None else indices)
-    keys = row_keys(seed, *torch.cartesian_prod(numbers, torch.arange(n)).T).tolist()
-    rows = [Row(p, j, prompts[p], limits[p], key, out[p][j])
-            for (p, j), key in zip(product(range(len(prompts)), range(n)), keys, strict=True)]
-    slots = min(len(rows), max_rows or MAX_ROWS)
-    max_len = max(len(p) + m for p, m in zip(prompts, limits, strict=True))
-    with torch.cuda.device_of(model.embed.weight):  # streams and Triton go by the current device
-        if eager or not model.embed.weight.is_cuda:
-            engine = Eager(model, slots, max_len)
-        else:
-            engine = engine_for(model, slots, max_len, top_p)
-        engine.begin(temperature, top_p, eos)
-        with onednn_linears(model):
-            decode_all(model, engine, rows, eos, min(slots, engine.slots), progress, on_token)
-    if lost := sum(not math.isfinite(sum(s.logprobs)) for group in out for s in group):
+    together. progress: a live line. on_token(prompt, sample, id) is called as tokens arrive, for
+    streaming. indices: of the prompts in a set of which these are a part, 0, 1, ... by default: the
+    part draws what it would in the whole. ValueError names the flag when an argument is out of
+    range, a prompt does not fit the model, or what the model says is not finite."""
+    if not isinstance(max_new_tokens, list | tuple):
+        max_new_tokens = [max_new_tokens] * len(prompts)
+    check_arguments(model, prompts, n, max_new_tokens, temperature, top_p, max_rows)
+    if model.fast:
+        return model.fast.generate(model, prompts, n, max_new_tokens, temperature, top_p, eos_ids,
+                                   seed, max_rows, progress, on_token, indices)
+
+    # A row for each completion. Those of a prompt are neighbours, so that they share its prefill.
+    rows = new_rows(prompts, n, max_new_tokens, seed, indices)
+    bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False, disable=not progress)
+    together = max_rows or MAX_ROWS
+    for first in range(0, len(rows), together):
+        decoder = Decoder(model, rows[first : first + together], temperature, top_p)
+        while decoder.rows:
+            # Draw the next token of every row.
+            ids, logprobs = decoder.step()
+            for row, token, logprob in zip(decoder.rows, ids, logprobs, strict=True):
+                if row.ended:
+                    continue
+                row.sample.ids.append(token)
+                row.sample.logprobs.append(logprob)
+                row.sample.finished = token in eos_ids
+                bar.update(row.ended)
+                if on_token:
+                    on_token(row.p, row.j, token)
+
+            # Rows that have ended leave: on the CPU at once; on a GPU when half of them have, since
+            # each new batch size has to be captured.
+            live = [i for i, row in enumerate(decoder.rows) if not row.ended]
+            most = len(decoder.rows) // 2 if decoder.cuda else len(decoder.rows) - 1
+            if len(live) <= most:
+                decoder.keep(live)
+    bar.close()
+    return samples_of(rows, len(prompts), n)
+
+
+def new_rows(prompts, n, limits, seed, indices=None):
+    """The Rows of n completions of each prompt, prompt by prompt."""
+    numbers = torch.tensor(range(len(prompts)) if indices is None else indices, dtype=torch.long)
+    keys = row_keys(seed, numbers[:, None], torch.arange(n)).tolist()  # (P, n)
+    return [Row(p, j, prompts[p], limits[p], keys[p][j], Sample())
+            for p in range(len(prompts)) for j in range(n)]
+
+
+def samples_of(rows, prompts, n):
+    """The Samples of `rows`, a list of n for each prompt; ValueError if one is not finite."""
+    lost = sum(not math.isfinite(sum(row.sample.logprobs)) for row in rows)
+    if lost:
         raise ValueError(f"{lost} of {len(rows)} samples have log-probs that are NaN or inf: the "
                          "model overflows; check --model and --adapter, or train with a lower --lr")
-    return out
+    return [[row.sample for row in rows[p * n : (p + 1) * n]] for p in range(prompts)]
 
 
-def decode_all(model, engine, rows, eos, slots, progress, on_token):
-    """generate's loop: every row through one of the engine's slots, its tokens into its sample."""
-    waiting = deque(rows)
-    live = [None] * slots  # the row in each slot, None for a hole
-    held = [None] * slots  # the prompt (its number) whose keys and values lie in each slot
-    idle = 0  # the slots that have stood empty, times steps
-    flights = deque()  # launched and not collected yet, the oldest first
-    bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False, disable=not progress)
-    begin, tokens = time.perf_counter(), 0
-    while waiting or any(live):
-        # Waiting rows take the free slots once these have stood empty for as long as a prefill
-        # makes the others wait: sooner, and all wait too often; later, and too few rows decode.
-        free = [s for s, row in enumerate(live) if row is None]
-        if waiting and free and idle >= engine.stall * (len(live) - len(free)):
-            starts, idle = free[: len(waiting)], 0
-            for s in starts:
-                live[s] = waiting.popleft()
-            begin_rows(model, engine, starts, live, held)
-        if not waiting:
-            close_holes(engine, live)
-        # an engine that works ahead has its next steps before the host waits for the last ones
-        while len(flights) <= engine.ahead and (flight := launch(engine, live)):
-            flights.append(flight)
-        flight = flights.popleft()
-        tokens += collect(flight, live, eos, on_token)
-        idle += live.count(None) * flight.steps
-        if progress:
-            n, speed = len(live) - live.count(None), tokens / (time.perf_counter() - begin)
-            bar.update(len(rows) - len(waiting) - n - bar.n)
-            bar.set_postfix_str(f"{n} live, {speed:.0f} tokens/s")
-    bar.close()
+class Decoder:
+    """Rows that decode together: for each its keys and values, its last token (not yet among them)
+    and the key of its random numbers."""
 
+    def __init__(self, model, rows, temperature, top_p):
+        self.model, self.rows = model, rows
+        self.temperature, self.top_p = temperature, top_p
+        device = model.embed.weight.device
+        self.cuda = device.type == "cuda"
+        self.graph, self.positions = None, 0  # the captured step, and how far its attention looks
 
-def launch(engine, live):
-    """Launch the live rows' next steps: a Flight, or None if no row has steps left to launch."""
-    places = {row: s for s, row in enumerate(live) if row}
-    if (left := max(row.limit - row.launched for row in places)) <= 0:
-        return None
-    steps, fetch = engine.run(len(live), left)
-    for row in places:
-        row.launched += steps
-    return Flight(steps, places, fetch)
+        # One prefill a prompt. Its keys and values are copied to the rows of its group.
+        prompts = {row.p: row.prompt for row in rows}
+        filled = prefill(model, [*prompts.values()])
+        place = {p: i for i, p in enumerate(prompts)}
+        group = to_device([place[row.p] for row in rows], device)  # (B,)
+        longest = max(len(row.prompt) + row.limit for row in rows)
+        self.cache = KVCache(model, len(rows), longest)
+        T = filled.k.shape[3]
+        self.cache.k[:, :, :, :T] = filled.k[:, group]  # (L, P, Hkv, T, D) -> (L, B, Hkv, T, D)
+        self.cache.v[:, :, :, :T] = filled.v[:, group]
 
+        # The last token of a prompt is what the first step reads.
+        self.cache.length = to_device([len(row.prompt) - 1 for row in rows], device)
+        self.token = to_device([row.prompt[-1] for row in rows], device)
+        self.key = to_device([row.key for row in rows], device)
 
-def collect(flight, live, eos, on_token):
-    """Wait for a flight's tokens and give them to the live rows; returns how many they took."""
-    tokens, (ids, logprobs) = 0, flight.fetch()
-    for s, row in enumerate(live):
-        if (place := flight.places.get(row)) is None:  # a hole, or it began after the launch
-            continue
-        new = row.take(ids[place], logprobs[place], eos)
-        tokens += len(new)
-        if row.ended:
-            live[s] = None  # a hole
-        if on_token:
-            for t in new:
-                on_token(row.p, row.j, t)
-    return tokens
-
-
-def close_holes(engine, live):
-    """Move the last rows into the holes, so that the batch shrinks; none begins after that."""
-    for s in reversed(range(len(live))):  # behind s there are rows only
-        if live[s] is None:
-            row = live.pop()
-            if s < len(live):
-                engine.move(len(live), s, len(row.prompt) + row.launched)
-                live[s] = row
-
-
-def begin_rows(model, engine, starts, live, held):
-    """Begin the rows in the slots `starts`. A row's prompt may lie in its slot already, or in that
-    of another row of its group, else it is prefilled. While a prompt has rows waiting, some slot
-    always holds it, since freed slots go to them."""
-    fresh = {}  # prompt -> the slot it is prefilled into
-    where = {p: s for s, p in enumerate(held) if p is not None}
-    copies = []  # [prompt, first slot, end]: neighbours go at once
-    for s in starts:
-        p = live[s].p
-        if held[s] == p:
-            continue
-        if p not in where:
-            where[p] = fresh[p] = s
-        elif copies and copies[-1][::2] == [p, s]:
-            copies[-1][2] += 1
+    def step(self):
+        """Draw the next token of each row; returns ids and log-probs as lists."""
+        # each row's place among its positions, from what it has: the host knows it without asking
+        positions = max(len(row.prompt) + len(row.sample.ids) for row in self.rows)
+        if self.graph is not None and positions <= self.positions:
+            self.graph.replay()
+            ids, logprobs = self.drawn
         else:
-            copies.append([p, s, s + 1])
-    # a slot that still holds another group's prompt may be its only copy: read those before they
-    # are overwritten
-    for p, first, end in copies:
-        if p not in fresh:
-            engine.copy_row(where[p], first, end, len(live[first].prompt) - 1)
-    prefill(model, engine, [live[s].prompt for s in fresh.values()], list(fresh.values()))
-    for p, first, end in copies:
-        if p in fresh:
-            engine.copy_row(fresh[p], first, end, len(live[first].prompt) - 1)
-    for s in starts:
-        held[s] = live[s].p
-    rows = [live[s] for s in starts]
-    engine.start(starts, [row.prompt[-1] for row in rows], [len(row.prompt) - 1 for row in rows],
-                 [row.limit for row in rows], [row.key for row in rows])
+            self.positions = self.cache.k.shape[3]
+            if self.cuda:  # a graph's shapes are fixed: it looks at more than there is, masked
+                self.positions = min(self.positions, -(-positions // BUCKET) * BUCKET)
+            else:
+                self.positions = positions
+            ids, logprobs = self.draw()
+            if self.cuda:
+                self.capture()
+        return ids.tolist(), logprobs.tolist()
+
+    def draw(self):
+        """The step itself: ids (B,), log-probs (B,). All state changes in place."""
+        self.cache.used = self.positions - 1
+        x = self.model.hidden(self.token[:, None], self.cache)[:, 0]  # (B, C)
+        logits = qwen.logits(x, self.model.lm_head.weight)[:, : self.model.valid_vocab]  # (B, V)
+        # a row that has ended goes on until it leaves, but not past the end of the cache
+        self.cache.length.add_(1).clamp_(max=self.cache.k.shape[3] - 1)
+        u = uniform(self.key, self.cache.length)
+        ids, logprobs = sample_ids(logits, u, self.temperature, self.top_p)
+        self.token.copy_(ids)
+        return ids, logprobs
+
+    def capture(self):
+        """Record `draw` as a CUDA graph, to be replayed until the batch shrinks or the rows grow
+        past self.positions. It runs what a hook of your own launches, too, if that works on tensors
+        in place; a step that cannot be captured goes on without."""
+        self.graph = None  # frees the last one first
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.drawn = self.draw()
+            self.graph = graph
+        except RuntimeError as e:
+            if Decoder.told is False:
+                print(f"decoding without a CUDA graph, slowly: {str(e).splitlines()[0]}",
+                      file=sys.stderr)
+            Decoder.told = True
+
+    told = False
+
+    def keep(self, live):
+        """Keep the rows at the places `live`: the last of them move into the holes."""
+        n = len(live)
+        holes = sorted({*range(n)} - {*live})
+        moved = [i for i in live if i >= n]
+        if moved:
+            to, source = to_device([holes, moved], self.token.device)
+            self.cache.k[:, to] = self.cache.k[:, source]
+            self.cache.v[:, to] = self.cache.v[:, source]
+            for t in (self.cache.length, self.token, self.key):
+                t[to] = t[source]
+        for hole, i in zip(holes, moved, strict=True):
+            self.rows[hole] = self.rows[i]
+        self.rows, self.cache = self.rows[:n], self.cache.rows(0, n)
+        self.token, self.key, self.graph = self.token[:n], self.key[:n], None
+
+
+def prefill(model, prompts):
+    """A KVCache with a row for each prompt, filled with all of it but its last token."""
+    longest = max(len(prompt) for prompt in prompts) - 1
+    cache = KVCache(model, len(prompts), longest)
+    ids = [torch.tensor(prompt[:-1], dtype=torch.long) for prompt in prompts]
+    ids = pad_sequence(ids, batch_first=True).to(cache.k.device)  # (P, T), padded on the right
+    together = max(1, PREFILL_TOKENS // max(1, longest))
+    for first in range(0, len(prompts) if longest else 0, together):
+        rows = cache.rows(first, min(first + together, len(prompts)))
+        model.hidden(ids[first : first + together], rows)
+    return cache
 
 
 def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
@@ -255,7 +329,121 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
                              f"{model.config.vocab_size}: wrong tokenizer?")
 
 
-# ---- the command
+# ---- the command, and what all commands share
+
+QUANTS = ("none", *nvfp4.FORMATS)
+# flags that commands share
+MODEL_FLAGS = (
+    "model",
+    Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", kept=True),
+    Flag("quant", QUANTS, "nvfp4", "number format of the frozen base; none is 16 bits", kept=True),
+    Flag("awq", bool, False, "scales chosen by activations, not by rounding", kept=True),
+    Flag("calib", str, None, "text for --awq (default: arithmetic problems)", kept=True),
+    Flag("device", ("auto", "cpu", "cuda"), "auto", "auto is cuda where there is one"),
+    Flag("dtype", ("auto", "bfloat16", "float16", "float32"), "auto",
+         "auto is bfloat16 on cuda, else float32"),
+)
+ADAPTER_FLAGS = (
+    "trained policy",
+    Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
+    Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
+)
+PROMPT_FLAGS = (
+    Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
+)
+SAMPLING_FLAGS = (
+    "sampling",
+    Flag("max-new-tokens", number(1, 1e7), None, "completion limit (4096, or what fits)"),
+    Flag("temperature", number(0, 100, float), 0.6, "0 is greedy"),
+    Flag("top-p", number(1e-6, 1, float, closed=True), 0.95,
+         "draw from the likeliest, of this mass"),
+)
+ENGINE_FLAGS = (
+    "engine",
+    Flag("engine", ("auto", "plain", "fast"), "auto", "the functions of the files beside train.py, "
+         "or faster ones (fast/); auto: fast where it can"),
+    Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
+    Flag("card-share", number(0.01, 1, float, closed=True), 1.0,
+         "part of the card's memory to take, where several runs share it"),
+    Flag("seed", number(0, 2**63), 0, "of samples, noise, data order and adapter"),
+)
+FLAGS = (
+    *MODEL_FLAGS,
+    *ADAPTER_FLAGS,
+    "chat",
+    *PROMPT_FLAGS,
+    Flag("prompt", str, None, "answer this and exit; without it and without --file: a chat"),
+    Flag("file", str, None, 'prompts, one a line, or .jsonl with "prompt" or "question"'),
+    Flag("out", str, None, "where --file's answers go, .jsonl"),
+    Flag("n", number(1, 1e4), 1, "answers a prompt, with --file"),
+    Flag("system", str, None, "system message"),
+    *SAMPLING_FLAGS,
+    *ENGINE_FLAGS,
+)
+
+
+def check(args):
+    """ValueError for flags that contradict each other."""
+    if ranks.world > 1:
+        raise ValueError("sample.py is one process; start it with python, not torchrun")
+    if (args.file is None) != (args.out is None):
+        raise ValueError("--file and --out go together")
+    if args.file and args.prompt is not None:
+        raise ValueError("--prompt and --file exclude each other")
+    if args.n > 1 and not args.file:
+        raise ValueError(f"--n {args.n}: goes with --file; a chat and --prompt have one answer")
+    flags.check_copies("n", args.n, args.temperature, "--temperature 0")
+    if args.out:
+        check_out(args.out)
+        if Path(args.out).resolve() == Path(args.file).resolve():
+            raise ValueError(f"--out {args.out}: is --file itself; choose another name")
+
+
+COMMAND = flags.Command("sample", "Sample from a model: chat, one prompt, or a file of prompts.",
+                        FLAGS, check)
+
+
+def load_policy(args):
+    """(model, tokenizer) of the flags: base, format, AWQ, adapter, no ids past the tokenizer's."""
+    device, dtype = policy.place(args.device, args.dtype)
+    if device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(args.card_share)
+    folder = checkpoint.fetch(args.model)
+    if getattr(args, "adapter", None):
+        policy.check(args, nvfp4.FORMATS)  # before the slow part
+    stored = checkpoint.read_config(folder)["quantization"]
+    if stored and args.quant == "none":  # nor could --lora-rank 0 train them
+        raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
+                         f"--quant {checkpoint.packed_format(stored, folder)}")
+    tok, text = data.Tokenizer(folder), None
+    # a quantized one already has the scales that its adapter asks for (see policy.check)
+    if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
+        if stored:
+            raise ValueError(f"--awq: {folder} is quantized already; give the 16-bit checkpoint")
+        text = data.calibration(args.calib, folder)
+    model = qwen.load(folder, device, dtype, args.quant, text)
+    model.valid_vocab = len(tok)
+    if device == "cpu" and model.config.hidden_size < 512:
+        torch.set_num_threads(1)  # too little work for two: they would mostly wait for each other
+    if getattr(args, "adapter", None):
+        lora.load_adapter(model, args.adapter)
+    return model, tok
+
+
+def set_engine(model, engine):
+    """--engine: put the fast functions on the model where that is asked for and possible."""
+    if engine == "plain" or engine == "auto" and not model.embed.weight.is_cuda:
+        return
+    if importlib.util.find_spec("fast") is None:
+        why = "fast/ is not there"
+    else:
+        import fast
+
+        why = fast.install(model)
+    if why and engine == "fast":
+        raise ValueError(f"--engine fast: {why}; take --engine auto or plain")
+    if why:
+        print(f"engine: plain, since {why}", file=sys.stderr)
 
 
 def read_prompts(path):
@@ -356,7 +544,8 @@ def batch(model, tok, args, prompts):
 
 def run(args, argv):
     prompts = read_prompts(args.file) if args.file else None
-    model, tok = flags.load_policy(args)
+    model, tok = load_policy(args)
+    set_engine(model, args.engine)
     if prompts:
         batch(model, tok, args, prompts)
     elif args.prompt is not None:
@@ -366,7 +555,7 @@ def run(args, argv):
 
 
 def main(argv=None):
-    return flags.run_command("sample", run, argv)
+    return flags.run_command(COMMAND, run, argv)
 
 
 if __name__ == "__main__":

@@ -19,20 +19,230 @@ Shapes: P prompts, G completions a prompt.
 """
 import random
 import sys
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from plumbing import checkpoint, flags, ranks
-from plumbing.run import Run, metrics_row, settle
+from plumbing import checkpoint, flags, policy, ranks
+from plumbing.command import number, numbers
+from plumbing.flags import Flag
+from plumbing.run import Run, settle
 
 import aqn
 import data
 import eval as evaluation
 import grpo
 import lora
+import model as qwen
+import nvfp4
 import sample
-from fast import engine
+
+# name, type or choices, default, meaning, the embedded model's own default
+FLAGS = (
+    *sample.MODEL_FLAGS,
+    "adapter",
+    Flag("lora-rank", number(0, 4097), 32, "0 with --quant none trains all parameters", 16),
+    Flag("lora-alpha", number(1e-6, 1e6, float), 32.0, "the adapter is scaled by alpha / rank"),
+    "noise",
+    Flag("aqn", bool, True, "adaptive quantization noise in the RMSNorms"),
+    Flag("aqn-start", number(0, 10, float), 1e-2, "sigma of the first noisy stage"),
+    Flag("aqn-end", number(0, 10, float), 5e-4, "sigma of the last stage"),
+    Flag("aqn-schedule", aqn.SCHEDULES, "exponential", "how sigma falls from stage to stage"),
+    Flag("aqn-scope", ("rollout", "both"), "rollout",
+         "where the noise is on: rollouts alone, or the update as well"),
+    "data and prompt",
+    Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a "
+         ".jsonl or .parquet, a folder, a hub id", "arithmetic", kept=True),
+    Flag("levels", numbers(1, 1e4), None,
+         "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
+    Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
+    *sample.PROMPT_FLAGS,
+    "rollout",
+    Flag("steps", number(1, 1e8), None, "rollouts (default: one pass over the data)", 30),
+    Flag("prompts-per-step", number(1, 1e5), 16, "prompts a rollout", 12),
+    Flag("group-size", number(2, 1e4), 8, "completions a prompt"),
+    Flag("max-prompt", number(1, 1e7), 256, "longer prompts, in tokens, are skipped", 128),
+    Flag("max-new-tokens", number(1, 1e7), 4096, "completion limit", 96),
+    Flag("temperature", number(1e-6, 100, float), 1.0, "of rollouts, and of all log-probs"),
+    Flag("dynamic-sampling", bool, False, "DAPO: replace groups whose rewards are all equal", True),
+    Flag("overlong", ("none", "mask", "soft"), "none",
+         "cut completions: as they are, left out of the loss, DAPO's length penalty", "mask"),
+    "objective",
+    Flag("loss", grpo.OBJECTIVES, "grpo", "objective", "dapo"),
+    Flag("eps-high", number(0, 1e6, float), None,
+         "ratio clip above 1 (0.2; dapo 0.28, gspo 4e-4, cispo 4); below it is the objective's"),
+    Flag("beta", number(0, 1e3, float), 0.0, "weight of the KL to the adapter-off model"),
+    Flag("old-logp", ("sampler", "trainer", "current"), "sampler",
+         "what the ratio is taken against: the log-probs of the sampler; of the trainer before "
+         "the step (a second pass); of the update itself, detached, so that nothing is clipped"),
+    "optimizer",
+    Flag("updates-per-rollout", number(1, 1e5), 4, "optimizer steps, each on its own prompts", 2),
+    Flag("micro-batch-tokens", number(0, 1e8), 0, "tokens a forward may hold; 0: what fits", 2048),
+    Flag("checkpointing", ("auto", "on", "off"), "auto",
+         "recompute blocks in backward, for memory; auto: if needed", "off"),
+    Flag("lr", number(0, 1, float), 1e-5, "AdamW's peak, the same for each --quant", 1e-3),
+    Flag("grad-clip", number(1e-9, 1e6, float), 0.2, "norm the gradient is clipped to", 1.0),
+    "held-out questions",
+    Flag("eval-n", number(0, 1e4), 1, "samples a question, 0 for no evaluation"),
+    Flag("eval-every", number(0, 1e8), 0, "steps between evaluations; 0: before and after", 10),
+    Flag("eval-limit", number(1, 1e8), None, "how many questions (default: all)", 256),
+    Flag("eval-temperature", number(0, 100, float), 0.6, "0 is greedy"),
+    "run",
+    Flag("out", str, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
+    Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it, and noise "
+         "and learning rate go on as if it had been that from the start"),
+    Flag("save-every", number(1, 1e8), 20, "steps between checkpoints", 10),
+    *sample.ENGINE_FLAGS,
+)
+MAX_RESAMPLE = 2  # extra rollouts that --dynamic-sampling may draw in a step
+NOISE = "--aqn", lambda args: args.aqn
+HELD_OUT = "--eval-n 1 or more", lambda args: args.eval_n
+# flags that do nothing without another: which other, and whether it is set
+NEEDS = {
+    **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), NOISE),
+    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
+    "lora_alpha": ("--lora-rank 1 or more", lambda args: args.lora_rank),
+}
+
+
+def check(args):
+    """ValueError for flags that contradict each other; --out's default."""
+    flags.check_graded(args)
+    if args.aqn:
+        for stage in {0, 1, aqn.STAGES // 2, aqn.STAGES - 1}:  # what it would raise later
+            aqn.sigma(stage, aqn.STAGES, args.aqn_start, args.aqn_end, schedule=args.aqn_schedule)
+    if args.lora_rank == 0 and args.quant != "none":
+        raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
+                         f"{args.quant} cannot be trained")
+    if args.lora_rank == 0 and args.dtype == "float16":
+        raise ValueError("--dtype float16: gradients of the weights themselves would vanish in it; "
+                         "use bfloat16, or --lora-rank 1 or more")
+    if args.lora_rank == 0 and args.beta:
+        raise ValueError("--beta: its reference is the model without adapter; raise --lora-rank")
+    if args.updates_per_rollout > args.prompts_per_step:
+        raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
+                         f"its own, and --prompts-per-step is {args.prompts_per_step}")
+    flags.check_copies("eval-n", args.eval_n, args.eval_temperature, "--eval-temperature 0")
+    if args.out is None:
+        args.out = f"runs/{Path(args.model).name}-{Path(args.data).stem}-{args.quant}-s{args.seed}"
+
+
+COMMAND = flags.Command("train", "QeRL training.", FLAGS, check, trains=True)
+
+
+# ---- the loop
+
+
+def learn(run, model, tok, optimizer, prompts, score, held_out):
+    """Algorithm 1 of the paper, from step run.state.step on."""
+    args, settings = run.args, grpo.Settings.of(run.args)
+    for step in range(run.state.step, args.steps):
+        result = evaluate(run, model, tok, score, held_out) if run.due(step) else None
+
+        # 1. Noise (AQN, Eq. 8): drawn anew for each step, the same for all its rollouts. It sits in
+        #    the RMSNorms of the one model there is: the sampler has no weights of its own.
+        sigma = 0.0
+        if args.aqn:
+            sigma = aqn.sigma(step, args.steps, args.aqn_start, args.aqn_end,
+                              schedule=args.aqn_schedule)
+        aqn.set_noise(model, sigma, aqn.noise_seed(args.seed, step))
+
+        # 2. Sample and grade. The sampler records the log-prob of each token as it draws it.
+        first = rollout(run, model, tok, score, prompts.take(args.prompts_per_step), step)
+        groups, n_prompts = first, len(first)  # trained on; drawn
+        if args.dynamic_sampling:
+            groups, n_prompts = resample(run, model, tok, score, prompts, first, step)
+
+        # 3. Advantages: each completion compared with its group; no critic.
+        run.phase("update")
+        grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
+
+        # 4. Optimizer steps, each on its own groups. Algorithm 1 trains the clean policy, but a
+        #    noisy one drew the samples, so pi_old is the log-probs that the sampler recorded.
+        if args.aqn_scope == "rollout":
+            aqn.clear(model)
+        if args.old_logp == "trainer":
+            grpo.record_trainer_logprobs(model, chain(*groups), settings)
+        updates, n = [], args.updates_per_rollout  # (summed metrics, gradient norm) of each
+        for i in range(n):
+            lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr)
+            grpo.set_rate(optimizer, lr)
+            every_nth = groups[i::n]
+            updates.append(grpo.update(model, optimizer, list(chain(*every_nth)), settings))
+        run.check(updates, model)  # ValueError if ten in a row were not finite
+
+        # 5. Log and save.
+        run.phase("log")
+        row = {"step": step, **grpo.sample_metrics(first), "groups": len(groups),
+               "prompts_sampled": n_prompts, "lr": lr, "sigma": sigma,
+               **grpo.update_metrics(updates, args.beta)}
+        run.log(row, first, result)
+        run.advance(step + 1, prompts.cursor, optimizer)
+
+
+def rollout(run, model, tok, score, rows, key):
+    """G graded completions of each row's prompt from the policy as it is now: P groups, the same on
+    all ranks. A different `key` gives different samples."""
+    args, mine = run.args, ranks.mine(range(len(rows)))  # the prompts that this rank draws for
+    seed = aqn.noise_seed(args.seed, f"samples/{key}")
+    run.phase("rollout")
+    groups = complete(model, tok, [rows[i] for i in mine], args, seed, indices=mine)
+    run.phase("reward")
+    grade([*chain(*groups)], tok, score, args)
+    run.phase("rollout")  # waiting for the longest completion of all ranks
+    groups = ranks.merge(groups)
+    run.drawn += sum(len(c.ids) for c in chain(*groups))
+    return groups
+
+
+def resample(run, model, tok, score, prompts, first, step):
+    """DAPO's dynamic sampling: a group of equal rewards teaches nothing, so another prompt takes
+    its place. Returns the groups to train on, and how many prompts were drawn in all."""
+    groups = [group for group in first if grpo.has_signal(group)]
+    n_prompts = len(first)
+    for again in range(MAX_RESAMPLE):
+        missing = run.args.prompts_per_step - len(groups)
+        if missing == 0:
+            break
+        more = rollout(run, model, tok, score, prompts.take(missing), f"{step}/{again + 1}")
+        groups = groups + [group for group in more if grpo.has_signal(group)]
+        n_prompts += missing
+    return groups, n_prompts
+
+
+def complete(model, tok, rows, args, seed, indices=None):
+    """G completions of each row's prompt, not graded yet; indices: see sample.generate."""
+    groups = sample.generate(
+        model, [row["ids"] for row in rows], args.group_size, args.max_new_tokens,
+        args.temperature, eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows,
+        progress=sys.stderr.isatty(), indices=indices)
+    return [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in group]
+            for row, group in zip(rows, groups, strict=True)]
+
+
+def grade(completions, tok, score, args):
+    """Fill in the text and reward of each completion; they are graded side by side."""
+    for c in completions:
+        c.text = tok.decode(c.ids)
+    verdicts = score([(c.text, c.row) for c in completions])
+    for c, graded in zip(completions, verdicts, strict=True):
+        c.reward, c.correct, c.format = graded["reward"], graded["correct"], graded["format"]
+        if args.overlong == "soft":
+            c.reward += grpo.soft_overlong_penalty(len(c.ids), args.max_new_tokens)
+
+
+def evaluate(run, model, tok, score, rows):
+    """Held-out accuracy of the policy as it is now, without its noise."""
+    run.phase("evaluate")
+    a = run.args
+    result = evaluation.evaluate(
+        model, tok, rows, style=a.prompt_style, n=a.eval_n, temperature=a.eval_temperature,
+        max_new_tokens=a.max_new_tokens, max_prompt=a.max_prompt, max_rows=a.max_rows, score=score,
+        progress=sys.stderr.isatty())
+    run.evaluated(result)
+    return result
+
+
+# ---- before and after it
 
 
 class Prompts:
@@ -40,7 +250,8 @@ class Prompts:
     handed out."""
 
     def __init__(self, rows, seed):
-        self.rows, self.seed, self.cursor, self.epoch, self.order = rows, seed, 0, None, None
+        self.rows, self.seed, self.cursor = rows, seed, 0
+        self.epoch, self.order = None, None
 
     def take(self, n):
         chosen = []
@@ -83,114 +294,41 @@ def questions(args):
     return rows, held
 
 
-def rollout(run, model, tok, score, rows, key):
-    """G graded completions of each row's prompt from the policy as it is now: P groups, the same on
-    all ranks. A different `key` gives different samples."""
-    args, mine = run.args, ranks.mine(range(len(rows)))  # the prompts that this rank draws for
-    seed = aqn.noise_seed(args.seed, f"samples/{key}")
-    run.phase("rollout")
-    groups = complete(model, tok, [rows[i] for i in mine], args, seed, indices=mine)
-    run.phase("reward")
-    grade([*chain(*groups)], tok, score, args)
-    run.phase("rollout")  # waiting for the longest completion of all ranks
-    groups = ranks.merge(groups)
-    run.drawn += sum(len(c.ids) for c in chain(*groups))
-    return groups
+def trained_parameters(model, args):
+    """The parameters to train: an adapter's, or with --lora-rank 0 all."""
+    if args.lora_rank:
+        return lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
+    return list(model.requires_grad_(True).parameters())
 
 
-def complete(model, tok, rows, args, seed, indices=None):
-    """G completions of each row's prompt, not graded yet; indices: see sample.generate."""
-    groups = sample.generate(
-        model, [row["ids"] for row in rows], args.group_size, args.max_new_tokens,
-        args.temperature, eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows,
-        progress=sys.stderr.isatty(), indices=indices)
-    return [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in group]
-            for row, group in zip(rows, groups, strict=True)]
+def settle_update(model, args, params):
+    """--engine, and what an update holds at once: on the fast path the free memory decides."""
+    sample.set_engine(model, args.engine)
+    if model.fast:
+        model.fast.plan_update(model, args, params)
+    args.micro_batch_tokens = args.micro_batch_tokens or 16384
+    args.checkpointing = "off" if args.checkpointing == "off" else "on"
+    model.checkpointing = args.checkpointing == "on"
 
 
-def grade(completions, tok, score, args):
-    """Fill in the text and reward of each completion; they are graded side by side."""
-    for c in completions:
-        c.text = tok.decode(c.ids)
-    verdicts = score([(c.text, c.row) for c in completions])
-    for c, graded in zip(completions, verdicts, strict=True):
-        c.reward, c.correct, c.format = graded["reward"], graded["correct"], graded["format"]
-        if args.overlong == "soft":
-            c.reward += grpo.soft_overlong_penalty(len(c.ids), args.max_new_tokens,
-                                                   args.overlong_buffer)
-
-
-def learn(run, model, tok, optimizer, prompts, score, held_out):
-    """The training loop, Algorithm 1 of the paper, from step run.state.step on."""
-    args, draw = run.args, partial(rollout, run, model, tok, score)
-    schedule = args.aqn_start, args.aqn_end, args.aqn_stages, args.aqn_schedule
-    settings = grpo.Settings.of(args)
-    for step in range(run.state.step, args.steps):
-        result = evaluate(run, model, tok, score, held_out) if run.due(step) else None
-
-        # 1. Noise (AQN, Eq. 8): drawn anew for each step, the same for all its rollouts. It sits in
-        #    the RMSNorms of the one model there is: the sampler has no weights of its own.
-        sigma = aqn.sigma(step, args.steps, *schedule) if args.aqn else 0.0
-        aqn.set_noise(model, sigma, aqn.noise_seed(args.seed, step))
-
-        # 2. Sample and grade. The sampler records the log-prob of each token as it draws it.
-        spare = args.spare_prompts if args.dynamic_sampling else 0
-        first = draw(prompts.take(args.prompts_per_step + spare), step)
-        groups, n_prompts = first, len(first)  # trained on; drawn
-        if args.dynamic_sampling:  # DAPO: a group of equal rewards teaches nothing, take another
-            groups = [g for g in first if grpo.has_signal(g)][: args.prompts_per_step]
-            for again in range(args.max_resample):
-                missing = args.prompts_per_step - len(groups)
-                if not missing:
-                    break
-                more = draw(prompts.take(missing), f"{step}/{again + 1}")
-                groups = groups + [g for g in more if grpo.has_signal(g)]
-                n_prompts += missing
-
-        # 3. Advantages: each completion compared with its group; no critic.
-        run.phase("update")
-        grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
-
-        # 4. Optimizer steps, each on its own groups. Algorithm 1 trains the clean policy, but a
-        #    noisy one drew the samples, so pi_old is the log-probs that the sampler recorded.
-        if args.aqn_scope == "rollout":
-            aqn.clear(model)
-        engine.make_room(model, model.update_bytes)  # the sampler's cache may have to go
-        if args.old_logp == "trainer":
-            grpo.record_trainer_logprobs(model, chain(*groups), settings)
-        updates, n = [], args.updates_per_rollout  # (summed metrics, gradient norm) of each
-        for i in range(n):  # each on every n-th group
-            lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr, args.warmup)
-            grpo.set_rate(optimizer, lr)
-            updates.append(grpo.update(model, optimizer, list(chain(*groups[i::n])), settings))
-        run.check(updates, model)  # ValueError if ten in a row were not finite
-
-        # 5. Log and save.
-        run.phase("log")
-        row = metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result)
-        run.log(row, first)
-        run.advance(step + 1, prompts.cursor, model, optimizer)
-
-
-def evaluate(run, model, tok, score, rows):
-    """Held-out accuracy of the policy as it is now, without its noise."""
-    run.phase("evaluate")
-    a = run.args
-    result = evaluation.evaluate(
-        model, tok, rows, style=a.prompt_style, n=a.eval_n, temperature=a.eval_temperature,
-        top_p=a.eval_top_p, max_new_tokens=a.max_new_tokens, max_prompt=a.max_prompt,
-        max_rows=a.max_rows, score=score, progress=sys.stderr.isatty())
-    run.evaluated(result, model)
-    return result
+def save_weights(model, args, folder):
+    """What was trained, into `folder`: an adapter in PEFT's layout or, with --lora-rank 0, a
+    Hugging Face checkpoint."""
+    aqn.clear(model)  # a noise of the user's own may be in what is saved
+    if args.lora_rank:
+        return lora.save_adapter(model, folder, args.model)
+    with checkpoint.Writer(folder, checkpoint.fetch(args.model)) as writer:
+        for name, tensor in qwen.tensors(model):
+            writer.add(name, tensor)
 
 
 def train(args, argv):
-    args = settle(args, argv)
-    flags.tell_idle(args, argv)
+    args = settle(COMMAND, args, argv)
+    flags.warn_idle(COMMAND, NEEDS, args, argv)
     checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
     train_rows, held_out = questions(args)
-    model, tok = flags.load_policy(args)
+    model, tok = sample.load_policy(args)
     rows, skipped = data.prompts(tok, train_rows, args.prompt_style, args.max_prompt)
     asked = data.prompts(tok, held_out, args.prompt_style, args.max_prompt)[0] if held_out else []
     longest = max(len(row["ids"]) for row in [*rows, *asked])
@@ -201,18 +339,17 @@ def train(args, argv):
                          "--max-prompt")
     prompts = Prompts(rows, args.seed)
     args.steps = args.steps or max(1, len(rows) // args.prompts_per_step)
-    if args.lora_rank:
-        params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    else:
-        params = list(model.requires_grad_(True).parameters())
-    optimizer = grpo.AdamW(params, args.lr, (args.beta1, args.beta2), args.weight_decay)
-    engine.settle_update(args, model, params)  # settles --micro-batch-tokens and --checkpointing
+    params = trained_parameters(model, args)
+    optimizer = grpo.AdamW(params, args.lr)
+    settle_update(model, args, params)
 
-    with Run(args, argv) as run:
-        if not run.open(model, optimizer, [*rows, *held_out]):  # the run is over and not extended
+    base = policy.base_of(args, nvfp4.FORMATS)
+    with Run(COMMAND, args, argv, base, lambda folder: save_weights(model, args, folder)) as run:
+        if not run.open(optimizer, [*rows, *held_out]):  # the run is over and not extended
             return 0
         prompts.cursor = run.state.cursor
-        engine.prepare(args, model, longest + args.max_new_tokens)
+        if model.fast:
+            model.fast.plan_rollouts(model, args, longest + args.max_new_tokens)
         weight = model.embed.weight
         print(f"{len(rows)} training prompts ({skipped} longer than --max-prompt), {args.steps} "
               f"steps, {sum(p.numel() for p in params):,} trainable parameters, "
@@ -221,23 +358,23 @@ def train(args, argv):
         try:
             learn(run, model, tok, optimizer, prompts, score, held_out)
             if args.steps % args.save_every:  # otherwise `learn` has saved
-                run.save(model, optimizer)
+                run.save(optimizer)
             after = None
             if args.eval_n:
                 after = evaluate(run, model, tok, score, held_out)
                 if args.eval_every and args.lora_rank:  # it may be the best: --resume must know
-                    run.save(model, optimizer)
-            run.finish(after)
+                    run.save(optimizer)
+            run.finish(after, evaluation.gain)
         except KeyboardInterrupt:
-            return run.stop(model, optimizer)
+            return run.stop(optimizer)
         except Exception:
-            run.fail(model, optimizer)
+            run.fail(optimizer)
             raise
     return 0
 
 
 def main(argv=None):
-    return flags.run_command("train", train, argv)
+    return flags.run_command(COMMAND, train, argv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ names; change a line and run it again.
 import sys
 
 from plumbing import command, flags
-from plumbing.formats import FORMATS, unpack
 
 import torch
 
@@ -19,6 +18,8 @@ import data
 import grpo
 import lora
 import sample
+import train
+from nvfp4 import FORMATS, unpack
 
 G, LIMIT = 4, 48  # completions of the prompt, tokens each
 
@@ -36,10 +37,10 @@ def head(text):
 
 def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
     torch.manual_seed(0)
-    args = flags.parse("train", ["--device", "cpu", "--quant", "none"])
-    base, tok = flags.load_policy(args)
+    args = flags.parse(train.COMMAND, ["--device", "cpu", "--quant", "none"])
+    base, tok = sample.load_policy(args)
     args.quant = "nvfp4"
-    model, _ = flags.load_policy(args)
+    model, _ = sample.load_policy(args)
 
     head("1. Text to ids (plumbing/tokenizer.py): the checkpoint's own chat template")
     ids = tok.prompt_ids(question, "tags")
@@ -48,7 +49,7 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
 
     head("2. A weight in four bits (nvfp4.py): value x block scale x global scale")
     w, q = base.layers[0].attn.qkv_proj.weight.detach(), model.layers[0].attn.qkv_proj.q
-    codes = unpack(q.codes, q.shape[1], q.fmt)
+    codes = unpack(q.codes)
     show("qkv_proj (N, K), q, k and v stacked", w)
     show("packed codes, two a byte", q.codes)
     show("block scales, one for each 16 columns", q.scale)

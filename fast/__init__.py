@@ -1,0 +1,141 @@
+"""
+The same functions, faster: kernels, CUDA graphs and memory planning for NVIDIA GPUs. Nothing here
+changes what is computed; a reader of the method can leave it closed, and train without it.
+
+`install(model)` is the only door. TABLE says what it replaces, by what, why that is faster, and
+which test holds the two equal. A model that the kernels do not know (a forward, a hook or a noise
+buffer of your own) goes back to the plain functions, with one printed line.
+
+    fast.install(model)                  # model.fast is None before it, and on the plain path
+    python train.py --engine plain       # the same run without this folder
+"""
+import sys
+from typing import NamedTuple
+
+import torch
+
+
+class Replaced(NamedTuple):
+    plain: str
+    fast: str
+    why: str
+    test: str
+
+
+TABLE = (
+    Replaced("sample.generate", "scheduler.generate",
+             "one CUDA graph of fused kernels a step; slots are refilled as rows end; the host "
+             "works a few steps behind", "test_decode.py::test_graph_equals_eager_equals_one_row"),
+    Replaced("grpo.completion_logprobs", "batches.completion_logprobs",
+             "no padding; a prompt computed once for its completions; LoRA inside the GEMM; all "
+             "between two GEMMs in one kernel", "test_packed.py::test_gradients_equal_the_modules"),
+    Replaced("grpo.micro_batches", "batches.micro_batches",
+             "counts tokens, not padded rows; keeps a prompt's completions together",
+             "test_packed.py::test_micro_batches_keep_families_together"),
+    Replaced("model.token_logprobs", "logprobs.token_logprobs",
+             "softmax, entropy and gradient of a chunk in one kernel",
+             "test_logprobs.py::test_the_kernel_equals_the_plain_function"),
+    Replaced("nvfp4.QuantLinear", "gemm.TiledLinear",
+             "codes lie as the tensor core wants them; inline PTX decodes them in registers",
+             "test_marlin_triton.py::test_gemm_equals_the_dequantized_product"),
+)
+
+
+def install(model):
+    """Put the fast functions on a model, in place; returns why not, or None if they are there.
+    Four-bit codes are laid out anew layer by layer, so that there is one copy of them at any
+    time."""
+    why = refusal(model)
+    if why is None:
+        tile(model)
+        model.fast = Fast()
+    return why
+
+
+def refusal(model):
+    """Why the kernels cannot run a model, or None."""
+    w, config = model.embed.weight, model.config
+    if not w.is_cuda:
+        return "the model is not on a CUDA device"
+    if torch.cuda.get_device_capability(w.device) < (8, 0):
+        return "the kernels need an Ampere card (sm_80) or later"
+    if w.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels compute in 16 bits, and the model is in {w.dtype}"
+    if config.head_dim not in (32, 64, 128):
+        return f"the kernels take heads of 32, 64 or 128 numbers, not {config.head_dim}"
+    if w.requires_grad:
+        return "all parameters are trained, and the kernels train adapters alone"
+    try:
+        from fast import engine
+    except ModuleNotFoundError as e:
+        return f"{e.name} is not installed"
+    return engine.own_code(model)
+
+
+def tile(model):
+    """Lay out the four-bit codes of every projection for the tensor core."""
+    from fast.gemm import TiledLinear
+
+    replace_linears(model, lambda linear: TiledLinear.of(linear))
+
+
+def uninstall(model):
+    """The plain functions again."""
+    from fast import engine
+
+    engine.release(model)
+    model.fast = None
+    replace_linears(model, lambda linear: linear.plain())
+
+
+def replace_linears(model, change):
+    """Replace each quantized linear of the model, layer by layer."""
+    from model import projections
+
+    for path, m in projections(model):
+        if m.q is not None:
+            model.set_submodule(path if m is m.base else f"{path}.base", change(m.base))
+
+
+class Fast:
+    """model.fast: the functions of TABLE that the plain ones hand over to."""
+
+    def knows(self, model):
+        """Whether the kernels still know the model; else it goes back to the plain functions."""
+        from fast import engine
+
+        why = engine.own_code(model)
+        if why:
+            uninstall(model)
+            print(f"engine: plain from here on, since {why}", file=sys.stderr)
+        return why is None
+
+    def generate(self, model, *args):
+        import sample
+        from fast import scheduler
+
+        return (scheduler if self.knows(model) else sample).generate(model, *args)
+
+    def micro_batches(self, model, *args):
+        import grpo
+        from fast import batches
+
+        return (batches if self.knows(model) else grpo).micro_batches(model, *args)
+
+    def completion_logprobs(self, model, *args):
+        from fast import batches
+
+        return batches.completion_logprobs(model, *args)
+
+    def plan_update(self, model, args, params):
+        """Settle how much an update computes at once, by the free memory."""
+        from fast import engine
+
+        engine.plan_update(args, model, params)
+
+    def plan_rollouts(self, model, args, longest):
+        """Make the sampler for all rollouts and evaluations, with rows of `longest` tokens."""
+        from fast import engine
+
+        if self.knows(model):
+            engine.prepare(args, model, longest)

@@ -1,5 +1,5 @@
 """
-LoRA in a decode step. The FP4 GEMM (marlin_triton.py) computes x A^T in the kernel that adds
+LoRA in a decode step. The FP4 GEMM (fast/gemm.py) computes x A^T in the kernel that adds
 x A^T B^T. Beside 16-bit weights A lies below W in one matrix, so that one GEMM of cuBLAS gives both
 x W^T and x A^T, and `lora_kernel` adds the rest. Either way all that makes an output is added in
 float32 and rounded once, as in training (packed.py).
@@ -17,12 +17,11 @@ projection, PR = P * R rows of A.
 """
 from itertools import accumulate
 
-from plumbing.formats import CHUNK
-
 import torch
 import triton
 import triton.language as tl
 
+from fast.layout import CHUNK
 from fast.plan import COUNTERS, FLAGS, space
 from model import HALVES
 

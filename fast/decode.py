@@ -4,7 +4,7 @@ waits for the host.
 
 A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
 mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 GEMM
-(marlin_triton.linear_decode), which takes in all it can: bias, residual, the whole of LoRA, and
+(gemm.linear_decode), which takes in all it can: bias, residual, the whole of LoRA, and
 silu(gate) * up. The others:
 
     attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
@@ -35,8 +35,6 @@ from functools import partial
 from itertools import chain
 from unittest import mock
 
-from plumbing import draw
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -44,7 +42,8 @@ import triton.language as tl
 from triton import next_power_of_2 as power
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-import marlin_triton
+import sample
+from fast import gemm
 from fast.adapter import StepLinear, lora_kernel, product32
 from fast.plan import sms
 from model import logits, projections, rope_tables
@@ -52,7 +51,7 @@ from model import logits, projections, rope_tables
 STEPS = 8  # steps between the host's reads of the tokens
 EOS_SLOTS = 128  # stop tokens that a step can compare with
 
-GOLDEN, MIX1, MIX2 = map(tl.constexpr, (draw.GOLDEN, draw.MIX1, draw.MIX2))
+GOLDEN, MIX1, MIX2 = map(tl.constexpr, (sample.GOLDEN, sample.MIX1, sample.MIX2))
 LOG2E = tl.constexpr(1.4426950408889634)
 MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
 
@@ -294,7 +293,7 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
         ids = tl.minimum(ids, V - 1)  # with NaN, no id is the largest
         x = peak
     else:
-        z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # draw.uniform(key, length + 1)
+        z = tl.load(key + b) + (tl.load(length + b) + 2) * GOLDEN  # sample.uniform(key, length + 1)
         u = ((mix(z) >> 41 & 8388607).to(tl.float32) + 0.5) * 1.1920928955078125e-07
         cdf = tl.cumsum(mass, 0)
         target = u * whole
@@ -377,7 +376,7 @@ class Step:
         """base(x) + LoRA (+ residual, which is overwritten) for x (B, K); glu: silu(gate) * up of
         that; early: as in linear_decode."""
         if p.quantized and x.dtype != torch.float32:
-            return marlin_triton.linear_decode(
+            return gemm.linear_decode(
                 x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual=residual,
                 out=residual, glu=glu, early=early)
         if p.A is None:
@@ -478,8 +477,8 @@ class Step:
         state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids,
                  self.out_logp, self.eos)
         if nucleus:
-            u = draw.uniform(self.key[:rows], self.cache.length[:rows] + 1)
-            ids, logp = draw.sample_ids(logits[:, : self.valid_vocab], u, *nucleus)
+            u = sample.uniform(self.key[:rows], self.cache.length[:rows] + 1)
+            ids, logp = sample.sample_ids(logits[:, : self.valid_vocab], u, *nucleus)
             record_kernel[(rows,)](ids, logp, *state, S, EOS=EOS_SLOTS)
             return
         BLOCK = min(4096, power(self.valid_vocab))

@@ -11,9 +11,9 @@ exact. Temporary tensors are an estimate; the table's is for 16-bit activations.
 
 Shapes: C hidden, F intermediate, L layers, N rows, K columns, V vocabulary.
 """
-from plumbing.formats import CHUNK, FORMATS
-
+from fast.layout import CHUNK
 from fast.plan import COUNTERS, FLAGS, PARTIALS
+from nvfp4 import FORMATS
 
 GIB = 2**30
 BITS = {"none": 16} | {name: f.bits for name, f in FORMATS.items()}

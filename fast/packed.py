@@ -46,8 +46,7 @@ import triton
 from torch.utils.checkpoint import checkpoint
 from triton import next_power_of_2 as power
 
-import marlin_triton
-from fast import attention
+from fast import attention, gemm
 from fast.adapter import product32
 from fast.decode import norm_kernel, swiglu_kernel
 from fast.fused import norm_back_kernel, rope_back_kernel, rope_kernel, swiglu_back_kernel
@@ -153,15 +152,15 @@ class Attend:
 
 class WideLinear:
     """A linear, and 16-bit copies of its adapter: A (E, K) and tail = s B / alpha (N, E), its parts
-    on a block diagonal. alpha: as in marlin_triton.decoded."""
+    on a block diagonal. alpha: as in gemm.decoded."""
 
     def __init__(self, m, dtype):
         (self.N, self.K), self.base, self.adapter, self.q = m.shape, m.base, m.adapter, m.q
         self.parts, self.alpha, self.E, self.tail = [*m.parts.values()], 1.0, 0, None
         self.cuda = m.q is not None and m.q.codes.is_cuda
         if self.cuda:
-            marlin_triton.check_weight(m.q)
-            scale = marlin_triton.common_scale(m.q, dtype)
+            gemm.check_weight(m.q)
+            scale = gemm.common_scale(m.q, dtype)
             self.alpha = 1.0 if scale is None else scale
         if (a := self.adapter) is not None:
             self.R, self.PR = a.rank, a.A.shape[0]
@@ -197,20 +196,20 @@ class WideLinear:
         """(w (N, K + E), alpha): alpha * w is [w_hat | s B]; in the scratch, it lasts until the
         next."""
         if self.cuda:
-            return marlin_triton.decoded(self.q, self.tail, dtype)
+            return gemm.decoded(self.q, self.tail, dtype)
         w = self.base.weight_in(dtype)
-        return (marlin_triton.beside(w, self.tail) if self.E else w), 1.0
+        return (gemm.beside(w, self.tail) if self.E else w), 1.0
 
     def forward(self, wide, residual):
         """wide [h | x A^T] (S, K + E) -> y (S, N) = h w^T + s x A^T B^T + residual or bias: no
         linear has both."""
         w, alpha = self.weight(wide.dtype)
         start = self.base.bias if residual is None else residual
-        return marlin_triton.scaled(wide, w.T, alpha, start)
+        return gemm.scaled(wide, w.T, alpha, start)
 
     def backward(self, dy):
         """dy (S, N) -> wide [dh | d(x A^T)] (S, K + E); dh lacks what comes through x A^T."""
-        return marlin_triton.scaled(dy, *self.weight(dy.dtype))
+        return gemm.scaled(dy, *self.weight(dy.dtype))
 
 
 class Project(torch.autograd.Function):

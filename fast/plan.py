@@ -13,9 +13,9 @@ Shapes: M rows of x, N outputs, K inputs.
 import functools
 import math
 
-from plumbing.formats import CHUNK
-
 import torch
+
+from fast.layout import CHUNK
 
 # A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
 # on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is

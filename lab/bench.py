@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import checkpoint, command
 from plumbing.files import whole
-from plumbing.formats import FORMATS
 
 import torch
 import triton
@@ -38,10 +37,12 @@ import triton.language as tl
 
 import grpo
 import lora
-import marlin_triton
+import model as qwen
 import nvfp4
 import sample
 from fast import batches, engine, memory
+from fast import gemm as fast_gemm
+from fast.layout import tile
 from lab.bench_report import (
     LAYERS,
     RESULTS,
@@ -54,19 +55,26 @@ from lab.bench_report import (
     show,
     vllms,
 )
+from nvfp4 import FORMATS
 
 ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvfp4:32:8 "
             "7b:nvfp4:64:8 7b:mxfp4:16:8 7b:nf4:16:8 7b:none:16:1,2,8,32,64,128 14b:nvfp4:16:1,8 "
             "14b:none:16:1,8 32b:nvfp4:16:1,2,8,32 32b:none:16:1,8").split()
 
 
-def build(c, quant, dtype="bfloat16"):
+def built(c, source, dtype, quant, engine_name):
+    model = qwen.build(c, source, "cuda", dtype, quant)
+    sample.set_engine(model, engine_name)
+    return model
+
+
+def build(c, quant, dtype="bfloat16", engine_name="fast"):
     """A model of random weights on the GPU, and what building it took, with the planned bytes."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     random, dtype = checkpoint.RandomCheckpoint(), getattr(torch, dtype)
-    seconds, model = timed(lambda: checkpoint.build(c, random, "cuda", dtype, quant))
+    seconds, model = timed(lambda: built(c, random, dtype, quant, engine_name))
     return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
                    "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
                    "load_peak_gib": peak_gib(), "load_seconds": seconds}
@@ -172,7 +180,7 @@ def kernels(args):
         dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
                  for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
         for fmt in args.formats if name in ("7b.gate_up", "7b.down") else args.formats[:1]:
-            weights = [nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt)
+            weights = [tile(nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt))
                        for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
             for M, back in [(M, False) for M in args.rows] + [(2048, True)]:
                 row = {"fmt": fmt, "shape": name} | gemm(weights, dense, M, back, ceiling)
@@ -192,9 +200,9 @@ def gemm(weights, dense, M, back, ceiling):
     (N, K), fmt = dense[0].shape, weights[0].fmt
     x = torch.randn(M, N if back else K, dtype=torch.bfloat16, device="cuda")
     if back:
-        ours, theirs = (lambda q: marlin_triton.many(x, q, transposed=True)), (lambda w: x @ w)
+        ours, theirs = (lambda q: fast_gemm.many(x, q, transposed=True)), (lambda w: x @ w)
     else:
-        ours, theirs = (lambda q: marlin_triton.product(x, q)), (lambda w: x @ w.T)
+        ours, theirs = (lambda q: fast_gemm.product(x, q)), (lambda w: x @ w.T)
     calls = 8 if back else 24 if M <= 1024 else 4
     us, cublas = graph_time(ours, weights, calls), graph_time(theirs, dense, calls)
     gbps = (N * K * memory.BITS[fmt] / 8 + 2 * M * (N + K)) / us / 1e3

@@ -21,19 +21,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import checkpoint, command
 from plumbing.files import check, check_out, read_json, shown, write_json
-from plumbing.flags import place
-from plumbing.formats import FORMATS
-from plumbing.logprobs import token_logprobs
+from plumbing.policy import place
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import data
+import model as qwen
 import sample
 from eval import evaluate, stderr
-from lab import awq
-from model import logits
+from model import logits, token_logprobs
+from nvfp4 import FORMATS
 
-METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # for awq.Search
+METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # for nvfp4.Search
+
+
+@torch.no_grad()
+def perplexity(model, docs, batch=16):
+    """docs: token ids of each document -> [(summed negative log-likelihood in nats, summed entropy,
+    tokens scored)] for each, in order; a document's first token is not scored. exp(sum / tokens) is
+    the perplexity."""
+    device, out = model.embed.weight.device, [None] * len(docs)
+    order = sorted(range(len(docs)), key=lambda i: len(docs[i]))
+    for at in range(0, len(docs), batch):
+        chosen = order[at : at + batch]
+        n = torch.tensor([len(docs[i]) - 1 for i in chosen], device=device)
+        ids = pad_sequence([torch.tensor(docs[i]) for i in chosen], batch_first=True)  # (B, T)
+        ids = ids.to(device)
+        scored = torch.arange(ids.shape[1] - 1, device=device) < n[:, None]  # (B, T-1)
+        hidden = model.hidden(ids[:, :-1])[scored]  # (B, T-1, C) -> (S, C)
+        logp, entropy = token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][scored],
+                                       valid_vocab=model.valid_vocab)
+        for i, p, e in zip(chosen, logp.split(n.tolist()), entropy.split(n.tolist()), strict=True):
+            out[i] = (-p.sum().item(), e.sum().item(), len(docs[i]) - 1)
+    return out
 
 
 @torch.no_grad()
@@ -74,14 +95,16 @@ def row(args, fmt, method, docs, questions, tok):
     """One line of the table, and [[nats, tokens] of each document]."""
     begin, where = time.time(), (args.model, args.device, args.dtype, fmt)
     if method in METHODS:
-        model = awq.load(*where, args.calib, args.sequences, args.length, **METHODS[method])
+        folder = checkpoint.fetch(args.model)
+        text = data.calibration(args.calib, folder, args.sequences, args.length)
+        model = qwen.load(*where, text, **METHODS[method])
         out = {"error_kept": math.exp(fmean(math.log(r["awq"] / r["rtn"]) for r in model.awq)),
                "exponents_above_0": fmean(r["exponent"] > 0 for r in model.awq)}
     else:
-        model, out = checkpoint.load(*where), {}
+        model, out = qwen.load(*where), {}
     out = {"format": fmt, "method": method, "load_seconds": round(time.time() - begin, 1), **out}
     model.valid_vocab = len(tok)
-    scored = awq.perplexity(model, docs)
+    scored = perplexity(model, docs)
     nats, entropy, out["tokens"] = map(sum, zip(*scored, strict=True))
     out["perplexity"] = math.exp(nats / out["tokens"])
     out["entropy_on_text"] = entropy / out["tokens"]
@@ -137,7 +160,7 @@ def run(args):
     args.device, args.dtype = place(args.device)
     args.calib, beside = args.data / "train.jsonl", args.out.with_suffix(".nll.json")
     tok, test = data.Tokenizer(checkpoint.fetch(args.model)), args.data / "test.jsonl"
-    docs = [tok.encode(t) for t in awq.texts(test)[: args.documents]]
+    docs = [tok.encode(t) for t in data.texts(test)[: args.documents]]
     questions = data.load(test, "test")
     fields = {"table": list, "table_settings": dict}
     results, likelihoods = (read_json(p, fields) if p.is_file() else {} for p in (args.out, beside))

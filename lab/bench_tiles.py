@@ -22,16 +22,16 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command
-from plumbing.formats import CHUNK, FORMATS
 
 import torch
 import triton
 
-import marlin_triton
 import nvfp4
-from fast import engine, memory
+from fast import engine, gemm, memory
+from fast.layout import CHUNK, tile
 from fast.plan import PARTIALS, plan, sms
 from lab import bench
+from nvfp4 import FORMATS
 
 
 def candidates(M, N, K, cores):
@@ -59,7 +59,7 @@ def candidates(M, N, K, cores):
 
 @functools.lru_cache(1)
 def some_weight(N, K, fmt):
-    return nvfp4.quantize(torch.ones(N, K, device="cuda"), fmt)
+    return tile(nvfp4.quantize(torch.ones(N, K, device="cuda"), fmt))
 
 
 def layer_call(M, name, rank):
@@ -77,7 +77,7 @@ def layer_call(M, name, rank):
         kv = c.num_key_value_heads * c.head_dim
         bounds = {"qkv": (N - 2 * kv, N - kv), "gate_up": (N // 2,)}.get(layer, ())
         known |= {"A": x.new_ones(parts * rank, K), "B": x.new_ones(N, rank), "bounds": bounds}
-    return partial(marlin_triton.gemm_few, x, **known)
+    return partial(gemm.gemm_few, x, **known)
 
 
 def compile_tile(work):
@@ -98,7 +98,7 @@ def step_us(model, M, shape=None, tile=None):
         return ns, own | {"maxnreg": None} | tile if of[1:3] == shape else own
 
     engine.ENGINES[model][1].graphs.clear()
-    with mock.patch.object(marlin_triton, "plan", chosen):
+    with mock.patch.object(gemm, "plan", chosen):
         replay = bench.replayer(model, M, 320)
     return bench.event_us(replay, 20)
 

@@ -1,9 +1,10 @@
 """
-Commands that stream a checkpoint's blocks (plumbing/checkpoint.py): quantize it, plain or with AWQ;
-merge an adapter into it; count what formats cost.
+Commands that stream a checkpoint's blocks (model.stream): quantize it, plain or with AWQ; merge an
+adapter into it; count what formats cost.
 
 All take one block at a time, from disk to the device, changed, into the new checkpoint: they need
-memory for one block, the embedding and the head, and one shard of the output.
+memory for one block, the embedding and the head, and one shard of the output. `python nvfp4.py` and
+`python lora.py` start this file.
 
     python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --awq --out qwen-3b-nvfp4/
     python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
@@ -12,29 +13,60 @@ memory for one block, the embedding and the head, and one shard of the output.
 Shapes: B rows, T tokens, C hidden.
 """
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
 
-from plumbing import checkpoint, command, flags
-from plumbing.config import read_config
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from plumbing import checkpoint, command, flags, policy
 from plumbing.files import file_digest
-from plumbing.formats import FORMATS, dequantize, quantize
 
 import torch
 import torch.nn as nn
 from tqdm import tqdm
 
+import data
 import lora
+import model as qwen
+import nvfp4
+import sample
 from fast import memory
-from lab import awq
-from model import PROJECTIONS, Linear
-from nvfp4 import QuantLinear
+from model import PROJECTIONS, Linear, token_logprobs
+from nvfp4 import FORMATS, QuantLinear, dequantize, quantize
+
+
+class HeldOut:
+    """Hidden states of text that was not calibrated on, through the original blocks and through
+    the quantized ones, block by block: perplexity before and after without ever holding either
+    model."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def begin(self, model, device, dtype):
+        self.rope = model.rope(torch.arange(self.ids.shape[1], device=device)[None])
+        x = model.embed(self.ids.to(model.embed.weight.device))  # (B, T, C)
+        self.before = x.to(device, dtype)
+        self.after = self.before.clone()
+
+    @torch.no_grad()
+    def perplexity(self, model):
+        """{"before", "after"}: e to the mean negative log-likelihood of a token; call it when all
+        blocks are done."""
+        out = {}
+        for name, x in (("before", self.before), ("after", self.after)):
+            hidden = model.norm.to(x.device)(x[:, :-1]).flatten(0, 1)  # (B, T-1, C) -> (S, C)
+            targets = self.ids[:, 1:].flatten().to(x.device)
+            logp, _ = token_logprobs(hidden, model.lm_head.weight.to(x), targets)
+            out[name] = math.exp(-logp.mean().item())
+        return out
 
 
 @torch.no_grad()
 def rounded(model, pieces, fmt):
-    """Rounds the blocks of `model` to nearest as they arrive in `pieces`, a checkpoint.stream of
+    """Rounds the blocks of `model` to nearest as they arrive in `pieces`, a qwen.stream of
     it; yields (path, rows of the report) for each."""
     for path in pieces:
         rows = []
@@ -57,26 +89,28 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     Weights stay in the dtype they are stored in. ValueError for an `out` that exists, a checkpoint
     that is quantized already, and whatever `quantize` and `awq.calibration` refuse."""
     begin, folder = time.time(), checkpoint.fetch(path_or_hub_id)
-    config, source = checkpoint.open_16_bit(folder, "--model")
+    config, source = qwen.read_config(folder), checkpoint.Checkpoint(folder)
+    if config.quantization:
+        raise ValueError(f"--model: {folder} is quantized already; give the 16-bit checkpoint")
     if use_awq and length > config.max_position_embeddings:
         raise ValueError(f"--length {length}: the model has {config.max_position_embeddings} "
                          "positions; lower it")
-    model = checkpoint.skeleton(config)
+    model = qwen.skeleton(config)
     report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest",
               "calibration": calib, "layers": []}
-    with checkpoint.Writer(out, folder, fmt, shard_bytes) as writer:
-        pieces = checkpoint.stream(model, source, device, ends="cpu")
+    with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
+        pieces = qwen.stream(model, source, device, ends="cpu")
         steps = rounded(model, pieces, fmt)
         if use_awq:
-            ids = awq.calibration(calib, folder, sequences + 16, length)
+            ids = data.calibration(calib, folder, sequences + 16, length)
             kept = min(sequences, max(len(ids) - 16, len(ids) * 7 // 8))
             if kept < 1:
                 raise ValueError(f"--calib {calib or 'by default'}: gives one sequence of {length} "
                                  "tokens; one more is needed to test on")
-            held_out = awq.HeldOut(ids[kept:])
-            steps = awq.calibrated(model, pieces, fmt, ids[:kept], device, held_out)
-        for path, rows in tqdm(steps, fmt, len(checkpoint.pieces(config)), disable=None):
-            for name, tensor in checkpoint.tensors(model.get_submodule(path), path):
+            held_out = HeldOut(ids[kept:])
+            steps = nvfp4.calibrated(model, pieces, fmt, ids[:kept], device, held_out)
+        for path, rows in tqdm(steps, fmt, len(qwen.pieces(config)), disable=None):
+            for name, tensor in qwen.tensors(model.get_submodule(path), path):
                 writer.add(name, tensor)
             if path.startswith("layers."):
                 layer = int(path.split(".")[1])
@@ -126,22 +160,22 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     "mean"} of |difference|, "same_top" (share of positions with the same best id), "adapter_max"
     (what the adapter itself changes at most)."""
     folder = checkpoint.fetch(path_or_hub_id)
-    config = read_config(folder)
-    model = checkpoint.skeleton(config)
+    config = qwen.read_config(folder)
+    model = qwen.skeleton(config)
     rank, scaling, state = lora.read_adapter(model, adapter)
-    merged = flags.merged(folder) + [file_digest(Path(adapter) / "adapter_model.safetensors")]
+    merged = policy.merged(folder) + [file_digest(Path(adapter) / "adapter_model.safetensors")]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (4, 64), generator=generator).to(device)
     rope = model.rope(torch.arange(64, device=device)[None])
     with checkpoint.Writer(out, folder) as writer:
-        asked = {k: v for k, v in flags.read_policy(adapter).items()
+        asked = {k: v for k, v in flags.read_policy(sample.COMMAND, adapter).items()
                  if k in ("data", "prompt_style", "reward")}
         writer.notes |= {"merged.json": {"adapters": merged},
                          "policy.json": {"quant": "none"} | asked}
         source = checkpoint.Checkpoint(folder)
-        pieces = checkpoint.stream(model, source, device, dtype, quant if calib is None else "none")
+        pieces = qwen.stream(model, source, device, dtype, quant if calib is None else "none")
         if calib is not None:
-            pieces = (path for path, _ in awq.calibrated(model, pieces, quant, calib, device))
+            pieces = (path for path, _ in nvfp4.calibrated(model, pieces, quant, calib, device))
         for path in pieces:
             piece = model.get_submodule(path)
             if path == "embed":
@@ -156,11 +190,11 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
                 for name in PROJECTIONS:
                     piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))
                 model.layers[int(path.split(".")[1])] = None
-            for name, tensor in checkpoint.tensors(piece, path):
+            for name, tensor in qwen.tensors(piece, path):
                 writer.add(name, tensor.to(torch.bfloat16))
         plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
-    model = checkpoint.skeleton(read_config(out))
-    written = checkpoint.stream(model, checkpoint.Checkpoint(out), device, dtype)
+    model = qwen.skeleton(qwen.read_config(out))
+    written = qwen.stream(model, checkpoint.Checkpoint(out), device, dtype)
     logits = streamed_logits(model, written, ids, device)
     gap = (logits - adapted).abs()
     same = (logits.argmax(-1) == adapted.argmax(-1)).float().mean().item()
@@ -174,11 +208,12 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
 def plan_config(name):
     """The Config of a local config.json or folder, or of a hub id (fetching config.json alone)."""
     local = Path(name).suffix == ".json" or Path(name).exists()
-    return read_config(name if local else checkpoint.fetch(name, weights=False))
+    return qwen.read_config(name if local else checkpoint.fetch(name, weights=False))
 
 
 def quantize_args(argv):
     p = command.Parser(
+        "nvfp4.py",
         description="Quantize a checkpoint to four bits, or count what each format would cost.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = p.add_argument
@@ -186,7 +221,7 @@ def quantize_args(argv):
     add("--out", help="folder to write; must not exist")
     add("--fmt", choices=list(FORMATS), default="nvfp4", help="number format")
     add("--awq", action="store_true",
-        help="choose scales by activations (lab/awq.py) instead of plain rounding")
+        help="choose scales by activations (AWQ, nvfp4.py) instead of plain rounding")
     add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
                         "(worked arithmetic problems)")
     count = command.number
@@ -210,17 +245,11 @@ def quantize_args(argv):
     return args
 
 
-def quantize_command(argv=None):
-    """python nvfp4.py"""
-    if code := command.run("nvfp4.py", lambda: quantize_body(quantize_args(argv))):
-        sys.exit(code)
-
-
 def quantize_body(args):
     if args.plan:
         print(memory.table(plan_config(args.plan), args.rank, args.tokens))
         return
-    device, _ = flags.place(args.device)
+    device, _ = policy.place(args.device)
     report = convert(args.model, args.out, args.fmt, device, args.awq,
                      args.calib, args.sequences, args.length)
     if "perplexity" in report:
@@ -234,15 +263,9 @@ def quantize_body(args):
           "quantization.json")
 
 
-def merge_command(argv=None):
-    """python lora.py"""
-    if code := command.run("lora.py", lambda: merge_body(argv)):
-        sys.exit(code)
-
-
 def merge_body(argv):
     p = command.Parser(
-        description="Merge an adapter into a 16-bit checkpoint.",
+        "lora.py", description="Merge an adapter into a 16-bit checkpoint.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = p.add_argument
     add("--merge", action="store_true", required=True, help="what to do")
@@ -254,20 +277,31 @@ def merge_body(argv):
     add("--calib", help="AWQ's text, where the adapter was trained with --awq (default: its own)")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
     args = p.parse_args(argv)
-    policy, folder = flags.read_policy(args.adapter), checkpoint.fetch(args.model)
-    args.quant = args.quant or policy.get("quant", "none")
-    args.trained_with, args.awq = policy, policy.get("awq", False) and args.quant != "none"
+    had, folder = flags.read_policy(sample.COMMAND, args.adapter), checkpoint.fetch(args.model)
+    args.quant = args.quant or had.get("quant", "none")
+    args.trained_with, args.awq = had, had.get("awq", False) and args.quant != "none"
     # a quantized checkpoint has its scales already
-    calibrate = args.awq and read_config(folder).quantization is None
+    calibrate = args.awq and qwen.read_config(folder).quantization is None
     if args.calib and not calibrate:
         raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
-    args.calib = (args.calib or policy.get("calib")) if calibrate else None
-    args.dtype = policy.get("dtype", "bfloat16") if calibrate else "bfloat16"
-    flags.check_policy(args)  # before the slow part
-    ids = awq.calibration(args.calib, folder) if calibrate else None
-    device, dtype = flags.place(args.device, args.dtype)
+    args.calib = (args.calib or had.get("calib")) if calibrate else None
+    args.dtype = had.get("dtype", "bfloat16") if calibrate else "bfloat16"
+    policy.check(args, FORMATS)  # before the slow part
+    ids = data.calibration(args.calib, folder) if calibrate else None
+    device, dtype = policy.place(args.device, args.dtype)
     r = merge(folder, args.adapter, args.out, device, args.quant, ids, dtype)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
           f"{r['max']:.2e} at most (the adapter itself moves them by up to "
           f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions. "
           "It is used by --quant none, the default that eval.py and sample.py have for it")
+
+
+def main(what, argv):
+    """`what`: quantize (the flags of nvfp4.py) or merge (of lora.py)."""
+    if what == "merge":
+        return command.run("lora.py", lambda: merge_body(argv))
+    return command.run("nvfp4.py", lambda: quantize_body(quantize_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

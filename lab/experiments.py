@@ -65,9 +65,9 @@ import aqn
 import data
 import grpo
 import lora
+import sample
 import train
 from eval import stderr
-from fast import engine
 from lab import plot
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
@@ -76,7 +76,7 @@ UNUSED = "-"  # the value of a flag that did nothing in a run
 ARMS = {
     "2x2": {f"{quant}{noise}": ["--quant", quant, noise]
             for quant in ("none", "nvfp4") for noise in ("--no-aqn", "--aqn")},
-    "format": {arm: ["--no-aqn", "--quant", arm] for arm in flags.QUANTS} | {
+    "format": {arm: ["--no-aqn", "--quant", arm] for arm in sample.QUANTS} | {
         "nvfp4-awq": ["--no-aqn", "--quant", "nvfp4", "--awq"]},
     "noise": {"none": ["--no-aqn"]} | {
         f"{sigma}-{anchor}": ["--aqn", "--aqn-start", sigma, "--old-logp", anchor]
@@ -115,11 +115,11 @@ def gradient(args, argv):
     if args.lora_rank == 0:
         raise ValueError("--lora-rank 0: the gradients are of an adapter; use 1 or more")
     score = data.scorer(args.prompt_style, args.reward)
-    model, tok = flags.load_policy(args)
+    model, tok = sample.load_policy(args)
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    engine.settle_update(args, model, params)
+    train.settle_update(model, args, params)
     out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
                          for anchor in ("sampler", "current")}
     draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
@@ -141,7 +141,7 @@ def gradient(args, argv):
 def two_copies():
     """Inside the `with`, train.py samples from --quant's weights but takes its updates through a
     16-bit copy of the model, which shares the adapter."""
-    load, add, twins = flags.load_policy, lora.add_lora, {}
+    load, add, install, twins = sample.load_policy, lora.add_lora, sample.set_engine, {}
 
     def load_both(args):
         if args.lora_rank == 0:
@@ -164,14 +164,19 @@ def two_copies():
             twin.A, twin.B = own.A, own.B
         return params
 
+    def install_on_both(model, engine):
+        install(model, engine)
+        install(twins[model], engine)
+
     def through_twin(f):
         def call(model, *rest):
             twins[model].checkpointing = model.checkpointing
             return f(twins[model], *rest)
         return call
 
-    with mock.patch.object(flags, "load_policy", load_both), \
+    with mock.patch.object(sample, "load_policy", load_both), \
             mock.patch.object(lora, "add_lora", add_to_both), \
+            mock.patch.object(sample, "set_engine", install_on_both), \
             mock.patch.object(grpo, "update", through_twin(grpo.update)), \
             mock.patch.object(grpo, "record_trainer_logprobs",
                               through_twin(grpo.record_trainer_logprobs)):
@@ -181,15 +186,15 @@ def two_copies():
 def apart(argv):
     called = [__file__, "two-copies", *argv]  # what summary.json, lab/plot.py and a resume go by
     with two_copies(), mock.patch.object(sys, "argv", called):
-        return flags.run_command("train", train.train, argv, "lab/experiments.py")
+        return flags.run_command(train.COMMAND, train.train, argv, "lab/experiments.py")
 
 
 def trainings(name, seeds, jobs, args, argv):
     """Every arm of the experiment with every seed, `jobs` at a time; then the table."""
     if not args.eval_n:
         raise ValueError("--eval-n 0: the table is of held-out accuracy; leave it out")
-    own = {"seed", *chain(*(flags.given("train", arm) for arm in ARMS[name].values()))}
-    if twice := sorted(own & flags.given("train", argv).keys()):
+    own = {"seed", *chain(*(flags.given(train.COMMAND, arm) for arm in ARMS[name].values()))}
+    if twice := sorted(own & flags.given(train.COMMAND, argv).keys()):
         other = "--seeds" if twice[0] == "seed" else "another experiment"
         raise ValueError(f"--{twice[0].replace('_', '-')}: is what the arms of {name} differ in; "
                          f"leave it out, or take {other}")
@@ -201,7 +206,8 @@ def trainings(name, seeds, jobs, args, argv):
     todo = [run for run in every if not (run[-1] / "summary.json").is_file()]
     for _, given, out in every:
         # beside runs that are there, runs of default flags would be others
-        check_flags(out, vars(flags.parse("train", given)) if todo else flags.given("train", given))
+        check_flags(out, vars(flags.parse(train.COMMAND, given)) if todo
+                    else flags.given(train.COMMAND, given))
     Path(args.out).mkdir(parents=True, exist_ok=True)
     processes = Processes(jobs)
 
@@ -425,13 +431,13 @@ def change_text(less, more, causes, values):
 def flags_used(runs):
     """{run: {flag: value}}, the same flags for each, by name: an older run that was not asked for
     one has its default, and one that did nothing is UNUSED."""
-    had, default = {run: plot.told(run) for run in runs}, vars(flags.parse("train", []))
+    had, default = {run: plot.told(run) for run in runs}, vars(flags.parse(train.COMMAND, []))
     if empty := [run for run in runs if not had[run]]:
         raise ValueError(f"{empty[0]}: has no config.json; give folders that train.py wrote")
     every = sorted({*chain(*had.values())})
     for run, given in had.items():
         now = default | given
-        off = {k for k, (_, used) in flags.NEEDS.items() if not used(argparse.Namespace(**now))}
+        off = {k for k, (_, used) in train.NEEDS.items() if not used(argparse.Namespace(**now))}
         had[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
     return had
 
@@ -475,7 +481,7 @@ def main(argv=None):
                   "(--jobs uses several cards)", file=sys.stderr)
         return 2
     if name == "gradient":
-        return flags.run_command("train", gradient, ["--out", "gradient.json", *argv[1:]],
+        return flags.run_command(train.COMMAND, gradient, ["--out", "gradient.json", *argv[1:]],
                                  "lab/experiments.py")
     if name == "two-copies":
         return apart(argv[1:])
@@ -490,7 +496,7 @@ def main(argv=None):
     own.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", default=1)
     mine, rest = own.parse_known_args(argv[1:])
     rest = ["--out", f"runs/{name}", *rest]  # train.py's own default is another run's folder
-    return flags.run_command("train", partial(trainings, name, mine.seeds, mine.jobs), rest,
+    return flags.run_command(train.COMMAND, partial(trainings, name, mine.seeds, mine.jobs), rest,
                              "lab/experiments.py")
 
 

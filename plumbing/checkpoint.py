@@ -1,12 +1,9 @@
 """
-Checkpoints in and out: the hub, sharded safetensors in Hugging Face layout, and how four-bit
-weights are stored in them. What config.json says is in plumbing/config.py.
+Checkpoints as files: the hub, sharded safetensors in Hugging Face layout, and how four-bit weights
+are stored in them. What config.json says is in config.py; model.py makes a model of the tensors
+(`load`, `stream`) and gives them back (`tensors`).
 
-`stream` is the one way in: it fills a model piece by piece. Whoever keeps the pieces has loaded the
-model (`build`, `load`); whoever drops each block holds one at a time (lab/convert.py quantizes
-and merges so, lab/awq.py calibrates so). `Writer` and `tensors` are the way out.
-
-NVFP4 and MXFP4 are written as compressed-tensors does it (formats `nvfp4-pack-quantized` and
+NVFP4 and MXFP4 are stored as compressed-tensors does it (formats `nvfp4-pack-quantized` and
 `mxfp4-pack-quantized`, weights only, "W4A16"), so that other engines can serve them. Each original
 projection, q, k and v apart, becomes
 
@@ -22,9 +19,10 @@ indices, weight_scale float32 (N, K/block), a block's absmax over the codebook's
 
 Left out: quantized activations (W4A4) and KV caches; asymmetric zero points; bitsandbytes' NF4.
 
-    model = load("Qwen/Qwen2.5-3B-Instruct", "cuda", quant="nvfp4")
-    with Writer("out/", folder, fmt="nvfp4") as w:
-        for name, tensor in tensors(model): w.add(name, tensor)
+    source = Checkpoint(fetch("Qwen/Qwen2.5-3B-Instruct"))
+    w = source.get("model.norm.weight", (2048,))
+    with Writer("out/", folder, fmt="nvfp4", format=FORMATS["nvfp4"]) as writer:
+        writer.add("model.norm.weight", w)
 
 Shapes: N rows of one projection, K columns.
 """
@@ -33,20 +31,14 @@ import hashlib
 import math
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from plumbing.config import packed_format, quantization_config, read_config
 from plumbing.files import TINY, beside, cause, check_out, read_json, whole, write_json
-from plumbing.formats import FORMATS, Quantized, pack, quantize, scale_bits, unpack
 
 import torch
-import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-
-from model import RMSNorm, Transformer, prefix
-from nvfp4 import QuantLinear
 
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
           "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -163,6 +155,75 @@ class Checkpoint:
                              "damaged, download it again")
         return t
 
+    # ---- what model.stream asks
+
+    def check_format(self, quant, formats):
+        """The four-bit format that the weights are stored in, None for 16 bits; ValueError if
+        `quant` is another one."""
+        raw = read_config(self.folder)["quantization"]
+        stored = raw and packed_format(raw, self.folder, formats)
+        if stored and quant not in ("none", stored):
+            raise ValueError(f"--quant {quant}: {self.folder} is quantized to {stored} already; "
+                             f"use --quant {stored}")
+        return stored
+
+    def packed(self, name, n, K, fmt, format, device):
+        """(codes (n, K/2), scale (n, K/block) as bytes or float32, global scale (n,)) of the
+        projection `name`, checked; format: what `fmt` is, an nvfp4.Format."""
+        if K % format.block:
+            raise ValueError(f"{self.folder}: {name} has K = {K}, not divisible by {fmt}'s block "
+                             f"of {format.block}")
+        codes = self.stored(f"{name}.weight_packed", (n, K // 2), torch.uint8, device)
+        scale = self.stored(f"{name}.weight_scale", (n, K // format.block), format.scale_dtype,
+                            device)
+        bits = scale.view(torch.uint8) if scale.itemsize == 1 else scale
+        valid = {"nvfp4": bits < 127, "mxfp4": bits < 253}.get(fmt, (bits >= 0) & (bits < 1e38))
+        if not valid.all():
+            raise ValueError(f"{self.folder}: {name}.weight_scale holds negative numbers, NaN or "
+                             "inf; the checkpoint is damaged")
+        top = torch.ones((), device=device)
+        if fmt == "nvfp4":
+            name = f"{name}.weight_global_scale"
+            shape = () if name in self and self.get(name).dim() == 0 else (1,)
+            top = 1 / self.stored(name, shape, torch.float32, device).squeeze()
+            if not 0 < top < 1e34:  # 6 * 448 times that is still finite
+                raise ValueError(f"{self.folder}: {name} is not a positive number; the "
+                                 "checkpoint is damaged")
+        return codes, bits, top.expand(n)
+
+    def stored(self, name, shape, dtype, device):
+        """`get` that also insists on the stored type: casting codes or scales would change
+        them."""
+        t = self.get(name, shape, device=device)
+        if t.dtype != dtype:
+            raise ValueError(f"{self.folder}: {name} is stored as {t.dtype}, config.json asks for "
+                             f"{dtype}")
+        return t
+
+    def check_tied_head(self, embedding):
+        """ValueError if a head is stored beside the embedding that it is tied to, and differs: a
+        trained head beside a config from before. Some exports store the same tensor twice."""
+        if "lm_head.weight" in self.unused:
+            head = self.get("lm_head.weight", embedding.shape, embedding.dtype, embedding.device)
+            if not torch.equal(head, embedding):
+                raise ValueError(f"{self.folder}: lm_head.weight is not the embedding that "
+                                 "config.json ties it to; set tie_word_embeddings to false")
+
+    def check_all_used(self):
+        unused = sorted(n for n in self.unused if not n.endswith("rotary_emb.inv_freq"))
+        if unused:
+            raise ValueError(f"{self.folder}: {len(unused)} tensors fit nowhere in this model, the "
+                             f"first is {unused[0]}")
+
+
+def packed_tensors(name, q, rows):
+    """Yields (name, tensor) of one projection as a checkpoint stores it: `rows` of the quantized
+    weight q in which it is stacked."""
+    yield f"{name}.weight_packed", q.codes[rows]
+    yield f"{name}.weight_scale", q.scale[rows]
+    if q.fmt == "nvfp4":
+        yield f"{name}.weight_global_scale", 1 / q.global_scale[rows][:1]
+
 
 def fingerprint(path_or_hub_id):
     """Digests that tell models apart, from the first rows of each tensor in the files:
@@ -173,6 +234,8 @@ def fingerprint(path_or_hub_id):
     name and a colon; these cannot be compared across formats."""
     folder = fetch(path_or_hub_id)
     config, source = read_config(folder), Checkpoint(folder)
+    fields = config | {"quantization": None, "max_position_embeddings": 0}  # length does not matter
+    shape = f"Config({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
 
     def some(name, few=4096):
         t = source.read(name, few).flatten()
@@ -183,16 +246,15 @@ def fingerprint(path_or_hub_id):
         return hashlib.sha256(content).hexdigest()[:16]
 
     # may be stored or not: a tied head, and tables that follow from config.json
-    derived = ("inv_freq", *["lm_head.weight"] * config.tie_word_embeddings)
+    derived = ("inv_freq", *["lm_head.weight"] * config["tie_word_embeddings"])
     each = sorted((n, digest(some(n))) for n in source.where if not n.endswith(derived))
-    shape = replace(config, quantization=None, max_position_embeddings=0)  # length does not matter
-    C, stored = config.hidden_size, "none"
+    C, stored = config["hidden_size"], "none"
     ends = some("model.norm.weight", C) + some("model.embed_tokens.weight", 64 * C)
-    if config.quantization:
-        stored = packed_format(config.quantization, folder)
+    if config["quantization"]:
+        stored = packed_format(config["quantization"], folder)
     norms = [told for name, told in each if name.endswith("layernorm.weight")]
     return {"base": digest(ends), "norms": digest(repr(norms).encode()),
-            "weights": f"{stored}:{digest(repr((each, shape)).encode())}"}
+            "weights": f"{stored}:{digest(f'({each!r}, {shape})'.encode())}"}
 
 
 class RandomCheckpoint:
@@ -200,7 +262,16 @@ class RandomCheckpoint:
     needed. For speed and memory."""
 
     def __init__(self, seed=0):
-        self.seed, self.unused = seed, set()
+        self.seed = seed
+
+    def check_format(self, quant, formats):
+        return None
+
+    def check_tied_head(self, embedding):
+        pass
+
+    def check_all_used(self):
+        pass
 
     def get(self, name, shape, dtype, device="cpu"):
         dtype = dtype or torch.bfloat16  # as stored
@@ -211,218 +282,18 @@ class RandomCheckpoint:
         return torch.randn(shape, dtype=dtype, device=device, generator=g).mul_(0.02)
 
 
-# ---- the one way in
-
-
-def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none"):
-    """A model.Transformer from a Hugging Face folder or hub id, frozen, in eval mode.
-
-    dtype: of embeddings, norms, biases and (unquantized) weights; None: as stored.
-    quant: none, or one of FORMATS. Raises FileNotFoundError / ValueError with one line that
-    names the file or tensor."""
-    folder = fetch(path_or_hub_id)
-    return build(read_config(folder), Checkpoint(folder), device, dtype, quant)
-
-
-def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none"):
-    """A Transformer of `config` with the tensors of `source` (Checkpoint or RandomCheckpoint)."""
-    model = skeleton(config)
-    for _ in stream(model, source, device, dtype, quant):
-        pass
-    return model.eval()
-
-
-def open_16_bit(folder, flag):
-    """(config, source) of a checkpoint folder that is to be quantized; ValueError if it is."""
-    config = read_config(folder)
-    if config.quantization:
-        raise ValueError(f"{flag}: {folder} is quantized already; give the 16-bit checkpoint")
-    return config, Checkpoint(folder)
-
-
-def skeleton(config):
-    """A Transformer without memory, on the meta device."""
-    with torch.device("meta"):
-        return Transformer(config)
-
-
-def pieces(config):
-    """The paths of a model's pieces in the order of `stream`: embed, norm, lm_head (unless it is
-    the embedding), layers.0, layers.1, ..."""
-    ends = ["embed", "norm"] if config.tie_word_embeddings else ["embed", "norm", "lm_head"]
-    return ends + [f"layers.{i}" for i in range(config.num_hidden_layers)]
-
-
-@torch.no_grad()
-def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
-    """Fill a skeleton from `source` piece by piece; yields the path of each of `pieces` when it
-    is done. The embedding is there from the beginning.
-
-    One tensor at a time moves to the device: memory holds the pieces that the caller has not
-    dropped (model.layers[i] = None) and one projection as stored. quant != none turns each
-    projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
-    so in its config.json). dtype None: as stored. ends: the device of embedding, norm and head, if
-    not `device`. ValueError at the end if tensors are left that fit nowhere."""
-    for piece in pieces(model.config):
-        place = device if piece.startswith("layers.") else ends or device
-        for path, _ in list(model.get_submodule(piece).named_modules(prefix=piece)):
-            read_module(model, path, source, place, dtype, quant)
-        if piece == "embed" and model.config.tie_word_embeddings:
-            model.lm_head.weight = tied = model.embed.weight
-            if "lm_head.weight" in source.unused:  # some exports store the tied head once more
-                head = source.get("lm_head.weight", tied.shape, dtype, tied.device)
-                if not torch.equal(head, tied):  # a trained head beside a config from before
-                    raise ValueError(f"{source.folder}: lm_head.weight is not the embedding that "
-                                     "config.json ties it to; set tie_word_embeddings to false")
-        yield piece
-    unused = sorted(n for n in source.unused if not n.endswith("rotary_emb.inv_freq"))
-    if unused:
-        raise ValueError(f"{source.folder}: {len(unused)} tensors fit nowhere in this model, the "
-                         f"first is {unused[0]}")
-
-
-def read_module(model, path, source, device, dtype, quant):
-    """Read the module at `path` of a skeleton, if it is one with weights."""
-    m = model.get_submodule(path)
-
-    def get(name):
-        return nn.Parameter(source.get(name, m.weight.shape, dtype, device), requires_grad=False)
-
-    if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or the user's own
-        m.noise = torch.zeros_like(noise, device=device)
-    if isinstance(m, RMSNorm):
-        m.weight = get(norm_name(path))
-    elif isinstance(m, nn.Embedding):
-        m.weight = get("model.embed_tokens.weight")
-    elif path == "lm_head":
-        m.weight = get("lm_head.weight")
-    elif path.endswith("_proj"):
-        projection = read_projection(source, path, m, model.config, quant, dtype, device)
-        model.set_submodule(path, projection)
-
-
-def read_projection(source, path, m, config, quant, dtype, device):
-    """The linear for the fused projection at `path` (its shape is that of the meta model.Linear
-    `m`), its parts read in row order.
-
-    Weights are rounded to `quant` from what is stored, whatever `dtype` is: so an adapter meets the
-    same four bits on all devices, in a converted checkpoint and in a merge. From a checkpoint that
-    is quantized already they are taken unchanged, and a projection that it left in 16 bits stays a
-    model.Linear."""
-    def get(part, n, suffix, *shape, dtype=dtype):
-        return source.get(f"{prefix(path)}.{part}.{suffix}", (n, *shape), dtype, device)
-
-    stored_fmt = config.quantization and packed_format(config.quantization, source.folder)
-    if stored_fmt and quant not in ("none", stored_fmt):
-        raise ValueError(f"--quant {quant}: {source.folder} is quantized to {stored_fmt} already; "
-                         f"use --quant {stored_fmt}")
-    bias = None if m.bias is None else torch.cat([get(p, n, "bias") for p, n in m.parts.items()])
-    if stored_fmt and not all(f"{prefix(path)}.{p}.weight" in source for p in m.parts):
-        q = Quantized(stored_fmt, m.shape, *read_packed(source, path, m, stored_fmt, device))
-        return QuantLinear(q, m.parts, bias)
-    rounds = quant != "none" and not stored_fmt
-    weight = torch.cat([get(p, n, "weight", m.shape[1], dtype=None if rounds else dtype)
-                        for p, n in m.parts.items()])
-    if rounds:
-        return QuantLinear(quantize(weight, quant, path), m.parts, bias)
-    m.weight = nn.Parameter(weight, requires_grad=False)
-    m.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    return m
-
-
-def read_packed(source, path, m, fmt, device):
-    """(codes, scale, global_scale) of the fused projection at `path` (its shape is that of the meta
-    model.Linear `m`), checked."""
-    K, f, parts = m.shape[1], FORMATS[fmt], []
-    if K % f.block:
-        raise ValueError(f"{source.folder}: {path} has K = {K}, not divisible by {fmt}'s block of "
-                         f"{f.block}")
-    for part, n in m.parts.items():
-        name = f"{prefix(path)}.{part}.weight"
-        codes = stored(source, f"{name}_packed", (n, K // 2), torch.uint8, device)
-        scale = stored(source, f"{name}_scale", (n, K // f.block), f.scale_dtype, device)
-        bits = scale_bits(scale)
-        valid = {"nvfp4": bits < 127, "mxfp4": bits < 253}.get(fmt, (bits >= 0) & (bits < 1e38))
-        if not valid.all():
-            raise ValueError(f"{source.folder}: {name}_scale holds negative numbers, NaN or "
-                             "inf; the checkpoint is damaged")
-        top = torch.ones((), device=device)
-        if fmt == "nvfp4":
-            name = f"{name}_global_scale"
-            shape = () if name in source and source.get(name).dim() == 0 else (1,)
-            top = 1 / stored(source, name, shape, torch.float32, device).squeeze()
-            if not 0 < top < 1e34:  # 6 * 448 times that is still finite
-                raise ValueError(f"{source.folder}: {name} is not a positive number; the "
-                                 "checkpoint is damaged")
-        codes = torch.stack([codes & 15, codes >> 4], -1).view(n, K)  # (n, K/2, 2) -> (n, K)
-        parts.append((codes, bits, top.expand(n)))
-    codes, bits, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return pack(codes, fmt), bits.view(f.scale_dtype), top
-
-
-def stored(source, name, shape, dtype, device):
-    """source.get that also insists on the stored type: casting codes or scales would change
-    them."""
-    t = source.get(name, shape, device=device)
-    if t.dtype != dtype:
-        raise ValueError(f"{source.folder}: {name} is stored as {t.dtype}, config.json asks for "
-                         f"{dtype}")
-    return t
-
-
 # ---- the way out
-
-
-def norm_name(path):
-    return f"model.{path}.weight".replace(".attn.", ".self_attn.")
-
-
-def tensors(piece, path=""):
-    """Yields (name, tensor) for everything below `piece`, the module at `path` of a model, as a
-    checkpoint stores it. A tied head is not stored, and neither is an adapter."""
-    embedding = None
-    for at, m in piece.named_modules(prefix=path):
-        if isinstance(m, RMSNorm):
-            yield norm_name(at), m.weight
-        elif isinstance(m, nn.Embedding):
-            embedding = m.weight
-            yield "model.embed_tokens.weight", embedding
-        elif at == "lm_head" and m.weight is not embedding:
-            yield "lm_head.weight", m.weight
-        elif at.endswith("_proj"):
-            where, rows = prefix(at), list(m.parts.values())
-            if m.q is not None:
-                yield from packed_tensors(m.q, m.parts, where)
-            else:
-                for name, w in zip(m.parts, m.base.weight.split(rows), strict=True):
-                    yield f"{where}.{name}.weight", w
-            if m.bias is not None:
-                for name, b in zip(m.parts, m.bias.split(rows), strict=True):
-                    yield f"{where}.{name}.bias", b
-
-
-def packed_tensors(q, parts, where):
-    """Yields (name, tensor) for each projection stacked in the quantized weight q: its rows as a
-    checkpoint stores them."""
-    codes, at = unpack(q.codes, q.shape[1], q.fmt), 0  # (N, K)
-    codes = codes[:, 0::2] | codes[:, 1::2] << 4  # (N, K/2)
-    for part, n in parts.items():
-        rows, name = slice(at, at + n), f"{where}.{part}.weight"
-        at += n
-        yield f"{name}_packed", codes[rows]
-        yield f"{name}_scale", q.scale[rows]
-        if q.fmt == "nvfp4":
-            yield f"{name}_global_scale", 1 / q.global_scale[rows][:1]
 
 
 class Writer:
     """A checkpoint folder that appears whole or not at all: everything goes to a folder of a new
     name beside it, which is renamed at the end; an exception removes it. `add` holds one shard in
     host memory. Tokenizer and generation files are copied from `folder`; fmt (or None for 16 bits)
-    goes into config.json; `self.notes` are further JSON files, {name: content}."""
+    goes into config.json, with `format`, the nvfp4.Format that it names; `self.notes` are further
+    JSON files, {name: content}."""
 
-    def __init__(self, out, folder, fmt=None, shard_bytes=2 << 30):
-        self.out, self.folder, self.fmt = Path(out), Path(folder), fmt
+    def __init__(self, out, folder, fmt=None, format=None, shard_bytes=2 << 30):
+        self.out, self.folder, self.fmt, self.format = Path(out), Path(folder), fmt, format
         self.partial = beside(self.out)
         self.shard_bytes, self.shard, self.size, self.total = shard_bytes, {}, 0, 0
         self.shards, self.notes, self.dtype = [], {}, None
@@ -484,6 +355,6 @@ class Writer:
         if self.dtype:  # other tools read the tensors as this dtype
             raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype
         if self.fmt:
-            raw["quantization_config"] = quantization_config(self.fmt)
+            raw["quantization_config"] = quantization_config(self.fmt, self.format)
         write_json(self.partial / "config.json", raw)
         self.partial.rename(self.out)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plumbing import ALONE, HOME, MAIN
+from plumbing.files import file_digest
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # a user's own script, not pytest, for instance
@@ -161,3 +162,10 @@ def numbers(low, end):
 
     parse.__name__ = "comma-separated int"
     return parse
+
+
+def own_code(args):
+    """{"reward": digest of --reward's file, "code": digest of the user's own script}, each only if
+    there is one."""
+    own = {"reward": args.reward and args.reward.rpartition(":")[0], "code": OWN and MAIN}
+    return {name: file_digest(path) for name, path in own.items() if path}

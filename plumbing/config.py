@@ -3,18 +3,16 @@ config.json: what a checkpoint says of itself, and which of it this project supp
 error that names it: a model that ignored its sliding windows would still talk.
 
 `quantization_config` is as compressed-tensors writes it; the tensors that it describes are in
-plumbing/checkpoint.py.
+checkpoint.py.
 
-    config = read_config("Qwen2.5-0.5B-Instruct/")
+    fields = read_config("Qwen2.5-0.5B-Instruct/")
 """
 from pathlib import Path
 
 from plumbing.files import check, read_json
-from plumbing.formats import FORMATS
 
-from model import Config
-
-FAMILIES = {"qwen2": {"qkv_bias": True}, "llama": {"qkv_bias": False},
+FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False},
+            "llama": {"qkv_bias": False, "qk_norm": False},
             "qwen3": {"qkv_bias": False, "qk_norm": True}}
 # config.json's fields: their types, and bounds that no model of these families exceeds
 SIZES = {"vocab_size": (int, 1, 1 << 22), "hidden_size": (int, 1, 1 << 17),
@@ -28,8 +26,8 @@ FIELDS = {**SIZES, "num_key_value_heads": (int, 1, 4096), "head_dim": (int, 2, 4
 
 
 def read_config(folder):
-    """The model.Config of a checkpoint folder (or of a config.json itself); ValueError for what
-    the model cannot honour."""
+    """The fields of model.Config for a checkpoint folder (or for a config.json itself), in their
+    order; ValueError for what the model cannot honour."""
     path = Path(folder)
     path = path if path.suffix == ".json" else path / "config.json"
     if not path.is_file():
@@ -53,13 +51,13 @@ def read_config(folder):
     head_dim = raw.get("head_dim", 128 if family == "qwen3" else raw["hidden_size"] // heads)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"{path}: a head_dim of {head_dim} must be even, for rotary positions")
-    return Config(
-        **{k: raw[k] for k in SIZES}, num_key_value_heads=kv_heads, head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False), **FAMILIES[family],
-        max_position_embeddings=raw.get("max_position_embeddings", room),
-        quantization=raw.get("quantization_config"))
+    return {
+        **{k: raw[k] for k in SIZES}, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "rope_theta": float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        "tie_word_embeddings": raw.get("tie_word_embeddings", False), **FAMILIES[family],
+        "max_position_embeddings": raw.get("max_position_embeddings", room),
+        "quantization": raw.get("quantization_config")}
 
 
 def unsupported(raw, rope):
@@ -83,28 +81,27 @@ def unsupported(raw, rope):
     }
 
 
-def quantization_config(fmt):
-    """The `quantization_config` of a checkpoint whose projections are in `fmt`."""
-    f = FORMATS[fmt]
-    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": f.block,
+def quantization_config(fmt, format):
+    """The `quantization_config` of a checkpoint whose projections are in `fmt`, an nvfp4.Format."""
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": format.block,
                "dynamic": False, "strategy": "tensor_group" if fmt == "nvfp4" else "group",
-               "scale_dtype": str(f.scale_dtype)}
+               "scale_dtype": str(format.scale_dtype)}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None,
              "output_activations": None}
-    return {"quant_method": "qerl" if f.codebook else "compressed-tensors",
+    return {"quant_method": "qerl" if format.codebook else "compressed-tensors",
             "format": f"{fmt}-pack-quantized", "ignore": ["lm_head"],
             "quantization_status": "compressed", "kv_cache_scheme": None,
             "config_groups": {"group_0": group}}
 
 
-def packed_format(raw, where):
-    """The format, one of FORMATS, that a `quantization_config` declares; ValueError for what
-    cannot be honoured."""
-    layouts = {f"{fmt}-pack-quantized": fmt for fmt in FORMATS}
+def packed_format(raw, where, formats=None):
+    """The name of the format that a `quantization_config` declares, as in nvfp4-pack-quantized;
+    ValueError for what cannot be honoured, and for what is not in `formats`, nvfp4.FORMATS."""
+    known = [f"{fmt}-pack-quantized" for fmt in formats or ("nvfp4", "mxfp4", "nf4")]
 
     def refuse(what):
         raise ValueError(f"{where}/config.json: quantization_config has {what}; checkpoints with "
-                         f"{', '.join(layouts)} and weights only (W4A16) can be read")
+                         f"{', '.join(known)} and weights only (W4A16) can be read")
 
     path = f"{where}/config.json: quantization_config"
     check(raw, path, {"config_groups": dict, "format": str, "quant_method": str})
@@ -113,15 +110,17 @@ def packed_format(raw, where):
     found = {raw.get("format"), *(g.get("format") for g in groups)} - {None}
     if raw.get("quant_method") not in ("compressed-tensors", "qerl"):
         refuse(f"quant_method {raw.get('quant_method')!r}")
-    if len(found) != 1 or not found <= set(layouts):
-        refuse(f"format {' and '.join(sorted(found)) or None}")
-    fmt = layouts[found.pop()]
+    layout = " and ".join(sorted(found))
+    fmt = layout.removesuffix("-pack-quantized")
+    if fmt == layout or formats and fmt not in formats:
+        refuse(f"format {layout or None}")
     if len(groups) != 1:
         refuse(f"{len(groups)} config_groups")
     weights = groups[0].get("weights") or {}
-    for field, want in (("num_bits", 4), ("type", "float"), ("group_size", FORMATS[fmt].block),
+    block = formats and formats[fmt].block
+    for field, want in (("num_bits", 4), ("type", "float"), ("group_size", block),
                         ("symmetric", True)):
-        if weights.get(field, want) != want:
+        if weights.get(field, want) != (want or weights.get(field)):
             refuse(f"{field} {weights[field]!r}")
     for what in ("input_activations", "output_activations"):
         if groups[0].get(what):

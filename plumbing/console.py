@@ -1,16 +1,13 @@
 """
-What a run shows: its flags, a line a step, samples, warnings, and at the end what was learned; and
-the --log-to program. All of it is a view of rows that run.py has written into the run's folder.
-
-    python train.py --show-every 5 --log-to tensorboard     # two samples every five steps
+What a run shows: its flags, a line a step, samples, warnings, and at the end what was learned. All
+of it is a view of rows that run.py has written into the run's folder.
 """
 import textwrap
-from pathlib import Path
 
 from plumbing.command import cell
-from plumbing.files import cause
 
-import eval as evaluation
+SHOW_EVERY = 10  # steps between samples
+GAP_BOUND = 0.05  # nats a token between sampler and trainer to warn at
 
 
 def show_flags(args):
@@ -20,7 +17,7 @@ def show_flags(args):
 
 def show_step(row, samples, args, warned):
     """Print a row of metrics.jsonl as one line, its samples (rows of rollouts.jsonl) every
-    --show-every steps, and its warnings; `warned`: the set of warnings the run has had."""
+    SHOW_EVERY steps, and its warnings; `warned`: the set of warnings the run has had."""
     held_out = "" if row["eval_accuracy"] is None else f" | held-out {row['eval_accuracy']:.1%}"
     eta = (args.steps - row["step"] - 1) * row["seconds_step"]
     print(f"{row['step']:>5} | reward {row['reward']:.3f} | acc {row['accuracy']:.3f} | "
@@ -29,7 +26,7 @@ def show_step(row, samples, args, warned):
           f"dlogp {cell(row['logp_gap_mean'], '.4f')} | sigma {row['sigma']:.1e} | "
           f"{row['rollout_tok_s']:.0f} tok/s | {row['peak_gib']:.1f} GiB | "
           f"{row['seconds_step']:.1f} s{held_out} | eta {eta / 60:.0f} min", flush=True)
-    if args.show_every and row["step"] % args.show_every == 0:
+    if row["step"] % SHOW_EVERY == 0:
         for s in samples:
             mark = "right" if s["correct"] else f"wrong, it is {s['answer']}"
             print(f"      Q: {one_line(s['question'])}\n      A: {one_line(s['text'])} ({mark})")
@@ -54,8 +51,8 @@ def warnings_for(row, args):
         yield ("no group has rewards that differ, so there is no gradient: raise --group-size, or "
                "choose easier or harder --data")
     gap, alike = row["logp_gap_mean"] or 0, row["sigma"] == 0 or args.aqn_scope == "both"
-    if alike and gap > args.gap_bound:
-        yield (f"sampler and trainer disagree by more than {args.gap_bound} nats a token: "
+    if alike and gap > GAP_BOUND:
+        yield (f"sampler and trainer disagree by more than {GAP_BOUND} nats a token: "
                "use --old-logp current, or --dtype float32")
     if row["skipped"]:
         yield "an update was skipped: its gradient was not finite; lower --lr, or check --model"
@@ -82,7 +79,8 @@ def show_end(out, args, summary, before, after):
                   f"  after:  {one_line(a['samples'][0]['text'])}")
             break
     if after:
-        s, error = summary, evaluation.error(summary["stderr_gain"])
+        s = summary
+        error = cell(s["stderr_gain"] and 100 * s["stderr_gain"], ".1f")
         print(f"held-out accuracy: {s['accuracy_before']:.1%} before, {s['accuracy_after']:.1%} "
               f"after {s['steps']} steps ({100 * s['gain']:+.1f} +- {error} points)")
 
@@ -90,27 +88,3 @@ def show_end(out, args, summary, before, after):
 def one_line(text, width=160):
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def tracker(args):
-    """A function (row, step) that logs to --log-to's program. ValueError if it is not installed."""
-    try:
-        if args.log_to == "wandb":
-            import wandb
-
-            run = wandb.init(project="qerl", name=Path(args.out).name, config=vars(args))
-            return lambda row, step: run.log(row, step=step)
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(f"--log-to {args.log_to}: not installed; pip install {args.log_to}"
-                         ) from None
-    except Exception as e:  # wandb's own: no key, no network
-        raise ValueError(f"--log-to {args.log_to}: did not start ({cause(e)})") from None
-    writer = SummaryWriter(args.out)
-
-    def log(row, step):
-        for k, v in row.items():
-            writer.add_scalar(k, v, step)
-        writer.flush()  # its thread would only do so every two minutes, and not at the end
-
-    return log

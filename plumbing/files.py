@@ -226,3 +226,12 @@ def lock(path, problem):
     except OSError:
         raise ValueError(problem) from None
     return f
+
+
+def text_file(path):
+    """--calib's file as a Path. FileNotFoundError if it is not there."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"--calib {path}: no such file; give a .jsonl (question and "
+                                "answer, or text) or a text file")
+    return path

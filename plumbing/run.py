@@ -26,17 +26,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 
-from plumbing import checkpoint, command, console, files, flags, ranks
+from plumbing import command, console, files, flags, policy, ranks
 from plumbing.files import append, cause, check_out, lines, lock, read_json, whole
 
 import torch
 
-import aqn
-import eval as evaluation
-import grpo
-import lora
 from lab import plot
 
 # what --resume may change: a run must be able to continue on a card with less memory
@@ -64,7 +59,7 @@ class State:
     command: str = ""  # the command line that began the run
 
 
-def settle(args, argv):
+def settle(spec, args, argv):
     """The flags to run with: those given, in a fresh folder; with --resume, the run's own.
     ValueError for a folder that holds a run or anything else, one that cannot be written, or a flag
     that a resumed run cannot change. Leaves nothing behind."""
@@ -88,10 +83,10 @@ def settle(args, argv):
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
     read = ((k.replace("_", "-"), v) for k, v in read_json(saved).items() if k != "command")
     try:
-        old = flags.from_file("train", read, saved)
+        old = flags.from_file(spec, read, saved)
     except ValueError as e:  # a value that only the script that began the run knows
         raise ValueError(f"{e}; the run was begun by {plot.told(out).get('script')}") from None
-    for name, value in flags.given("train", argv).items():
+    for name, value in flags.given(spec, argv).items():
         if name not in FREE and value != getattr(old, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
                              f"{getattr(old, name)}; --resume keeps a run's flags")
@@ -103,23 +98,28 @@ def settle(args, argv):
 class Run(ExitStack):
     """One run's folder, clock and signals, in the order in which train.py calls them: `open`; in
     each step `phase`, `evaluated` if it is `due`, `check`, `log`, `advance`; and at the end
-    `finish`, `stop` or `fail`."""
+    `finish`, `stop` or `fail`.
 
-    def __init__(self, args, argv):
+    spec: the flags.Command of train.py. base: policy.base_of its flags. save_weights: writes what
+    is trained into the folder it is given."""
+
+    def __init__(self, spec, args, argv, base, save_weights):
         super().__init__()  # the folder's lock, the signals, the collector: held to the end
-        self.args, self.out = args, Path(args.out)
+        self.spec, self.args, self.out = spec, args, Path(args.out)
+        self.save_weights = save_weights
         script = command.script(argv)
         typed = [*ranks.launcher(), *(command.typed(argv) or script)]
         self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # continues the run
         told = shlex.join([Path(script[0]).name, *script[1:]])
         self.state = State(script=told, command=shlex.join([*ranks.launcher(), *script, *argv]))
+        self.state.base = base
         self.started = time.time()
         self.clock, self.current = {}, None  # seconds of each phase of a step; the current phase
         self.drawn = 0  # tokens sampled in this step, replaced groups included
         self.failed, self.warned = 0, set()  # updates skipped in a row; warnings given
         self.interrupted = False  # a signal has come
 
-    def open(self, model, optimizer, rows):
+    def open(self, optimizer, rows):
         """Make the folder, or with --resume load its checkpoint; from here on signals are handled.
         False if there is nothing to do: the run has ended, and --steps asks for no more.
 
@@ -129,8 +129,7 @@ class Run(ExitStack):
         self.claim()
         asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
-        self.state.base = flags.base_of(self.args)
-        vars(self.state).update(evaluation.own_code(self.args))
+        vars(self.state).update(command.own_code(self.args))
         if self.args.resume:
             self.restore(optimizer)
             summed = plot.saved(self.out, "summary.json").get("steps")  # perhaps of an earlier end
@@ -151,7 +150,6 @@ class Run(ExitStack):
     def claim(self):
         """Make the folder and lock it; ValueError if another process has it, or has trained in it
         since `settle`."""
-        self.tracker = console.tracker(self.args) if self.args.log_to else None
         self.out.mkdir(parents=True, exist_ok=True)
         busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
         self.enter_context(lock(self.out / "lock", busy))
@@ -210,7 +208,7 @@ class Run(ExitStack):
         a = self.args
         return a.eval_n and (step == 0 or a.eval_every and step % a.eval_every == 0)
 
-    def evaluated(self, result, model):
+    def evaluated(self, result):
         """Keep the accuracy before training, later the best adapter so far in adapter_best/."""
         s, found = self.state, {k: result[k] for k in ("accuracy", "stderr")}
         long = result.get("skipped")
@@ -224,7 +222,7 @@ class Run(ExitStack):
         elif self.args.eval_every and (s.best is None or found["accuracy"] > s.best["accuracy"]):
             if self.args.lora_rank:
                 s.best = {"step": s.step, **found}
-                self.save_adapter("adapter_best", model)
+                self.save_adapter("adapter_best")
 
     def check(self, updates, model):
         """Count updates that were skipped because their gradient was not finite; ValueError after
@@ -239,18 +237,27 @@ class Run(ExitStack):
                              f"first broken tensor: {broken}. Lower --lr, or check --model")
 
     @ranks.first
-    def log(self, row, groups):
-        """Write a step's row to metrics.jsonl and two samples to rollouts.jsonl, and print both."""
+    def log(self, row, groups, result):
+        """Write a step's row to metrics.jsonl and two samples of its `groups` to rollouts.jsonl,
+        and print both. result: the evaluation before this step, or None. The row also gets the
+        columns of the clock, which begins anew."""
+        clock, drawn, self.clock, self.drawn = self.clock, self.drawn, {}, 0
+        s = {f"seconds_{k}": clock.get(k, 0.0) for k in ("rollout", "reward", "update")}
+        trained = row.pop("trained_tokens")
+        row |= {"eval_accuracy": result and result["accuracy"],
+                "eval_stderr": result and result["stderr"], "seconds": self.seconds(), **s,
+                "seconds_step": sum(s.values()), "rollout_tok_s": drawn / s["seconds_rollout"],
+                "update_tok_s": trained / s["seconds_update"] if trained else None,
+                # the allocator's own peak is larger: it holds unused pieces, lost to other runs
+                "peak_gib": peak_gib(), "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
         append(self.out / "metrics.jsonl", [row])
         samples = [{"step": row["step"], "question": c.row["question"], "answer": c.row["answer"],
                     "text": c.text, "reward": c.reward, "correct": c.correct}
                    for c in (group[0] for group in groups[:2])]
         append(self.out / "rollouts.jsonl", samples)
         console.show_step(row, samples, self.args, self.warned)
-        if self.tracker:
-            self.tracker({k: v for k, v in row.items() if v is not None}, row["step"])
 
-    def advance(self, step, cursor, model, optimizer):
+    def advance(self, step, cursor, optimizer):
         """`step` steps are done: save where --save-every says so, stop if a signal has come."""
         s = self.state
         s.step, s.cursor, s.seconds = step, cursor, self.seconds()
@@ -258,24 +265,21 @@ class Run(ExitStack):
         if self.interrupted:
             raise KeyboardInterrupt
         if step % self.args.save_every == 0:
-            self.save(model, optimizer)
+            self.save(optimizer)
 
     # ---- checkpoints
 
     @ranks.first
-    def save(self, model, optimizer):
+    def save(self, optimizer):
         """Write adapter/ or model/, and checkpoint/. ValueError if a parameter is not finite:
         nothing is written then, and what was saved before stays."""
-        broken = [name for name, p in model.named_parameters()
-                  if p.requires_grad and not torch.isfinite(p).all()]
-        if broken:
-            raise ValueError(f"{broken[0]} holds NaN or inf after {self.state.step} steps; nothing "
+        if not all(torch.isfinite(p).all() for p in optimizer.params):
+            raise ValueError(f"a parameter holds NaN or inf after {self.state.step} steps; nothing "
                              f"was saved over the last checkpoint in {self.out}. Lower --lr")
-        aqn.clear(model)  # a noise of the user's own may be in what is saved
         if self.args.lora_rank:
-            self.save_adapter("adapter", model)
+            self.save_adapter("adapter")
         else:
-            self.save_model(model)
+            self.save_model()
         (self.out / "checkpoint").mkdir(exist_ok=True)
         state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
                  "masters": [m.detach().cpu() for m in optimizer.masters],
@@ -285,19 +289,17 @@ class Run(ExitStack):
             torch.save(state, part)
 
     @ranks.first
-    def save_adapter(self, name, model):
-        lora.save_adapter(model, self.out / name, self.args.model)
-        files.write_json(self.out / name / "policy.json", flags.policy(self.args, self.state.base))
+    def save_adapter(self, name):
+        self.save_weights(self.out / name)
+        files.write_json(self.out / name / "policy.json", self.policy())
 
-    def save_model(self, model):
-        """All parameters as a Hugging Face checkpoint in model/, with policy.json."""
+    def save_model(self):
+        """All parameters as a Hugging Face checkpoint in model/, which is replaced as a whole."""
         out = self.out / "model"
         new, old = files.beside(out), files.beside(out)
-        with checkpoint.Writer(new, checkpoint.fetch(self.args.model)) as writer:
-            for name, tensor in checkpoint.tensors(model):
-                writer.add(name, tensor)
-            writer.notes["policy.json"] = flags.policy(self.args, self.state.base)
         try:
+            self.save_weights(new)
+            files.write_json(new / "policy.json", self.policy())
             if out.exists():
                 out.rename(old)
             new.rename(out)
@@ -306,6 +308,10 @@ class Run(ExitStack):
                 old.rename(out)
             files.discard(new)
             files.discard(old)
+
+    def policy(self):
+        kept = [f.dest for f in self.spec.flags if f.kept]
+        return policy.content(self.args, self.state.base, [*kept, "reward"])
 
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
@@ -363,15 +369,15 @@ class Run(ExitStack):
     # ---- the end
 
     @ranks.first
-    def finish(self, after):
+    def finish(self, after, paired_gain):
         """Write eval_after.jsonl, summary.json and metrics.png, and print what was learned. after:
-        the last evaluation, None with --eval-n 0."""
+        the last evaluation, None with --eval-n 0; paired_gain: eval.gain."""
         (self.out / "metrics.png").unlink(missing_ok=True)  # from before it was extended
         before, gain, error = self.state.before, None, None
         if after:
             base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
             files.write_jsonl(self.out / "eval_after.jsonl", after["rows"])
-            gain, error = evaluation.gain({"rows": base}, after)
+            gain, error = paired_gain({"rows": base}, after)
         summary = {"accuracy_before": before and before["accuracy"],
                    "accuracy_after": after and after["accuracy"],
                    "stderr_before": before and before["stderr"],
@@ -394,7 +400,7 @@ class Run(ExitStack):
         console.show_end(self.out, self.args, read_json(self.out / "summary.json"),
                          rows("eval_before.jsonl"), rows("eval_after.jsonl"))
 
-    def stop(self, model, optimizer):
+    def stop(self, optimizer):
         """The end of an interrupted run: it is saved as it is, except after a second signal within
         an update, when parameters may be on their way from one step to the next."""
         ranks.stop()
@@ -402,17 +408,17 @@ class Run(ExitStack):
             where = f"within step {self.state.step}; the last checkpoint stands,"
         else:
             where = f"after {self.state.step} steps;"
-            self.save(model, optimizer)
+            self.save(optimizer)
         print(f"\nstopped {where} continue with: {self.again}")
         return 130
 
     @ranks.first
-    def fail(self, model, optimizer):
+    def fail(self, optimizer):
         """An error (in the user's own reward, say, or out of memory) ends the run: what was learned
         before is saved, unless the error came within an update."""
         try:
             if self.state.step and not self.halfway:
-                self.save(model, optimizer)
+                self.save(optimizer)
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
@@ -433,64 +439,6 @@ def digest_of(state):
 
     add(state)
     return h.hexdigest()
-
-
-def metrics_row(run, step, first, groups, n_prompts, updates, sigma, lr, result):
-    """A step's row of metrics.jsonl. first: all groups of the first rollout, for honest statistics;
-    groups: those trained on; n_prompts: how many prompts were drawn; updates: (summed metrics,
-    gradient norm) of each, None where it had nothing to train on; result: the evaluation before
-    this step, if there was one. Resets the run's clock and token count."""
-    updates = [u for u in updates if u]
-    trained = sum(float(sums["tokens"]) for sums, _ in updates)
-    skipped = sum(not math.isfinite(norm) for _, norm in updates)
-    updates = [u for u in updates if math.isfinite(u[1])]
-    clock, drawn, run.clock, run.drawn = run.clock, run.drawn, {}, 0
-    s = {f"seconds_{k}": clock.get(k, 0.0) for k in ("rollout", "reward", "update")}
-    return {"step": step, **of_samples(first), "groups": len(groups), "prompts_sampled": n_prompts,
-            "updates": len(updates), "lr": lr, "sigma": sigma, "skipped": skipped,
-            **of_updates(updates, run.args.beta),
-            "eval_accuracy": result and result["accuracy"],
-            "eval_stderr": result and result["stderr"], "seconds": run.seconds(),
-            **s, "seconds_step": sum(s.values()), "rollout_tok_s": drawn / s["seconds_rollout"],
-            "update_tok_s": trained / s["seconds_update"] if trained else None,
-            # the allocator's own peak is larger: it holds unused pieces, lost to other runs
-            "peak_gib": peak_gib(), "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
-
-
-def of_samples(groups):
-    """The columns of a row that describe a rollout: P groups of G Completions."""
-    flat = [*chain(*groups)]
-    lengths = [len(c.ids) for c in flat]
-    rewards = torch.tensor([[c.reward for c in g] for g in groups], dtype=torch.double)  # (P, G)
-    means = rewards.mean(1)  # (P,): the groups are the independent draws
-    return {"reward": fmean(c.reward for c in flat),
-            "reward_se": (means.std() / len(groups) ** 0.5).item() if len(groups) > 1 else None,
-            "accuracy": fmean(c.correct for c in flat), "format": fmean(c.format for c in flat),
-            "reward_std": rewards.std(1).mean().item(),
-            "zero_var_frac": fmean(not grpo.has_signal(g) for g in groups),
-            "length_mean": fmean(lengths), "length_max": max(lengths),
-            "truncated_frac": fmean(not c.finished for c in flat),
-            # mean -log p of what was drawn: the entropy of the sampling policy, its noise included
-            "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths)}
-
-
-def of_updates(updates, beta):
-    """The columns of a row that describe its updates, each (summed metrics, gradient norm); null
-    where there was none, as an entropy of 0 would be a claim."""
-    row = dict.fromkeys(("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl",
-                         "logp_gap_mean", "logp_gap_max", "sampler_kl", "ratio_outside_frac",
-                         "entropy", "padding_frac", "clip_first_frac"))
-    if updates:
-        each = [grpo.mean_metrics(sums) for sums, _ in updates]
-        row |= grpo.mean_metrics(grpo.sum_metrics([sums for sums, _ in updates]))
-        row["loss"] = fmean(m["loss"] for m in each)
-        row["grad_norm"] = fmean(norm for _, norm in updates)
-        # sampler and trainer are compared before the step's first update moves one of them
-        start = each[0]
-        row |= {k: start[k] for k in start if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
-        row["clip_first_frac"] = start["clip_low_frac"] + start["clip_high_frac"]
-        row["kl"] = row["kl"] if beta else None  # else the base model was not run
-    return row
 
 
 def peak_gib():

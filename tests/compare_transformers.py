@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+import model as qwen
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from plumbing import checkpoint
 
@@ -72,7 +74,7 @@ def families(transformers):
             torch.nn.init.normal_(p, 1.0 if key.endswith("norm.weight") else 0.0, 0.3)
         with tempfile.TemporaryDirectory() as folder:
             theirs.save_pretrained(folder)
-            ours = checkpoint.load(folder, dtype=torch.float32)
+            ours = qwen.load(folder, dtype=torch.float32)
         report[name] = (ours(ids) - theirs(ids).logits).abs().max().item()
     return report
 
@@ -101,7 +103,7 @@ def main():
     report = {"model": str(folder.name), "prompts": len(prompts), "tokens": sum(map(len, prompts)), "device": args.device,
               "cores": os.cpu_count(), "transformers": transformers.__version__, "torch": torch.__version__}
     for name, dtype in DTYPES.items():
-        ours = checkpoint.load(folder, args.device, dtype)
+        ours = qwen.load(folder, args.device, dtype)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device).eval()
         report[name] = {"logits": logits, "speed": speed}[args.what](prompts, ours, theirs, args.device)
         del ours, theirs

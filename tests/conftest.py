@@ -78,9 +78,9 @@ def shallow(tmp_path_factory):
 @pytest.fixture(params=[16, 32, 64, 128])
 def own(request, monkeypatch):
     """A number format of one's own: INT4, -8..7 with a float32 scale for each `param` columns."""
-    from plumbing.formats import FORMATS, Format
-
     import torch
+
+    from nvfp4 import FORMATS, Format
 
     monkeypatch.setitem(FORMATS, "own", Format(request.param, torch.float32, tuple(range(-8, 8))))
     return "own"

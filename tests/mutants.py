@@ -1312,7 +1312,7 @@ MUTANTS = {
          "lora::a_merge_takes_the_adapters_own_format"),
         ("lengths of a text that nobody reads", '("calib", "sequences", "length")', '("calib",)',
          "checkpoint::bad_flags_exit_with_one_line_and_code_2"),
-        ("a merge takes any base", "    flags.check_policy(args)", "    pass",
+        ("a merge takes any base", "    policy.check(args)", "    pass",
          "lora::a_merge_into_another_base_is_refused_before_its_blocks"),
         ("a merge takes the weights before rounding", "dtype, quant if calib is None",
          'dtype, "none" if calib is None',

@@ -21,13 +21,12 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from plumbing import checkpoint
-from plumbing.formats import FORMATS, quantize
 
 import lora
-import marlin_triton
 import model as M
-from fast import decode, fused, packed
+from fast import decode, fused, gemm, packed
 from fast.plan import TILES
+from nvfp4 import FORMATS, quantize
 
 SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a program may have
 
@@ -50,7 +49,7 @@ def pretend(arch):
     made, run = defaultdict(dict), JITFunction.run
 
     def compiled(kernel, *args, grid, warmup, **options):
-        name = kernel.__name__ if kernel is not marlin_triton.gemm else f"gemm {options['BM']}x{options['BN']}"
+        name = kernel.__name__ if kernel is not gemm.gemm else f"gemm {options['BM']}x{options['BN']}"
         try:
             out = run(kernel, *args, grid=grid, warmup=True, **options)
             made[name][out.hash] = out
@@ -63,7 +62,7 @@ def pretend(arch):
 
 def work(quant, dtype, config, *few):
     """Of a random model with LoRA: steps of so many rows, each way of drawing, a prefill, an update."""
-    m = checkpoint.build(config, checkpoint.RandomCheckpoint(), dtype=dtype, quant=quant)
+    m = M.build(config, checkpoint.RandomCheckpoint(), dtype=dtype, quant=quant)
     lora.add_lora(m, 16, 32)
     cache = M.KVCache(m, 256, 512)
     step = decode.Step(m, cache)
@@ -119,14 +118,14 @@ def main(arch=90):
         q = quantize(torch.randn(512, 512), fmt)
         for rows, dtype in ((4, torch.bfloat16), (64, torch.bfloat16), (64, torch.float16)):
             if (fmt, dtype) != ("mxfp4", torch.float16):
-                marlin_triton.to_16bit(q, dtype=dtype)
-                marlin_triton.gemm_few(torch.zeros(rows, 512, dtype=dtype), q)
+                gemm.to_16bit(q, dtype=dtype)
+                gemm.gemm_few(torch.zeros(rows, 512, dtype=dtype), q)
     q = quantize(torch.randn(512, 512), "nvfp4")
     for tile in TILES:
         for dtype, R in ((torch.bfloat16, 16), (torch.bfloat16, 256), (torch.float16, 16)):
             x = torch.zeros(512, 512, dtype=dtype)
             if dtype == torch.bfloat16 or tile["BM"] == 64:
-                marlin_triton.gemm_few(x[: tile["BM"]], q, A=x[:R], B=x[:, :R].contiguous(), **tile)
+                gemm.gemm_few(x[: tile["BM"]], q, A=x[:R], B=x[:, :R].contiguous(), **tile)
     for name, variants in sorted(made.items()):
         good = [v for v in variants.values() if not isinstance(v, Exception)]
         products = [v.asm["ptx"].count("wgmma.mma_async") for v in good]

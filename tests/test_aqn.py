@@ -69,7 +69,7 @@ def test_a_schedule_of_ones_own_is_a_row(monkeypatch):
     """Half the way, noise; then as much as at the end: a script adds it, and the flag takes it."""
     monkeypatch.setitem(aqn.SCHEDULES, "half", lambda start, end, x, n: start if x < 0.5 else end)
     assert [aqn.sigma(s, 5, 0.3, 0.1, 5, "half") for s in range(5)] == [0.0, 0.3, 0.3, 0.1, 0.1]
-    assert flags.parse("train", ["--aqn-schedule", "half"]).aqn_schedule == "half"
+    assert flags.parse(train.COMMAND, ["--aqn-schedule", "half"]).aqn_schedule == "half"
 
 
 def test_schedules_by_hand_at_one_inner_stage():
@@ -277,7 +277,7 @@ def test_a_noise_may_be_a_modules_own_from_its_beginning(monkeypatch):
         self.register_buffer("noise", torch.zeros(5), persistent=False)
 
     monkeypatch.setattr(qwen.MLP, "__init__", with_noise)
-    m = checkpoint.build(qwen.Config(31, 32, 48, 3, 4, 2, 8), checkpoint.RandomCheckpoint(1), dtype=torch.float32)
+    m = qwen.build(qwen.Config(31, 32, 48, 3, 4, 2, 8), checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     assert all(layer.mlp.noise.tolist() == [0.0] * 5 for layer in m.layers)
     m.layers[0].mlp.noise.fill_(1.0)
     aqn.set_noise(m, 0.1, 1)
@@ -301,13 +301,13 @@ def test_a_schedule_of_ones_own_that_gives_no_sigma_is_refused_at_once(monkeypat
     """The first stage has no noise: it was found when that was over, and by a message that named no schedule."""
     monkeypatch.setitem(aqn.SCHEDULES, "mine", level)
     with pytest.raises(ValueError, match=f"--aqn-schedule mine: gives {said} at stage"):
-        flags.parse("train", ["--aqn-schedule", "mine"])
+        flags.parse(train.COMMAND, ["--aqn-schedule", "mine"])
 
 
 @pytest.mark.parametrize("argv", [[], ["--aqn-schedule", "linear", "--aqn-stages", "4"], ["--aqn-schedule", "eq8"]])
 def test_command_prints_what_training_uses(argv, capsys):
     """A default or a flag of its own: the levels that are looked at are not those of the run."""
-    a = flags.parse("train", ["--model", "m", "--steps", "40", *argv])
+    a = flags.parse(train.COMMAND, ["--model", "m", "--steps", "40", *argv])
     used = [aqn.sigma(s, 40, a.aqn_start, a.aqn_end, a.aqn_stages, a.aqn_schedule) for s in range(40)]
     aqn.main(["--steps", "40", *argv])
     printed = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]

@@ -4,27 +4,34 @@ import json
 import shutil
 from pathlib import Path
 
-from plumbing import checkpoint, flags, formats
-from plumbing.formats import block_scales, encode, snap
+from plumbing import checkpoint, flags, policy
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import data
+import eval as evaluation
 import lora
 import model as M
 import nvfp4
-from lab import awq, convert
-from nvfp4 import FORMATS, QuantLinear, dequantize
+import sample
+import train
+from lab import bench_quantization, convert
+from nvfp4 import FORMATS, QuantLinear, block_scales, dequantize, encode, snap
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
 IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
 
 
+def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512, **options):
+    """model.load with AWQ, calibrated on a file's text."""
+    return M.load(path, device, dtype, fmt, data.calibration(calib, path, sequences, length), **options)
+
+
 def config(kv=2, **changes):
-    c = checkpoint.read_config(FIXTURES / "qwen2_tied")
+    c = M.read_config(FIXTURES / "qwen2_tied")
     c.hidden_size, c.intermediate_size, c.head_dim, c.num_key_value_heads = 64, 128, 16, kv
     for k, v in changes.items():
         setattr(c, k, v)
@@ -44,7 +51,7 @@ def outliers(model, seed=0):
 
 
 def random_model(c=None, dtype=torch.float32, quant="none"):
-    return outliers(checkpoint.build(c or config(), checkpoint.RandomCheckpoint(1), dtype=dtype))
+    return outliers(M.build(c or config(), checkpoint.RandomCheckpoint(1), dtype=dtype))
 
 
 def calibrated(model, ids=IDS):
@@ -52,14 +59,14 @@ def calibrated(model, ids=IDS):
     out, x = [], model.embed(ids)
     rope = model.rope(torch.arange(ids.shape[1])[None])
     for block in model.layers:
-        out.append(awq.gather(block, x, rope))
+        out.append(nvfp4.gather(block, x, rope))
     return out
 
 
 def quantized(model, fmt="nvfp4", **options):
     model = copy.deepcopy(model)
     rows = [row for block, stats in zip(model.layers, calibrated(model), strict=True)
-            for row in awq.quantize_block(block, stats, model.config, fmt, **options)]
+            for row in nvfp4.quantize_block(block, stats, model.config, fmt, **options)]
     return model, rows
 
 
@@ -70,7 +77,7 @@ def without_rounding(monkeypatch, harm=False):
     """What Search chose is kept in float32, and its exponents are far from 0. harm: a producer that is divided is said to be worse
     than by plain rounding."""
 
-    class Kept(awq.Search):  # the last exponent, and its weight as it is
+    class Kept(nvfp4.Search):  # the last exponent, and its weight as it is
         def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=1):
             s = magnitude.clamp(min=1e-8) ** (0.7 if grid else 0)
             self.s = exact(s / (s.max() * s.min()).sqrt())
@@ -85,8 +92,8 @@ def without_rounding(monkeypatch, harm=False):
             m.bias.data = bias
         return m
 
-    monkeypatch.setattr(awq, "Search", Kept)
-    monkeypatch.setattr(awq, "QuantLinear", keep)
+    monkeypatch.setattr(nvfp4, "Search", Kept)
+    monkeypatch.setattr(nvfp4, "QuantLinear", keep)
 
 
 def biased_model(kv, bias):
@@ -140,7 +147,7 @@ def test_scales_folded_into_a_bfloat16_norm_are_exact():
         original = model.layers[0 if block is q.layers[0] else 1].attn.qkv_proj.weight.float()
         D = w[:96] - original[:96]  # the q and k rows, which nothing else divides
         H = stats["qkv_proj"].H
-        assert awq.output_error(D, H) / awq.output_error(original[:96], H) < 0.03
+        assert nvfp4.output_error(D, H) / nvfp4.output_error(original[:96], H) < 0.03
 
 
 def test_a_norm_weight_of_zero_is_left_alone():
@@ -168,7 +175,7 @@ def test_awq_lowers_the_output_error_where_channels_differ(fmt):
 @pytest.mark.parametrize("seed", range(2))
 def test_no_linear_is_ever_worse_than_plain_rounding(fmt, seed):
     """Exponent 0 with the plain block scales is among the candidates; a producer that folding would harm makes it give up."""
-    even = checkpoint.build(config(num_hidden_layers=1), checkpoint.RandomCheckpoint(seed), dtype=torch.float32)
+    even = M.build(config(num_hidden_layers=1), checkpoint.RandomCheckpoint(seed), dtype=torch.float32)
     for model in (even, outliers(copy.deepcopy(even), seed)):
         for options in ({"grid": 8}, {"grid": 8, "finalists": None}, {"grid": 0}):
             _, rows = quantized(model, fmt, **options)
@@ -186,18 +193,18 @@ def test_the_reported_error_is_the_error_of_the_weights_in_the_model():
         D = gate_hat - a.mlp.gate_up_proj.weight[:128]
         H, row = stats["gate_up_proj"].H, rows[4 * i + 2]
         assert row["linear"] == "gate_up_proj"
-        part = awq.output_error(D, H)
-        whole = row["awq"] * awq.output_error(a.mlp.gate_up_proj.weight, H)
-        assert part < whole < part + 0.1 * awq.output_error(up, H)
+        part = nvfp4.output_error(D, H)
+        whole = row["awq"] * nvfp4.output_error(a.mlp.gate_up_proj.weight, H)
+        assert part < whole < part + 0.1 * nvfp4.output_error(up, H)
 
 
 def test_the_error_from_second_moments_is_the_error_of_outputs():
     """sum((D H) * D) with H = X^T X / n against || X D^T ||^2 / n."""
     x, d = torch.randn(50, 32), torch.randn(7, 32)
-    stats = awq.Stats(32, "cpu")
+    stats = nvfp4.Stats(32, "cpu")
     stats(None, (x.view(2, 25, 32),))
     assert stats.n == 50 and torch.allclose(stats.mean, x.abs().sum(0), rtol=1e-5)
-    assert abs(awq.output_error(d, stats.H) - (x @ d.T).square().sum().item()) < 1e-2
+    assert abs(nvfp4.output_error(d, stats.H) - (x @ d.T).square().sum().item()) < 1e-2
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -209,16 +216,16 @@ def test_searched_block_scales_are_valid_and_never_worse_per_block(fmt):
     w[4, :64] *= 1e-6
     H = x.T @ x
     scale, top = block_scales(w, fmt)
-    best = awq.search_blocks(w, fmt, scale, top, H)
+    best = nvfp4.search_blocks(w, fmt, scale, top, H)
     assert best.dtype == scale.dtype and best.shape == scale.shape
-    value = formats.scale_value(best, fmt)
+    value = nvfp4.scale_value(best, fmt)
     assert torch.isfinite(value).all() and (value >= 0).all()
     b = FORMATS[fmt].block
     for k in range(0, 128, b):
         before, after = ((snap(w, fmt, s, top) - w)[:, k : k + b] for s in (scale, best))
         h = H[k : k + b, k : k + b]
         assert (((after @ h) * after).sum(1) <= ((before @ h) * before).sum(1) * (1 + 1e-5)).all()
-    assert awq.output_error(snap(w, fmt, best, top) - w, H) < 0.95 * awq.output_error(snap(w, fmt, scale, top) - w, H)
+    assert nvfp4.output_error(snap(w, fmt, best, top) - w, H) < 0.95 * nvfp4.output_error(snap(w, fmt, scale, top) - w, H)
 
 
 def test_block_scales_are_searched_for_the_scaled_activations():
@@ -226,15 +233,15 @@ def test_block_scales_are_searched_for_the_scaled_activations():
     g = torch.Generator().manual_seed(2)
     w, x = torch.randn(32, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(torch.randn(64, generator=g))
     H = x.T @ x
-    found = awq.Search(w, H, x.abs().mean(0), "nvfp4", grid=5, finalists=3)
+    found = nvfp4.Search(w, H, x.abs().mean(0), "nvfp4", grid=5, finalists=3)
     assert found.exponent > 0
     t, top = w * found.s, found.q.global_scale
-    for other in awq.neighbours(block_scales(t, "nvfp4")[0], "nvfp4"):
+    for other in nvfp4.neighbours(block_scales(t, "nvfp4")[0], "nvfp4"):
         for k in range(0, 64, 16):
             h = H[k : k + 16, k : k + 16]  # in the original units: D = Q(W s) / s - W against H
             a, b = ((snap(t, "nvfp4", c, top) / found.s - w)[:, k : k + 16] for c in (found.q.scale, other))
             assert (((a @ h) * a).sum(1) <= ((b @ h) * b).sum(1) * (1 + 1e-4)).all()
-    assert abs(found.awq - awq.output_error(dequantize(found.q) / found.s - w, H) / awq.output_error(w, H)) < 1e-6
+    assert abs(found.awq - nvfp4.output_error(dequantize(found.q) / found.s - w, H) / nvfp4.output_error(w, H)) < 1e-6
 
 
 def test_where_no_channel_scale_helps_block_scales_still_do():
@@ -242,7 +249,7 @@ def test_where_no_channel_scale_helps_block_scales_still_do():
     g = torch.Generator().manual_seed(0)
     w, x = torch.randn(8, 64, generator=g), torch.randn(300, 64, generator=g)
     args = w, x.T @ x, torch.exp(3 * torch.randn(64, generator=g)), "nvfp4"
-    found, blocks = awq.Search(*args, grid=2), awq.Search(*args, grid=0)
+    found, blocks = nvfp4.Search(*args, grid=2), nvfp4.Search(*args, grid=0)
     assert found.exponent == 0 and found.awq == blocks.awq < 0.95 * found.rtn == 0.95 * found.channels
 
 
@@ -250,13 +257,13 @@ def test_the_grid_has_both_its_ends():
     """Of two exponents, 0 and 1, the second wins where channels differ a lot; without it there is no search."""
     g = torch.Generator().manual_seed(3)
     w, x = torch.randn(16, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(2 * torch.randn(64, generator=g))
-    found = awq.Search(w, x.T @ x, x.abs().mean(0), "nvfp4", grid=1, finalists=None)
+    found = nvfp4.Search(w, x.T @ x, x.abs().mean(0), "nvfp4", grid=1, finalists=None)
     assert found.exponent == 1 and found.awq < 0.5 * found.rtn
 
 
 def test_a_linear_of_zeros_has_no_error():
     """A share of nothing: it was not to divide by."""
-    found = awq.Search(torch.zeros(4, 64), torch.eye(64), torch.ones(64), "nvfp4", grid=1)
+    found = nvfp4.Search(torch.zeros(4, 64), torch.eye(64), torch.ones(64), "nvfp4", grid=1)
     assert found.rtn == found.awq == 0 and dequantize(found.q).eq(0).all()
 
 
@@ -265,7 +272,7 @@ def test_the_largest_scale_has_no_neighbour_that_is_none():
     for fmt, top in (("nvfp4", 126), ("mxfp4", 254)):
         for byte in (1, top):
             scale = torch.full((1, 1), byte, dtype=torch.uint8).view(FORMATS[fmt].scale_dtype)
-            near = [s.view(torch.uint8).item() for s in awq.neighbours(scale, fmt)]
+            near = [s.view(torch.uint8).item() for s in nvfp4.neighbours(scale, fmt)]
             assert near and all(1 <= b <= top for b in near)
 
 
@@ -315,7 +322,7 @@ def write_text(tmp_path):
 def at_load(shallow, tmp_path_factory):
     """(a model loaded with AWQ, the text it was calibrated on)."""
     calib = write_text(tmp_path_factory.mktemp("calib"))
-    return awq.load(shallow, calib=calib, sequences=4, length=32), calib
+    return loaded(shallow, calib=calib, sequences=4, length=32), calib
 
 
 def test_load_gives_a_quantized_model_and_its_report(at_load, shallow):
@@ -333,9 +340,9 @@ def test_load_gives_a_quantized_model_and_its_report(at_load, shallow):
 def test_each_block_is_calibrated_on_what_the_blocks_before_it_give(monkeypatch, shallow):
     """Not on the embedding, and not on what four bits make of it; and searched as the options say."""
     model, seen = M.load(shallow, dtype=torch.float32), []
-    want = calibrated(model, awq.calibration(None, shallow, 2, 32))
-    monkeypatch.setattr(awq, "quantize_block", lambda block, stats, config, fmt, **options: seen.append((stats, fmt, options)) or [])
-    awq.load(shallow, "cpu", torch.float32, "nf4", sequences=2, length=32, grid=3, finalists=None)
+    want = calibrated(model, data.calibration(None, shallow, 2, 32))
+    monkeypatch.setattr(nvfp4, "quantize_block", lambda block, stats, config, fmt, **options: seen.append((stats, fmt, options)) or [])
+    loaded(shallow, "cpu", torch.float32, "nf4", sequences=2, length=32, grid=3, finalists=None)
     assert [(fmt, options) for _, fmt, options in seen] == 2 * [("nf4", {"grid": 3, "finalists": None})]
     for (got, _, _), stats in zip(seen, want, strict=True):
         for name, s in stats.items():
@@ -348,12 +355,12 @@ def test_text_that_is_short_keeps_an_eighth_to_test_on(monkeypatch, shallow, tmp
     def calibrated(model, pieces, fmt, ids, device, held_out):
         raise KeyError(len(ids), len(held_out.ids), torch.equal(torch.cat([ids, held_out.ids]).flatten(), torch.arange(ids.numel() + held_out.ids.numel())))
 
-    monkeypatch.setattr(awq, "calibration", lambda calib, folder, n, length: torch.arange(tokens)[: n * length].view(-1, length))
-    monkeypatch.setattr(awq, "calibrated", calibrated)
+    monkeypatch.setattr(data, "calibration", lambda calib, folder, n, length: torch.arange(tokens)[: n * length].view(-1, length))
+    monkeypatch.setattr(nvfp4, "calibrated", calibrated)
     with pytest.raises(KeyError) as e:
         convert.convert(shallow, tmp_path / "q", use_awq=True, sequences=sequences, length=16)
     assert e.value.args == (kept, min(tokens // 16, sequences + 16) - kept, True)
-    monkeypatch.setattr(awq, "calibration", lambda *a: torch.arange(16)[None])
+    monkeypatch.setattr(data, "calibration", lambda *a: torch.arange(16)[None])
     with pytest.raises(ValueError, match="--calib t.txt: gives one sequence of 16 tokens; one more"):
         convert.convert(shallow, tmp_path / "q", use_awq=True, calib="t.txt", sequences=16, length=16)
 
@@ -361,36 +368,38 @@ def test_text_that_is_short_keeps_an_eighth_to_test_on(monkeypatch, shallow, tmp
 def test_the_flag_of_the_commands_loads_with_awq(monkeypatch):
     """--awq that is parsed and forgotten is plain rounding, and looks like it."""
     seen = []
-    monkeypatch.setattr(awq, "load", lambda *a: seen.append(a) or M.load(TINY, dtype=torch.float32))
-    flags.load_policy(flags.parse("train", ["--awq", "--calib", "text.txt", "--quant", "mxfp4", "--device", "cpu"]))
-    assert seen == [(data.TINY, "cpu", torch.float32, "mxfp4", "text.txt")]
+    load, ids = M.load, torch.zeros(1, 2, dtype=torch.long)
+    monkeypatch.setattr(data, "calibration", lambda text, folder: seen.append((text, folder)) or ids)
+    monkeypatch.setattr(M, "load", lambda *a: seen.append(a) or load(TINY, dtype=torch.float32))
+    sample.load_policy(flags.parse(train.COMMAND, ["--awq", "--calib", "text.txt", "--quant", "mxfp4", "--device", "cpu"]))
+    assert seen == [("text.txt", data.TINY), (data.TINY, "cpu", torch.float32, "mxfp4", ids)]
 
 
 def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_path, capsys):
     """--awq, which nobody had typed, was refused beside the checkpoint that nvfp4.py --awq had written."""
     convert.convert(shallow, tmp_path / "q", use_awq=True, sequences=2, length=32)
-    m, had = M.load(shallow, dtype=torch.float32), flags.parse("train", ["--model", str(shallow), "--awq"])
+    m, had = M.load(shallow, dtype=torch.float32), flags.parse(train.COMMAND, ["--model", str(shallow), "--awq"])
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, tmp_path / "a")
-    (tmp_path / "a" / "policy.json").write_text(json.dumps(flags.policy(had, flags.base_of(had))))
-    model, _ = flags.load_policy(flags.parse("eval", ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / "q")]))
+    (tmp_path / "a" / "policy.json").write_text(json.dumps(flags.policy(had, policy.base_of(had))))
+    model, _ = sample.load_policy(flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / "q")]))
     assert lora.lora_layers(model) and not capsys.readouterr().err
     with pytest.raises(ValueError, match="is quantized already"):  # without an adapter that asks for them
-        flags.load_policy(flags.parse("eval", ["--model", str(tmp_path / "q"), "--awq"]))
+        sample.load_policy(flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "q"), "--awq"]))
 
 
 def test_the_command_reports_perplexity_before_and_after_and_writes_what_loading_makes(at_load, shallow, tmp_path, capsys):
     """The perplexities come from hidden states streamed block by block; here they are recomputed with whole models."""
     loaded, calib = at_load
-    convert.quantize_command(["--model", str(shallow), "--awq", "--calib", str(calib), "--sequences", "4",
+    convert.main("quantize", ["--model", str(shallow), "--awq", "--calib", str(calib), "--sequences", "4",
                               "--length", "32", "--device", "cpu", "--out", str(tmp_path / "q")])
     assert "held-out tokens" in capsys.readouterr().out
     report = json.loads((tmp_path / "q" / "quantization.json").read_text())
     assert report["method"] == "AWQ" and report["calibration_tokens"] == 4 * 32
-    ids = awq.calibration(calib, shallow, 20, 32)
+    ids = data.calibration(calib, shallow, 20, 32)
     original, made = M.load(shallow), M.load(tmp_path / "q")
     for name, model in (("before", original), ("after", made)):
-        out = awq.perplexity(model, ids[4:].tolist())
+        out = bench_quantization.perplexity(model, ids[4:].tolist())
         e = sum(a for a, _, _ in out) / sum(n for _, _, n in out)
         assert abs(torch.tensor(e).exp().item() / report["perplexity"][name] - 1) < 0.02
     assert torch.equal(loaded(ids), made(ids))
@@ -402,7 +411,7 @@ def test_perplexity_in_padded_batches_is_perplexity_one_by_one():
     model.valid_vocab = 40
     docs = [torch.randint(0, 40, (n,), generator=g).tolist() for n in (9, 3, 17, 2, 9)]
     for batch in (2, 16):
-        for doc, (nll, entropy, n) in zip(docs, awq.perplexity(model, docs, batch), strict=True):
+        for doc, (nll, entropy, n) in zip(docs, bench_quantization.perplexity(model, docs, batch), strict=True):
             logp = model(torch.tensor([doc]))[0, :-1, :40].log_softmax(-1)
             assert n == len(doc) - 1
             assert abs(nll + logp.gather(1, torch.tensor(doc[1:])[:, None]).sum().item()) < 1e-3
@@ -414,17 +423,17 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     text.write_text("12 + 30 = 42. " * 100)
     rows = tmp_path / "t.jsonl"
     rows.write_text('{"text": "one plus one"}\n{"text": null, "question": "q?", "answer": "a"}\n')
-    assert awq.texts(rows) == ["one plus one", "q?\na"]
-    assert awq.calibration(text, TINY, 3, 16).shape == (3, 16)
+    assert data.texts(rows) == ["one plus one", "q?\na"]
+    assert data.calibration(text, TINY, 3, 16).shape == (3, 16)
     tok = data.Tokenizer(TINY)
-    ids = [i for t in awq.texts(rows) for i in [*tok.encode(t), tok.eos_ids[-1]]]  # documents end
-    assert awq.calibration(rows, TINY, 50, 4).flatten().tolist() == ids[: len(ids) // 4 * 4]
-    built_in = awq.calibration(None, TINY, 6, 64)
+    ids = [i for t in data.texts(rows) for i in [*tok.encode(t), tok.eos_ids[-1]]]  # documents end
+    assert data.calibration(rows, TINY, 50, 4).flatten().tolist() == ids[: len(ids) // 4 * 4]
+    built_in = data.calibration(None, TINY, 6, 64)
     assert built_in.shape == (6, 64) and built_in.unique().numel() > 20
     problem = data.arithmetic("train", 1)[0]  # none that is asked in a test
     ids = tok.prompt_ids(problem["question"]) + tok.encode(data.solution(problem))
     assert built_in.flatten()[: len(ids) + 1].tolist() == [*ids, tok.eos_ids[-1]]
-    assert awq.calibration(rows, TINY, 50, 4).shape[0] < 50  # as many whole sequences as there are
+    assert data.calibration(rows, TINY, 50, 4).shape[0] < 50  # as many whole sequences as there are
 
 
 @pytest.mark.parametrize("name,content,message", [
@@ -438,12 +447,12 @@ def test_calibration_files_that_cannot_serve_are_named(tmp_path, name, content, 
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        awq.calibration(tmp_path / name, TINY, 4, 64)
+        data.calibration(tmp_path / name, TINY, 4, 64)
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again():
     with pytest.raises(ValueError, match="--awq: .*compressed_nvfp4 is quantized already"):
-        awq.load(FIXTURES / "compressed_nvfp4")
+        loaded(FIXTURES / "compressed_nvfp4")
 
 
 @pytest.mark.gpu
@@ -451,11 +460,11 @@ def test_a_quantized_checkpoint_is_not_quantized_again():
 def test_the_gpu_calibrates_as_the_cpu_does_and_runs_what_it_made(fmt, tmp_path):
     """Errors within float32's reach of the CPU's, and logits through the fused kernel close to the dequantized ones."""
     calib = write_text(tmp_path)
-    a = awq.load(TINY, "cpu", torch.float32, fmt, calib, sequences=4, length=64)
-    b = awq.load(TINY, "cuda", torch.float32, fmt, calib, sequences=4, length=64)
+    a = loaded(TINY, "cpu", torch.float32, fmt, calib, sequences=4, length=64)
+    b = loaded(TINY, "cuda", torch.float32, fmt, calib, sequences=4, length=64)
     for x, y in zip(a.awq, b.awq, strict=True):
         assert abs(x["rtn"] / y["rtn"] - 1) < 2e-2 and y["awq"] < x["awq"] * 1.1
-    m = awq.load(TINY, "cuda", torch.bfloat16, fmt, calib, sequences=4, length=64)
+    m = loaded(TINY, "cuda", torch.bfloat16, fmt, calib, sequences=4, length=64)
     ids = torch.arange(40)[None]
     want = M.load(TINY, dtype=torch.float32)(ids)
     plain = M.load(TINY, "cuda", torch.bfloat16, fmt)(ids.cuda()).float().cpu()
@@ -469,9 +478,9 @@ def test_converting_holds_one_block_on_the_gpu(tmp_path):
              num_attention_heads=16, num_key_value_heads=2, tie_word_embeddings=True)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(c))
-    model = checkpoint.build(checkpoint.read_config(tmp_path / "base"), checkpoint.RandomCheckpoint(), dtype=torch.bfloat16)
+    model = M.build(M.read_config(tmp_path / "base"), checkpoint.RandomCheckpoint(), dtype=torch.bfloat16)
     with checkpoint.Writer(tmp_path / "m", tmp_path / "base") as w:
-        for name, t in checkpoint.tensors(model):
+        for name, t in M.tensors(model):
             w.add(name, t)
     del model, t
     block = 2 * (1024 * (1024 + 256) + 1024 * 1024 + 3 * 1024 * 4096)

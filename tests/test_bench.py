@@ -65,7 +65,7 @@ def test_adapters_replace_each_other():
     """Rank 16, then 64, then none, around the same weights: an adapter around an adapter would be
     measured twice."""
     c = qwen.Config(301, 64, 96, 2, 4, 2, 16)
-    m = checkpoint.build(c, checkpoint.RandomCheckpoint(), dtype=torch.float32)
+    m = qwen.build(c, checkpoint.RandomCheckpoint(), dtype=torch.float32)
     base = m.layers[0].mlp.down_proj
     for rank in (4, 8):
         bench.adapt(m, rank)

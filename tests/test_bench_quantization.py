@@ -2,14 +2,13 @@
 import json
 import math
 
-from plumbing import checkpoint
-
 import pytest
 import torch
 
 import data
+import model as qwen
 import sample
-from lab import awq
+from lab import bench_quantization
 from lab import bench_quantization as bench
 
 
@@ -87,7 +86,7 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
 
     def load(model, device, dtype, fmt, *text, **options):
         loads.append((fmt, *text, options))
-        m = checkpoint.load(model, device, dtype)
+        m = qwen.load(model, device, dtype)
         m.awq = [{"awq": 1.0, "rtn": 4.0, "channels": 2.0, "exponent": 0.5},
                  {"awq": 1.0, "rtn": 1.0, "channels": 1.0, "exponent": 0.0}]
         return m
@@ -113,9 +112,9 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
     how = {"style": "boxed", "n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
     assert counts == 3 * [("divergence", 1), ("own_entropy", 1)]
     assert asked == 3 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], how)]
-    model = checkpoint.load(shallow, dtype=torch.float32)
+    model = qwen.load(shallow, dtype=torch.float32)
     model.valid_vocab = len(tok)
-    _, entropy, tokens = map(sum, zip(*awq.perplexity(model, [tok.encode(t) for t in awq.texts(folder / "test.jsonl")[:2]]), strict=True))
+    _, entropy, tokens = map(sum, zip(*bench_quantization.perplexity(model, [tok.encode(t) for t in data.texts(folder / "test.jsonl")[:2]]), strict=True))
     first, second, *_ = json.loads(out.read_text())["table"]
     assert first["entropy_on_text"] == pytest.approx(entropy / tokens) and first["tokens"] == tokens
     assert (second["error_kept"], second["exponents_above_0"], second["accuracy_se"]) == (pytest.approx(0.5), 0.5, 0.25)
@@ -123,7 +122,7 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
 
 def test_the_entropy_is_along_what_the_model_itself_wrote(shallow):
     """By definition, token by token: not of the prompt, not over ids that are never drawn; its error over prompts."""
-    model, tok = checkpoint.load(shallow, dtype=torch.float32), data.Tokenizer(shallow)
+    model, tok = qwen.load(shallow, dtype=torch.float32), data.Tokenizer(shallow)
     model.valid_vocab = 90
     prompts, each = [[1, 5, 9, 30], [3, 4], [7, 7, 7]], []
     for prompt, (s,) in zip(prompts, sample.generate(model, prompts, 1, 5, eos_ids=tok.eos_ids), strict=True):
@@ -149,7 +148,7 @@ def test_the_gap_and_its_error_are_of_paired_documents():
 
 def test_the_divergence_is_of_the_first_model_to_the_second(shallow):
     """By definition, over each token's distribution of what follows; the other way round it is another number."""
-    a, b = (checkpoint.load(shallow, dtype=torch.float32, quant=fmt) for fmt in ("none", "mxfp4"))
+    a, b = (qwen.load(shallow, dtype=torch.float32, quant=fmt) for fmt in ("none", "mxfp4"))
     a.valid_vocab = b.valid_vocab = 90
     b.norm.weight.mul_(2)  # far from each other, where it is not symmetric
     docs = [[1, 5, 9], [3, 4]]

@@ -178,7 +178,7 @@ def test_big_math_comes_by_configuration_in_several_parts(monkeypatch, tmp_path,
             table = pa.table({"prompt": [f"{other} {i}"], "solution": ["\\frac{1}{2}"], "llama8b_solve_rate": [i / 2]})
             pq.write_table(table, tmp_path / other / f"train-0000{i}-of-00002.parquet")
     asked = hub(monkeypatch, tmp_path)
-    args = flags.parse("train", ["--model", "m", "--data", "bigmath", "--levels", levels, "--eval-n", "0", "--out", str(tmp_path / "run")])
+    args = flags.parse(train.COMMAND, ["--model", "m", "--data", "bigmath", "--levels", levels, "--eval-n", "0", "--out", str(tmp_path / "run")])
     rows, held = train.questions(args)
     assert [r["question"] for r in rows] == [f"{folder} 0", f"{folder} 1"] and rows[0]["answer"] == "\\frac{1}{2}" and held == []
     assert asked == [("open-r1/Big-Math-RL-Verified-Processed", [f"{folder}/*train{end}" for end in (".jsonl", ".parquet", "-*.parquet")])]

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 from plumbing import checkpoint
 from plumbing.files import read_json
-from plumbing.formats import pack
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import model as M
+from fast.layout import pack
 from lab import convert
 from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize
 
@@ -30,8 +30,8 @@ def base(tmp_path, family="qwen2"):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "tokenizer.json").write_text("{}")
-    model = checkpoint.build(checkpoint.read_config(folder), checkpoint.RandomCheckpoint(3), dtype=torch.bfloat16)
-    state = dict(checkpoint.tensors(model))
+    model = M.build(M.read_config(folder), checkpoint.RandomCheckpoint(3), dtype=torch.bfloat16)
+    state = dict(M.tensors(model))
     save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors")
     return folder
 
@@ -91,7 +91,7 @@ def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
     assert a["weights"] == b["weights"] and a["targets"] == b["targets"] and a["input_activations"] is None
     stored = load_file(FIXTURES / name / "model.safetensors")
     model = M.load(FIXTURES / name)
-    again = dict(checkpoint.tensors(model))
+    again = dict(M.tensors(model))
     assert {k: (v.dtype, v.shape) for k, v in stored.items()} == {k: (v.dtype, v.shape) for k, v in again.items()}
     for k, v in stored.items():
         if not k.endswith("global_scale"):
@@ -118,7 +118,7 @@ def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt, family)
         if isinstance(a, QuantLinear):
             for field in ("codes", "scale", "global_scale"):
                 assert torch.equal(getattr(a, field).view(torch.uint8), getattr(b, field).view(torch.uint8))
-    again = dict(checkpoint.tensors(loaded))
+    again = dict(M.tensors(loaded))
     stored = load_file(tmp_path / "q" / "model.safetensors")
     assert again.keys() == stored.keys()
     assert all(torch.equal(stored[k].view(torch.uint8), v.contiguous().view(torch.uint8)) for k, v in again.items())
@@ -433,14 +433,14 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
 def test_bad_flags_exit_with_one_line_and_code_2(argv, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as e:
-        convert.quantize_command(argv)
+        convert.main("quantize", argv)
     error = capsys.readouterr().err
     assert e.value.code == 2 and message in error and "Traceback" not in error
     assert not list(tmp_path.iterdir())
 
 
 def test_the_command_writes_a_checkpoint_and_says_what_it_cost(tmp_path, capsys):
-    convert.quantize_command(["--model", str(base(tmp_path)), "--out", str(tmp_path / "q"), "--fmt", "mxfp4", "--device", "cpu"])
+    convert.main("quantize", ["--model", str(base(tmp_path)), "--out", str(tmp_path / "q"), "--fmt", "mxfp4", "--device", "cpu"])
     assert "GiB in" in capsys.readouterr().out
     report = json.loads((tmp_path / "q" / "quantization.json").read_text())
     assert report["format"] == "mxfp4" and report["method"] == "round to nearest" and len(report["layers"]) == 8

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from plumbing import checkpoint, draw, logprobs, ranks
+from plumbing import checkpoint, ranks
 
 import aqn
 import lora
@@ -30,7 +30,7 @@ PROMPTS = [[5], [1, 2, 3], list(range(20, 57)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
 
 def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, noise=True, draw=0):
     torch.manual_seed(draw)  # of biases and B below: another model in each run meets a bound in one, and misses it in the next
-    m = checkpoint.build(config, checkpoint.RandomCheckpoint(1 + 100 * draw), device, dtype, quant)
+    m = M.build(config, checkpoint.RandomCheckpoint(1 + 100 * draw), device, dtype, quant)
     m.valid_vocab = config.vocab_size - 4
     m.lm_head.weight.mul_(8)  # far from uniform
     for p, b in m.named_parameters():
@@ -212,7 +212,7 @@ def drawn(logits, temperature=1.0, greedy=False, seed=0, device="cpu"):
     step.inverse_temperature.fill_(1 / temperature)
     step.stop.fill_(20)
     step.alive.fill_(1)
-    step.key.copy_(draw.row_keys(seed, torch.arange(B), torch.arange(B)))
+    step.key.copy_(sample.row_keys(seed, torch.arange(B), torch.arange(B)))
     step.sample(logits, greedy)
     return step.out_ids[0].clone(), step.out_logp[0].clone(), step
 
@@ -224,7 +224,7 @@ def test_fused_sampler_equals_sample_ids(V, temperature):
     logits = torch.randn(12, V, generator=torch.Generator().manual_seed(V)) * 3
     logits[:, ::3] = -float("inf")  # ids of probability zero
     ids, logp, step = drawn(logits, temperature)
-    want, want_logp = draw.sample_ids(logits, draw.uniform(step.key, torch.ones(12, dtype=torch.long)), temperature)
+    want, want_logp = sample.sample_ids(logits, sample.uniform(step.key, torch.ones(12, dtype=torch.long)), temperature)
     assert torch.equal(ids, want)
     torch.testing.assert_close(logp, want_logp, atol=1e-5, rtol=1e-5)
 
@@ -242,10 +242,10 @@ def test_the_largest_number_draws_an_id_that_there_is():
     logits = torch.randn(40, 6000, generator=torch.Generator().manual_seed(0))
     logits[:, -7:] = -float("inf")
     _, _, step = drawn(logits)
-    z = unshifted(2**64 - 1, 31) * pow(draw.MIX2, -1, 2**64) % 2**64
-    z = unshifted(z, 27) * pow(draw.MIX1, -1, 2**64) % 2**64
-    step.key.fill_(draw.signed(unshifted(z, 30) - 3 * draw.GOLDEN))
-    assert (draw.uniform(step.key, step.cache.length + 1) == 1 - 2**-24).all()
+    z = unshifted(2**64 - 1, 31) * pow(sample.MIX2, -1, 2**64) % 2**64
+    z = unshifted(z, 27) * pow(sample.MIX1, -1, 2**64) % 2**64
+    step.key.fill_(sample.signed(unshifted(z, 30) - 3 * sample.GOLDEN))
+    assert (sample.uniform(step.key, step.cache.length + 1) == 1 - 2**-24).all()
     step.sample(logits)
     assert (step.out_ids[1] >= 5990).all() and (step.out_ids[1] < 5993).all() and step.out_logp[1].isfinite().all()
 
@@ -670,7 +670,7 @@ def gaps(m, groups, temperature=1.0):
         for s in group:
             hidden = m.hidden(torch.tensor([prompt + s.ids], device="cuda"))[0, len(prompt) - 1 : -1]  # (T, C)
             ids = torch.tensor(s.ids, device="cuda")
-            want, _ = logprobs.token_logprobs(hidden, m.lm_head.weight, ids, temperature, m.valid_vocab)
+            want, _ = M.token_logprobs(hidden, m.lm_head.weight, ids, temperature, m.valid_vocab)
             out.append((torch.tensor(s.logprobs) - want.cpu()).abs())
     return torch.cat(out)
 
@@ -708,7 +708,7 @@ def test_gpu_logits_are_not_rounded_to_bfloat16():
     for greedy in (False, True):
         step.count.zero_()
         step.step(5, greedy)
-        want, _ = logprobs.token_logprobs(hidden, m.lm_head.weight, step.out_ids[0, :5], valid_vocab=m.valid_vocab)
+        want, _ = M.token_logprobs(hidden, m.lm_head.weight, step.out_ids[0, :5], valid_vocab=m.valid_vocab)
         torch.testing.assert_close(step.out_logp[0, :5], want, atol=1e-4, rtol=0)
 
 

@@ -192,7 +192,7 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
 def test_rows_belong_to_every_flag_that_they_follow_from(shallow):
     """Rows of another format or nucleus under the same name in --out would be told as this evaluation's."""
     def run_of(**other):
-        script, args = other.pop("script", ["eval.py"]), SimpleNamespace(**vars(flags.parse("eval", [])) | other)
+        script, args = other.pop("script", ["eval.py"]), SimpleNamespace(**vars(flags.parse(evaluation.COMMAND, [])) | other)
         return evaluation.digests(args, [("s", [{"question": "q", "answer": "1"}])], script)["s", "base"]
 
     for name in ("model", "quant", "awq", "calib", "dtype", "levels", "reward", "prompt_style", "split", "limit", "n", "max_prompt",
@@ -205,7 +205,7 @@ def test_rows_belong_to_every_flag_that_they_follow_from(shallow):
 def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path, monkeypatch):
     """A reward that was mended told the accuracy of before; it also sees columns that are no question and no answer."""
     reward, text = tmp_path / "r.py", tmp_path / "c.txt"
-    args = flags.parse("eval", ["--reward", f"{reward}:score", "--awq", "--calib", str(text), "--out", str(tmp_path / "out.jsonl")])
+    args = flags.parse(evaluation.COMMAND, ["--reward", f"{reward}:score", "--awq", "--calib", str(text), "--out", str(tmp_path / "out.jsonl")])
 
     def run_of(code, calib, worth):
         reward.write_text(code)

@@ -33,7 +33,7 @@ def trained(monkeypatch):
     calls = []
 
     def main(argv):
-        args = flags.parse("train", argv)
+        args = flags.parse(train.COMMAND, argv)
         calls.append(args)
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ def test_what_cannot_be_compared_is_named(tmp_path, capsys):
 
 def test_each_arm_is_what_its_name_says():
     """The table's first column: another sigma, anchor or scaling than the row's is a result that nobody measured."""
-    arms = {name: {arm: flags.parse("train", given) for arm, given in some.items()} for name, some in experiments.ARMS.items()}
+    arms = {name: {arm: flags.parse(train.COMMAND, given) for arm, given in some.items()} for name, some in experiments.ARMS.items()}
     assert all(a.lora_rank == a.lora_alpha == int(arm) for arm, a in arms["rank"].items())
     assert not arms["noise"].pop("none").aqn
     for arm, a in arms["noise"].items():
@@ -330,7 +330,7 @@ def test_the_trainer_of_two_copies_is_the_sixteen_bit_one(monkeypatch):
     for name in ("update", "record_trainer_logprobs"):
         monkeypatch.setattr(grpo, name, lambda model, *rest, name=name: called.append((name, model.how, model.checkpointing, model.layer)))
     with experiments.two_copies():
-        model, _ = flags.load_policy(SimpleNamespace(quant="nvfp4", awq=False, aqn=True, aqn_scope="rollout", lora_rank=4))
+        model, _ = sample.load_policy(SimpleNamespace(quant="nvfp4", awq=False, aqn=True, aqn_scope="rollout", lora_rank=4))
         params = lora.add_lora(model, 4)
         model.checkpointing = True
         grpo.record_trainer_logprobs(model, [], None)
@@ -345,7 +345,7 @@ def test_two_copies_are_of_one_model(monkeypatch, flag):
     """One of them had the noise, or the scales that AWQ moved, and nothing said so."""
     monkeypatch.setattr(flags, "load_policy", lambda args: (SimpleNamespace(), "tok"))
     with experiments.two_copies(), pytest.raises(ValueError, match=f"^{flag}: "):
-        flags.load_policy(flags.parse("train", flag.split()))
+        sample.load_policy(flags.parse(train.COMMAND, flag.split()))
 
 
 def test_an_experiment_has_to_be_named(capsys):

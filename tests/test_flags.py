@@ -7,17 +7,20 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import checkpoint, command, flags, ranks
-from plumbing.formats import FORMATS, Format
+from plumbing import checkpoint, command, flags, policy, ranks
 
 import pytest
 import torch
 
 import data
+import eval as evaluation
 import grpo
 import lora
 import model as qwen
+import sample
+import train
 from lab import bench_quantization, convert
+from nvfp4 import FORMATS, Format
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -45,29 +48,29 @@ def test_sampling_is_one_process(monkeypatch):
     """Under torchrun each rank would write the same file."""
     monkeypatch.setattr(ranks, "world", 2)
     with pytest.raises(ValueError, match="sample.py is one process"):
-        flags.parse("sample", [])
+        flags.parse(sample.COMMAND, [])
 
 
 def test_runs_of_other_seeds_have_other_folders():
     """Named alike, the second would be refused, or go on with the first."""
-    outs = {flags.parse("train", given).out for given in ([], ["--seed", "1"], ["--quant", "none"], ["--data", "x/d.jsonl"], ["--model", "m"])}
+    outs = {flags.parse(train.COMMAND, given).out for given in ([], ["--seed", "1"], ["--quant", "none"], ["--data", "x/d.jsonl"], ["--model", "m"])}
     assert len(outs) == 5 and "runs/tiny-arithmetic-nvfp4-s0" in outs
 
 
 def test_an_update_of_ones_own_has_the_defaults_of_train_py():
     """grpo.Settings() and train.py's flags say each default once more."""
-    assert grpo.Settings(micro_batch_tokens=0) == grpo.Settings.of(flags.parse("train", ["--model", "some/model"]))
+    assert grpo.Settings(micro_batch_tokens=0) == grpo.Settings.of(flags.parse(train.COMMAND, ["--model", "some/model"]))
 
 
 def test_the_demos_defaults_are_the_demos():
     """A learning rate of 1e-3 is for a model of a million parameters; the README's numbers are of these."""
-    demo, want = vars(flags.parse("train", [])), {
+    demo, want = vars(flags.parse(train.COMMAND, [])), {
         "model": "tiny", "data": "arithmetic", "quant": "nvfp4", "lora_rank": 16, "lora_alpha": 32.0, "steps": 30, "prompts_per_step": 12,
         "group_size": 8, "max_prompt": 128, "max_new_tokens": 96, "dynamic_sampling": True, "max_resample": 1, "overlong": "mask",
         "overlong_buffer": 16, "loss": "dapo", "updates_per_rollout": 2, "micro_batch_tokens": 2048, "checkpointing": "off",
         "weight_decay": 0.0, "grad_clip": 1.0, "eval_n": 1, "eval_every": 10, "eval_limit": 256, "save_every": 10, "seed": 0}
     assert {name: demo[name] for name in want} == want
-    assert flags.parse("train", []).lr == 1e-3 and flags.parse("train", ["--model", "m"]).lr == 1e-5
+    assert flags.parse(train.COMMAND, []).lr == 1e-3 and flags.parse(train.COMMAND, ["--model", "m"]).lr == 1e-5
 
 
 @pytest.mark.parametrize(("name", "named"), [("train", "--micro-batch-tokens, --max-rows"), ("eval", "lower --max-rows")])
@@ -86,21 +89,21 @@ def test_keys_and_values_that_do_not_fit_the_ram_are_told_in_a_line(capsys):
     def body(args, argv):
         torch.empty(1 << 48)
 
-    assert flags.run_command("sample", body, ["--prompt", "x"]) == 2
+    assert flags.run_command(sample.COMMAND, body, ["--prompt", "x"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("sample.py: error: out of memory (") and f"{1 << 50} bytes" in err
     assert err.endswith("; lower --max-rows or --max-new-tokens\n") and err.count("\n") == 1
     with pytest.raises(RuntimeError, match="shape"):
-        flags.run_command("sample", lambda args, argv: torch.ones(2) @ torch.ones(3).reshape(1, 3), ["--prompt", "x"])
+        flags.run_command(sample.COMMAND, lambda args, argv: torch.ones(2) @ torch.ones(3).reshape(1, 3), ["--prompt", "x"])
 
 
 def test_a_device_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="--device cuda: this machine has no CUDA device; use --device cpu"):
-        flags.place("cuda")
+        policy.place("cuda")
     with pytest.raises(ValueError, match="--dtype float16: for GPUs"):
-        flags.place("auto", "float16")
-    assert flags.place() == ("cpu", torch.float32)
+        policy.place("auto", "float16")
+    assert policy.place() == ("cpu", torch.float32)
 
 
 @pytest.mark.parametrize(("idle", "used"), [
@@ -112,18 +115,18 @@ def test_a_device_that_is_not_there_is_named(monkeypatch):
 def test_a_flag_that_does_nothing_is_told_of(idle, used, capsys):
     """Without a word, whoever sets it believes that it was measured."""
     for given, told in ((idle, 1), (used, 0)):
-        flags.tell_idle(flags.parse("train", given.split()), given.split())
+        flags.tell_idle(flags.parse(train.COMMAND, given.split()), given.split())
         assert capsys.readouterr().err.count(f"warning: {idle.split()[0]}: does nothing without --") == told
 
 
 def test_the_share_of_the_card_is_taken(monkeypatch, shallow):
     """Two runs on one card that each plan with all of it: the second runs out of memory."""
-    shares, load = [], checkpoint.load
+    shares, load = [], qwen.load
     monkeypatch.setattr(flags, "place", lambda *a: ("cuda", torch.float32))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
     monkeypatch.setattr(checkpoint, "load", lambda folder, device, *rest: load(folder, "cpu", *rest))
     for share in ("0.25", "1.0"):
-        flags.load_policy(flags.parse("train", ["--model", str(shallow), "--card-share", share]))
+        sample.load_policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--card-share", share]))
     assert shares == [0.25, 1.0]
 
 
@@ -134,17 +137,17 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     given = ["--model", str(shallow), "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--prompt-style", "boxed", "--reward", "own.py:f"]
     lora.save_adapter(m, tmp_path)
     base = checkpoint.fingerprint(shallow)
-    policy = flags.policy(flags.parse("train", given), base)
+    policy = flags.policy(flags.parse(train.COMMAND, given), base)
     (tmp_path / "policy.json").write_text(json.dumps(policy))
     assert policy["reward"] == "own.py:f" and policy | base == policy
-    args = flags.parse("eval", ["--adapter", str(tmp_path)])
+    args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path)])
     assert (args.quant, args.awq, args.calib, args.prompt_style) == ("mxfp4", True, "t.txt", "boxed")
-    args = flags.parse("eval", ["--adapter", str(tmp_path), "--no-awq", "--prompt-style", "tags"] + ["--calib", ""])
+    args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq", "--prompt-style", "tags"] + ["--calib", ""])
     assert (args.awq, args.prompt_style) == (False, "tags")
-    flags.check_policy(args)
+    policy.check(args)
     assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
     with pytest.raises(ValueError, match="another base"):
-        flags.check_policy(SimpleNamespace(**vars(args) | {"trained_with": policy | {"weights": "none:0"}}))
+        policy.check(SimpleNamespace(**vars(args) | {"trained_with": policy | {"weights": "none:0"}}))
 
 
 def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
@@ -153,29 +156,29 @@ def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
     text.write_text("one")
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, adapter)
-    args = flags.parse("train", ["--model", str(shallow), "--awq", "--calib", str(text)])
-    (adapter / "policy.json").write_text(json.dumps(flags.policy(args, flags.base_of(args))))
-    again = flags.parse("eval", ["--adapter", str(adapter)])
-    flags.check_policy(again)
+    args = flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--calib", str(text)])
+    (adapter / "policy.json").write_text(json.dumps(flags.policy(args, policy.base_of(args))))
+    again = flags.parse(evaluation.COMMAND, ["--adapter", str(adapter)])
+    policy.check(again)
     assert not capsys.readouterr().err
     text.write_text("two")
     for more in ([], ["--calib", ""]):
-        flags.check_policy(flags.parse("eval", ["--adapter", str(adapter), *more]))
+        policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), *more]))
         assert "the adapter was trained with scales by another text" in capsys.readouterr().err
-    flags.check_policy(flags.parse("eval", ["--adapter", str(adapter), "--no-awq"]))
+    policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), "--no-awq"]))
     assert capsys.readouterr().err == "warning: --awq False: the adapter was trained with True\n"
 
 
 def test_a_format_of_a_script_that_has_changed_is_told_of(shallow, tmp_path, capsys, monkeypatch):
     """Its name alone was kept: of other blocks, it was evaluated as the one that was trained with."""
-    args = SimpleNamespace(**vars(flags.parse("train", ["--model", str(shallow), "--no-awq"])) | {"quant": "int4", "adapter": str(tmp_path)})
+    args = SimpleNamespace(**vars(flags.parse(train.COMMAND, ["--model", str(shallow), "--no-awq"])) | {"quant": "int4", "adapter": str(tmp_path)})
     for block, told in ((32, 0), (32, 0), (64, 1)):
         monkeypatch.setitem(FORMATS, "int4", Format(block, torch.float32, tuple(range(-8, 8))))
         if not hasattr(args, "trained_with"):
-            args.trained_with = flags.policy(args, flags.base_of(args))
-        flags.check_policy(args)
+            args.trained_with = flags.policy(args, policy.base_of(args))
+        policy.check(args)
         assert capsys.readouterr().err.count("is another format than the adapter was trained with") == told
-    assert flags.base_of(SimpleNamespace(**vars(args) | {"quant": "nf4"})).keys() == checkpoint.fingerprint(shallow).keys()
+    assert policy.base_of(SimpleNamespace(**vars(args) | {"quant": "nf4"})).keys() == checkpoint.fingerprint(shallow).keys()
 
 
 def test_awqs_scales_of_another_dtype_are_told_of(shallow, tmp_path, capsys):
@@ -183,13 +186,13 @@ def test_awqs_scales_of_another_dtype_are_told_of(shallow, tmp_path, capsys):
     m = qwen.load(shallow, dtype=torch.float32)
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, tmp_path)
-    args = flags.parse("train", ["--model", str(shallow), "--awq", "--device", "cpu"])
-    policy = flags.policy(args, flags.base_of(args))
+    args = flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--device", "cpu"])
+    policy = flags.policy(args, policy.base_of(args))
     assert policy["dtype"] == "float32"
     (tmp_path / "policy.json").write_text(json.dumps(policy))
     for more, told in (([], ""), (["--dtype", "bfloat16"], "warning: --dtype bfloat16: the adapter was trained with AWQ's scales as they "
                                   "come out in float32\n"), (["--dtype", "bfloat16", "--no-awq"], "warning: --awq False: ")):
-        flags.check_policy(flags.parse("eval", ["--adapter", str(tmp_path), "--device", "cpu", *more]))
+        policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--device", "cpu", *more]))
         err = capsys.readouterr().err
         assert err.startswith(told) and err.count("\n") == bool(told)
 
@@ -197,9 +200,9 @@ def test_awqs_scales_of_another_dtype_are_told_of(shallow, tmp_path, capsys):
 def test_four_bits_are_not_taken_for_sixteen():
     """--lora-rank 0 "trained all parameters" of a quantized checkpoint, which were its embedding and norms, and wrote a model/ that did
     not load; the update's memory was planned without the GEMM's scratch."""
-    args = flags.parse("train", ["--model", str(FIXTURES / "compressed_nvfp4"), "--quant", "none", "--lora-rank", "0", "--device", "cpu"])
+    args = flags.parse(train.COMMAND, ["--model", str(FIXTURES / "compressed_nvfp4"), "--quant", "none", "--lora-rank", "0", "--device", "cpu"])
     with pytest.raises(ValueError, match="--quant none: .*compressed_nvfp4 have four bits already; use --quant nvfp4"):
-        flags.load_policy(args)
+        sample.load_policy(args)
 
 
 def test_questions_are_asked_for_a_format_and_chats_are_not():
@@ -209,9 +212,9 @@ def test_questions_are_asked_for_a_format_and_chats_are_not():
 def test_awq_calibrates_on_the_text_that_was_given(monkeypatch, shallow):
     """--calib that is parsed and forgotten: scales of arithmetic problems under another text's name."""
     texts = []
-    monkeypatch.setattr(flags.awq, "load", lambda *a: texts.append(a[3:]) or checkpoint.load(*a[:3], "none"))
+    monkeypatch.setattr(flags.awq, "load", lambda *a: texts.append(a[3:]) or qwen.load(*a[:3], "none"))
     for given in ([], ["--calib", "t.txt"]):
-        flags.load_policy(flags.parse("train", ["--model", str(shallow), "--awq", "--device", "cpu", *given]))
+        sample.load_policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--device", "cpu", *given]))
     assert texts == [("nvfp4", None), ("nvfp4", "t.txt")]
 
 
@@ -220,12 +223,12 @@ def test_without_awq_an_adapters_text_is_not_asked_for(shallow, tmp_path):
     m = qwen.load(shallow, dtype=torch.float32)
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, tmp_path)
-    policy = flags.policy(flags.parse("train", ["--model", str(shallow), "--awq", "--calib", "t.txt"]), {})
+    policy = flags.policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--calib", "t.txt"]), {})
     (tmp_path / "policy.json").write_text(json.dumps(policy))
-    args = flags.parse("eval", ["--adapter", str(tmp_path), "--no-awq"])
+    args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq"])
     assert (args.awq, args.calib) == (False, None)
     with pytest.raises(ValueError, match="--calib: plain rounding uses no text"):
-        flags.parse("eval", ["--adapter", str(tmp_path), "--no-awq", "--calib", "u.txt"])
+        flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq", "--calib", "u.txt"])
 
 
 # ---- how commands end
@@ -334,14 +337,14 @@ def test_the_line_to_continue_with_starts_as_many_ranks(monkeypatch):
 def test_an_objective_of_ones_own_is_a_row_of_the_table(monkeypatch):
     """Its name was refused by --loss unless the row had been added before train.py was imported."""
     monkeypatch.setitem(grpo.OBJECTIVES, "mine", grpo.OBJECTIVES["grpo"])
-    assert flags.parse("train", ["--loss", "mine"]).loss == "mine"
+    assert flags.parse(train.COMMAND, ["--loss", "mine"]).loss == "mine"
 
 
 def test_tiny_is_a_model_wherever_one_is_named(monkeypatch, tmp_path, capsys):
     """README says so of each --model; three commands took it for the name of a folder."""
     monkeypatch.chdir(tmp_path)
     assert data.main(["--model", "tiny", "--n", "1"]) == 0
-    assert convert.plan_config("tiny") == checkpoint.read_config(data.TINY)
+    assert convert.plan_config("tiny") == qwen.read_config(data.TINY)
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1+1?", "answer": "2"}\n' * 3)
     bench_quantization.main(["--model", "tiny", "--data", ".", "--out", "q.json", "--methods", "rtn", "--formats", "nvfp4", "--divergence",

@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plumbing import formats
-from plumbing.formats import FORMATS, Format, Quantized, block_scales, dequantize, encode, quantize
-
 import pytest
 import torch
 
-from lab import awq
+import nvfp4
+from fast import layout
+from nvfp4 import FORMATS, Format, Quantized, block_scales, dequantize, encode, quantize
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 CODE_VALUE = E2M1 + [-v for v in E2M1]
@@ -37,11 +36,11 @@ def nearest_even(x):
 def make(fmt, codes, scale, global_scale=None):
     N, K = codes.shape
     g = torch.ones(N) if global_scale is None else global_scale
-    return Quantized(fmt, (N, K), formats.pack(codes, fmt), scale, g)
+    return Quantized(fmt, (N, K), layout.pack(codes, fmt), scale, g)
 
 
 def unpacked(q):
-    return formats.unpack(q.codes, q.shape[1], q.fmt)
+    return layout.unpack(q.codes, q.shape[1], q.fmt)
 
 
 def weights(N=8, K=128, seed=0, spread=3.0):
@@ -76,7 +75,7 @@ def test_every_code_with_every_e8m0_scale_decodes_to_its_exact_value():
 
 def test_nf4_decodes_through_the_published_codebook():
     """The QLoRA codebook: 16 ascending values, -1, 0 and 1 among them, asymmetric around zero."""
-    table = torch.tensor(formats.NF4)
+    table = torch.tensor(nvfp4.NF4)
     assert len(table) == 16 and (table.diff() > 0).all() and table[0] == -1 and table[7] == 0 and table[15] == 1
     # quantiles of a normal: 8 on the negative side, 9 on the positive one, between 1/2 and the offset 0.9677083
     quantile = torch.distributions.Normal(0, 1).icdf
@@ -103,10 +102,10 @@ def test_ties_go_to_the_even_code_and_large_values_saturate():
     mid = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     around = [m + d for m in mid for d in (-1e-3, 0, 1e-3)] + [0.0, 6.0, 6.5, 1e4]
     x = torch.tensor(around + [-v for v in around])
-    got = torch.tensor(CODE_VALUE)[formats.round_e2m1(x).int()]
+    got = torch.tensor(CODE_VALUE)[nvfp4.round_e2m1(x).int()]
     assert got.tolist() == [nearest_even(v) for v in x.tolist()]
     assert got[1:21:3].tolist() == [0, 1, 1, 2, 2, 4, 4]
-    assert formats.round_e2m1(torch.tensor([-0.1, -0.0]))[0] == 0  # no negative zeros
+    assert nvfp4.round_e2m1(torch.tensor([-0.1, -0.0]))[0] == 0  # no negative zeros
 
 
 def test_nvfp4_follows_its_formula_element_by_element():
@@ -140,7 +139,7 @@ def test_mxfp4_scale_is_the_ocp_power_of_two():
 def test_nf4_takes_the_nearest_codebook_entry():
     w = weights(4, 128)
     q = quantize(w, "nf4")
-    table = torch.tensor(formats.NF4, dtype=torch.float64)
+    table = torch.tensor(nvfp4.NF4, dtype=torch.float64)
     x = (w.view(4, 2, 64) / w.view(4, 2, 64).abs().amax(-1, keepdim=True)).double()
     assert torch.equal(unpacked(q).view(4, 2, 64).long(), (x[..., None] - table).abs().argmin(-1))
     assert torch.equal(q.scale, w.view(4, 2, 64).abs().amax(-1))
@@ -158,20 +157,20 @@ def test_a_codebook_of_ones_own_is_one_row(own):
     assert torch.equal(dequantize(q), (code * scale[..., None]).view(9, 384))
     assert torch.equal(unpacked(q).view(9, -1, block).float() - 8, code)
     assert torch.equal(dequantize(quantize(dequantize(q), own)), dequantize(q))
-    assert torch.equal(formats.snap(w, own, *block_scales(w, own)), dequantize(q))
+    assert torch.equal(nvfp4.snap(w, own, *block_scales(w, own)), dequantize(q))
 
 
 def test_a_script_trains_on_a_format_of_its_own(tmp_path):
     """A row that is there before the commands are imported is in their flags, and in what lies beside the adapter."""
     script = """
 import sys, torch
-from plumbing.formats import FORMATS, Format
+from nvfp4 import FORMATS, Format
 FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
 import train
 train.main(sys.argv[1:])
 """
     argv = ["--quant", "int4", "--steps", "2", "--eval-n", "0", "--prompts-per-step", "4", "--out", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, "-c", script, *argv], cwd=formats.__file__.rsplit("/", 2)[0], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, *argv], cwd=nvfp4.__file__.rsplit("/", 2)[0], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and max(row["reward"] for row in rows) > 0.2  # of noise for weights it is 0
@@ -179,9 +178,9 @@ train.main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("block, dtype, values", [
-    (8, torch.float32, formats.NF4), (256, torch.float32, formats.NF4), (96, torch.float32, formats.NF4),
-    (64, torch.float32, formats.NF4[:15]), (64, torch.float32, formats.NF4[::-1]), (16, torch.float32, formats.E2M1),
-    (64, torch.float8_e4m3fn, formats.NF4), (64, torch.uint8, formats.NF4)])
+    (8, torch.float32, nvfp4.NF4), (256, torch.float32, nvfp4.NF4), (96, torch.float32, nvfp4.NF4),
+    (64, torch.float32, nvfp4.NF4[:15]), (64, torch.float32, nvfp4.NF4[::-1]), (16, torch.float32, nvfp4.E2M1),
+    (64, torch.float8_e4m3fn, nvfp4.NF4), (64, torch.uint8, nvfp4.NF4)])
 def test_a_row_that_the_kernels_cannot_decode_is_refused(block, dtype, values):
     """Half a step's scale, a table that is not searched in order, or bytes for a codebook's scales: wrong numbers, not an error."""
     with pytest.raises(ValueError, match="a block has 16, 32, 64 or 128 columns"):
@@ -198,7 +197,7 @@ def test_a_codebook_that_no_scale_fits_is_refused(values):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
 def test_small_scales_belong_to_formats_of_that_name(monkeypatch, dtype):
     """The kernels know them by it: a row of one's own was rounded with float32 scales, whatever it said."""
-    monkeypatch.setitem(FORMATS, "mine", Format(16, dtype, formats.E2M1))
+    monkeypatch.setitem(FORMATS, "mine", Format(16, dtype, nvfp4.E2M1))
     with pytest.raises(ValueError, match="--quant mine: .*float32 scales"):
         quantize(torch.ones(8, 128), "mine")
 
@@ -261,7 +260,7 @@ def test_shapes_that_do_not_fit_and_unknown_formats_are_refused():
         quantize(torch.ones(2, 64), "fp3")
     for codes in (torch.ones(128, dtype=torch.uint8), torch.ones(8, 128, dtype=torch.int8)):
         with pytest.raises(ValueError, match=r"pack: codes must be a \(N, K\) uint8 tensor"):
-            formats.pack(codes, "nvfp4")
+            layout.pack(codes, "nvfp4")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -284,16 +283,15 @@ def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
     w = weights(21, 256)
     want = quantize(w, "nvfp4")
     for chunk in (1, 256, 2560, 10**6):
-        monkeypatch.setattr(formats, "PORTION", chunk)
+        monkeypatch.setattr(nvfp4, "PORTION", chunk)
         assert torch.equal(quantize(w, "nvfp4").codes, want.codes)
-        assert torch.equal(formats.snap(w, "nvfp4", *block_scales(w, "nvfp4")), dequantize(want))
+        assert torch.equal(nvfp4.snap(w, "nvfp4", *block_scales(w, "nvfp4")), dequantize(want))
 
 
 def test_the_documented_choice_of_a_blocks_end(monkeypatch):
     """lab/ideas/four_over_six.py: 5 is 4.5 where the block's 6 becomes code 4, nearer than 4 or 6
     otherwise; 4 beside 6 is exact as it is."""
-    for module in (formats, awq):
-        monkeypatch.setattr(module, "block_scales", block_scales)  # put back afterwards
+    monkeypatch.setattr(nvfp4, "block_scales", block_scales)  # put back afterwards
     runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "four_over_six.py"))
     zeros = [0.0] * 13
     q = quantize(torch.tensor([[6, -5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]), "nvfp4")
@@ -302,9 +300,9 @@ def test_the_documented_choice_of_a_blocks_end(monkeypatch):
     w = weights(64, 256, spread=0).bfloat16()
     both = quantize(w, "nvfp4"), encode(w, "nvfp4", *block_scales(w, "nvfp4"))
     error, plain = ((dequantize(q) - w).square().sum() for q in both)
-    assert error < 0.9 * plain and awq.block_scales is formats.block_scales
+    assert error < 0.9 * plain and nvfp4.block_scales is nvfp4.block_scales
     for fmt in ("mxfp4", "nf4"):
-        assert all(map(torch.equal, formats.block_scales(w, fmt), block_scales(w, fmt)))
+        assert all(map(torch.equal, nvfp4.block_scales(w, fmt), block_scales(w, fmt)))
 
 
 def test_four_and_a_half_bits_a_weight():
@@ -332,22 +330,22 @@ def test_the_global_scale_survives_its_stored_reciprocal():
 def test_packing_round_trip(N, K, fmt):
     """A row group or a chunk that is not full was once written over its neighbour."""
     codes = torch.randint(0, 16, (N, K), dtype=torch.uint8)
-    packed = formats.pack(codes, fmt)
+    packed = layout.pack(codes, fmt)
     assert packed.shape == (N, -(-K // 128) * 64) and packed.dtype == torch.uint8
-    assert torch.equal(formats.unpack(packed, K, fmt), codes)
+    assert torch.equal(layout.unpack(packed, K, fmt), codes)
 
 
 def test_packing_is_local_to_groups_of_eight_rows():
     """Quantization packs a large weight in slices: slices from multiples of 8 must join to the whole."""
     codes = torch.randint(0, 16, (21, 272), dtype=torch.uint8)
-    parts = [formats.pack(some, "nvfp4") for some in (codes[:16], codes[16:])]
-    assert torch.equal(torch.cat(parts), formats.pack(codes, "nvfp4"))
+    parts = [layout.pack(some, "nvfp4") for some in (codes[:16], codes[16:])]
+    assert torch.equal(torch.cat(parts), layout.pack(codes, "nvfp4"))
 
 
 def drawing():
     """The docstring's drawing: {(pair letter, p): word bits of s, e, e, m}."""
     rows, where = {"bit": [], "code": [], "field": []}, {}
-    for line in formats.__doc__.splitlines():
+    for line in nvfp4.__doc__.splitlines():
         if line.startswith(("    bit ", "    code  ", "    field ")):
             rows[line.split()[0]] += line.replace("|", "").split()[1:]
     for bit, code, field in zip(rows["bit"], rows["code"], rows["field"], strict=True):
@@ -369,7 +367,7 @@ def test_codes_lie_where_the_docstring_draws_them(fmt):
             codes = torch.zeros(16, 256, dtype=torch.uint8)
             codes[row, column] = code
             bit = where["abcd"[2 * plane + h], p][(8, 4, 2, 1).index(code)][0]
-            words = formats.pack(codes, fmt).view(torch.int32).view(2, 2, 8, 4, 4)  # group of rows, chunk, row, lane, word
+            words = layout.pack(codes, fmt).view(torch.int32).view(2, 2, 8, 4, 4)  # group of rows, chunk, row, lane, word
             assert words.nonzero().tolist() == [[row // 8, column // 128, row % 8, t, w]]
             assert words.sum().item() & 0xFFFFFFFF == 1 << bit
 
@@ -377,10 +375,10 @@ def test_codes_lie_where_the_docstring_draws_them(fmt):
 def test_packing_a_slice_at_a_time_changes_nothing(monkeypatch):
     """Matrices of more than SLICE codes go through in slices of whole row groups, the last of which may be short."""
     codes = torch.randint(0, 16, (45, 272), dtype=torch.uint8)
-    packed = formats.pack(codes, "nvfp4")
-    monkeypatch.setattr(formats, "SLICE", 16 * 272)
-    assert [j - i for i, j, _ in formats.slices(*codes.shape)] == [16, 16, 8, 5]
-    assert torch.equal(formats.pack(codes, "nvfp4"), packed) and torch.equal(formats.unpack(packed, 272, "nvfp4"), codes)
+    packed = layout.pack(codes, "nvfp4")
+    monkeypatch.setattr(layout, "SLICE", 16 * 272)
+    assert [j - i for i, j, _ in layout.slices(*codes.shape)] == [16, 16, 8, 5]
+    assert torch.equal(layout.pack(codes, "nvfp4"), packed) and torch.equal(layout.unpack(packed, 272, "nvfp4"), codes)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import pytest
 
 import data
 import grpo
+import train
 import walk
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,7 +138,7 @@ def test_defaults_are_what_the_readme_says():
     first = next(part for part in section("Defaults, beside the paper's").split("\n\n") if part.lstrip().startswith("|"))
     table = [line.strip("|").split("|") for line in first.splitlines() if line.startswith("| ")]
     here, why = ({row[0].strip(): row[column].strip() for row in table[1:]} for column in (2, 3))
-    args, demo = flags.parse("train", ["--model", "m"]), flags.parse("train", [])
+    args, demo = flags.parse(train.COMMAND, ["--model", "m"]), flags.parse(train.COMMAND, [])
     right, formed = (data.reward(text, "1")["reward"] for text in ("<answer>1</answer>", "<think></think><answer>2</answer>"))
     numbers = {"updates a rollout": [args.updates_per_rollout], "reward, GSM8K": [right, formed],
                "noise": [args.aqn_start, args.aqn_end], "learning rate": [args.lr], "completion length": [args.max_new_tokens],

@@ -1,11 +1,11 @@
 """The chunked LM head against the dense one, in value, gradient and memory."""
 import math
 
-from plumbing.logprobs import TokenLogprobs, token_logprobs
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import TokenLogprobs, token_logprobs
 
 
 def dense(hidden, weight, targets, temperature=1.0, valid=None):

@@ -145,7 +145,7 @@ def test_samples_noise_order_and_adapter_are_functions_of_the_seed(noisy):
         m = qwen.load(data.TINY, "cpu", torch.float32)
         aqn.set_noise(m, 0.05, aqn.noise_seed(seed, 3))
         argv = ["--data", str(noisy.out.parent / "problems.jsonl"), "--eval-n", "0", "--seed", "1"]
-        rows, _ = train.questions(flags.parse("train", argv))
+        rows, _ = train.questions(flags.parse(train.COMMAND, argv))
         order = [row["question"] for row in train.Prompts(rows, seed).take(4)]
         return aqn.noise_seed(seed, "samples/0"), noise_of(m).tolist(), order, lora.add_lora(m, 4, 32.0, seed)[0].tolist()
 
@@ -157,7 +157,7 @@ def test_samples_noise_order_and_adapter_are_functions_of_the_seed(noisy):
 
 def test_questions_follow_the_seed_and_the_limit():
     """Seeds that share their problems vary less than they should; held-out questions are the same for all."""
-    (a, held), (b, again) = (train.questions(flags.parse("train", ["--seed", seed, "--eval-limit", "7"])) for seed in "01")
+    (a, held), (b, again) = (train.questions(flags.parse(train.COMMAND, ["--seed", seed, "--eval-limit", "7"])) for seed in "01")
     assert {row["chain"] for row in a} != {row["chain"] for row in b} and held == again and len(held) == 7
 
 
@@ -376,7 +376,7 @@ def test_times_and_speeds_are_those_of_the_step(monkeypatch, tmp_path):
     drawn, groups that were replaced among them, and of all that was trained on."""
     clock = [100.0]
     monkeypatch.setattr(run, "time", SimpleNamespace(time=lambda: clock[0]))
-    r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    r = run.Run(flags.parse(train.COMMAND, ["--out", str(tmp_path)]), [])
     for _ in range(2):
         for name, seconds in (("evaluate", 50), ("rollout", 3), ("reward", 1), ("rollout", 2), ("update", 4)):
             r.phase(name)
@@ -402,7 +402,7 @@ def test_each_second_is_counted_where_it_is_spent(monkeypatch):
     told = []
     monkeypatch.setattr(sample, "generate", lambda *a, **kw: told.append("drawn") or [[sample.Sample([1], [-1.0], True)]])
     monkeypatch.setattr(train.evaluation, "evaluate", lambda *a, **kw: told.append("asked"))
-    this = SimpleNamespace(args=flags.parse("train", []), phase=told.append, evaluated=lambda *a: None, drawn=4)
+    this = SimpleNamespace(args=flags.parse(train.COMMAND, []), phase=told.append, evaluated=lambda *a: None, drawn=4)
     tok = SimpleNamespace(eos_ids=[2], decode=str)
     train.evaluate(this, None, tok, None, [])
     train.rollout(this, None, tok, lambda pairs: told.append("graded") or [{"reward": 1.0, "correct": True, "format": True}], [{"ids": [1]}], 0)
@@ -411,7 +411,7 @@ def test_each_second_is_counted_where_it_is_spent(monkeypatch):
 
 def test_an_update_that_was_skipped_is_not_in_the_means(tmp_path):
     """One NaN, and a row has no loss, no entropy and no gradient norm."""
-    r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    r = run.Run(flags.parse(train.COMMAND, ["--out", str(tmp_path)]), [])
     r.clock.update(rollout=1.0, update=1.0)
     row = step_of(r, NO_METRICS | {"loss": torch.tensor(3.0)}, (math.nan, 0.5), 2)
     assert (row["updates"], row["skipped"], row["grad_norm"], row["loss"]) == (1, 1, 0.5, 3.0)
@@ -420,7 +420,7 @@ def test_an_update_that_was_skipped_is_not_in_the_means(tmp_path):
 
 def test_a_step_without_an_update_has_no_entropy(tmp_path, capsys):
     """Its groups all taught nothing, or every update was skipped: an entropy of 0 would be drawn as one that was measured."""
-    r = run.Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    r = run.Run(flags.parse(train.COMMAND, ["--out", str(tmp_path)]), [])
     r.clock.update(rollout=1.0, update=1.0)
     row = step_of(r, NO_METRICS, (math.nan, math.nan), 2)
     assert {row[name] for name in ("entropy", "kl", "grad_norm", "loss", "logp_gap_mean", "clip_first_frac")} == {None}
@@ -433,7 +433,7 @@ def test_the_kl_is_of_all_updates(tmp_path):
     """Only sampler and trainer are compared before the first update moves one of them; then the KL to the base is still 0.
     Without --beta it is not measured: a 0 there said that the policy had not moved."""
     for beta, kl in (("0.1", pytest.approx(2 / 12)), ("0", None)):
-        r = run.Run(flags.parse("train", ["--out", str(tmp_path), "--beta", beta]), [])
+        r = run.Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--beta", beta]), [])
         r.clock.update(rollout=1.0, update=1.0)
         row = step_of(r, NO_METRICS, (1.0, 1.0), 2)
         assert (row["kl"], row["sampler_kl"]) == (kl, pytest.approx(1 / 5))
@@ -748,7 +748,7 @@ def test_a_few_steps_raise_the_reward_and_negated_rewards_lower_it(tmp_path, mon
 
 def test_warnings_name_the_clip_that_noise_alone_reaches():
     """At sigma 5e-2 the first update already loses 4% of its tokens to the clip: nothing has been learned from them yet."""
-    args = flags.parse("train", [])
+    args = flags.parse(train.COMMAND, [])
     fine = dict.fromkeys(("reward", "reward_std", "accuracy", "format", "truncated_frac", "zero_var_frac", "logp_gap_mean", "sigma", "groups"), 0.02)
     assert not list(console.warnings_for({**fine, "clip_first_frac": 0.01, "skipped": 0}, args))
     [text] = console.warnings_for({**fine, "clip_first_frac": 0.04, "skipped": 0}, args)

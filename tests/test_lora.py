@@ -7,16 +7,20 @@ import shutil
 import sys
 from pathlib import Path
 
-from plumbing import checkpoint, flags
+from plumbing import checkpoint, flags, policy
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import data
+import eval as evaluation
 import grpo
 import lora
 import model as M
-from lab import awq, convert
+import sample
+import train
+from lab import convert
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -28,9 +32,9 @@ IDS = torch.randint(0, 48, (2, 10), generator=torch.Generator().manual_seed(3))
 def base(quant="none"):
     if quant == "none":
         return M.load(BASE, dtype=torch.float32)
-    config = checkpoint.read_config(BASE)
+    config = M.read_config(BASE)
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16  # nf4 needs blocks of 64
-    return checkpoint.build(config, checkpoint.RandomCheckpoint(5), dtype=torch.float32, quant=quant)
+    return M.build(config, checkpoint.RandomCheckpoint(5), dtype=torch.float32, quant=quant)
 
 
 def with_random_adapter(rank=3, alpha=5, seed=0):
@@ -282,7 +286,7 @@ def test_another_rank_than_the_models_says_which_flag_to_set():
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
 def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant, capsys):
     """Merging into the 16-bit weights the adapter was not trained on (w, not w_hat), or with the wrong part's A, is far off."""
-    convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_rslora"),
+    convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_rslora"),
                            "--out", str(tmp_path / "m"), "--quant", quant, "--device", "cpu"])
     assert "logits differ from base + adapter" in capsys.readouterr().out
     model = load_adapter(M.load(BASE, dtype=torch.float32, quant=quant), FIXTURES / "peft_rslora")
@@ -301,7 +305,7 @@ def test_a_merge_takes_the_adapters_own_format(tmp_path):
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
     asked = {"data": "arithmetic", "prompt_style": "boxed", "reward": "mine.py:f"}
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "model": str(BASE), **asked}))
-    convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
+    convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
     convert.merge(BASE, tmp_path / "a", tmp_path / "want", quant="nvfp4")
     got, want = (load_file(tmp_path / name / "model.safetensors") for name in ("m", "want"))
     assert all(torch.equal(got[k], want[k]) for k in want)
@@ -317,15 +321,15 @@ def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, 
         Path(file).write_text("some text")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "calib": own}))
     ids, asked = torch.randint(0, 48, (4, 32), generator=torch.Generator().manual_seed(1)), []
-    monkeypatch.setattr(awq, "calibration", lambda text, *_: asked.append(text) or ids)
+    monkeypatch.setattr(data, "calibration", lambda text, *_: asked.append(text) or ids)
     for more in ([], ["--calib", mine]):
-        convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / f"m{len(more)}"), *more])
+        convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / f"m{len(more)}"), *more])
     assert asked == [own, mine]
-    convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "none"), "--quant", "none"])
+    convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "none"), "--quant", "none"])
     with pytest.raises(SystemExit):
-        convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_all"), "--out", str(tmp_path / "m3"), "--calib", "t"])
+        convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_all"), "--out", str(tmp_path / "m3"), "--calib", "t"])
     assert "--calib t: these weights are not AWQ's" in capsys.readouterr().err and len(asked) == 2
-    model, merged = load_adapter(awq.load(BASE), tmp_path / "a"), M.load(tmp_path / "m0")
+    model, merged = load_adapter(M.load(BASE, quant="nvfp4", calibration=ids), tmp_path / "a"), M.load(tmp_path / "m0")
     plain = load_adapter(M.load(BASE, quant="nvfp4"), tmp_path / "a")
     for a, b, c in zip(model.layers, merged.layers, plain.layers, strict=True):
         for name in M.PROJECTIONS:
@@ -339,12 +343,12 @@ def test_awqs_weights_are_merged_as_they_came_out_in_training(tmp_path, monkeypa
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "dtype": "float32"}))
     ids = torch.randint(0, 48, (16, 32), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(awq, "calibration", lambda *_: ids)
-    convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
+    monkeypatch.setattr(data, "calibration", lambda *_: ids)
+    convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
     assert {t.dtype for t in load_file(tmp_path / "m" / "model.safetensors").values()} == {torch.bfloat16}
     merged = M.load(tmp_path / "m")
     for dtype, same in ((torch.float32, True), (torch.bfloat16, False)):
-        trained = load_adapter(awq.load(BASE, dtype=dtype), tmp_path / "a")
+        trained = load_adapter(M.load(BASE, dtype=dtype, quant="nvfp4", calibration=ids), tmp_path / "a")
         assert same == all(torch.equal(b.get_submodule(name).weight, a.get_submodule(name).dense().bfloat16())
                            for a, b in zip(trained.layers, merged.layers, strict=True) for name in M.PROJECTIONS)
 
@@ -356,7 +360,7 @@ def test_a_merge_into_another_base_is_refused_before_its_blocks(tmp_path, monkey
     for other in ({"base": "another"}, checkpoint.fingerprint(BASE) | {"weights": "none:another"}):
         (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "none", **other}))
         with pytest.raises(SystemExit):
-            convert.merge_command(["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m")])
+            convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m")])
         assert "another base" in capsys.readouterr().err and not (tmp_path / "m").exists()
 
 
@@ -368,19 +372,19 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
     convert.merge(BASE, tmp_path / "a", tmp_path / "merged")
     convert.convert(BASE, tmp_path / "four")
     for more in ([], ["--model", str(tmp_path / "four"), "--quant", "nvfp4"]):
-        flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "a"), *more]))
+        policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "a"), *more]))
     convert.convert(tmp_path / "merged", tmp_path / "merged_four")
     for name, more in (("merged", []), ("merged_four", ["--quant", "nvfp4"])):
         with pytest.raises(ValueError, match=f"--model {tmp_path}/{name}: the adapter .* is merged into it already"):
-            flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / name), *more]))
+            policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / name), *more]))
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "b")
     state = load_file(tmp_path / "b" / "adapter_model.safetensors")  # that was trained on
     save_file({k: 2 * v for k, v in state.items()}, tmp_path / "b" / "adapter_model.safetensors", metadata={"format": "pt"})
     shutil.copy(tmp_path / "a" / "policy.json", tmp_path / "b")
     with pytest.raises(ValueError, match=f"--model {tmp_path}/merged: .*another base, {BASE}"):
-        flags.check_policy(flags.parse("sample", ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]))
+        policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]))
     convert.merge(tmp_path / "merged", tmp_path / "b", tmp_path / "both")  # it holds both
-    assert len(flags.merged(tmp_path / "both")) == 2
+    assert len(policy.merged(tmp_path / "both")) == 2
 
 
 def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
@@ -389,7 +393,7 @@ def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
     for command in ("eval", "sample"):
         assert flags.parse(command, ["--model", str(tmp_path / "m")]).quant == "none" != flags.parse(command, ["--model", str(BASE)]).quant
     convert.convert(tmp_path / "m", tmp_path / "four")
-    assert flags.parse("eval", ["--model", str(tmp_path / "four")]).quant == "nvfp4"
+    assert flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "four")]).quant == "nvfp4"
 
 
 @pytest.mark.parametrize(("trained", "now", "fits"), [
@@ -402,20 +406,20 @@ def test_awqs_scales_are_not_taken_for_plain_rounding(tmp_path, trained, now, fi
     for name in {trained.split()[0], now.split()[0]} - {"base"}:
         convert.convert(TINY, folders[name], use_awq=name == "awq", sequences=2, length=32)
     args = [["--model", str(folders[name]), "--quant", "nvfp4", *more] for name, *more in (trained.split(), now.split())]
-    had = flags.parse("train", args[0])
-    (tmp_path / "a" / "policy.json").write_text(json.dumps(flags.policy(had, flags.base_of(had))))
+    had = flags.parse(train.COMMAND, args[0])
+    (tmp_path / "a" / "policy.json").write_text(json.dumps(flags.policy(had, policy.base_of(had))))
     no = [] if "--awq" in now else ["--no-awq"]
-    wanted = flags.parse("eval", ["--adapter", str(tmp_path / "a"), *args[1], *no])
+    wanted = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path / "a"), *args[1], *no])
     if fits:
-        flags.check_policy(wanted)
+        policy.check(wanted)
     else:
         with pytest.raises(ValueError, match="was rounded by other scales"):
-            flags.check_policy(wanted)
+            policy.check(wanted)
 
 
 def test_the_demos_model_has_one_name_for_all_commands(tmp_path):
     """tiny was a model to train and sample from, and no such folder to quantize or merge."""
-    convert.quantize_command(["--model", "tiny", "--out", str(tmp_path / "q"), "--device", "cpu"])
+    convert.main("quantize", ["--model", "tiny", "--out", str(tmp_path / "q"), "--device", "cpu"])
     assert (tmp_path / "q" / "model.safetensors").is_file()
 
 
@@ -439,7 +443,7 @@ def test_merging_a_quantized_checkpoint_and_the_distance_it_reports(tmp_path):
 def test_a_merge_that_cannot_be_done_exits_with_2(tmp_path, change, message, capsys):
     flags = {"--merge": "", "--model": str(BASE), "--adapter": str(FIXTURES / "peft_all"), "--out": str(tmp_path / "m")} | change
     with pytest.raises(SystemExit) as e:
-        convert.merge_command([x for k, v in flags.items() if v is not None for x in (k, v) if x])
+        convert.main("merge", [x for k, v in flags.items() if v is not None for x in (k, v) if x])
     assert e.value.code == 2 and re.search(message, capsys.readouterr().err) and not list(tmp_path.iterdir())
 
 

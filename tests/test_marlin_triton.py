@@ -8,16 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plumbing.formats import E2M1, FORMATS, NF4, Format, Quantized, dequantize, pack, quantize
-
+import marlin_triton as mt
 import pytest
 import torch
 
-import marlin_triton as mt
 from fast import bits, memory, plan
 from fast.adapter import adapter_work
+from fast.layout import pack
 from lab import bench
 from model import Config
+from nvfp4 import E2M1, FORMATS, NF4, Format, Quantized, dequantize, quantize
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -24,7 +24,7 @@ def build(family="qwen2", fmt="none", device="cpu", **changes):
     shape = dict(vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=64, tie_word_embeddings=True) | changes
     config = M.Config(**shape, **FAMILIES[family])
-    return checkpoint.build(config, checkpoint.RandomCheckpoint(), device, torch.bfloat16, fmt)
+    return M.build(config, checkpoint.RandomCheckpoint(), device, torch.bfloat16, fmt)
 
 
 def config(size):
@@ -48,12 +48,12 @@ def test_the_plan_of_the_published_shapes(tmp_path, capsys):
         (tmp_path / f"{name}.json").write_text(json.dumps(dict(
             model_type="qwen2", vocab_size=152064, hidden_size=C, intermediate_size=F, num_hidden_layers=L, num_attention_heads=H,
             num_key_value_heads=kv, tie_word_embeddings=False)))
-        gib[name] = sum(memory.weights(checkpoint.read_config(tmp_path / f"{name}.json"), "nvfp4").values()) / 2**30
+        gib[name] = sum(memory.weights(M.read_config(tmp_path / f"{name}.json"), "nvfp4").values()) / 2**30
     assert gib["7b"] < 5.6 and gib["14b"] < 9.9 and gib["32b"] < 19.7 and gib["7b"] > 5.3
-    c = checkpoint.read_config(tmp_path / "7b.json")
+    c = M.read_config(tmp_path / "7b.json")
     assert memory.lora_parameters(c, 16) == 40_370_176 and memory.kv_per_token(c) == 57344
     assert abs(sum(memory.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
-    convert.quantize_command(["--plan", str(tmp_path / "7b.json"), "--rank", "16", "--tokens", "4096"])
+    convert.main("quantize", ["--plan", str(tmp_path / "7b.json"), "--rank", "16", "--tokens", "4096"])
     out = capsys.readouterr().out
     assert all(word in out for word in ("nvfp4", "LoRA r=16", "kept for 4096 tokens", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
 

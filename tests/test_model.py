@@ -59,7 +59,7 @@ def test_a_model_from_scratch_is_random_and_ties_its_head_if_told(tied):
 
 def test_the_fixtures_cover_what_they_are_for():
     """Tied and untied, one file and shards, bias and none, head_dim that is not hidden / heads, norms over heads and none."""
-    configs = {n: checkpoint.read_config(FIXTURES / n) for n in MODELS}
+    configs = {n: M.read_config(FIXTURES / n) for n in MODELS}
     assert [configs[n].tie_word_embeddings for n in MODELS] == [True, False, False, True]
     assert [configs[n].qkv_bias for n in MODELS] == [True, True, False, False]
     assert [configs[n].qk_norm for n in MODELS] == [False, False, False, True]
@@ -304,12 +304,12 @@ def test_fields_that_are_left_out_are_what_transformers_takes(tmp_path):
               "max_position_embeddings")
     for family, head_dim in (("qwen2", 8), ("llama", 8), ("qwen3", 128)):
         folder = copy(tmp_path / family, **dict.fromkeys(fields, ...), model_type=family)
-        c = checkpoint.read_config(folder)
+        c = M.read_config(folder)
         assert (c.rms_norm_eps, c.rope_theta, c.tie_word_embeddings, c.head_dim) == (1e-6, 1e4, False, head_dim)
         assert c.num_key_value_heads == c.num_attention_heads == 4 and c.hidden_size == 32
         assert c.max_position_embeddings == (2048 if family == "llama" else 32768)
         nulls = {"rope_theta": None, "rope_type": None, "partial_rotary_factor": None}
-        assert checkpoint.read_config(copy(tmp_path / f"{family}-null", rope_theta=1e6, rope_parameters=nulls)).rope_theta == 1e6
+        assert M.read_config(copy(tmp_path / f"{family}-null", rope_theta=1e6, rope_parameters=nulls)).rope_theta == 1e6
 
 
 def test_a_changed_config_is_caught_by_shapes(tmp_path):
@@ -374,8 +374,8 @@ def test_a_hub_id_fetches_only_what_is_read_and_says_when_it_cannot(monkeypatch)
 
 def test_random_weights_of_true_shapes_load_everywhere():
     """What the speed and memory measurements run on: seeded, finite, as large as the checkpoint would be."""
-    config = checkpoint.read_config(FIXTURES / "llama_head_dim")
-    a, b, c = (checkpoint.build(config, checkpoint.RandomCheckpoint(s), dtype=torch.float32) for s in (0, 0, 1))
+    config = M.read_config(FIXTURES / "llama_head_dim")
+    a, b, c = (M.build(config, checkpoint.RandomCheckpoint(s), dtype=torch.float32) for s in (0, 0, 1))
     ids = torch.arange(8)[None]
     assert torch.equal(a(ids), b(ids)) and not torch.equal(a(ids), c(ids)) and torch.isfinite(a(ids)).all()
     assert {n: p.shape for n, p in a.named_parameters()} == {n: p.shape for n, p in load("llama_head_dim").named_parameters()}

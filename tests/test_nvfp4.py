@@ -1,8 +1,6 @@
 """The quantized linear, and quantizing while a checkpoint loads."""
 import json
 
-from plumbing import checkpoint
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -62,7 +60,7 @@ def tiny_folder(path, seed=0, **changes):
     """A random checkpoint in Hugging Face layout."""
     raw = {**TINY, **changes}
     (path / "config.json").write_text(json.dumps(raw))
-    c, g, state = checkpoint.read_config(path), torch.Generator().manual_seed(seed), {}
+    c, g, state = M.read_config(path), torch.Generator().manual_seed(seed), {}
 
     def put(name, *shape):
         state[name] = torch.randn(shape, generator=g) * 0.1

@@ -3,9 +3,8 @@ has more of it). Hypothesis looks for an input that it does not hold for."""
 import json
 from functools import cache
 
-from plumbing import checkpoint, draw
+from plumbing import checkpoint
 from plumbing.files import parse_json
-from plumbing.formats import FORMATS, dequantize, pack, quantize, scale_value, unpack
 
 import hypothesis.strategies as st
 import pytest
@@ -18,6 +17,8 @@ import grpo
 import model as M
 import sample
 from fast import batches
+from fast.layout import pack, unpack
+from nvfp4 import FORMATS, dequantize, quantize, scale_value
 
 FEW, MANY = settings(max_examples=15, deadline=None), settings(max_examples=60, deadline=None)
 SEEDS = st.integers(0, 2**31)
@@ -91,7 +92,7 @@ def test_advantages_of_a_group_sum_to_zero_and_keep_its_order(rewards, scale):
 
 @cache
 def tiny():
-    m = checkpoint.build(M.Config(61, 16, 32, 1, 2, 1, 8, max_position_embeddings=64), checkpoint.RandomCheckpoint(1),
+    m = M.build(M.Config(61, 16, 32, 1, 2, 1, 8, max_position_embeddings=64), checkpoint.RandomCheckpoint(1),
                          dtype=torch.float32)
     m.lm_head.weight.mul_(6)
     m.valid_vocab = 57
@@ -122,7 +123,7 @@ def test_whoever_shares_the_slots_a_row_draws_the_same(prompts, n, rows, eos, se
 @given(st.lists(st.floats(-20, 20), min_size=2, max_size=30), st.floats(1e-7, 1 - 1e-7), st.floats(0.01, 1))
 def test_what_is_drawn_lies_in_the_nucleus(logits, u, top_p):
     logits = torch.tensor([logits])
-    ids, logp = draw.sample_ids(logits, torch.tensor([u]), top_p=top_p)
+    ids, logp = sample.sample_ids(logits, torch.tensor([u]), top_p=top_p)
     p = logits.softmax(-1)[0].double()
     assert p[p > p[ids[0]]].sum() < top_p + 1e-5
     assert logp[0] == pytest.approx(logits.log_softmax(-1)[0, ids[0]].item(), abs=1e-4)

@@ -4,7 +4,7 @@ import inspect
 import json
 from types import SimpleNamespace
 
-from plumbing import checkpoint, draw, flags
+from plumbing import checkpoint, flags
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ PROMPTS = [[5], [1, 2, 3], list(range(20, 37)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
 
 @pytest.fixture(scope="module")
 def model():
-    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
+    m = M.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     m.lm_head.weight.mul_(8)  # far from uniform
     m.valid_vocab = 97
     return m
@@ -31,7 +31,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def small():
-    m = checkpoint.build(M.Config(101, 16, 16, 1, 1, 1, 16, max_position_embeddings=4100),
+    m = M.build(M.Config(101, 16, 16, 1, 1, 1, 16, max_position_embeddings=4100),
                          checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     m.lm_head.weight.mul_(8)
     return m
@@ -116,15 +116,15 @@ def test_what_is_drawn_is_a_function_of_seed_prompt_sample_and_position(model, t
     for p, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=True)):
         for j, s in enumerate(group):
             logits = model(torch.tensor([prompt + s.ids]))[0, len(prompt) - 1 : -1, : model.valid_vocab]
-            key = draw.row_keys(7, torch.tensor([p]), torch.tensor([j]))
-            u = draw.uniform(key, len(prompt) + torch.arange(9))
-            assert s.ids == draw.sample_ids(logits, u, 1.0, top_p)[0].tolist()
+            key = sample.row_keys(7, torch.tensor([p]), torch.tensor([j]))
+            u = sample.uniform(key, len(prompt) + torch.arange(9))
+            assert s.ids == sample.sample_ids(logits, u, 1.0, top_p)[0].tolist()
 
 
 @pytest.mark.parametrize(("dtype", "quant", "atol"), [(torch.float64, "none", 1e-6), (torch.float64, "nvfp4", 1e-6), (torch.float16, "none", 2e-2)])
 def test_a_dtype_that_onednn_does_not_take(dtype, quant, atol):
     """What model.load and a forward take was an error of oneDNN's here."""
-    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=dtype, quant=quant)
+    m = M.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=dtype, quant=quant)
     [[s]] = sample.generate(m, PROMPTS[1:2], max_new_tokens=5)
     torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(m, PROMPTS[1], s.ids), atol=atol, rtol=0)
 
@@ -187,7 +187,7 @@ def test_long_prompts_go_through_in_chunks(model, monkeypatch):
 @pytest.mark.parametrize("patch", ["class", "wraps", "no_grad", "object", "hook", "base"])
 def test_a_forward_of_ones_own_is_what_samples(monkeypatch, patch):
     """On the CPU linears give way to faster ones, and dropout put into LoRA's forward never ran in a rollout."""
-    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
+    m = M.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     lora.add_lora(m, 2, 4)
     called, layers = [], [layer for _, layer in lora.lora_layers(m)]
 
@@ -216,7 +216,7 @@ def test_a_forward_of_ones_own_is_what_samples(monkeypatch, patch):
 
 def test_lora_and_noise_changed_between_calls(model):
     """Nothing of the last call may be left over: the model is sampled as it is now."""
-    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
+    m = M.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     m.lm_head.weight.mul_(8)
     lora.add_lora(m, 2, 4)
     kw = dict(n=2, max_new_tokens=8)
@@ -235,13 +235,13 @@ def test_lora_and_noise_changed_between_calls(model):
 
 def test_uniform_is_a_pure_function_and_never_0_or_1():
     """u = 1 would run off the end of the distribution; equal keys at neighbouring places would repeat tokens."""
-    keys = draw.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
+    keys = sample.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
     assert len(set(keys.tolist())) == 200
-    assert draw.row_keys(2**63, *torch.ones(2, 1, dtype=torch.long)) not in keys  # the largest --seed; int64 ends one before
-    u = draw.uniform(keys[:, None], torch.arange(500)[None])
+    assert sample.row_keys(2**63, *torch.ones(2, 1, dtype=torch.long)) not in keys  # the largest --seed; int64 ends one before
+    u = sample.uniform(keys[:, None], torch.arange(500)[None])
     assert 0 < u.min() < 1e-3 and 1 - 1e-3 < u.max() < 1 and abs(u.mean() - 0.5) < 0.005
     assert abs((u[:, 1:] * u[:, :-1]).mean() - 0.25) < 0.005 and abs((u[1:] * u[:-1]).mean() - 0.25) < 0.005
-    assert torch.equal(u[3, 7:9], draw.uniform(keys[3], torch.tensor([7, 8])))
+    assert torch.equal(u[3, 7:9], sample.uniform(keys[3], torch.tensor([7, 8])))
     extreme = (torch.tensor([0.0, 2**23 - 1]) + 0.5) * 2.0**-23
     assert extreme[0] > 0 and extreme[1] < 1
 
@@ -251,10 +251,10 @@ def test_sample_ids_inverts_the_distribution():
     p = torch.tensor([0.0, 0.1, 0.0, 0.4, 0.3, 0.2, 0.0])
     n = 1000
     u = (torch.arange(n) + 0.5) / n
-    ids, logp = draw.sample_ids(p.log().expand(n, -1), u)
+    ids, logp = sample.sample_ids(p.log().expand(n, -1), u)
     assert torch.equal(ids.bincount(minlength=7), (p * n).round().long())
     torch.testing.assert_close(logp, p.log()[ids])
-    ids, _ = draw.sample_ids(p.log().expand(2, -1), torch.tensor([2.0**-24, 1 - 2.0**-24]))
+    ids, _ = sample.sample_ids(p.log().expand(2, -1), torch.tensor([2.0**-24, 1 - 2.0**-24]))
     assert ids.tolist() == [1, 5]
 
 
@@ -263,7 +263,7 @@ def test_top_p_keeps_the_boundary_token():
     p = torch.tensor([0.05, 0.5, 0.15, 0.3])
     u = (torch.arange(1000) + 0.5) / 1000
     for top_p, kept in ((0.1, {1}), (0.49, {1}), (0.6, {1, 3}), (0.9, {1, 2, 3}), (1.0, {0, 1, 2, 3})):
-        ids, logp = draw.sample_ids(p.log().expand(1000, -1), u, top_p=top_p)
+        ids, logp = sample.sample_ids(p.log().expand(1000, -1), u, top_p=top_p)
         assert set(ids.tolist()) == kept
         torch.testing.assert_close(logp, p.log()[ids])
 
@@ -290,7 +290,7 @@ def test_prompts_that_do_not_fit(model):
 
 def test_a_model_that_overflows_is_refused(model):
     """A NaN in one row: training would skip updates for hours, and leave metrics that no one can read."""
-    m = checkpoint.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
+    m = M.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     m.embed.weight.data[7] = float("nan")
     with pytest.raises(ValueError, match="1 of 3 samples .* NaN or inf"):
         sample.generate(m, [[1, 2], [7], [3]], max_new_tokens=1, temperature=0)
@@ -339,11 +339,11 @@ def test_flags_reach_the_file_of_answers(tmp_path, monkeypatch):
 
 def test_a_conversation_is_what_was_said_in_turn():
     """The model's own answers as the user's, or questions without what the style asks for."""
-    args = flags.parse("sample", ["--system", "Be brief.", "--prompt-style", "tags"])
+    args = flags.parse(sample.COMMAND, ["--system", "Be brief.", "--prompt-style", "tags"])
     roles = [(m["role"], m["content"]) for m in sample.turns(args, "1+1?", "2", "2+2?")]
     ask = data.SUFFIX["tags"]
     assert roles == [("system", "Be brief."), ("user", f"1+1?\n{ask}"), ("assistant", "2"), ("user", f"2+2?\n{ask}")]
-    assert sample.turns(flags.parse("sample", []), "1+1?") == [{"role": "user", "content": "1+1?"}]
+    assert sample.turns(flags.parse(sample.COMMAND, []), "1+1?") == [{"role": "user", "content": "1+1?"}]
 
 
 def test_a_chat_remembers_until_it_is_cleared(monkeypatch):
@@ -356,7 +356,7 @@ def test_a_chat_remembers_until_it_is_cleared(monkeypatch):
 
 def test_a_chat_outlives_a_question_that_does_not_fit(monkeypatch, capsys):
     """A conversation past the model's positions ended the program, and was lost."""
-    args, said = flags.parse("sample", ["--max-new-tokens", "4"]), iter(["x" * 9999, "hi", "/quit"])
+    args, said = flags.parse(sample.COMMAND, ["--max-new-tokens", "4"]), iter(["x" * 9999, "hi", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
     sample.chat(M.load(data.TINY, "cpu", torch.float32), data.Tokenizer(data.TINY), args)
     out = capsys.readouterr().out
@@ -398,7 +398,7 @@ def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, c
 
     monkeypatch.setattr(sample, "generate", scripted)
     long = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=room))
-    args = flags.parse("sample", ["--temperature", "0.4", "--top-p", "0.8", "--seed", "6"])
+    args = flags.parse(sample.COMMAND, ["--temperature", "0.4", "--top-p", "0.8", "--seed", "6"])
     assert sample.answer(long, Bytes(), args, ["hi"]) == f"a\u00e9!{last}"
     assert capsys.readouterr().out == f"a\u00e9!{last}{end}\n"
     want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": min(4096, room - 2), "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}

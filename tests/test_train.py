@@ -137,10 +137,10 @@ def test_a_resume_reads_every_flag_as_it_was_written(tmp_path):
     """A flag that comes back as its default, or not at all, is another run in the old one's folder."""
     argv = ["--model", "m", "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--no-aqn", "--levels", "3,4", "--eps-low", "0.1", "--seed",
             "7", "--dynamic-sampling", "--lr", "3e-5", "--steps", "9", "--out", str(tmp_path)]
-    args = flags.parse("train", argv)
+    args = flags.parse(train.COMMAND, argv)
     (tmp_path / "config.json").write_text(json.dumps(vars(args)))
     again = ["--resume", "--save-every", "3", "--out", str(tmp_path)]
-    assert vars(settle(flags.parse("train", again), again)) == vars(args) | {"save_every": 3}
+    assert vars(settle(flags.parse(train.COMMAND, again), again)) == vars(args) | {"save_every": 3}
 
 
 def test_a_resume_with_other_flags_is_refused(straight, capsys):
@@ -150,7 +150,7 @@ def test_a_resume_with_other_flags_is_refused(straight, capsys):
 
 def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     """Half a run with another seed, prompt or rate would stand under the first half's flags."""
-    old = flags.parse("train", ["--model", "m", "--out", str(tmp_path)])
+    old = flags.parse(train.COMMAND, ["--model", "m", "--out", str(tmp_path)])
     free = {"steps", "resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share", "gap_bound", "eval_every"}
     free |= {"micro_batch_tokens", "checkpointing", "max_rows"}  # what "out of GPU memory" says to lower
     lower = ["--micro-batch-tokens", "9", "--max-rows", "5", "--checkpointing", "on"]
@@ -269,7 +269,7 @@ def test_a_start_that_came_to_nothing_does_not_block_the_next(straight, tmp_path
             m.setattr(sample, "generate", interrupted)
             m.setattr(Run, "save", interrupted)  # as if killed: nothing is saved on the way out
             with pytest.raises(KeyboardInterrupt):
-                train.train(flags.parse("train", [*SMALL, "--out", str(out)]), [])
+                train.train(flags.parse(train.COMMAND, [*SMALL, "--out", str(out)]), [])
         assert (out / "config.json").exists() and not (out / "checkpoint").exists()
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             (out / name).write_text('{"step": 0}\n')  # of a step that no checkpoint knows
@@ -307,7 +307,7 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
 
 def test_held_out_questions_that_are_too_long_are_counted(tmp_path, capsys):
     """An accuracy of fewer questions than the set has, and nobody is told."""
-    r = Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path)]), [])
     for skipped in (0, 3):
         r.evaluated({"accuracy": 0.5, "stderr": None, "skipped": skipped, "rows": []}, None)
     a, b = capsys.readouterr().out.splitlines()
@@ -318,7 +318,7 @@ def test_of_adapters_that_are_as_good_the_first_is_the_best(tmp_path, monkeypatc
     """A resume evaluates the step it begins with again: what is there must not become another step's."""
     saved = []
     monkeypatch.setattr(Run, "save_adapter", lambda self, name, model: saved.append((name, self.state.step)))
-    r = Run(flags.parse("train", ["--out", str(tmp_path), "--eval-every", "1"]), [])
+    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--eval-every", "1"]), [])
     for r.state.step, accuracy in ((1, 0.5), (2, 0.5), (3, 0.4)):
         r.evaluated({"accuracy": accuracy, "stderr": None}, None)
     assert r.state.best["step"] == 1 and saved == [("adapter_best", 1)]
@@ -348,7 +348,7 @@ def test_held_out_questions_are_asked_as_the_flags_say(tmp_path, monkeypatch):
     names, seen = inspect.signature(evaluation.evaluate), {}
     monkeypatch.setattr(evaluation, "evaluate", lambda *a, **kw: seen.update(names.bind(*a, **kw).arguments))
     monkeypatch.setattr(Run, "evaluated", lambda *a: None)
-    args = flags.parse("train", ["--eval-n", "3", "--eval-temperature", "0.4", "--eval-top-p", "0.8", "--max-new-tokens", "20",
+    args = flags.parse(train.COMMAND, ["--eval-n", "3", "--eval-temperature", "0.4", "--eval-top-p", "0.8", "--max-new-tokens", "20",
                                  "--max-prompt", "50", "--max-rows", "5", "--prompt-style", "boxed", "--out", str(tmp_path)])
     train.evaluate(Run(args, []), "model", "tok", "score", "rows")
     want = {"model": "model", "tok": "tok", "rows": "rows", "style": "boxed", "n": 3, "temperature": 0.4, "top_p": 0.8,
@@ -359,19 +359,19 @@ def test_held_out_questions_are_asked_as_the_flags_say(tmp_path, monkeypatch):
 def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path, capsys):
     """Evaluated on another format, or with another prompt, than it was trained with, an adapter looks worse than it is; on
     another base it is noise. eval.py and sample.py take them from policy.json; another base is refused."""
-    args = flags.parse("eval", ["--run", str(straight)])
+    args = flags.parse(evaluation.COMMAND, ["--run", str(straight)])
     assert (args.model, args.quant, args.prompt_style, args.data) == (str(small), "nvfp4", "tags", "arithmetic")
-    assert flags.parse("sample", ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
+    assert flags.parse(sample.COMMAND, ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
     out = copy_of(straight, tmp_path)
     policy = json.loads((out / "adapter" / "policy.json").read_text())
     (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"quant": "mxfp4", "prompt_style": "boxed"}))
-    args = flags.parse("eval", ["--run", str(out)])
+    args = flags.parse(evaluation.COMMAND, ["--run", str(out)])
     assert (args.quant, args.prompt_style) == ("mxfp4", "boxed")
-    flags.load_policy(flags.parse("eval", ["--run", str(out), "--quant", "nvfp4"]))
+    sample.load_policy(flags.parse(evaluation.COMMAND, ["--run", str(out), "--quant", "nvfp4"]))
     assert "warning: --quant nvfp4" in capsys.readouterr().err
     (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"weights": "none:another"}))
     with pytest.raises(ValueError, match="--model .*another base"):
-        flags.load_policy(flags.parse("eval", ["--run", str(out)]))
+        sample.load_policy(flags.parse(evaluation.COMMAND, ["--run", str(out)]))
 
 
 def test_a_reward_of_ones_own_is_trained_on(tmp_path):
@@ -460,7 +460,7 @@ def test_a_checkpoint_every_so_many_steps(tmp_path, monkeypatch):
     """A killed run loses no more than --save-every steps."""
     saved = []
     monkeypatch.setattr(Run, "save", lambda self, *_: saved.append(self.state.step))
-    r = Run(flags.parse("train", ["--save-every", "3", "--out", str(tmp_path)]), [])
+    r = Run(flags.parse(train.COMMAND, ["--save-every", "3", "--out", str(tmp_path)]), [])
     for step in range(1, 8):
         r.advance(step, 0, None, None)
     assert saved == [3, 6]
@@ -595,7 +595,7 @@ def test_sixteen_bit_parameters_are_trained_through_float32_masters():
 
 def test_a_resume_restores_the_float32_masters(small, tmp_path):
     """Made anew from the 16-bit parameters, they lose whatever has not yet added up to a bit of those."""
-    r, made = Run(flags.parse("train", ["--lora-rank", "0", "--quant", "none", "--out", str(tmp_path)]), []), []
+    r, made = Run(flags.parse(train.COMMAND, ["--lora-rank", "0", "--quant", "none", "--out", str(tmp_path)]), []), []
     for _ in range(2):
         model = qwen.load(small, "cpu", torch.bfloat16)
         made.append(grpo.AdamW(list(model.requires_grad_(True).parameters()), 1e-4, (0.9, 0.99), 0.0))
@@ -620,9 +620,9 @@ def test_data_order_is_a_function_of_seed_and_cursor():
 
 def test_the_arms_of_the_ablation_differ_by_one_flag():
     """BF16 and NVFP4, noise on and off, run at the same learning rate, data and everything else."""
-    base = vars(flags.parse("train", ["--model", "m", "--out", "o"]))
+    base = vars(flags.parse(train.COMMAND, ["--model", "m", "--out", "o"]))
     for given, changed in ((["--quant", "none"], {"quant"}), (["--no-aqn"], {"aqn"})):
-        arm = vars(flags.parse("train", ["--model", "m", "--out", "o", *given]))
+        arm = vars(flags.parse(train.COMMAND, ["--model", "m", "--out", "o", *given]))
         assert {k for k in base if base[k] != arm[k]} == changed
 
 
@@ -646,7 +646,7 @@ def test_the_warm_up_is_the_nearest_number_of_updates():
 ])
 def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """A prompt without the instruction that the reward wants trains on zeros, silently."""
-    args = flags.parse("train", [])
+    args = flags.parse(train.COMMAND, [])
     args.reward = change.get("own")
     fine = {"reward": 0.5, "accuracy": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
             "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
@@ -662,7 +662,7 @@ FINE = {"reward": 0.5, "accuracy": 0.0, "format": 0.5, "truncated_frac": 0.99, "
 
 def test_warnings_say_no_more_than_the_row():
     """--gap-bound that is ignored, "every completion" where it is most of them, or two reasons for one reward of 0."""
-    args = flags.parse("train", ["--gap-bound", "0.1"])
+    args = flags.parse(train.COMMAND, ["--gap-bound", "0.1"])
     assert not list(warnings_for(FINE, args)) and not list(warnings_for({**FINE, "logp_gap_mean": 0.09}, args))
     assert not list(warnings_for({**FINE, "reward": 0.0, "reward_std": 1.0}, args))  # right is 1, wrong is -1
     for change in ({"zero_var_frac": 1.0}, {"reward": 0.0}):
@@ -675,7 +675,7 @@ def test_warnings_say_no_more_than_the_row():
 
 def test_a_step_is_told_as_it_was(tmp_path, capsys):
     """A line of other columns, right answers called wrong, or a warning at each step: what a user goes by while it runs."""
-    r = Run(flags.parse("train", ["--out", str(tmp_path), "--steps", "30", "--show-every", "2"]), [])
+    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--steps", "30", "--show-every", "2"]), [])
     r.tracker, groups = None, []
     for i in range(3):
         groups.append([grpo.Completion({"question": f"q{i}", "answer": "7"}, [1], [2], [-1.0], True, f"a{i}{j}", i + j / 2, i == 0)
@@ -701,7 +701,7 @@ def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys):
     def rows(when, accuracies):
         return [{"question": f"q{i}", "answer": "7", "accuracy": a, "samples": [{"text": f"{when}{i}"}]} for i, a in enumerate(accuracies)]
 
-    r = Run(flags.parse("train", ["--out", str(tmp_path), "--eval-every", "0"]), ["--lr", "1"])
+    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--eval-every", "0"]), ["--lr", "1"])
     after = {"accuracy": 2 / 3, "stderr": 0.2, "rows": rows("after", (0.0, 1.0, 1.0))}
     r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))}, None)
     r.state.step = 7
@@ -721,7 +721,7 @@ def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(50)))
     for limit, seed in ((5, 0), (3, 0), (5, 1)):
         argv = ["--data", str(tmp_path / "d.jsonl"), "--eval-limit", str(limit), "--seed", str(seed)]
-        rows, held = train.questions(flags.parse("train", argv))
+        rows, held = train.questions(flags.parse(train.COMMAND, argv))
         assert (len(rows), len(held)) == (45, limit) and not {r["question"] for r in rows} & {r["question"] for r in held}
         tenths.append({r["question"] for r in held})
     assert tenths[1] < tenths[0] != tenths[2]
@@ -732,7 +732,7 @@ def test_only_rows_of_the_levels_asked_for_are_trained_on(tmp_path, where):
     """--levels that is parsed and forgotten; and a folder without a test split is enough where nothing is held out."""
     rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1, "level": 1 + i % 5}) + "\n" for i in range(20)]
     (tmp_path / "train.jsonl").write_text("".join(rows))
-    rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / where), "--levels", "4,5", "--eval-n", "0"]))
+    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / where), "--levels", "4,5", "--eval-n", "0"]))
     assert len(rows) == 8 and {row["level"] for row in rows} == {4, 5} and held == []
 
 
@@ -740,7 +740,7 @@ def test_a_question_that_is_there_twice_is_not_on_both_sides(tmp_path):
     """Files put together from several sources repeat questions: trained on and asked, they would be called held-out."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i % 20}+1?", "answer": i % 20 + 1}) + "\n" for i in range(60)))
-    rows, held = train.questions(flags.parse("train", ["--data", str(path)]))
+    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(path)]))
     assert len(held) == 2 and not {r["question"] for r in rows} & {r["question"] for r in held}
     assert len(rows) == 54 and len({r["question"] for r in [*rows, *held]}) == 20  # it held out six rows, and trained on 14 questions
 
@@ -750,7 +750,7 @@ def test_splits_that_share_questions_are_told_of(tmp_path, capsys):
     for split, numbers in (("train", range(6)), ("test", range(4, 9))):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in numbers))
     for more, told in (([], 1), (["--eval-n", "0"], 0)):
-        train.questions(flags.parse("train", ["--data", str(tmp_path), *more]))
+        train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path), *more]))
         assert capsys.readouterr().err.count("warning: --data " + str(tmp_path) + ": 2 of 5 held-out questions are trained on") == told
 
 
@@ -758,12 +758,12 @@ def test_the_only_question_is_not_held_out(tmp_path):
     """Trained on and asked, it would be called held-out. Of two, one is."""
     (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     with pytest.raises(ValueError, match="--data .*--eval-n 0"):
-        train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl")]))
-    rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
+        train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
+    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
     assert len(rows) == 1 and not held
     with open(tmp_path / "d.jsonl", "a") as f:
         f.write('{"question": "1+2?", "answer": "3"}\n')
-    rows, held = train.questions(flags.parse("train", ["--data", str(tmp_path / "d.jsonl")]))
+    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
     assert len(rows) == len(held) == 1 and rows != held
 
 
@@ -808,7 +808,7 @@ def test_two_runs_never_write_to_one_folder(tmp_path, capsys):
 
 def test_a_run_that_stops_while_another_is_loaded_is_kept(tmp_path, capsys, monkeypatch):
     """The other had looked into the folder before the first checkpoint, found its lock free, and began over it."""
-    out, load = tmp_path / "run", flags.load_policy
+    out, load = tmp_path / "run", sample.load_policy
 
     def meanwhile(args):
         monkeypatch.setattr(flags, "load_policy", load)
@@ -883,7 +883,7 @@ def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
 
 def test_a_model_that_was_half_replaced_is_put_back(small, tmp_path, monkeypatch):
     """Stopped between two renames, a run had no model/ and two hidden ones, for ever."""
-    r, works, model = Run(flags.parse("train", ["--out", str(tmp_path), "--model", str(small)]), []), Path.rename, qwen.load(small)
+    r, works, model = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--model", str(small)]), []), Path.rename, qwen.load(small)
     r.save_model(model)
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
 
@@ -1062,7 +1062,7 @@ def test_skipped_updates_are_counted_and_ten_in_a_row_end_the_run(tmp_path, monk
 
 def test_scattered_skips_do_not_end_a_run(tmp_path):
     """Ten in a row are a policy that is lost; ten in a thousand are not."""
-    r = Run(flags.parse("train", ["--out", str(tmp_path)]), [])
+    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path)]), [])
     model = torch.nn.Linear(1, 1)
     for norm in [*[math.nan] * 9, 1.0] * 3:
         r.check([({}, norm), None], model)
@@ -1075,7 +1075,7 @@ def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Run, "save", lambda *a: None)
     for line, argv in ((["../qerl/train.py"], []), ([train.__file__, "--lr", "0.1"], ["--lr", "0.1"])):
         monkeypatch.setattr(sys, "argv", line)
-        assert Run(flags.parse("train", ["--out", str(tmp_path)]), argv).stop(None, None) == 130
+        assert Run(flags.parse(train.COMMAND, ["--out", str(tmp_path)]), argv).stop(None, None) == 130
         again = f"python {line[0]} --resume --out {tmp_path}"
         assert capsys.readouterr().out.splitlines()[-1] == f"stopped after 0 steps; continue with: {again}"
 
@@ -1086,7 +1086,7 @@ def test_each_number_goes_to_tensorboard_under_its_step(tmp_path, monkeypatch):
     writer = SimpleNamespace(SummaryWriter=lambda out: SimpleNamespace(
         add_scalar=lambda *a: said.append((out, *a)), flush=lambda: said.append("flush")))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
-    tracker(flags.parse("train", ["--out", str(tmp_path), "--log-to", "tensorboard"]))({"reward": 0.5, "lr": 1e-3}, 7)
+    tracker(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--log-to", "tensorboard"]))({"reward": 0.5, "lr": 1e-3}, 7)
     assert said == [(str(tmp_path), "reward", 0.5, 7), (str(tmp_path), "lr", 1e-3, 7), "flush"]  # its thread's comes too late
 
 
@@ -1139,9 +1139,9 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
     out = tmp_path / "run"
     assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
     assert f"{out}: model/, metrics.jsonl" in capsys.readouterr().out
-    args = flags.parse("sample", ["--run", str(out), "--prompt", "What is 1+1?"])
+    args = flags.parse(sample.COMMAND, ["--run", str(out), "--prompt", "What is 1+1?"])
     assert (args.model, args.quant, args.adapter) == (str(out / "model"), "none", None)
-    model, _ = flags.load_policy(args)
+    model, _ = sample.load_policy(args)
     for p, q in zip(model.parameters(), parameters_of(out), strict=True):
         assert torch.equal(p, q)
     assert json.loads((out / "model" / "policy.json").read_text())["prompt_style"] == "tags"
@@ -1157,7 +1157,7 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
     for code, generate in ((130, stopped), (0, works)):
         monkeypatch.setattr(sample, "generate", generate)
         assert train.main(["--resume", "--out", str(out), "--steps", "3"]) == code
-        model, _ = flags.load_policy(args)
+        model, _ = sample.load_policy(args)
         for p, q in zip(model.parameters(), parameters_of(out), strict=True):
             assert torch.equal(p, q)
         assert not torch.equal(model.embed.weight, last)
@@ -1167,7 +1167,7 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
 
 def test_no_step_of_a_full_parameter_run_is_called_the_best(tmp_path):
     """Its weights are not kept, but for the last."""
-    r = Run(flags.parse("train", ["--out", str(tmp_path), "--eval-every", "1", "--lora-rank", "0", "--quant", "none"]), [])
+    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--eval-every", "1", "--lora-rank", "0", "--quant", "none"]), [])
     r.state.step = 1
     r.evaluated({"accuracy": 0.5, "stderr": None}, None)
     assert r.state.best is None

@@ -17,31 +17,29 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from plumbing import formats
-
+import nvfp4
 import train
-from lab import awq
 
-six_alone = formats.block_scales
+six_alone = nvfp4.block_scales
 
 
 def block_scales(w, fmt, name="weight"):
     scale, top = six_alone(w, fmt, name)
     if fmt != "nvfp4":
         return scale, top
-    blocks = (len(w), -1, formats.FORMATS[fmt].block)
+    blocks = (len(w), -1, nvfp4.FORMATS[fmt].block)
     amax = w.float().reshape(blocks).abs().amax(-1)  # (N, K/block)
     top = top * 448 / 256  # E4M3 ends at 448: half as much again as the largest scale must fit
     six, four = ((amax / end / top[:, None]).to(scale.dtype) for end in (6, 4))
 
     def error(scale):
-        return (formats.snap(w, fmt, scale, top) - w).view(blocks).square().sum(-1)
+        return (nvfp4.snap(w, fmt, scale, top) - w).view(blocks).square().sum(-1)
 
     best = torch.where(error(four) < error(six), four.float(), six.float())
     return best.to(scale.dtype), top
 
 
-formats.block_scales = awq.block_scales = block_scales
+nvfp4.block_scales = block_scales
 
 if __name__ == "__main__":
     sys.exit(train.main())

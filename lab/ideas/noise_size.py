@@ -18,6 +18,7 @@ import torch
 import aqn
 import data
 import sample
+import train
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2, 1e-1)
 
@@ -43,7 +44,7 @@ def sizes(model, completions):
 
 
 def main(args, argv):
-    model, tok = flags.load_policy(args)
+    model, tok = sample.load_policy(args)
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     prompts = [row["ids"] for row in rows]
@@ -58,4 +59,4 @@ def main(args, argv):
 
 
 if __name__ == "__main__":
-    sys.exit(flags.run_command("train", main, name="noise_size.py"))
+    sys.exit(flags.run_command(train.COMMAND, main, name="noise_size.py"))

@@ -28,8 +28,6 @@ tried without success is in results/LOG.md.
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
 """
-from plumbing.formats import CHUNK, FORMATS, dequantize, scale_bits
-
 import torch
 import triton
 import triton.language as tl
@@ -37,8 +35,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work
 from fast.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
+from fast.layout import CHUNK, Tiled, tile, untile
 from fast.plan import few, plan, sms, space
 from model import HALVES
+from nvfp4 import FORMATS, QuantLinear, dequantize, scale_bits
 
 # cuBLAS applies alpha after its sums: a float16 sum over part of K might overflow before that
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -487,3 +487,22 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up
     return y if out is None else out.copy_(y)
+
+
+class TiledLinear(QuantLinear):
+    """nvfp4.QuantLinear with its codes laid out for the tensor core (fast/layout.py)."""
+
+    @classmethod
+    def of(cls, linear):
+        return cls(tile(linear.q), linear.parts, linear.bias)
+
+    def plain(self):
+        return QuantLinear(untile(self.q), self.parts, self.bias)
+
+    @property
+    def q(self):
+        return Tiled(self.fmt, self.shape, self.codes, self.scale, self.global_scale)
+
+    def forward(self, x):
+        y = matmul(x, self.q) if x.is_cuda else x @ self.weight_in(x.dtype).T
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,178 @@
+"""
+The scheduler of sample.generate on the GPU: sequences live in slots of an engine (fast/engine.py).
+
+When a sequence ends, a waiting one takes its slot; when none waits, the last one moves into the
+hole and the batch shrinks. The next few steps are launched before the host looks at the tokens of
+the last ones, so a sequence that has ended meanwhile is decoded in vain for these.
+
+    pytest tests/test_sample.py; pytest -m gpu tests/test_sample.py tests/test_decode.py
+"""
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from fast.engine import engine_for, prefill
+from sample import MAX_ROWS, new_rows, samples_of
+
+
+class InFlight(NamedTuple):
+    """Steps that the engine was told to decode and whose tokens nobody has fetched yet."""
+
+    steps: int
+    slots: dict  # {id of a row: its slot then}: it may have moved since
+    fetch: Callable  # waits for the steps; returns ids and log-probs as lists [slot][step]
+
+
+@torch.no_grad()
+def generate(model, prompts, n, limits, temperature, top_p, eos_ids, seed, max_rows, progress,
+             on_token, indices):
+    """As sample.generate, whose arguments these are, checked."""
+    if not prompts:
+        return []
+    rows = new_rows(prompts, n, limits, seed, indices)
+    top_p = top_p if temperature else 1.0  # greedy: no sort to keep memory for
+    slots = min(len(rows), max_rows or MAX_ROWS)
+    max_len = max(len(p) + m for p, m in zip(prompts, limits, strict=True))
+    with torch.cuda.device_of(model.embed.weight):  # streams and Triton go by the current device
+        engine = engine_for(model, slots, max_len, top_p)
+        engine.begin(temperature, top_p, {*eos_ids})
+        Scheduler(model, engine, rows, {*eos_ids}, min(slots, engine.slots), on_token).run(progress)
+    return samples_of(rows, len(prompts), n)
+
+
+class Scheduler:
+    """Takes every row through one of the engine's slots.
+
+    live: the row in each slot, None for a hole. held: the prompt (its number) whose keys and values
+    lie in each slot. launched: {id of a row: steps that the engine was told to decode for it}."""
+
+    def __init__(self, model, engine, rows, eos, slots, on_token):
+        self.model, self.engine, self.eos, self.on_token = model, engine, eos, on_token
+        self.waiting, self.rows = deque(rows), len(rows)
+        self.live, self.held = [None] * slots, [None] * slots
+        self.launched = {id(row): 0 for row in rows}
+        self.empty_steps = 0  # slots that have stood empty, times steps
+
+    def run(self, progress):
+        bar = tqdm(total=self.rows, unit="row", desc="sample", leave=False, disable=not progress)
+        begin, tokens, in_flight = time.perf_counter(), 0, deque()
+        while self.waiting or any(self.live):
+            self.refill()
+            if not self.waiting:
+                self.close_holes()
+            # the engine has its next steps before the host waits for the last ones
+            while len(in_flight) <= self.engine.ahead and (launched := self.launch()):
+                in_flight.append(launched)
+            steps = in_flight.popleft()
+            tokens += self.collect(steps)
+            self.empty_steps += self.live.count(None) * steps.steps
+            if progress:
+                n = len(self.live) - self.live.count(None)
+                bar.update(self.rows - len(self.waiting) - n - bar.n)
+                bar.set_postfix_str(f"{n} live, "
+                                    f"{tokens / (time.perf_counter() - begin):.0f} tokens/s")
+        bar.close()
+
+    def refill(self):
+        """Waiting rows take the free slots once these have stood empty for as long as a prefill
+        makes the others wait: sooner, and all wait too often; later, and too few rows decode."""
+        free = [slot for slot, row in enumerate(self.live) if row is None]
+        wait = self.engine.stall * (len(self.live) - len(free))
+        if self.waiting and free and self.empty_steps >= wait:
+            self.empty_steps = 0
+            slots = free[: len(self.waiting)]
+            for slot in slots:
+                self.live[slot] = self.waiting.popleft()
+            self.begin(slots)
+
+    def begin(self, slots):
+        """Begin the rows in `slots`. While a prompt has rows waiting, some slot always holds it,
+        since freed slots go to them: its keys and values are copied from there. Else it is
+        prefilled."""
+        holder = {p: slot for slot, p in enumerate(self.held) if p is not None}
+        fresh = {}  # {prompt: the slot that it is prefilled into}
+        copies = []  # [prompt, first slot, end]: neighbours go at once
+        for slot in slots:
+            p = self.live[slot].p
+            if self.held[slot] == p:
+                continue
+            if p not in holder:
+                holder[p] = fresh[p] = slot
+            elif copies and copies[-1][0] == p and copies[-1][2] == slot:
+                copies[-1][2] += 1
+            else:
+                copies.append([p, slot, slot + 1])
+
+        # A slot that still holds another group's prompt may be its only copy: read those before
+        # they are overwritten.
+        self.copy(copies, holder, lambda p: p not in fresh)
+        prefill(self.model, self.engine, [self.live[slot].prompt for slot in fresh.values()],
+                list(fresh.values()))
+        self.copy(copies, holder, lambda p: p in fresh)
+
+        rows = [self.live[slot] for slot in slots]
+        for slot, row in zip(slots, rows, strict=True):
+            self.held[slot] = row.p
+        self.engine.start(slots, [row.prompt[-1] for row in rows],
+                          [len(row.prompt) - 1 for row in rows], [row.limit for row in rows],
+                          [row.key for row in rows])
+
+    def copy(self, copies, holder, wanted):
+        for p, first, end in copies:
+            if wanted(p):
+                self.engine.copy_row(holder[p], first, end, len(self.live[first].prompt) - 1)
+
+    def close_holes(self):
+        """Move the last rows into the holes, so that the batch shrinks; none begins after that."""
+        for slot in reversed(range(len(self.live))):  # behind it there are rows only
+            if self.live[slot] is None:
+                row = self.live.pop()
+                if slot < len(self.live):
+                    length = len(row.prompt) + self.launched[id(row)]
+                    self.engine.move(len(self.live), slot, length)
+                    self.live[slot] = row
+
+    def launch(self):
+        """Launch the live rows' next steps: InFlight, or None if no row has steps left to
+        launch."""
+        slots = {id(row): slot for slot, row in enumerate(self.live) if row}
+        left = max(row.limit - self.launched[id(row)] for row in self.live if row)
+        if left <= 0:
+            return None
+        steps, fetch = self.engine.run(len(self.live), left)
+        for row in slots:
+            self.launched[row] += steps
+        return InFlight(steps, slots, fetch)
+
+    def collect(self, steps):
+        """Wait for the tokens of steps in flight and give them to the live rows; returns how many
+        they took."""
+        tokens, (ids, logprobs) = 0, steps.fetch()
+        for slot, row in enumerate(self.live):
+            place = steps.slots.get(id(row))
+            if row is None or place is None:  # a hole, or it began after the launch
+                continue
+            new = self.take(row, ids[place], logprobs[place])
+            tokens += len(new)
+            if row.ended:
+                self.live[slot] = None
+            if self.on_token:
+                for token in new:
+                    self.on_token(row.p, row.j, token)
+        return tokens
+
+    def take(self, row, ids, logprobs):
+        """Drawn tokens into the row's sample, up to its end; returns them."""
+        ids = ids[: row.limit - len(row.sample.ids)]
+        for i, token in enumerate(ids):
+            if token in self.eos:
+                ids = ids[: i + 1]
+                row.sample.finished = True
+                break
+        row.sample.ids += ids
+        row.sample.logprobs += logprobs[: len(ids)]
+        return ids

@@ -1,0 +1,104 @@
+"""
+policy.json, beside each adapter: what it was trained with and must be used with (base, format, AWQ,
+prompt). It gives eval.py and sample.py their defaults (flags.take_policy), and keeps an adapter
+from another base (`check`).
+"""
+import sys
+from pathlib import Path
+
+from plumbing import checkpoint
+from plumbing.files import file_digest, read_json, text_file
+
+import torch
+
+TEXTS = ("base", "norms", "weights", "text", "format", "reward")
+OURS = ("nvfp4", "mxfp4", "nf4")  # formats; a script may add others
+
+
+def place(device="auto", dtype="auto"):
+    """(device, torch.dtype) that --device and --dtype stand for: auto is cuda where there is a GPU,
+    with bfloat16, else the CPU, with float32. ValueError for what the machine cannot do."""
+    device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: this machine has no CUDA device; use --device cpu")
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    if dtype == "float16" and device == "cpu":
+        raise ValueError("--dtype float16: for GPUs; the CPU takes float32 or bfloat16")
+    return device, getattr(torch, dtype)
+
+
+def dtype_of(args):
+    """The name of what --dtype stands for."""
+    return str(place(args.device, args.dtype)[1]).removeprefix("torch.")
+
+
+def base_of(args, formats):
+    """What tells the base of these flags from others: checkpoint.fingerprint's digests; `text`, the
+    digest of --awq's text file; `format`, the row of `formats` (nvfp4.FORMATS) that a script has
+    added."""
+    told = checkpoint.fingerprint(args.model)
+    if args.quant in formats and args.quant not in OURS:
+        told["format"] = repr(formats[args.quant])
+    if args.awq and args.calib:
+        told["text"] = file_digest(text_file(args.calib))
+    return told
+
+
+def content(args, base, kept):
+    """What goes into policy.json beside an adapter. base: base_of(args, ...), as it was when
+    training began; kept: the names of the flags that go there."""
+    return {name: getattr(args, name) for name in kept} | {"dtype": dtype_of(args)} | base
+
+
+def read(folder):
+    """The policy.json in `folder`, {} where there is none (an adapter of another program)."""
+    path = Path(folder) / "policy.json"
+    return read_json(path, dict.fromkeys(TEXTS, str)) if path.is_file() else {}
+
+
+def merged(folder):
+    """Digests of the adapters that `lora.py --merge` has put into a checkpoint."""
+    path = folder / "merged.json"
+    return (read_json(path, {"adapters": list}).get("adapters") or []) if path.is_file() else []
+
+
+def check(args, formats):
+    """ValueError if the adapter was trained on another base, or is merged into this one; a warning
+    where the format, or AWQ's text, differs."""
+    had, now = args.trained_with, base_of(args, formats)
+    weights = Path(args.adapter) / "adapter_model.safetensors"
+    if weights.is_file() and file_digest(weights) in merged(checkpoint.fetch(args.model)):
+        raise ValueError(f"--model {args.model}: the adapter {args.adapter} is merged into it "
+                         "already; give the base it was trained on, or leave the adapter out")
+
+    def stored(of):  # the format it is stored in: none, nvfp4, ...
+        return (of.get("weights") or "").partition(":")[0]
+
+    same = stored(had) == stored(now)  # only then can the digests of all weights be compared
+    known = "weights" if same else "base"
+    if had.get(known) not in (None, now[known]):
+        raise ValueError(f"--model {args.model}: the adapter {args.adapter} was trained on another "
+                         f"base, {had.get('model')}; an adapter only fits its own")
+    scaled_here = args.awq and stored(now) == "none"
+    if not same and had.get("norms") and not scaled_here:
+        # one of the two was rounded beforehand; if by AWQ, its norms hold the scales
+        scaled = had["norms"] != now["norms"]
+        if scaled != bool(had.get("awq")):
+            raise ValueError(f"--model {args.model}: was rounded by other scales (AWQ's, or "
+                             f"without AWQ) than the adapter {args.adapter} was trained with; give "
+                             f"its own base, {had.get('model')}")
+    for name in ("quant", "awq"):
+        if had.get(name, getattr(args, name)) != getattr(args, name):
+            print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "
+                  f"{had[name]}", file=sys.stderr)
+    if had.get("format") not in (None, now.get("format")):
+        print(f"warning: --quant {args.quant}: is another format than the adapter was trained with",
+              file=sys.stderr)
+    if same and args.awq and had.get("text") != now.get("text"):
+        print(f"warning: --calib {args.calib or 'by default'}: the adapter was trained with scales "
+              "by another text", file=sys.stderr)
+    dtype = dtype_of(args)
+    if same and args.awq and had.get("dtype", dtype) != dtype:
+        print(f"warning: --dtype {dtype}: the adapter was trained with AWQ's scales as they come "
+              f"out in {had['dtype']}", file=sys.stderr)
