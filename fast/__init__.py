@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+import nvfp4
+from model import projections
+
 
 class Replaced(NamedTuple):
     plain: str
@@ -37,7 +40,7 @@ TABLE = (
              "test_logprobs.py::test_the_kernel_equals_the_plain_function"),
     Replaced("nvfp4.QuantLinear", "gemm.TiledLinear",
              "codes lie as the tensor core wants them; inline PTX decodes them in registers",
-             "test_marlin_triton.py::test_gemm_equals_the_dequantized_product"),
+             "test_gemm.py::test_kernel_matches_the_float64_product"),
 )
 
 
@@ -76,24 +79,26 @@ def tile(model):
     """Lay out the four-bit codes of every projection for the tensor core."""
     from fast.gemm import TiledLinear
 
-    replace_linears(model, lambda linear: TiledLinear.of(linear))
+    replace_linears(model, nvfp4.QuantLinear, TiledLinear.of)
 
 
 def uninstall(model):
-    """The plain functions again."""
-    from fast import engine
+    """The plain functions again, and all that the fast ones kept is freed."""
+    from fast import engine, packed
+    from fast.gemm import TiledLinear
 
     engine.release(model)
+    packed.LINEARS.pop(model, None)
     model.fast = None
-    replace_linears(model, lambda linear: linear.plain())
+    replace_linears(model, TiledLinear, TiledLinear.plain)
 
 
-def replace_linears(model, change):
-    """Replace each quantized linear of the model, layer by layer."""
-    from model import projections
-
-    for path, m in projections(model):
-        if m.q is not None:
+def replace_linears(model, kind, change):
+    """Replace each frozen linear of exactly this kind by change(linear), layer by layer."""
+    paths = [path for path, _ in projections(model)]  # of the linears none must be kept alive
+    for path in paths:
+        m = model.get_submodule(path)
+        if type(m.base) is kind:
             model.set_submodule(path if m is m.base else f"{path}.base", change(m.base))
 
 

@@ -10,7 +10,7 @@ need it only in their epilogue, and wait there for a flag. Sums are taken in ord
 program finishes last: each run gives the same bits. adapter_work decides how the work is cut; the
 kernel takes its constants as they are.
 
-    TRITON_INTERPRET=1 pytest tests/test_marlin_triton.py tests/test_decode.py -k "adapter or lora"
+    TRITON_INTERPRET=1 pytest tests/test_gemm.py tests/test_decode.py -k "adapter or lora"
 
 Shapes: M rows of x (in lora_kernel B), N outputs, K inputs, R LoRA rank, P parts of a fused
 projection, PR = P * R rows of A.

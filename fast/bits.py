@@ -1,7 +1,7 @@
 """
-Four bits to sixteen, in the registers of a tensor core's lane: the decoder of marlin_triton's GEMM.
+Four bits to sixteen, in the registers of a tensor core's lane: the decoder of fast/gemm.py.
 
-The top of plumbing/formats.py shows how codes lie in memory: a lane of the tensor core reads four
+The top of fast/layout.py shows how codes lie in memory: a lane of the tensor core reads four
 words, its share of 8 steps of 16 columns; a word holds four pairs of neighbours, a and b of one
 step in the low plane of 64 columns, c and d of one in the high plane.
 
@@ -32,7 +32,7 @@ at 2^6: 28,672 at most, and the product, a multiple of 2^-18, is exact. MXFP4's 
 The decoders are PTX, to get exactly these instructions; `extract` without ASM does the same in
 plain Triton, which the interpreter can run. A test emulates the PTX on the CPU, word by word.
 
-    pytest tests/test_marlin_triton.py -k "ptx or e4m3 or exact"
+    pytest tests/test_gemm.py -k "ptx or e4m3 or exact"
 
 Shapes: BN rows of the weight, chunks of 128 columns in two planes of 64, 16 words a chunk and row.
 """

@@ -168,7 +168,7 @@ def score_kernel(logits, targets, logp, entropy, grad, valid, rows, inverse_temp
 
 
 def score(logits, targets, temperature, valid_vocab, dtype):
-    """logprobs.score from logits (c, V) float32; `dtype`: that of p - onehot."""
+    """model.score from logits (c, V) float32, and p - onehot (c, V) in `dtype`."""
     c, V = logits.shape
     logp, entropy = logits.new_empty(c), logits.new_empty(c)
     grad = torch.empty(c, V, dtype=dtype, device=logits.device)

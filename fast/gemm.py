@@ -1,6 +1,6 @@
 """
-The FP4 GEMM: y = x w_hat^T for activations x (M, K) in 16 bits and a packed four-bit weight (N, K),
-in Triton.
+The FP4 GEMM: y = x w_hat^T for activations x (M, K) in 16 bits and a four-bit weight (N, K) as
+fast/layout.py lays it out, in Triton. marlin_triton.py is the same product, to be read first.
 
 A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight
 costs: `gemm` streams the codes at up to 77% of the read bandwidth and turns them into 16 bits in
@@ -23,7 +23,7 @@ whose x A^T is fast/adapter.py's. fast/plan.py chooses tile and splits for an H1
 other cards from Ampere on run the same kernel, without dependent launch before Hopper. What was
 tried without success is in results/LOG.md.
 
-    y = matmul(x, quantize(w))                                  # any M, differentiable in x
+    y = matmul(x, tile(quantize(w)))                            # any M, differentiable in x
     python lab/bench.py kernels
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
@@ -248,40 +248,43 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
 def check(x, q):
     """ValueError if x does not fit q, or if check_weight refuses q."""
     if not x.is_floating_point():
-        raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")
+        raise ValueError(f"gemm: x is {x.dtype}; pass bfloat16, float16 or float32")
     if x.dtype == torch.float16 and q.fmt == "mxfp4":
-        raise ValueError("marlin_triton: MXFP4's scales go beyond float16; pass bfloat16")
+        raise ValueError("gemm: MXFP4's scales go beyond float16; pass bfloat16")
     if x.shape[-1] != q.shape[1]:
-        raise ValueError(f"marlin_triton: x has {x.shape[-1]} columns, the weight {q.shape[1]}; "
+        raise ValueError(f"gemm: x has {x.shape[-1]} columns, the weight {q.shape[1]}; "
                          "they must agree")
     if x.device != q.codes.device:
-        raise ValueError(f"marlin_triton: x is on {x.device}, the weight on {q.codes.device}; "
+        raise ValueError(f"gemm: x is on {x.device}, the weight on {q.codes.device}; "
                          "move one of them")
     check_weight(q)
 
 
 def check_weight(q):
     """ValueError if q holds what the kernels would decode wrongly (synchronizes, but only once)."""
+    if not isinstance(q, Tiled):
+        raise ValueError("gemm: the weight's codes lie as in a checkpoint; lay them out with "
+                         "fast.layout.tile")
     if getattr(q.scale, "checked", None) == q.scale._version:
         return
     if q.fmt not in FORMATS:
-        raise ValueError(f"marlin_triton: unknown format {q.fmt}, choose from "
+        raise ValueError(f"gemm: unknown format {q.fmt}, choose from "
                          f"{', '.join(FORMATS)}")
     (N, K), block = q.shape, FORMATS[q.fmt].block
     codes, scale = (N, -(-K // CHUNK) * CHUNK // 2), (N, K // block)
     if K % block or q.codes.shape != codes or q.scale.shape != scale:
         shapes = f"codes {tuple(q.codes.shape)}, scale {tuple(q.scale.shape)}"
-        raise ValueError(f"marlin_triton: {shapes} do not fit {q.fmt} {N} x {K}; quantize or load "
+        raise ValueError(f"gemm: {shapes} do not fit {q.fmt} {N} x {K}; quantize or load "
                          "it again")
     # NaN is 0x7F and 0xFF in E4M3, 255 in E8M0; an E8M0 scale over 2^27 would not fit bfloat16,
     # which carries it times 2^100
     bits = scale_bits(q.scale)
     bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 154}
     if bad.get(q.fmt, lambda: ~bits.isfinite())().any() or not q.global_scale.isfinite().all():
-        raise ValueError(f"marlin_triton: the {q.fmt} weight {N} x {K} has a NaN, infinite or too "
+        raise ValueError(f"gemm: the {q.fmt} weight {N} x {K} has a NaN, infinite or too "
                          "large scale; quantize it again")
     if q.fmt == "nvfp4" and (bits > 128).any():
-        raise ValueError(f"marlin_triton: the nvfp4 weight {N} x {K} has a negative block scale; "
+        raise ValueError(f"gemm: the nvfp4 weight {N} x {K} has a negative block scale; "
                          "quantize it again")
     q.scale.checked = q.scale._version
 
@@ -434,7 +437,7 @@ class Matmul(torch.autograd.Function):
 
 
 def matmul(x, q):
-    """x (..., K) times a quantized weight q (N, K), nvfp4.Quantized: (..., N) in x.dtype,
+    """x (..., K) times a quantized weight q (N, K), layout.Tiled: (..., N) in x.dtype,
     differentiable in x.
 
     bfloat16 or float16 in, float32 sums; other float dtypes are cast to bfloat16 on the GPU. On the
@@ -449,7 +452,7 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
-    x (M, K) bfloat16 or float16; q a Quantized (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the
+    x (M, K) bfloat16 or float16; q a Tiled (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the
     rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
     q, k, v; a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous;
     `out` is written if given, and may be `residual`. glu: q is gate stacked on up, and the

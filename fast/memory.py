@@ -62,7 +62,7 @@ def lora_parameters(c, rank):
 
 
 def gemm_scratch(c):
-    """Bytes that marlin_triton takes: the largest weight in 16 bits, decoded or, if it has 16 bits
+    """Bytes that fast/gemm.py takes: the largest weight in 16 bits, decoded or, if it has 16 bits
     already, copied to be beside its adapter (without one it is not), and its buffers. It never
     takes more, except an adapter's columns behind that weight (less than 1% of it at rank 16): a
     process holds all of it once it has multiplied each weight once."""
@@ -72,37 +72,31 @@ def gemm_scratch(c):
 # ---- training
 
 
-def update_bytes(c, tokens, checkpointing=True, packed=True, itemsize=2):
+def update_bytes(c, tokens, checkpointing=True):
     """(kept, momentary): bytes that an update with `tokens` in a micro-batch needs beside weights
-    and adapter.
+    and adapter, to 5% of what was measured.
 
     Kept for the backward: each block's input with checkpointing, else all that each block keeps.
-    Momentary: marlin_triton's scratch, and the larger of two: what the LM head makes of a
-    chunk of tokens, or the gradients on their way through an MLP (with checkpointing, beside all
-    that this block keeps). `packed`: with fast/packed.py, to 5% of what was measured; else with
-    model.py's modules (float32, all of a Qwen3), set high on purpose: a step that runs out of
-    memory is lost. `itemsize`: bytes of an activation."""
+    Momentary: the GEMM's scratch, and the larger of two: what the LM head makes of a chunk of
+    tokens, or the gradients on their way through an MLP (with checkpointing, beside all that this
+    block keeps)."""
     C, F, L = c.hidden_size, c.intermediate_size, c.num_hidden_layers
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    if packed:
-        block = 2 * C + 2 * q + 2 * kv + 2 * F  # numbers a token that one block keeps
-        kept = C if checkpointing else block
-        head, moment = 3 << 28, 4 * C + 3 * F + (block if checkpointing else 0)
-        moment = max(2 * tokens * moment, head + 2 * tokens * 6 * C)
-    else:
-        block = 14 * C + 8 * F
-        kept, moment = 2 * C if checkpointing else block, itemsize * tokens * block + (3 << 29)
-    return itemsize * tokens * L * kept, moment + gemm_scratch(c)
+    block = 2 * C + 2 * q + 2 * kv + 2 * F  # numbers a token that one block keeps
+    kept = C if checkpointing else block
+    head, moment = 3 << 28, 4 * C + 3 * F + (block if checkpointing else 0)
+    moment = max(2 * tokens * moment, head + 2 * tokens * 6 * C)
+    return 2 * tokens * L * kept, moment + gemm_scratch(c)
 
 
-def fit_update(c, free, longest, tokens=0, checkpointing="auto", packed=True, itemsize=2):
+def fit_update(c, free, longest, tokens=0, checkpointing="auto"):
     """(tokens, checkpointing) for an update's micro-batches in `free` bytes: the most tokens that
     leave half of these to keys and values, without recomputing if possible. What is given stays.
     Rows have up to `longest` tokens."""
     modes = {"auto": (False, True), "on": (True,), "off": (False,)}[checkpointing]
     sizes = (tokens,) if tokens else range(32768, 1024, -1024)
     fits = [(t, mode) for mode in modes for t in sizes
-            if sum(update_bytes(c, max(t, longest), mode, packed, itemsize)) <= free / 2]
+            if sum(update_bytes(c, max(t, longest), mode)) <= free / 2]
     return fits[0] if fits else (sizes[-1], modes[-1])
 
 

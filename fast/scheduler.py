@@ -5,7 +5,7 @@ When a sequence ends, a waiting one takes its slot; when none waits, the last on
 hole and the batch shrinks. The next few steps are launched before the host looks at the tokens of
 the last ones, so a sequence that has ended meanwhile is decoded in vain for these.
 
-    pytest tests/test_sample.py; pytest -m gpu tests/test_sample.py tests/test_decode.py
+    pytest tests/test_scheduler.py
 """
 import time
 from collections import deque

@@ -196,7 +196,7 @@ def linear(name):
 
 
 def gemm(weights, dense, M, back, ceiling):
-    """A row: the GEMM of M rows with `weights` (Quantized) and with `dense`, both (N, K)."""
+    """A row: the GEMM of M rows with `weights` (Tiled) and with `dense`, both (N, K)."""
     (N, K), fmt = dense[0].shape, weights[0].fmt
     x = torch.randn(M, N if back else K, dtype=torch.bfloat16, device="cuda")
     if back:
@@ -410,14 +410,15 @@ def phases(row, c, ceiling, args):
         draw(model, prompts, 1, 2)  # compiles and captures
         row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
         row["rollout_gib"] = peak_gib()
-        engine.make_room(model, sum(memory.update_bytes(
-            c, max(row["micro_batch"], length), model.checkpointing)))
+        engine.UPDATES[model] = sum(memory.update_bytes(
+            c, max(row["micro_batch"], length), model.checkpointing))
+        engine.make_room(model)
     settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
     completions = [grpo.Completion({}, prompts[i - i % args.group], ids[args.prompt :],
                                    [-12.0] * args.new, True, advantage=i % 3 - 1.0)
                    for i, ids in enumerate(texts)]
     # a prompt's states are computed once for several of its completions
-    row["tokens"] = sum(map(batches.size, batches.families(model, completions, row["micro_batch"])))
+    row["tokens"] = sum(map(batches.size, batches.families(completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
     grpo.update(model, optimizer, completions, settings)  # compiles
     row["logprob_s"], _ = timed(

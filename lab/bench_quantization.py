@@ -103,6 +103,7 @@ def row(args, fmt, method, docs, questions, tok):
     else:
         model, out = qwen.load(*where), {}
     out = {"format": fmt, "method": method, "load_seconds": round(time.time() - begin, 1), **out}
+    sample.set_engine(model, "auto")
     model.valid_vocab = len(tok)
     scored = perplexity(model, docs)
     nats, entropy, out["tokens"] = map(sum, zip(*scored, strict=True))
@@ -110,7 +111,7 @@ def row(args, fmt, method, docs, questions, tok):
     out["entropy_on_text"] = entropy / out["tokens"]
     if args.divergence:
         # loaded for each row and then freed: what follows plans with the memory that is free
-        reference = model if fmt == "none" else checkpoint.load(*where[:3])
+        reference = model if fmt == "none" else qwen.load(*where[:3])
         out["kl"], out["kl_se"] = per_token(divergence(reference, model, docs[: args.divergence]))
         del reference
     if args.questions:
@@ -121,7 +122,6 @@ def row(args, fmt, method, docs, questions, tok):
     if args.samples:
         kept = [q["ids"] for q in data.prompts(tok, questions[: args.samples], "boxed")[0]]
         out["entropy"], out["entropy_se"] = own_entropy(model, tok, kept, args.max_new_tokens)
-    sample.release(model)
     out["seconds"] = round(time.time() - begin, 1)
     return out, [[round(a, 3), n] for a, _, n in scored]
 

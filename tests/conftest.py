@@ -86,6 +86,25 @@ def own(request, monkeypatch):
     return "own"
 
 
+@pytest.fixture
+def on_fast_path(monkeypatch):
+    """A function that puts the fast functions on a model, whatever fast.install would say of its device and dtype, and returns
+    it. On a CPU, where Triton's interpreter runs the kernels, there is memory for as many rows as are asked for."""
+    import torch
+
+    import fast
+    from fast import engine
+
+    def put(model):
+        fast.tile(model)
+        model.fast = fast.Fast()
+        return model
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(engine, "free_bytes", lambda: 2**40)
+    return put
+
+
 def exit_code(main, argv):
     """What the shell would see of a command."""
     try:

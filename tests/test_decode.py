@@ -1,4 +1,4 @@
-"""The decode step's kernels against model.py's modules, and the engine on them against the eager one.
+"""The decode step's kernels against model.py's modules, and the engine on them against the plain generate.
 
 On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them, and CUDA graphs of them, on the device."""
 import copy
@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -16,19 +17,23 @@ pytest.importorskip("triton")
 from plumbing import checkpoint, ranks
 
 import aqn
+import fast
 import lora
 import model as M
 import nvfp4
 import sample
-from fast import decode, engine, memory, packed, plan
+from fast import decode, engine, gemm, memory, packed, plan, scheduler
+from fast.layout import tile
 
 gpu = pytest.mark.gpu
 CPU = M.Config(301, 64, 96, 2, 4, 2, 32, max_position_embeddings=128)
 GPU = M.Config(5003, 256, 640, 3, 14, 2, 64, max_position_embeddings=2048)  # 7 query heads a kv head, as in Qwen's
+ONE = dataclasses.replace(CPU, num_hidden_layers=1)  # one block: the interpreter is slow
 PROMPTS = [[5], [1, 2, 3], list(range(20, 57)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
 
 
 def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, noise=True, draw=0):
+    """A harsh random model, its codes laid out for the kernels."""
     torch.manual_seed(draw)  # of biases and B below: another model in each run meets a bound in one, and misses it in the next
     m = M.build(config, checkpoint.RandomCheckpoint(1 + 100 * draw), device, dtype, quant)
     m.valid_vocab = config.vocab_size - 4
@@ -42,7 +47,24 @@ def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, n
             torch.nn.init.normal_(layer.B, std=0.3)
     if noise:
         aqn.set_noise(m, 0.1, seed=1)
+    fast.tile(m)
     return m
+
+
+def installed(config=GPU, quant="nvfp4", rank=16, dtype=torch.bfloat16):
+    """A model on the GPU's fast path."""
+    m = build(config, quant, rank, "cuda", dtype)
+    assert fast.install(m) is None
+    return m
+
+
+def plainly(m, prompts, **kw):
+    """sample.generate by the modules of a model that is on the fast path."""
+    on, m.fast = m.fast, None
+    try:
+        return sample.generate(m, prompts, **kw)
+    finally:
+        m.fast = on
 
 
 def filled(m, lengths, slots=8, tokens=96):
@@ -291,14 +313,6 @@ def tokens(groups):
     return [[s.ids for s in g] for g in groups]
 
 
-def compare(got, want, atol=1e-4):
-    for p, (a, b) in enumerate(zip(got, want, strict=True)):
-        for j, (x, y) in enumerate(zip(a, b, strict=True)):
-            k = next((i for i, (s, t) in enumerate(zip(x.ids, y.ids, strict=False)) if s != t), None)
-            assert x.ids == y.ids, f"sample {j} of prompt {p}, from place {k} on: {x.logprobs[:k][-3:]}, {y.logprobs[:k][-3:]}"
-            assert x.finished == y.finished and x.logprobs == pytest.approx(y.logprobs, abs=atol)
-
-
 @torch.no_grad()
 def same_draws(m, got, want, temperature=1.0, top_p=1.0, **_):
     """Tokens and log-probs are equal, until a row's draw falls on the border of two ids: of 5,003 ids one in a hundred draws lies
@@ -322,62 +336,17 @@ def same_draws(m, got, want, temperature=1.0, top_p=1.0, **_):
             assert end[j] - p[j] - end[i] < 1e-4, f"{prompt} parts at place {k}: ids {x.ids[k]}, {y.ids[k]}"
 
 
-@pytest.mark.parametrize("kw", [{}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.6}])
-def test_engine_equals_eager(monkeypatch, kw):
-    """Slots that refill and shrink, rows that stop inside a burst of steps, a limit a prompt: the eager engine's samples."""
-    m = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64), rank=0 if kw else 3)
-    kw = dict(n=2, max_new_tokens=[4, 1, 3], eos_ids=range(40), seed=3, max_rows=4, **kw)
-    want = sample.generate(m, PROMPTS[:3], **kw)
-    monkeypatch.setattr(decode, "STEPS", 2)
-    monkeypatch.setattr(sample, "Eager", engine.Graphs)  # on the CPU it launches kernels where the GPU replays a graph
-    compare(sample.generate(m, PROMPTS[:3], **kw), want)
-
-
-@pytest.mark.parametrize(("stall", "starts"), [(0, 4), (1000, 2)])
-def test_rows_that_wait_for_company_leave_holes_and_draw_the_same(monkeypatch, stall, starts):
-    """A prefill stops all rows: three ends should cost one, and a slot that stands empty until then must not be read."""
-    m = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64), rank=0)
-    kw = dict(n=2, max_new_tokens=[8, 1, 2], seed=3, max_rows=3)
-    want, calls, start = sample.generate(m, PROMPTS[:3], **kw), [], engine.Graphs.start
-    monkeypatch.setattr(decode, "STEPS", 2)
-    monkeypatch.setattr(sample, "Eager", engine.Graphs)
-    monkeypatch.setattr(engine.Graphs, "stall", stall)
-    monkeypatch.setattr(engine.Graphs, "start", lambda self, slots, *rest: calls.append(slots) or start(self, slots, *rest))
-    compare(sample.generate(m, PROMPTS[:3], **kw), want)
-    assert len(calls) == starts
-
-
-def test_the_next_steps_are_launched_before_the_last_ones_are_fetched(monkeypatch):
-    """Else the device waits for the host each time; and no step is launched that a limit says is in vain. Rows of 8, 2 and 3 tokens in
-    two slots: the third begins as the second's end is seen, while the first's last steps are on their way."""
-    m, events, run = build(M.Config(301, 64, 32, 1, 2, 1, 32, max_position_embeddings=64), rank=0), [], engine.Graphs.run
-
-    def recorded(self, rows, steps):
-        steps, fetch = run(self, rows, steps)
-        events.append(steps)
-        return steps, lambda: events.append("fetch") or fetch()
-
-    monkeypatch.setattr(decode, "STEPS", 4)
-    monkeypatch.setattr(sample, "Eager", engine.Graphs)
-    monkeypatch.setattr(engine.Graphs, "run", recorded)
-    monkeypatch.setattr(engine.Graphs, "stall", 0)
-    sample.generate(m, PROMPTS[:3], max_new_tokens=[8, 2, 3], seed=3, max_rows=2)
-    assert events == [4, 4, "fetch", 3, "fetch", "fetch"]
-
-
-@pytest.mark.parametrize("kind", [engine.Eager, engine.Graphs])
-def test_a_row_that_moves_takes_everything_along(kind):
+def test_a_row_that_moves_takes_everything_along():
     """Its random numbers, its limit or its newest keys left behind: from there on it is another completion."""
-    e = kind(build(), 3, 64)
+    e = engine.Graphs(build(), 3, 64)
     e.begin(1.0, 1.0, {3})
     e.start([0, 1, 2], [7, 8, 9], [4, 5, 6], [10, 20, 30], [11, 12, 13])
     e.cache.k.normal_()
     e.cache.v.normal_()
-    state = e if kind is engine.Eager else e.step
-    rows = [state.token, state.key, e.cache.length, *([state.stop, state.alive] if state is not e else [])]
+    rows = [e.step.token, e.step.key, e.cache.length, e.step.stop, e.step.alive]
     want = [t[2].clone() for t in rows]
     e.move(2, 0, 6)
-    assert [t[0] for t in rows] == want and state.token[0] == 9
+    assert [t[0] for t in rows] == want and e.step.token[0] == 9
     for t in (e.cache.k, e.cache.v):
         assert torch.equal(t[:, 0, :, :6], t[:, 2, :, :6]) and not torch.equal(t[:, 0, :, 6:], t[:, 2, :, 6:])
 
@@ -495,15 +464,14 @@ def test_an_engine_is_made_anew_only_where_the_last_one_does_not_serve(monkeypat
 
 def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
     """Made for the prompts of the first step, it was captured again when a longer one came: 0.9 to 1.5 s of a rollout."""
-    made, card = [], SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
+    made = []
     monkeypatch.setattr(engine, "engine_for", lambda *wanted: made.append(wanted))
     monkeypatch.setattr(engine.ranks, "world", 2)
     for max_rows, eval_n, temperature in ((1000, 1, 0.6), (20, 0, 0.6), (20, 1, 0.0)):
-        asked = dict(eval_n=eval_n, eval_temperature=temperature, eval_top_p=0.9)
-        engine.prepare(SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, **asked), card, 300)
-    engine.prepare(None, build(), 300)  # the CPU's takes what each call needs
+        asked = dict(eval_n=eval_n, eval_temperature=temperature)
+        engine.prepare(SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, **asked), "model", 300)
     # held-out questions would have it made anew for their sort
-    assert made == [(card, 24, 300, 0.9), (card, 20, 300, 1.0), (card, 20, 300, 1.0)]
+    assert made == [("model", 24, 300, 0.95), ("model", 20, 300, 1.0), ("model", 20, 300, 1.0)]
 
 
 def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
@@ -528,10 +496,17 @@ def test_rows_are_planned_by_what_each_of_them_takes(monkeypatch):
         assert engine.engine_for(m, 10**6, 64, top_p).slots == 5
 
 
-@pytest.fixture(scope="module")
-def exact():
-    """A float32 model: engines differ in the order of sums alone, so tokens are equal."""
-    return build(GPU, "none", 16, "cuda")
+@pytest.fixture
+def exact(monkeypatch, on_fast_path):
+    """A float32 model on the fast path: plain functions differ in the order of sums alone, so tokens are equal. Its prompts are
+    filled in by the modules, since the kernels of a prefill take 16 bits."""
+    def prefill(model, graphs, prompts, slots):
+        for prompt, slot in zip(prompts, slots, strict=True):
+            if len(prompt) > 1:
+                engine.prefill_long(model, graphs, prompt[:-1], slot)
+
+    monkeypatch.setattr(scheduler, "prefill", prefill)
+    return on_fast_path(build(GPU, "none", 16, "cuda"))
 
 
 @gpu
@@ -558,14 +533,13 @@ def test_step_equals_the_modules_on_the_device(exact):
 
 @gpu
 @pytest.mark.parametrize("kw", [{}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.6}])
-def test_graph_equals_eager_equals_one_row(exact, kw):
+def test_graphs_draw_what_the_plain_function_draws_and_one_row_at_a_time(exact, kw):
     """CUDA graphs, the modules, and one row at a time draw the same tokens for the same seed."""
     kw = dict(n=4, max_new_tokens=[40, 3, 60, 21, 33], eos_ids=range(100), seed=3, **kw)
-    eager = sample.generate(exact, PROMPTS, eager=True, **kw)
+    plain = plainly(exact, PROMPTS, **kw)
     for rows in (None, 1, 6):
-        sample.release(exact)
-        same_draws(exact, sample.generate(exact, PROMPTS, max_rows=rows, **kw), eager, **kw)
-    sample.release(exact)
+        engine.release(exact)
+        same_draws(exact, sample.generate(exact, PROMPTS, max_rows=rows, **kw), plain, **kw)
 
 
 @gpu
@@ -595,13 +569,24 @@ def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
 @gpu
 def test_an_engine_goes_after_the_steps_in_flight():
     """Launched ahead and never fetched: memory that goes with the graphs must not go before they are through."""
-    m = build(GPU, "none", 16, "cuda", torch.bfloat16)
+    m = installed(quant="none")
     sample.generate(m, PROMPTS, n=4, max_new_tokens=4)
     for _ in range(50):
         engine.ENGINES[m][1].run(20, decode.STEPS)
     assert not torch.cuda.current_stream().query()
     del engine.ENGINES[m]
     assert torch.cuda.current_stream().query()
+
+
+@gpu
+def test_gpu_a_model_that_is_dropped_takes_its_engine_along():
+    """Keys and values of a model that nobody has any more would stay on the card to the end of the process."""
+    m = installed()
+    sample.generate(m, PROMPTS[:2], max_new_tokens=2)
+    gone = weakref.ref(engine.ENGINES[m][1])
+    del m
+    gc.collect()
+    assert gone() is None
 
 
 @gpu
@@ -615,8 +600,8 @@ def test_lora_noise_and_temperature_change_without_recapture(exact):
         layer.B.data.mul_(0.5).add_(0.05)
     second = sample.generate(exact, PROMPTS, temperature=0.8, **kw)
     assert engine.ENGINES[exact][1].graphs == graphs and tokens(second) != tokens(first)
-    same_draws(exact, second, sample.generate(exact, PROMPTS, temperature=0.8, eager=True, **kw), 0.8)
-    sample.release(exact)
+    same_draws(exact, second, plainly(exact, PROMPTS, temperature=0.8, **kw), 0.8)
+    engine.release(exact)
     assert exact not in engine.ENGINES
 
 
@@ -626,16 +611,15 @@ def test_a_weight_that_moved_makes_a_new_engine(exact):
     kw = dict(n=1, max_new_tokens=20)
     sample.generate(exact, PROMPTS, **kw)
     exact.layers[0].attn.o_proj.base.weight = torch.nn.Parameter(exact.layers[0].attn.o_proj.base.weight * -1, False)
-    same_draws(exact, sample.generate(exact, PROMPTS, **kw), sample.generate(exact, PROMPTS, eager=True, **kw))
+    same_draws(exact, sample.generate(exact, PROMPTS, **kw), plainly(exact, PROMPTS, **kw))
     with lora.disabled(exact):
-        same_draws(exact, sample.generate(exact, PROMPTS, **kw), sample.generate(exact, PROMPTS, eager=True, **kw))
-    sample.release(exact)
+        same_draws(exact, sample.generate(exact, PROMPTS, **kw), plainly(exact, PROMPTS, **kw))
 
 
 @gpu
 def test_a_longer_prompt_goes_through_the_engine_that_was_made_for_it():
     """Made anew for it, all graphs are captured again: a second in which all other ranks wait."""
-    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    m = installed()
     engine.prepare(SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, eval_n=0), m, 300)
     made = engine.ENGINES[m][1]
     for length in (5, 200, 280):
@@ -646,7 +630,7 @@ def test_a_longer_prompt_goes_through_the_engine_that_was_made_for_it():
 @gpu
 def test_replay_equals_launches_bit_for_bit():
     """A graph replay is the same kernels on the same memory, and they are deterministic."""
-    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    m = installed()
     kw = dict(n=4, max_new_tokens=30, seed=1)
     a = sample.generate(m, PROMPTS, **kw)
     assert [[s.logprobs for s in g] for g in sample.generate(m, PROMPTS, **kw)] == [[s.logprobs for s in g] for g in a]
@@ -659,7 +643,6 @@ def test_replay_equals_launches_bit_for_bit():
         with torch.no_grad():
             hidden.append(step.hidden(16).clone())
     assert torch.equal(hidden[0], hidden[1]) and torch.equal(hidden[0], hidden[2])
-    sample.release(m)
 
 
 @torch.no_grad()
@@ -692,7 +675,7 @@ def check_gaps(m, groups, temperature=1.0):
 @pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
 @torch.no_grad()
 def test_gpu_linear_equals_the_modules(quant, rank):
-    """The FP4 GEMM's epilogue, and lora_b beside cuBLAS: each tile size, and more rows than the decoding kernel takes."""
+    """The FP4 GEMM's epilogue, and LoRA's kernel beside cuBLAS: each tile size, and more rows than the decoding kernel takes."""
     m = build(GPU, quant, rank, "cuda", torch.bfloat16)
     for B in (1, 3, 8, 16, 33, 64, 200, 300, 1100):
         check_linears(m, B, rank)
@@ -714,47 +697,44 @@ def test_gpu_logits_are_not_rounded_to_bfloat16():
 
 @gpu
 @pytest.mark.parametrize(("quant", "dtype"), [("none", torch.bfloat16), ("nvfp4", torch.bfloat16), ("mxfp4", torch.bfloat16),
-                                              ("nf4", torch.bfloat16), ("nvfp4", torch.float16), ("none", torch.float16),
-                                              ("nvfp4", torch.float32)])
+                                              ("nf4", torch.bfloat16), ("nvfp4", torch.float16), ("none", torch.float16)])
 def test_gpu_logprobs_equal_the_full_forward(quant, dtype, capsys):
     """What the sampler records is what the trainer would score, within the bound, for each format and both dtypes."""
-    m = build(GPU, quant, 16, "cuda", dtype)
+    m = installed(GPU, quant, 16, dtype)
     gap = check_gaps(m, sample.generate(m, PROMPTS, n=8, max_new_tokens=60))
     with capsys.disabled():
         print(f"\n{quant} {dtype}: |log-prob gap| mean {gap.mean():.4f}, max {gap.max():.4f}")
     assert dtype != torch.float16 or gap.mean() < 0.01
-    sample.release(m)
 
 
 @gpu
-@pytest.mark.parametrize(("quant", "dtype"), [("none", torch.float32), ("nvfp4", torch.bfloat16)])
-def test_gpu_logprobs_of_qwen3_equal_the_full_forward(quant, dtype):
-    m = with_head_norms(GPU, quant=quant, rank=16, device="cuda", dtype=dtype)
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_gpu_logprobs_of_qwen3_equal_the_full_forward(quant):
+    m = with_head_norms(GPU, quant=quant, rank=16, device="cuda", dtype=torch.bfloat16)
+    assert fast.install(m) is None
     check_gaps(m, sample.generate(m, PROMPTS, n=8, max_new_tokens=60))
-    sample.release(m)
 
 
 @gpu
 def test_gpu_greedy_in_bfloat16_follows_the_modules():
     """Graphs and modules round at different places: greedy rows may part only where two ids are within the bound."""
-    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    m = installed()
     kw = dict(max_new_tokens=60, temperature=0)
-    fused, eager = sample.generate(m, PROMPTS, **kw), sample.generate(m, PROMPTS, eager=True, **kw)
+    fused, plain = sample.generate(m, PROMPTS, **kw), plainly(m, PROMPTS, **kw)
     check_gaps(m, fused)
-    for prompt, [a], [b] in zip(PROMPTS, fused, eager, strict=True):
+    for prompt, [a], [b] in zip(PROMPTS, fused, plain, strict=True):
         k = next((i for i, (s, t) in enumerate(zip(a.ids, b.ids, strict=True)) if s != t), None)
         if k is not None:
             with torch.no_grad():
                 logits = m(torch.tensor([prompt + a.ids[:k]], device="cuda"))[0, -1].float()
             assert (logits[a.ids[k]] - logits[b.ids[k]]).abs() < 0.8, f"{prompt} parts at place {k}"
-    sample.release(m)
 
 
 @gpu
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
 def test_gpu_lora_and_noise_reach_captured_graphs_in_bfloat16(quant):
     """The FP4 path reads 16-bit copies of LoRA: a copy that is not refreshed would only show as a gap to the trainer."""
-    m = build(GPU, quant, 16, "cuda", torch.bfloat16)
+    m = installed(quant=quant)
     kw = dict(n=2, max_new_tokens=30)
     first = sample.generate(m, PROMPTS, **kw)
     built = engine.ENGINES[m][1]
@@ -765,15 +745,13 @@ def test_gpu_lora_and_noise_reach_captured_graphs_in_bfloat16(quant):
     second = sample.generate(m, PROMPTS, temperature=0.8, **kw)
     assert engine.ENGINES[m][1] is built and built.graphs == graphs and tokens(second) != tokens(first)
     check_gaps(m, second, 0.8)
-    sample.release(m)
 
 
 @gpu
 def test_gpu_the_same_bits_beside_other_work():
     """What a kernel does not wait for it mostly has in time, as long as it is alone on the card: with others there its programs,
     warps and tensor cores fall behind each other, and a sample must not show it."""
-    m = build(dataclasses.replace(GPU, num_hidden_layers=12, hidden_size=896, intermediate_size=4864), "nvfp4", 32, "cuda",
-              torch.bfloat16)
+    m = installed(dataclasses.replace(GPU, num_hidden_layers=12, hidden_size=896, intermediate_size=4864), rank=32)
     kw = dict(n=40, max_new_tokens=[40, 150, 100, 60, 80], seed=3, max_rows=200)
     want = sample.generate(m, PROMPTS, **kw)
     code = ("import time, torch; x, end = torch.ones(2048, 2048, device='cuda').bfloat16(), time.time() + 120\n"
@@ -791,7 +769,7 @@ def test_gpu_the_same_bits_beside_other_work():
 @gpu
 def test_gpu_refill_and_shrink_in_bfloat16():
     """Slots that change hands, and a batch that goes down through the sizes: each sample has its own prompt and log-probs."""
-    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    m = installed()
     limits = [40, 3, 60, 21, 300]  # the last rows end by EOS, each in its time
     groups = sample.generate(m, PROMPTS, n=6, max_new_tokens=limits, eos_ids=range(100), max_rows=7, seed=3)
     check_gaps(m, groups)
@@ -800,36 +778,34 @@ def test_gpu_refill_and_shrink_in_bfloat16():
         for s in group:
             ends = [t < 100 for t in s.ids]
             assert s.finished == ends[-1] and not any(ends[:-1]) and (s.finished or len(s.ids) == limit)
-    sample.release(m)
 
 
 @gpu
 def test_gpu_more_rows_than_the_decoding_kernel_takes(monkeypatch):
     """Past plan.FEW rows a graph decodes weights into a shared scratch: it must not be left with the old one when a
     larger weight takes a new one, nor synchronise while it is captured."""
-    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    m = installed()
     monkeypatch.setattr(plan, "SPACE", {})  # other tests may have left a scratch that is large enough
     kw = dict(n=60, max_new_tokens=6, seed=1, max_rows=300)
     first = sample.generate(m, PROMPTS, **kw)
     check_gaps(m, first)
     built, old = engine.ENGINES[m][1], engine.gemm_buffers(m.embed.weight.device)[2].data_ptr()
-    big = nvfp4.quantize(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), "nvfp4")
-    decode.marlin_triton.many(torch.ones(2, 4096, device="cuda", dtype=torch.bfloat16), big, transposed=False)
+    big = tile(nvfp4.quantize(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), "nvfp4"))
+    gemm.many(torch.ones(2, 4096, device="cuda", dtype=torch.bfloat16), big, transposed=False)
     assert engine.gemm_buffers(m.embed.weight.device)[2].data_ptr() != old
     poison = [torch.full((1280, 256), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(64)]
     second = sample.generate(m, PROMPTS, **kw)
     assert engine.ENGINES[m][1] is built and tokens(second) == tokens(first)
     assert all(p.isnan().all() for p in poison)
-    sample.release(m)
 
 
 @gpu
 def test_gpu_release_returns_the_memory():
     """train.py gives the sampler's memory to the update: all of it must come back, graphs' pool included."""
-    m = build(GPU, "nvfp4", 16, "cuda", torch.bfloat16)
+    m = installed()
     kw = dict(n=4, max_new_tokens=1500)
     for _ in range(2):  # the first call also makes what stays: the FP4 GEMM's buffers, cuBLAS's workspace
-        sample.release(m)
+        engine.release(m)
         gc.collect()  # other tests' models
         torch.cuda.synchronize()
         before, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -838,7 +814,7 @@ def test_gpu_release_returns_the_memory():
         size = cache.k.nbytes + cache.v.nbytes
         del cache
         assert torch.cuda.memory_allocated() - before >= size
-        sample.release(m)
+        engine.release(m)
     assert torch.cuda.memory_allocated() <= before + size // 100
     assert torch.cuda.memory_reserved() <= held + size // 4  # not what is free: other tests use the card too
 
@@ -846,15 +822,14 @@ def test_gpu_release_returns_the_memory():
 @gpu
 def test_rows_queue_when_memory_is_short_and_an_error_when_none_fits(exact, monkeypatch):
     """KV memory is planned: what does not fit waits; when not even one row fits, the message says what would."""
-    sample.release(exact)
     kw = dict(n=4, max_new_tokens=20, seed=3)
-    want = sample.generate(exact, PROMPTS, eager=True, **kw)
+    want = plainly(exact, PROMPTS, **kw)
     free = engine.working_bytes(exact, 3, 1.0) + 3 * 64 * memory.kv_per_token(GPU, 4)
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free - cached, 0))
     same_draws(exact, sample.generate(exact, PROMPTS, **kw), want, **kw)
     assert engine.ENGINES[exact][1].slots <= 3
-    sample.release(exact)
+    engine.release(exact)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     with pytest.raises(ValueError, match="--max-new-tokens.*GiB"):
         sample.generate(exact, PROMPTS, **kw)
