@@ -15,12 +15,11 @@ import grpo
 import lora
 import model as M
 from fast import attention, batches, decode, engine, fused, packed
-from tests.test_decode import CPU, GPU, build, little_beside_much, with_head_norms
+from tests.test_decode import CPU, GPU, ONE, build, installed, little_beside_much, with_head_norms
 
 gpu = pytest.mark.gpu
 ROWS = [[5], [1, 2, 3, 4], list(range(20, 26)), [1, 2]]
 QWEN3 = dataclasses.replace(CPU, num_attention_heads=6, num_key_value_heads=3, qk_norm=True)  # as many key heads as SmolLM's
-ONE = dataclasses.replace(CPU, num_hidden_layers=1)  # one block: the interpreter is slow
 
 
 def made(config):
@@ -180,59 +179,70 @@ def completions(n=4):
             for i in range(n)]
 
 
-@pytest.mark.parametrize("budget", [1, 20])
-def test_an_update_is_the_same_packed_padded_and_in_any_micro_batches(monkeypatch, budget):
-    """What the loss reads: log-probs of the completions alone, of a row's own tokens, in the rows' order."""
-    m, settings = build(ONE), grpo.Settings(micro_batch_tokens=1000)
-    want = grpo.backward(m, completions(), settings)
-    expected = [p.grad.clone() for p in m.parameters() if p.requires_grad]
+def update_of(m, batch, budget):
+    """(summed metrics, gradients) of a batch."""
     m.zero_grad()
-    monkeypatch.setattr(batches, "packed", lambda model: packed)
-    got = grpo.backward(m, completions(), dataclasses.replace(settings, micro_batch_tokens=budget))
-    assert set(want) - set(got) == {"places", "padding"}  # end to end there is none
-    for name, value in got.items():
-        assert torch.allclose(value.double(), want[name].double(), rtol=1e-4, atol=1e-6), name
-    for g, w in zip((p.grad for p in m.parameters() if p.requires_grad), expected, strict=True):
+    metrics = grpo.backward(m, batch, grpo.Settings(micro_batch_tokens=budget))
+    return metrics, [p.grad.clone() for p in m.parameters() if p.requires_grad]
+
+
+def check_update(got, want):
+    (metrics, gradients), (plain, expected) = got, want
+    assert metrics.keys() == plain.keys()
+    for name, value in metrics.items():
+        assert torch.allclose(value.double(), plain[name].double(), rtol=1e-4, atol=1e-6), name
+    for g, w in zip(gradients, expected, strict=True):
         assert torch.allclose(g, w, rtol=0, atol=2e-5 * w.abs().max().item())
 
 
+@pytest.mark.parametrize("budget", [1, 20])
+def test_an_update_is_the_same_packed_padded_and_in_any_micro_batches(on_fast_path, budget):
+    """What the loss reads: log-probs of the completions alone, of a row's own tokens, in the rows' order."""
+    m = build(ONE)
+    want = update_of(m, completions(), 1000)
+    check_update(update_of(on_fast_path(m), completions(), budget), want)
+    assert m.fast
+
+
 @pytest.mark.parametrize("budget", [6, 1000])
-def test_completions_of_a_prompt_share_its_states(monkeypatch, budget):
+def test_completions_of_a_prompt_share_its_states(monkeypatch, on_fast_path, budget):
     """Ten completions of one prompt, of one token and of several, and one of another: the padded loss and gradient, while a prompt is
     computed once for eight."""
     m, ids = build(ONE), [[6], [7], [8, 9], *([i, i + 1] for i in range(7))]
     cs = [grpo.Completion({}, [5, 6, 7], i, [-5.0] * len(i), True, advantage=len(i) - 1.5) for i in ids]
     cs.append(grpo.Completion({}, [1, 2, 3, 4, 5], [6, 7], [-5.0] * 2, True, advantage=1.0))
-    want = grpo.backward(m, cs, grpo.Settings(micro_batch_tokens=1000))
-    expected = [p.grad.clone() for p in m.parameters() if p.requires_grad]
-    m.zero_grad()
+    want = update_of(m, cs, 1000)
     seen, states = [], packed.states
-    monkeypatch.setattr(batches, "packed", lambda model: packed)
     monkeypatch.setattr(packed, "states", lambda model, linears, ids, *rest: seen.append(len(ids)) or states(model, linears, ids, *rest))
-    got = grpo.backward(m, cs, grpo.Settings(micro_batch_tokens=budget))
-    assert set(want) - set(got) == {"places", "padding"}  # end to end there is none
-    for name, value in got.items():
-        assert torch.allclose(value.double(), want[name].double(), rtol=1e-4, atol=1e-6), name
-    for g, w in zip((p.grad for p in m.parameters() if p.requires_grad), expected, strict=True):
-        assert torch.allclose(g, w, rtol=0, atol=2e-5 * w.abs().max().item())
+    check_update(update_of(on_fast_path(m), cs, budget), want)
     alone = sum(len(c.prompt) + len(c.ids) - 1 for c in cs)
     assert max(seen) <= budget and (budget == 6 or sum(seen) == alone - (7 + 1) * len(cs[0].prompt))
 
 
-@pytest.mark.parametrize("way", [None, packed])
-def test_gradients_do_not_vanish_in_float16(monkeypatch, way):
+def test_log_probs_and_entropies_come_in_padded_rows(on_fast_path):
+    """grpo.completion_logprobs, value by value: tempered, of the valid ids, 0 in the padding."""
+    m, batch = build(ONE), completions()
+    with torch.no_grad():
+        want = grpo.completion_logprobs(m, batch, 0.7)
+        got = grpo.completion_logprobs(on_fast_path(m), batch, 0.7)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert m.fast and got[2].sum(1).tolist() == [len(c.ids) for c in batch]
+
+
+@pytest.mark.parametrize("way", ["plain", "fast"])
+def test_gradients_do_not_vanish_in_float16(on_fast_path, way):
     """A token's gradient is its advantage by the number of tokens: here 2e-8, of which float16 keeps nothing. (This model is a harsh one:
     5% are float16's rounding at any advantage.)"""
     batch = completions()
     for c in batch:
         c.advantage *= 1e-6
-    found = {}
-    monkeypatch.setattr(batches, "packed", lambda model: way)
+    found = []
     for dtype in (torch.float32, torch.float16):
         m = build(ONE, "nvfp4", dtype=dtype)
-        metrics = grpo.backward(m, batch, grpo.Settings(micro_batch_tokens=20))
-        found[dtype] = metrics["loss"].item(), torch.cat([p.grad.flatten() for p in m.parameters() if p.requires_grad])
-    (loss, want), (half_loss, got) = found.values()
+        metrics, gradients = update_of(on_fast_path(m) if way == "fast" else m, batch, 20)
+        found.append((metrics["loss"].item(), torch.cat([g.flatten() for g in gradients])))
+    (loss, want), (half_loss, got) = found
     assert got.dtype == torch.float32 and (got - want).norm() < 0.1 * want.norm() and abs(half_loss - loss) < 0.02 * abs(loss)
 
 
@@ -241,56 +251,65 @@ def test_a_short_completion_does_not_overflow_float16(monkeypatch):
     m, loss = build(ONE, dtype=torch.float16), grpo.batch_loss
     monkeypatch.setattr(grpo, "batch_loss", lambda *args: (16 * loss(*args)[0], loss(*args)[1]))
     cs = [grpo.Completion({}, [1, 2, 3], [7] * n, [-5.0] * n, True, advantage=1.0) for n in (1, 200, 200)]
-    grpo.backward(m, cs, grpo.Settings(micro_batch_tokens=1000))
-    assert all(p.grad.isfinite().all() for p in m.parameters() if p.requires_grad)
+    _, gradients = update_of(m, cs, 1000)
+    assert all(g.isfinite().all() for g in gradients)
 
 
 @pytest.mark.parametrize(("prompts", "group", "world"), [(4, 8, 8), (3, 16, 2), (1, 4, 3)])
 def test_families_leave_no_rank_idle(monkeypatch, prompts, group, world):
-    """Completions of few prompts go to many cards: none has nothing, and none more than twice its share."""
-    m = build(rank=0)
-    monkeypatch.setattr(batches, "packed", lambda model: packed)
+    """Completions of few prompts go to many cards: none has nothing, none more than twice its share, and each completion one card."""
     monkeypatch.setattr(ranks, "world", world)
     cs = [grpo.Completion({}, [p] * 4, [5] * (20 + i), [0.0] * (20 + i), True) for p in range(prompts) for i in range(group)]
-    shares = [sum(map(batches.size, share)) for share in batches.dealt(m, cs, 1000)]
-    assert len(shares) == world and min(shares) > 0 and max(shares) < 2 * sum(shares) / world
+    shares, seen = [], []
+    for rank in range(world):
+        monkeypatch.setattr(ranks, "rank", rank)
+        lists = batches.micro_batches("model", cs, 1000)
+        seen += [id(c) for batch in lists for c in batch]
+        shares.append(sum(batches.size(family) for batch in lists for family in batches.families(batch)))
+    assert sorted(seen) == sorted(map(id, cs))
+    assert min(shares) > 0 and max(shares) < 2 * sum(shares) / world
 
 
-def test_micro_batches_count_padding_only_where_there_is_padding(monkeypatch):
-    m, cs = build(rank=0), completions()
-    sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in batches.micro_batches(m, batches.families(m, cs), 12)]
-    assert sorted(sum(sizes, [])) == sorted(len(c.prompt) + len(c.ids) - 1 for c in cs)
-    assert all(len(b) * max(b) <= 12 or len(b) == 1 for b in sizes)
-    monkeypatch.setattr(batches, "packed", lambda model: packed)
-    dense = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in batches.micro_batches(m, batches.families(m, cs), 20)]
-    assert all(sum(b) <= 20 or len(b) == 1 for b in dense)
-    assert any(len(b) * max(b) > 20 for b in dense)
+def test_micro_batches_keep_completions_of_a_prompt_together_and_count_no_padding():
+    """The smallest first, each list within the budget in tokens, where padded rows would not be; what is larger is a list of its own."""
+    cs = [grpo.Completion({}, [p] * 6, [5] * n, [0.0] * n, True) for p in range(3) for n in (1, 2, 9)]
+    cs.append(grpo.Completion({}, [9] * 30, [5] * 20, [0.0] * 20, True))
+    lists = batches.micro_batches("model", cs, 32)
+    sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in lists]
+    tokens = [sum(map(batches.size, batches.families(batch))) for batch in lists]
+    assert sorted(id(c) for batch in lists for c in batch) == sorted(map(id, cs))
+    assert tokens == [30, 15, 49] and len(lists[0]) * max(sizes[0]) > 32 and len(lists[2]) == 1
+    for p in range(3):
+        assert sum(any(c.prompt[0] == p for c in batch) for batch in lists) == 1
+    assert batches.micro_batches("model", [], 32) == []
 
 
-def test_what_the_kernels_cannot_train_takes_the_modules():
-    """The weights of Qwen3's head norms get no gradient here: they would stay as they are, and nothing would say so."""
-
-    def way(dtype=torch.bfloat16, cuda=True, trains=False, head_dim=64, qk_norm=False):
-        w = SimpleNamespace(is_cuda=cuda, dtype=dtype, requires_grad=trains)
-        return batches.packed(SimpleNamespace(embed=SimpleNamespace(weight=w), config=SimpleNamespace(head_dim=head_dim, qk_norm=qk_norm)))
-
-    assert way() is way(torch.float16) is way(trains=True) is way(qk_norm=True) is packed
-    with torch.no_grad():
-        assert way(trains=True, qk_norm=True) is packed
-    assert not any((way(trains=True, qk_norm=True), way(torch.float32), way(cuda=False), way(head_dim=80)))
+def test_an_update_makes_room_for_itself(monkeypatch):
+    """The sampler's keys and values are still on the card when the update begins, which may not fit beside them."""
+    asked = []
+    monkeypatch.setattr(engine, "make_room", asked.append)
+    batches.micro_batches("model", completions(), 20)
+    assert asked == ["model"]
 
 
-def filled(m, prompts, slots, capture, calls=1):
+@torch.no_grad()
+def by_the_modules(m, cache, prompts, slots):
+    """Fill the cache of slots[i] with all of prompts[i] but its last token, one after the other."""
+    for prompt, slot in zip(prompts, slots, strict=True):
+        row = cache.rows(slot, slot + 1)
+        row.length, row.used = torch.zeros_like(row.length), 0
+        m.hidden(torch.tensor([prompt[:-1]], device=cache.k.device), row)
+
+
+def filled(m, prompts, slots, capture):
     """The cache that Prefill fills, and the one of the modules."""
     room = max(6, len(prompts))
-    ours, theirs = M.KVCache(m, room, 64), engine.Eager(m, room, 64)
+    ours, theirs = M.KVCache(m, room, 64), M.KVCache(m, room, 64)
     prefill = packed.Prefill(m, decode.Step(m, ours))
     prefill.refresh()
-    for _ in range(calls):
-        prefill.run(m, [p[:-1] for p in prompts], slots, capture)
-    with torch.no_grad():
-        engine.prefill(m, theirs, prompts, slots)
-    return ours, theirs.cache
+    prefill.run(m, [p[:-1] for p in prompts], slots, capture)
+    by_the_modules(m, theirs, prompts, slots)
+    return ours, theirs
 
 
 @pytest.mark.parametrize(("config", "capture"), [
@@ -321,15 +340,14 @@ def test_a_short_prefill_takes_the_linears_of_a_step(monkeypatch):
 def test_a_graph_is_replayed_for_the_prompts_of_its_call():
     """Captured once for a size: what it reads must be this call's prompts, places and slots, and fewer rows than before."""
     m = build(ONE)
-    ours, theirs = M.KVCache(m, 6, 64), engine.Eager(m, 6, 64)
+    ours, theirs = M.KVCache(m, 6, 64), M.KVCache(m, 6, 64)
     prefill, captured = packed.Prefill(m, decode.Step(m, ours)), []
     prefill.refresh()
     for prompts, slots in ((ROWS[1:], [0, 3, 5]), ([[9, 8, 7], [30] * 5], [4, 1])):
         prefill.run(m, [p[:-1] for p in prompts], slots, lambda launch: captured.append(launch) or launch)
-        with torch.no_grad():
-            engine.prefill(m, theirs, prompts, slots)
+        by_the_modules(m, theirs, prompts, slots)
     assert len(captured) == 1
-    for a, b in ((ours.k, theirs.cache.k), (ours.v, theirs.cache.v)):
+    for a, b in ((ours.k, theirs.k), (ours.v, theirs.v)):
         assert torch.allclose(a, b, rtol=0, atol=1e-5)
 
 
@@ -340,28 +358,6 @@ def test_what_no_graph_takes_is_launched(monkeypatch, prompts, sizes):
     captured, m = [], build(ONE)
     ours, theirs = filled(m, prompts, [*range(len(prompts))], lambda launch: captured.append(launch) or launch)
     assert torch.allclose(ours.k, theirs.k, rtol=0, atol=1e-5) and not captured
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("V, valid, spread", [(301, 297, 9), (5000, 5000, 9), (9001, 8200, 9), (9001, 8200, 0.5)])
-def test_score_is_one_kernel_for_log_prob_entropy_and_slope(V, valid, spread, temperature):
-    """A vocabulary within one block and over several, with spare rows; large logits must not overflow, and small ones all count."""
-    g = torch.Generator().manual_seed(0)
-    hidden, weight = spread * torch.randn(6, 8, generator=g), torch.randn(V, 8, generator=g)
-    targets = torch.tensor([0, 1, valid - 1, valid // 2, 5, 7])
-    want = M.score(hidden, weight, targets, temperature, valid)
-    got = fused.score(M.logits(hidden, weight), targets, temperature, valid, torch.float32)
-    for a, b in zip(got, want, strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_large_logits_round_no_log_prob():
-    """Logits that are larger by one number have the same probabilities, to the last bit."""
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randint(-999, 999, (4, 50), generator=g) / 128  # exact beside 8192 as well
-    targets = torch.tensor([0, 11, 12, 49])
-    plain, far = (fused.score(logits + by, targets, 1.0, 50, torch.float32) for by in (0, 8192))
-    assert all(torch.equal(a, b) for a, b in zip(plain, far, strict=True))
 
 
 # ---- on the device
@@ -403,7 +399,7 @@ def test_gpu_packed_equals_the_float32_modules(quant, dtype, rank, rows):
 @gpu
 def test_gpu_update_does_not_wait_for_the_device():
     """A synchronisation per micro-batch leaves the card idle while Python launches the next."""
-    m = build(GPU, "nvfp4", 8, "cuda", torch.bfloat16)
+    m = installed(rank=8)
     settings = grpo.Settings(micro_batch_tokens=20)
     grpo.backward(m, completions(), settings)  # compiles, checks weights
     torch.cuda.set_sync_debug_mode("error")
@@ -411,17 +407,6 @@ def test_gpu_update_does_not_wait_for_the_device():
         grpo.backward(m, completions(), settings)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@gpu
-def test_gpu_score_equals_the_plain_one():
-    hidden = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(5003, 256, device="cuda", dtype=torch.bfloat16) / 4
-    targets = torch.randint(0, 4999, (300,), device="cuda")
-    logp, entropy, slope = M.score(hidden, weight, targets, 0.9, 4999)
-    want = M.score(hidden.double(), weight.double(), targets, 0.9, 4999)
-    for a, b, bound in zip((logp, entropy, slope), want, (1e-4, 1e-4, 4e-3), strict=True):
-        assert torch.allclose(a.double(), b, rtol=bound, atol=bound)
 
 
 @gpu
@@ -436,13 +421,13 @@ def test_gpu_prefill_by_graph_equals_the_modules(quant, rank):
         prompts = [torch.randint(0, 5000, (int(k),), generator=g).tolist() for k in torch.randint(2, most, (n,), generator=g)]
         for _, layer in lora.lora_layers(m):
             torch.nn.init.normal_(layer.B, std=0.1)
-        eager, slots = engine.Eager(m, 20, 1024), torch.randperm(20, generator=g)[:n].tolist()
+        modules, slots = M.KVCache(m, 20, 1024), torch.randperm(20, generator=g)[:n].tolist()
         graphs.begin(1.0, 1.0, [])
         with torch.no_grad():
             engine.prefill(m, graphs, prompts, slots)
-            engine.prefill(m, eager, prompts, slots)
+        by_the_modules(m, modules, prompts, slots)
         for prompt, slot in zip(prompts, slots, strict=True):
-            for a, b in ((graphs.cache.k, eager.cache.k), (graphs.cache.v, eager.cache.v)):
+            for a, b in ((graphs.cache.k, modules.k), (graphs.cache.v, modules.v)):
                 a, b = (t[:, slot, :, : len(prompt) - 1].float() for t in (a, b))
                 assert (a - b).norm() < 3e-2 * b.norm()
     assert set(graphs.prompts.graphs) >= {64, 128}
