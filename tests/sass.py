@@ -22,9 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from plumbing import checkpoint
 
+import fast
 import lora
 import model as M
 from fast import decode, fused, gemm, packed
+from fast.layout import tile
 from fast.plan import TILES
 from nvfp4 import FORMATS, quantize
 
@@ -63,6 +65,7 @@ def pretend(arch):
 def work(quant, dtype, config, *few):
     """Of a random model with LoRA: steps of so many rows, each way of drawing, a prefill, an update."""
     m = M.build(config, checkpoint.RandomCheckpoint(), dtype=dtype, quant=quant)
+    fast.tile(m)
     lora.add_lora(m, 16, 32)
     cache = M.KVCache(m, 256, 512)
     step = decode.Step(m, cache)
@@ -115,17 +118,17 @@ def main(arch=90):
     work("nvfp4", torch.bfloat16, M.Config(1024, 512, 1536, 1, 4, 2, 128), 1, 16, 32, 64, 256)
     work("none", torch.float16, M.Config(1024, 512, 1536, 1, 4, 2, 64, qk_norm=True), 1, 256)  # Qwen3's
     for fmt in FORMATS:
-        q = quantize(torch.randn(512, 512), fmt)
+        q = tile(quantize(torch.randn(512, 512), fmt))
         for rows, dtype in ((4, torch.bfloat16), (64, torch.bfloat16), (64, torch.float16)):
             if (fmt, dtype) != ("mxfp4", torch.float16):
                 gemm.to_16bit(q, dtype=dtype)
                 gemm.gemm_few(torch.zeros(rows, 512, dtype=dtype), q)
-    q = quantize(torch.randn(512, 512), "nvfp4")
-    for tile in TILES:
+    q = tile(quantize(torch.randn(512, 512), "nvfp4"))
+    for t in TILES:
         for dtype, R in ((torch.bfloat16, 16), (torch.bfloat16, 256), (torch.float16, 16)):
             x = torch.zeros(512, 512, dtype=dtype)
-            if dtype == torch.bfloat16 or tile["BM"] == 64:
-                gemm.gemm_few(x[: tile["BM"]], q, A=x[:R], B=x[:, :R].contiguous(), **tile)
+            if dtype == torch.bfloat16 or t["BM"] == 64:
+                gemm.gemm_few(x[: t["BM"]], q, A=x[:R], B=x[:, :R].contiguous(), **t)
     for name, variants in sorted(made.items()):
         good = [v for v in variants.values() if not isinstance(v, Exception)]
         products = [v.asm["ptx"].count("wgmma.mma_async") for v in good]

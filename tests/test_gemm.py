@@ -1,4 +1,4 @@
-"""The FP4 GEMM: the kernels (in the interpreter here, compiled with -m gpu), gradients, errors."""
+"""The tuned FP4 GEMM: the kernels (in the interpreter here, compiled with -m gpu), gradients, errors."""
 import dataclasses
 import itertools
 import json
@@ -8,16 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import marlin_triton as mt
 import pytest
 import torch
 
-from fast import bits, memory, plan
+pytest.importorskip("triton")
+
+from fast import bits, gemm, layout, memory, plan
 from fast.adapter import adapter_work
-from fast.layout import pack
+from fast.layout import Tiled, pack, untile
 from lab import bench
 from model import Config
-from nvfp4 import E2M1, FORMATS, NF4, Format, Quantized, dequantize, quantize
+from nvfp4 import E2M1, FORMATS, NF4, Format, dequantize, quantize
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -27,7 +28,7 @@ gpu = pytest.mark.gpu
 
 
 def weight(fmt, N, K, seed=0, uniform=True):
-    """A Quantized with every code and a wide range of scales, subnormal ones and zero included."""
+    """A Tiled weight with every code and a wide range of scales, subnormal ones and zero included."""
     g = torch.Generator().manual_seed(seed)
     block = FORMATS[fmt].block
     codes = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
@@ -39,7 +40,7 @@ def weight(fmt, N, K, seed=0, uniform=True):
         scale = torch.rand(N, K // block, generator=g)
     rows = torch.full((N,), 0.037) if uniform else torch.rand(N, generator=g) + 0.1
     parts = (pack(codes, fmt), scale, rows)
-    return Quantized(fmt, (N, K), *(t.to(DEVICE) for t in parts))
+    return Tiled(fmt, (N, K), *(t.to(DEVICE) for t in parts))
 
 
 def ptx(text, word, ops):
@@ -112,7 +113,7 @@ def poisoned(*shape):
 def test_kernel_matches_the_float64_product(fmt, M, N, K):
     """Every tile shape of the table; rows, columns and chunks that do not fill a tile; results never written stay NaN."""
     q, x, out = weight(fmt, N, K, seed=M), activations(M, K), poisoned(M, N)
-    mt.gemm_few(x, q, out=out)
+    gemm.gemm_few(x, q, out=out)
     assert error(out, x.double() @ exact(q).T) < BOUND
 
 
@@ -120,10 +121,10 @@ def test_kernels_take_a_codebook_of_ones_own(own):
     """Blocks of 16 to 128 columns; with and without a part of a chunk; a chunk's first scale was taken for all of a plane of 64."""
     for M, N, K in ((3, 70, 384), (9, 33, 2 * FORMATS[own].block), (40, 72, 256)):
         q, x = weight(own, N, K), activations(M, K)
-        assert error(mt.gemm_few(x, q, out=poisoned(M, N)), x.double() @ exact(q).T) < 1.2 * BOUND  # scale, product and sum are rounded
-        assert error(mt.to_16bit(q), exact(q) / 0.037) < BOUND
+        assert error(gemm.gemm_few(x, q, out=poisoned(M, N)), x.double() @ exact(q).T) < 1.2 * BOUND  # scale, product and sum are rounded
+        assert error(gemm.to_16bit(q), exact(q) / 0.037) < BOUND
     x.requires_grad_()
-    mt.matmul(x, q).backward(torch.ones(40, 72, dtype=x.dtype, device=DEVICE))
+    gemm.matmul(x, q).backward(torch.ones(40, 72, dtype=x.dtype, device=DEVICE))
     assert error(x.grad, torch.ones(40, 72, device=DEVICE).double() @ exact(q)) < BOUND
 
 
@@ -134,22 +135,22 @@ def test_each_tile_matches(tile, K):
     """Whatever plan would take, and narrow tiles of two warps; of 128 rows and more x comes through a descriptor."""
     M, N = tile["BM"] + 1, tile["BN"] + 8
     q, x = weight("nvfp4", N, K), activations(M, K)
-    got = mt.gemm_few(x, q, out=poisoned(M, N), split=1, **tile)
+    got = gemm.gemm_few(x, q, out=poisoned(M, N), split=1, **tile)
     assert error(got, x.double() @ exact(q).T) < BOUND
 
 
 def test_kernel_takes_k_that_is_an_odd_number_of_blocks():
     """K = 80 has 5 scales a row: reading them four to a word crosses rows."""
     q, x = weight("nvfp4", 24, 80), activations(5, 80)
-    assert error(mt.gemm_few(x, q, out=poisoned(5, 24)), x.double() @ exact(q).T) < BOUND
+    assert error(gemm.gemm_few(x, q, out=poisoned(5, 24)), x.double() @ exact(q).T) < BOUND
 
 
 @pytest.mark.parametrize(("M", "split"), [(5, 1), (5, 3), (20, 2), (20, 3)])
 def test_splits_of_k_sum_to_the_same_product_twice(M, split):
     """The last program to arrive adds partial sums in a fixed order and leaves its counter at zero for the next launch."""
     q, x = weight("nvfp4", 72, 768), activations(M, 768)
-    first = mt.gemm_few(x, q, split=split)
-    assert torch.equal(first, mt.gemm_few(x, q, split=split))
+    first = gemm.gemm_few(x, q, split=split)
+    assert torch.equal(first, gemm.gemm_few(x, q, split=split))
     assert error(first, x.double() @ exact(q).T) < BOUND
     assert plan.space(x.device)[1].count_nonzero() == 0
 
@@ -184,9 +185,9 @@ def test_epilogue_adds_bias_lora_and_residual(M, bounds):
     want = x.double() @ exact(q).T + bias.double() + term + residual.double()
     arguments = dict(bias=bias, A=A, B=B, bounds=bounds, scaling=scaling)
     for split in (1, 2):
-        assert error(mt.gemm_few(x, q, split=split, residual=residual, **arguments), want) < 2 * BOUND
-    assert error(mt.linear_decode(x, q, bias, A, B, bounds, scaling, residual), want) < 2 * BOUND
-    assert mt.linear_decode(x, q, bias, A, B, bounds, scaling, residual, residual) is residual and error(residual, want) < 2 * BOUND
+        assert error(gemm.gemm_few(x, q, split=split, residual=residual, **arguments), want) < 2 * BOUND
+    assert error(gemm.linear_decode(x, q, bias, A, B, bounds, scaling, residual), want) < 2 * BOUND
+    assert gemm.linear_decode(x, q, bias, A, B, bounds, scaling, residual, residual) is residual and error(residual, want) < 2 * BOUND
 
 
 @pytest.mark.parametrize(("M", "half", "K", "R"), [(3, 40, 256, 0), (40, 72, 1280, 12), (9, 33, 192, 40)])
@@ -200,9 +201,9 @@ def test_epilogue_multiplies_silu_of_gate_with_up(M, half, K, R):
     gate, up = y.to(torch.bfloat16).double().chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up
     for split in (1, 2):
-        got = mt.gemm_few(x, q, None, A, B, (half,) if R else (), scaling, out=poisoned(M, half), glu=True, split=split)
+        got = gemm.gemm_few(x, q, None, A, B, (half,) if R else (), scaling, out=poisoned(M, half), glu=True, split=split)
         assert error(got, want) < 2e-2
-    assert error(mt.linear_decode(x, q, None, A, B, (half,) if R else (), scaling, glu=True), want) < 2e-2
+    assert error(gemm.linear_decode(x, q, None, A, B, (half,) if R else (), scaling, glu=True), want) < 2e-2
     assert plan.space(x.device)[1].count_nonzero() == 0
 
 
@@ -211,9 +212,9 @@ def test_silu_is_rounded_where_the_modules_round():
     q, x = weight("nvfp4", 80, 256), activations(6, 256).half()
     x *= 2 / (x.double() @ exact(q).T).std()
     bias = activations(1, 80, 2)[0].half()
-    gate, up = mt.gemm_few(x, q, bias, split=1).chunk(2, 1)
+    gate, up = gemm.gemm_few(x, q, bias, split=1).chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up
-    assert (mt.gemm_few(x, q, bias, glu=True, split=1) != want).float().mean() < 0.02
+    assert (gemm.gemm_few(x, q, bias, glu=True, split=1) != want).float().mean() < 0.02
 
 
 @pytest.mark.parametrize(("BM", "glu", "split"), [(64, True, 1), (32, False, 2)])
@@ -226,7 +227,7 @@ def test_many_slices_are_added_up_once(BM, glu, split):
     assert adapter_work(x, A, 1 + glu, BM)[1]["ZR"] == 1 < adapter_work(x, A, 1 + glu, BM)[1]["Z"]
     scaling, term = adapter(x, A, B, half, exact(q))
     tile = next(t for t in plan.TILES if t["BM"] == BM)
-    got = mt.gemm_few(x, q, None, A, B, half, scaling, out=poisoned(M, N // (1 + glu)), glu=glu, split=split, **tile)
+    got = gemm.gemm_few(x, q, None, A, B, half, scaling, out=poisoned(M, N // (1 + glu)), glu=glu, split=split, **tile)
     want = x.double() @ exact(q).T + term
     if glu:
         gate, up = want.to(torch.bfloat16).double().chunk(2, 1)
@@ -245,7 +246,7 @@ def test_only_the_last_tiles_are_split(M, glu):
         gate, up = want.to(torch.bfloat16).double().chunk(2, 1)
         want = torch.nn.functional.silu(gate) * up
     for whole in (1, 2):
-        got = mt.gemm_few(x, q, glu=glu, split=3, whole=whole, out=poisoned(M, 208 // (1 + glu)))
+        got = gemm.gemm_few(x, q, glu=glu, split=3, whole=whole, out=poisoned(M, 208 // (1 + glu)))
         assert error(got, want) < 2e-2 and plan.space(x.device)[1].count_nonzero() == 0
 
 
@@ -255,7 +256,7 @@ def test_the_result_may_overwrite_the_residual(M, split):
     """A decode step adds into the residual stream: a split that is not the last must not read or write it."""
     q, x, residual = weight("nvfp4", 72, 256), activations(M, 256), activations(M, 72, 5)
     want = x.double() @ exact(q).T + residual.double()
-    assert mt.gemm_few(x, q, split=split, residual=residual, out=residual) is residual
+    assert gemm.gemm_few(x, q, split=split, residual=residual, out=residual) is residual
     assert error(residual, want) < BOUND and plan.space(x.device)[1].count_nonzero() == 0
 
 
@@ -264,7 +265,7 @@ def test_the_result_may_overwrite_the_residual(M, split):
 def test_dequantization_is_exact(fmt, N, K):
     """Value times block scale has 6 significant bits: the scratch holds NVFP4 and MXFP4 without rounding."""
     q = weight(fmt, N, K)
-    got, want = mt.to_16bit(q).double(), exact(q) / q.global_scale[:, None].double()
+    got, want = gemm.to_16bit(q).double(), exact(q) / q.global_scale[:, None].double()
     assert torch.allclose(got, want, rtol=1.2e-2 if FORMATS[fmt].codebook else 1e-6, atol=0)
 
 
@@ -274,14 +275,14 @@ def check_float16(fmt, M, N, K, R=12):
     q, x = weight(fmt, N, K), activations(M, K).half()
     want = x.double() @ exact(q).T
     bound = 3e-4 if fmt == "nvfp4" else 1e-3
-    assert error(mt.gemm_few(x, q), want) < bound
-    mt.decoded(q)
-    assert error(mt.many(x, q, transposed=False), want) < bound and error(mt.matmul(x, q), want) < bound
-    w, alpha = mt.decoded(q, dtype=torch.float16)
+    assert error(gemm.gemm_few(x, q), want) < bound
+    gemm.decoded(q)
+    assert error(gemm.many(x, q, transposed=False), want) < bound and error(gemm.matmul(x, q), want) < bound
+    w, alpha = gemm.decoded(q, dtype=torch.float16)
     assert error(w.double() * alpha, exact(q)) < (1e-7 if fmt == "nvfp4" else 1e-3)
     A, B = (activations(*shape, 4).half() * 0.02 for shape in ((R, K), (N, R)))
     scaling, term = adapter(x, A, B, (), exact(q))
-    assert error(mt.linear_decode(x, q, A=A, B=B, scaling=scaling), want + term) < 4e-3  # `adapter` rounds to bfloat16
+    assert error(gemm.linear_decode(x, q, A=A, B=B, scaling=scaling), want + term) < 4e-3  # `adapter` rounds to bfloat16
 
 
 @pytest.mark.parametrize("M", [3, 40, 129])
@@ -304,7 +305,7 @@ def test_gpu_fewer_rows_than_the_copy_unit_takes(dtype):
     wide = torch.full((200, 960), float("nan"), dtype=dtype, device=DEVICE)
     x = wide[:100, :896]
     x.copy_(activations(100, 896))
-    got = mt.gemm_few(x, q, split=1, **tile)
+    got = gemm.gemm_few(x, q, split=1, **tile)
     assert error(got, x.double() @ exact(q).T) < BOUND
 
 
@@ -312,8 +313,8 @@ def test_an_adapter_fits_float16_in_the_weights_units():
     """Behind a weight of 0.02, an entry of 1.2 is 70,000 of its global scales."""
     q = weight("nvfp4", 16, 256)
     q.global_scale.fill_(1.2 / 70000)
-    tail = (torch.full((16, 8), 1.2) / mt.common_scale(q, torch.float16)).half()
-    w, alpha = mt.decoded(q, tail, torch.float16)
+    tail = (torch.full((16, 8), 1.2) / gemm.common_scale(q, torch.float16)).half()
+    w, alpha = gemm.decoded(q, tail, torch.float16)
     assert error(w[:, :256].double() * alpha, exact(q)) < 1e-6
     assert error(w[:, 256:].double() * alpha, torch.full((16, 8), 1.2)) < 1e-3
 
@@ -321,32 +322,32 @@ def test_an_adapter_fits_float16_in_the_weights_units():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_adapter_behind_a_weight_of_zeros_does_not_overflow(dtype):
     """A block that was added to a model begins so: in units of its global scale the adapter would be infinite."""
-    q = quantize(torch.zeros(16, 128, device=DEVICE))
-    tail = (torch.full((16, 8), 3.0, device=DEVICE) / (mt.common_scale(q, dtype) or 1.0)).to(dtype)
-    w, alpha = mt.decoded(q, tail, dtype)
-    y = mt.scaled(torch.ones(5, 136, dtype=dtype, device=DEVICE), w.T, alpha)
+    q = layout.tile(quantize(torch.zeros(16, 128, device=DEVICE)))
+    tail = (torch.full((16, 8), 3.0, device=DEVICE) / (gemm.common_scale(q, dtype) or 1.0)).to(dtype)
+    w, alpha = gemm.decoded(q, tail, dtype)
+    y = gemm.scaled(torch.ones(5, 136, dtype=dtype, device=DEVICE), w.T, alpha)
     assert (y == 24).all()
 
 
 def test_mxfp4_is_refused_in_float16():
     with pytest.raises(ValueError, match="MXFP4's scales go beyond float16"):
-        mt.matmul(activations(3, 64).half(), weight("mxfp4", 8, 64))
+        gemm.matmul(activations(3, 64).half(), weight("mxfp4", 8, 64))
 
 
 @pytest.mark.parametrize("N, K", [(9, 192), (72, 256)])
 def test_an_adapter_stands_behind_the_decoded_weight(monkeypatch, N, K):
     monkeypatch.setattr(plan, "SPACE", {})  # a scratch that is large enough for the weight alone
-    mt.decoded(weight("nvfp4", N, K))
+    gemm.decoded(weight("nvfp4", N, K))
     q, tail = weight("nvfp4", N, K), torch.randn(N, 24).to(torch.bfloat16)
-    w, alpha = mt.decoded(q, tail)
+    w, alpha = gemm.decoded(q, tail)
     assert alpha == q.global_scale[0]
-    assert torch.equal(w[:, :K], mt.to_16bit(q)) and torch.equal(w[:, K:], tail)
+    assert torch.equal(w[:, :K], gemm.to_16bit(q)) and torch.equal(w[:, K:], tail)
     whole = torch.cat([exact(q), alpha * tail.double()], 1)
     x, dy = activations(5, K + 24), activations(5, N, 1)
     for start in (None, activations(1, N, 2)[0], activations(5, N, 3)):
         want = x.double() @ whole.T + (0 if start is None else start.double())
-        assert error(mt.scaled(x, w.T, alpha, start), want) < BOUND
-    assert error(mt.scaled(dy, w, alpha), dy.double() @ whole) < BOUND
+        assert error(gemm.scaled(x, w.T, alpha, start), want) < BOUND
+    assert error(gemm.scaled(dy, w, alpha), dy.double() @ whole) < BOUND
 
 
 def test_a_weight_may_be_decoded_after_one_that_did_not_fit(monkeypatch):
@@ -354,20 +355,20 @@ def test_a_weight_may_be_decoded_after_one_that_did_not_fit(monkeypatch):
     monkeypatch.setattr(plan, "SPACE", {})
     q = weight("nvfp4", 8, 128)
     with pytest.raises(RuntimeError, match="memory"):
-        mt.decoded(dataclasses.replace(q, shape=(1 << 30, 1 << 28)))
-    assert torch.equal(mt.decoded(q)[0], mt.to_16bit(q))
+        gemm.decoded(dataclasses.replace(q, shape=(1 << 30, 1 << 28)))
+    assert torch.equal(gemm.decoded(q)[0], gemm.to_16bit(q))
 
 
 def test_rows_of_their_own_global_scales_are_decoded_with_them():
     """q, k and v of a checkpoint that another tool made: no one number stands before the product of many rows."""
     q, tail = weight("nvfp4", 72, 256, uniform=False), activations(72, 24, 2)
-    w, alpha = mt.decoded(q, tail)
+    w, alpha = gemm.decoded(q, tail)
     assert alpha == 1 and torch.equal(w[:, 256:], tail)
     assert error(w[:, :256], exact(q)) < BOUND
     x = activations(5, 280)
-    assert error(mt.scaled(x, w.T, alpha), x.double() @ torch.cat([exact(q), tail.double()], 1).T) < 2 * BOUND
+    assert error(gemm.scaled(x, w.T, alpha), x.double() @ torch.cat([exact(q), tail.double()], 1).T) < 2 * BOUND
     q.global_scale.fill_(0.5)
-    assert mt.decoded(q)[1] == 0.5  # what was found out is of the numbers as they were
+    assert gemm.decoded(q)[1] == 0.5  # what was found out is of the numbers as they were
 
 
 def test_mxfp4_keeps_tiny_scales():
@@ -375,8 +376,8 @@ def test_mxfp4_keeps_tiny_scales():
     q, x = weight("mxfp4", 16, 128), activations(2, 128)
     q.scale.copy_(torch.arange(27, 155, 2).view(16, 4))
     want = dequantize(q)
-    assert torch.equal(mt.to_16bit(q).float() * q.global_scale[:, None], want)
-    got = mt.gemm_few(x, q)
+    assert torch.equal(gemm.to_16bit(q).float() * q.global_scale[:, None], want)
+    got = gemm.gemm_few(x, q)
     for row in range(16):  # one at a time: large rows would hide small ones
         assert error(got[:, row], x.double() @ want[row].double()) < 1e-2
 
@@ -386,7 +387,7 @@ def test_mxfp4_keeps_tiny_scales():
 def test_matmul_and_its_gradient(fmt, shape):
     q = weight(fmt, 24, 192)
     x = torch.randn(*shape, 192, device=DEVICE, requires_grad=True)
-    y = mt.matmul(x, q)
+    y = gemm.matmul(x, q)
     dy = torch.randn_like(y)
     y.backward(dy)
     w = exact(q)
@@ -399,13 +400,13 @@ def test_matmul_and_its_gradient(fmt, shape):
 def test_kernel_takes_rows_with_a_stride():
     q, x = weight("nvfp4", 16, 128), activations(6, 512)
     for view in (x[:, 128:256], x[::2, :128], x.view(6, 128, 4)[..., 1]):
-        assert error(mt.gemm_few(view, q), view.double() @ exact(q).T) < BOUND
+        assert error(gemm.gemm_few(view, q), view.double() @ exact(q).T) < BOUND
 
 
 def test_no_rows():
     q = weight("nvfp4", 16, 128)
-    assert mt.gemm_few(activations(0, 128), q).shape == (0, 16)
-    assert mt.matmul(activations(0, 128), q).shape == (0, 16)
+    assert gemm.gemm_few(activations(0, 128), q).shape == (0, 16)
+    assert gemm.matmul(activations(0, 128), q).shape == (0, 16)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -417,15 +418,16 @@ def test_no_rows():
     (lambda q, x: (spoil(q, float("inf"), "global_scale", 5), x), "infinite"),
     (lambda q, x: (spoil(weight("mxfp4", 16, 128), 155), x), "too large"),
     (lambda q, x: (spoil(weight("nf4", 16, 128), float("nan"), at=(3, 1)), x), "NaN"),
-    (lambda q, x: (Quantized("fp3", q.shape, q.codes, q.scale, q.global_scale), x), "unknown format"),
-    (lambda q, x: (Quantized("nvfp4", q.shape, q.codes[:, :32], q.scale, q.global_scale), x), "do not fit"),
-    (lambda q, x: (Quantized("nvfp4", q.shape, q.codes, q.scale[:, :4], q.global_scale), x), "do not fit"),
-    (lambda q, x: (Quantized("nvfp4", (16, 120), q.codes, q.scale[:, :7], q.global_scale), x[:, :120]), "do not fit"),
+    (lambda q, x: (untile(q), x), "as in a checkpoint"),
+    (lambda q, x: (Tiled("fp3", q.shape, q.codes, q.scale, q.global_scale), x), "unknown format"),
+    (lambda q, x: (Tiled("nvfp4", q.shape, q.codes[:, :32], q.scale, q.global_scale), x), "do not fit"),
+    (lambda q, x: (Tiled("nvfp4", q.shape, q.codes, q.scale[:, :4], q.global_scale), x), "do not fit"),
+    (lambda q, x: (Tiled("nvfp4", (16, 120), q.codes, q.scale[:, :7], q.global_scale), x[:, :120]), "do not fit"),
 ])
 def test_what_the_kernels_cannot_take_is_an_error(change, message):
     q, x = change(weight("nvfp4", 16, 128), activations(3, 128))
     with pytest.raises(ValueError, match=message):
-        mt.matmul(x, q)
+        gemm.matmul(x, q)
 
 
 def spoil(q, value, name="scale", at=(3, 2)):
@@ -439,7 +441,7 @@ def spoil(q, value, name="scale", at=(3, 2)):
 def test_an_adapter_that_does_not_fit_is_an_error(A, B, bounds):
     """The kernel takes three parts, and would read behind an A or B that is too small."""
     with pytest.raises(ValueError, match="do not fit 16 x 128"):
-        mt.linear_decode(activations(3, 128), weight("nvfp4", 16, 128), None, activations(*A), activations(*B), bounds)
+        gemm.linear_decode(activations(3, 128), weight("nvfp4", 16, 128), None, activations(*A), activations(*B), bounds)
 
 
 def test_an_adapter_on_more_rows_than_there_are_flags_for_is_an_error():
@@ -449,10 +451,10 @@ def test_an_adapter_on_more_rows_than_there_are_flags_for_is_an_error():
 
 def test_a_scale_changed_in_place_is_checked_again():
     q, x = weight("nvfp4", 16, 128), activations(3, 128)
-    mt.matmul(x, q)
+    gemm.matmul(x, q)
     q.scale.copy_(torch.full_like(q.scale.float(), float("nan")))
     with pytest.raises(ValueError, match="NaN"):
-        mt.matmul(x, q)
+        gemm.matmul(x, q)
 
 
 @pytest.mark.parametrize("N, K", [(4608, 3584), (37888, 3584), (3584, 18944), (151936, 896), (1, 16)])
@@ -513,9 +515,9 @@ def test_gpu_matches_at_real_shapes(fmt, M, N, K):
     for uniform in (True,) if FORMATS[fmt].codebook else (True, False):  # those have no global scale
         q, x = weight(fmt, N, K, seed=M, uniform=uniform), activations(M, K)
         want, w = x.double() @ exact(q).T, exact(q)
-        assert error(mt.gemm_few(x, q, out=poisoned(M, N)), want) < BOUND
+        assert error(gemm.gemm_few(x, q, out=poisoned(M, N)), want) < BOUND
         x.requires_grad_()
-        y = mt.matmul(x, q)
+        y = gemm.matmul(x, q)
         assert error(y, want) < BOUND
         y.backward(y.detach())
         assert error(x.grad, y.detach().double() @ w) < BOUND
@@ -527,7 +529,7 @@ def test_gpu_matches_at_real_shapes(fmt, M, N, K):
 def test_gpu_both_decoders_agree(fmt, M):
     """The PTX mixes four bytes at once; a compiler that regroups them would only show here."""
     q, x = weight(fmt, 256, 512), activations(M, 512)
-    fast, slow = mt.gemm_few(x, q), mt.gemm_few(x, q, asm=False, BM=16, BN=64, warps=4, stages=1, split=1)
+    fast, slow = gemm.gemm_few(x, q), gemm.gemm_few(x, q, asm=False, BM=16, BN=64, warps=4, stages=1, split=1)
     assert error(fast, slow.double()) < (5e-3 if FORMATS[fmt].codebook else 4e-3)
 
 
@@ -540,7 +542,7 @@ def test_kernels_compile_for_a_card_that_is_not_there(triton):
     root = Path(__file__).parents[1]
     out = subprocess.run([sys.executable, "-W", "ignore", "tests/sass.py"], cwd=root, env=env, check=True, capture_output=True, text=True)
     kernels = {k["kernel"]: k for k in map(json.loads, out.stdout.splitlines())}
-    files = [root / "marlin_triton.py", *(root / "fast").glob("*.py")]
+    files = (root / "fast").glob("*.py")
     tiles = {f"gemm {t['BM']}x{t['BN']}" for t in plan.TILES}
     assert tiles | {*re.findall(r"def (\w+_kernel)\(", "".join(f.read_text() for f in files))} == set(kernels)
     for k in kernels.values():
@@ -561,9 +563,9 @@ def test_gpu_decode_in_a_graph_equals_eager():
     buffers = [torch.empty_like(x) for _ in range(2)]
 
     def step():
-        mt.linear_decode(x, q1, A=A, B=B, out=buffers[0])
+        gemm.linear_decode(x, q1, A=A, B=B, out=buffers[0])
         buffers[0].mul_(1e-3)
-        mt.linear_decode(buffers[0], q2, residual=x, out=buffers[1])
+        gemm.linear_decode(buffers[0], q2, residual=x, out=buffers[1])
 
     step()
     want = buffers[1].clone()
@@ -580,6 +582,6 @@ def test_gpu_decode_in_a_graph_equals_eager():
 def test_gpu_many_rows_and_64_bit_offsets():
     """65,536 rows of 37,888 outputs are more than 2^31 elements."""
     q, x = weight("nvfp4", 37888, 256), activations(65536, 256)
-    y = mt.matmul(x, q)
+    y = gemm.matmul(x, q)
     rows = torch.tensor([0, 1, 40000, 65535], device=DEVICE)
     assert error(y[rows], x[rows].double() @ exact(q).T) < BOUND
