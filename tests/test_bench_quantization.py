@@ -2,6 +2,8 @@
 import json
 import math
 
+from plumbing import checkpoint
+
 import pytest
 import torch
 
@@ -82,11 +84,12 @@ def test_rows_of_other_settings_are_not_mixed_with_new_ones(folder, shallow, mon
 
 def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folder, shallow, monkeypatch):
     """Calibrated on the text that it is tested on, AWQ's halves with the other half in them, sampled answers called greedy."""
-    loads, asked, tok = [], [], data.Tokenizer(shallow)
+    loads, asked, tok, plain = [], [], data.Tokenizer(shallow), qwen.load
 
-    def load(model, device, dtype, fmt, *text, **options):
-        loads.append((fmt, *text, options))
-        m = qwen.load(model, device, dtype)
+    def load(model, device, dtype, fmt="none", *text, **options):
+        if text:
+            loads.append((fmt, *text, options))
+        m = plain(model, device, dtype)
         m.awq = [{"awq": 1.0, "rtn": 4.0, "channels": 2.0, "exponent": 0.5},
                  {"awq": 1.0, "rtn": 1.0, "channels": 1.0, "exponent": 0.0}]
         return m
@@ -98,21 +101,23 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
     def counted(name, result):
         monkeypatch.setattr(bench, name, lambda *a: counts.append((name, len(a[2]))) or result)
 
-    counts = []
+    counts, engines = [], []
     counted("divergence", [[0.5, 4]])
     counted("own_entropy", (1.5, None))
-    monkeypatch.setattr(bench.awq, "load", load)
+    monkeypatch.setattr(qwen, "load", load)
+    monkeypatch.setattr(sample, "set_engine", lambda model, engine: engines.append(engine))
     monkeypatch.setattr(bench, "evaluate", evaluate)
     out = folder / "q.json"
     bench.main(["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--methods", "channels", "blocks",
                 "--documents", "2", "--questions", "2", "--samples", "1", "--divergence", "1", "--max-new-tokens", "4", "--sequences", "4",
                 "--length", "32", "--device", "cpu", "--out", str(out)])
-    text = folder / "train.jsonl", 4, 32
-    assert loads == [("nf4", *text, {"finalists": None}), ("nf4", *text, {"grid": 0})]
+    assert [(fmt, options) for fmt, _, options in loads] == [("nf4", {"finalists": None}), ("nf4", {"grid": 0})]
+    calibration = data.calibration(folder / "train.jsonl", checkpoint.fetch(shallow), 4, 32)
+    assert all(torch.equal(ids, calibration) for _, ids, _ in loads)
     how = {"style": "boxed", "n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
-    assert counts == 3 * [("divergence", 1), ("own_entropy", 1)]
+    assert engines == 3 * ["auto"] and counts == 3 * [("divergence", 1), ("own_entropy", 1)]
     assert asked == 3 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], how)]
-    model = qwen.load(shallow, dtype=torch.float32)
+    model = plain(shallow, dtype=torch.float32)
     model.valid_vocab = len(tok)
     _, entropy, tokens = map(sum, zip(*bench_quantization.perplexity(model, [tok.encode(t) for t in data.texts(folder / "test.jsonl")[:2]]), strict=True))
     first, second, *_ = json.loads(out.read_text())["table"]
