@@ -367,8 +367,10 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none", calib
     its options); the report is then in model.awq. FileNotFoundError / ValueError with one line that
     names the file or tensor."""
     folder = checkpoint.fetch(path_or_hub_id)
-    source = checkpoint.Checkpoint(folder)
-    return build(read_config(folder), source, device, dtype, quant, calibration, **awq)
+    config, source = read_config(folder), checkpoint.Checkpoint(folder)
+    if calibration is not None and config.quantization:
+        raise ValueError(f"--awq: {folder} is quantized already; give the 16-bit checkpoint")
+    return build(config, source, device, dtype, quant, calibration, **awq)
 
 
 def read_config(folder):

@@ -418,8 +418,6 @@ def load_policy(args):
     tok, text = data.Tokenizer(folder), None
     # a quantized one already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
-        if stored:
-            raise ValueError(f"--awq: {folder} is quantized already; give the 16-bit checkpoint")
         text = data.calibration(args.calib, folder)
     model = qwen.load(folder, device, dtype, args.quant, text)
     model.valid_vocab = len(tok)
