@@ -401,7 +401,7 @@ def micro_batches(model, completions, token_budget):
     """This rank's share of the completions, in lists that are computed at once: the shortest first,
     so that little of a padded row is padding, and rows x longest within the budget. A completion
     that exceeds it is a list of its own."""
-    if model.fast:
+    if model.fast and model.fast.knows(model):
         return model.fast.micro_batches(model, completions, token_budget)
 
     def tokens(c):
