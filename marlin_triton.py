@@ -43,7 +43,7 @@ import torch
 import triton
 import triton.language as tl
 
-FEW = 64  # up to so many rows, decoding in registers is faster than decoding first
+FEW = 128  # up to so many rows, decoding in registers is faster than decoding first
 SCALES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0", torch.float32: "float32"}
 
 
@@ -110,19 +110,19 @@ def gemm_kernel(x, codes, scale, book, g, out, M, N, steps, SCALE: tl.constexpr,
 
 
 @triton.jit
-def add_kernel(parts, out, size, splits, B: tl.constexpr):
-    """out (size,) = the sum of parts (splits, size), in order, so that each run gives the same."""
+def add_kernel(parts, out, size, SPLITS: tl.constexpr, B: tl.constexpr):
+    """out (size,) = the sum of parts (SPLITS, size), in order, so that each run gives the same."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     y = tl.zeros((B,), tl.float32)
-    for split in range(splits):
+    for split in tl.static_range(SPLITS):
         y += tl.load(parts + split * size + i, mask=i < size)
     tl.store(out + i, y.to(out.dtype.element_ty), mask=i < size)
 
 
 @triton.jit
 def decode_kernel(codes, scale, book, g, out, N, steps, SCALE: tl.constexpr, BLOCK: tl.constexpr,
-                  BN: tl.constexpr, BK: tl.constexpr, FOLD: tl.constexpr):
-    """out (N, K) = value * scale, which 16 bits hold exactly for E2M1; with FOLD w_hat, rounded."""
+                  BN: tl.constexpr, BK: tl.constexpr):
+    """out (N, K) = w_hat, rounded to 16 bits."""
     K = steps * BK
     i = tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -132,8 +132,7 @@ def decode_kernel(codes, scale, book, g, out, N, steps, SCALE: tl.constexpr, BLO
     w = decode(c, s, book, SCALE, BLOCK)  # (BN, BK)
     if SCALE != "float32":
         w *= 2.0**14
-    if FOLD:
-        w *= tl.load(g + row)
+    w *= tl.load(g + row)
     to = out + row * K + i * BK + tl.arange(0, BK)[None, :]
     tl.store(to, w.to(out.dtype.element_ty), mask=(n < N)[:, None])
 
@@ -153,13 +152,13 @@ def arguments(q):
 def tile(M, N, K, cores):
     """How `cores` processors share the product of x (M, K) and a weight (N, K)."""
     BM = max(8, min(32, triton.next_power_of_2(M)))
-    BN = 64
+    BN = 64  # twice BM or more: the two warps share out rows of w, and neither decodes the other's
     BK = math.gcd(K, 128)  # K is a multiple of it, so that no load needs a mask
     # where tiles are few, K is split, until each processor has some eight programs, which hide one
     # another's waiting, or a program has only four steps
     tiles = triton.cdiv(M, BM) * triton.cdiv(N, BN)
     per = max(4, triton.cdiv(K // BK * tiles, 8 * cores))
-    return {"BM": BM, "BN": BN, "BK": BK, "splits": triton.cdiv(K // BK, per), "num_warps": 2,
+    return {"BM": BM, "BN": BN, "BK": BK, "splits": triton.cdiv(K // BK, per), "num_warps": 4,
             "num_stages": 4}
 
 
@@ -176,30 +175,22 @@ def few_rows(x, q, dtype, **override):
     gemm_kernel[triton.cdiv(M, t["BM"]), triton.cdiv(N, t["BN"]), splits](
         x.contiguous(), *tensors, parts, M, N, K // t["BK"], **constants, **t)
     if splits > 1:
-        add_kernel[(triton.cdiv(M * N, 1024),)](parts, out, M * N, splits, B=1024)
+        add_kernel[(triton.cdiv(M * N, 256),)](parts, out, M * N, splits, B=256)
     return out
 
 
-def to_16bit(q, dtype, fold=False):
-    """value * scale (N, K) in bfloat16 or float16; with `fold` w_hat, rounded once."""
+def to_16bit(q, dtype):
+    """w_hat (N, K), rounded to bfloat16 or float16."""
     (N, K), BK = q.shape, math.gcd(q.shape[1], 128)
     out = torch.empty(N, K, dtype=dtype, device=q.codes.device)
     tensors, constants = arguments(q)
-    decode_kernel[K // BK, triton.cdiv(N, 64)](*tensors, out, N, K // BK, **constants, BN=64, BK=BK,
-                                               FOLD=fold)
+    decode_kernel[K // BK, triton.cdiv(N, 64)](*tensors, out, N, K // BK, **constants, BN=64, BK=BK)
     return out
 
 
 def many_rows(x, q, dtype):
     """x (M, K) in 16 bits times w_hat^T: (M, N) in `dtype`. Decode first, then cuBLAS."""
-    w = to_16bit(q, x.dtype)
-    out = torch.empty(x.shape[0], q.shape[0], dtype=dtype, device=x.device)
-    # the sums stay float32 until they have the global scale; that is twice the output's size, so
-    # rows are taken 4096 at a time
-    for rows, y in zip(x.split(4096), out.split(4096), strict=True):
-        sums = torch.mm(rows, w.T, out_dtype=torch.float32)  # (M, K) @ (K, N)
-        torch.mul(sums, q.global_scale, out=y)
-    return out
+    return (x @ to_16bit(q, x.dtype).T).to(dtype)  # (M, K) @ (K, N)
 
 
 def in_16bit(x):
@@ -220,7 +211,7 @@ class Matmul(torch.autograd.Function):
         if not dy.is_cuda:
             return (dy.float() @ ctx.q.dequantize()).to(dy.dtype), None
         d = in_16bit(dy)
-        return (d @ to_16bit(ctx.q, d.dtype, fold=True)).to(dy.dtype), None  # (M, N) @ (N, K)
+        return (d @ to_16bit(ctx.q, d.dtype)).to(dy.dtype), None  # (M, N) @ (N, K)
 
 
 def check(x, q):
