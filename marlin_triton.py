@@ -23,12 +23,12 @@ float32, so only the output is rounded: relative error 1.7e-3 in bfloat16. A cod
 are looked up, and their products with a scale are rounded as well: 2.4e-3.
 
 Many rows are different. Each tile of rows decodes the weight again, at six or seven instructions a
-code, and the arithmetic is no longer free. So `decode_kernel` writes the weight once in 16 bits,
-and cuBLAS multiplies. The gradient in x goes that way as well, with w_hat rounded: 2.4e-3. The
+code, and the arithmetic is no longer free. So `decode_kernel` writes w_hat once, rounded to 16
+bits, and cuBLAS multiplies: relative error 2.4e-3. The gradient in x goes that way as well. The
 weight has no gradient, and no 16-bit copy of it is kept.
 
     y = matmul(x, q)                                      # any number of rows, differentiable in x
-    python -m pytest -n 0 tests/test_readable_gemm.py     # on the CPU; on a GPU add -m gpu
+    pytest tests/test_marlin_triton.py                    # on a GPU add -m gpu
 
 A weight q is what a checkpoint holds: q.shape (N, K); q.codes (N, K/2) uint8, even columns in the
 low four bits; q.scale (N, K/block), E4M3, E8M0 (uint8: 2^(s - 127)) or, with a codebook, float32;
@@ -152,7 +152,7 @@ def arguments(q):
 def tile(M, N, K, cores):
     """How `cores` processors share the product of x (M, K) and a weight (N, K)."""
     BM = max(8, min(32, triton.next_power_of_2(M)))
-    BN = 64  # twice BM or more: the two warps share out rows of w, and neither decodes the other's
+    BN = 64
     BK = math.gcd(K, 128)  # K is a multiple of it, so that no load needs a mask
     # where tiles are few, K is split, until each processor has some eight programs, which hide one
     # another's waiting, or a program has only four steps

@@ -323,10 +323,11 @@ def score(hidden, weight, targets, temperature, valid_vocab):
     """(log p(target) (c,), entropy (c,)) of a chunk's hidden (c, C) and targets (c,)."""
     # Qwen's embedding has rows past the tokenizer's last id: they have probability 0. Tokens were
     # sampled from the tempered distribution.
-    x = logits(hidden, weight)[:, :valid_vocab] / temperature  # (c, V)
-    lp = torch.log_softmax(x, dim=-1)
-    entropy = torch.special.entr(lp.detach().exp()).sum(1)  # -p log p, and 0 at p = 0
-    return lp.gather(1, targets[:, None])[:, 0], entropy
+    x = logits(hidden, weight)[:, :valid_vocab]  # (c, V)
+    if temperature != 1:
+        x = x / temperature
+    entropy = torch.special.entr(x.detach().softmax(-1)).sum(1)  # -p log p, and 0 at p = 0
+    return -F.cross_entropy(x, targets, reduction="none"), entropy
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, chunk=None):
