@@ -2,7 +2,6 @@
 import itertools
 import json
 import math
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -291,23 +290,6 @@ def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
         monkeypatch.setattr(nvfp4, "PORTION", chunk)
         assert torch.equal(quantize(w, "nvfp4").codes, want.codes)
         assert torch.equal(nvfp4.snap(w, "nvfp4", *block_scales(w, "nvfp4")), dequantize(want))
-
-
-def test_the_documented_choice_of_a_blocks_end(monkeypatch):
-    """lab/ideas/four_over_six.py: 5 is 4.5 where the block's 6 becomes code 4, nearer than 4 or 6
-    otherwise; 4 beside 6 is exact as it is."""
-    monkeypatch.setattr(nvfp4, "block_scales", block_scales)  # put back afterwards
-    runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "four_over_six.py"))
-    zeros = [0.0] * 13
-    q = quantize(torch.tensor([[6, -5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]), "nvfp4")
-    assert q.scale.tolist() == [[384, 256, 0]]
-    assert dequantize(q).tolist() == [[6, -4.5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]
-    w = weights(64, 256, spread=0).bfloat16()
-    both = quantize(w, "nvfp4"), encode(w, "nvfp4", *block_scales(w, "nvfp4"))
-    error, plain = ((dequantize(q) - w).square().sum() for q in both)
-    assert error < 0.9 * plain
-    for fmt in ("mxfp4", "nf4"):
-        assert all(map(torch.equal, nvfp4.block_scales(w, fmt), block_scales(w, fmt)))
 
 
 def test_four_and_a_half_bits_a_weight():
