@@ -372,9 +372,9 @@ def rise(run):
 
 
 def late_entropy(run):
-    """Mean entropy, nats a token, of the samples in the second half of a run."""
-    entropies = [row["entropy"] for row in plot.read(run)]
-    return fmean(e for e in entropies[len(entropies) // 2 :] if e is not None)
+    """Mean entropy, nats a token, of a run's samples in its second half; nan if none trained."""
+    entropies = plot.column(plot.read(run), "entropy")
+    return plot.trailing_mean(entropies, len(entropies) - len(entropies) // 2)[-1]
 
 
 def compare(runs, growth=False, entropy=False, interval=False, pairs=False):

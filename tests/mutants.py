@@ -1898,7 +1898,7 @@ MUTANTS = {
         ("the narrower interval", "margin, least = max(margins)", "margin, least = min(margins)", "archive::the_wider_error_makes_the_interval"),
         ("one seed of two models is one draw", 'draw = pair if pairs else had[less].get("seed")', 'draw = had[less].get("seed")',
          "archive::a_seed_of_two_models_is_two_draws"),
-        ("entropy of all of training", "entropies[len(entropies) // 2 :]", "entropies", "archive::late_entropy_is_of_the_second_half"),
+        ("entropy of all of training", "len(entropies) - len(entropies) // 2", "len(entropies)", "archive::late_entropy_is_of_the_second_half"),
         ("what waited for its turn begins after another has failed", "future.cancel()", "future.done()",
          "experiments::a_process_that_fails_is_named_and_fails_the_experiment"),
         ("side by side a script's changes are lost", "if jobs > 1 and not command.ALONE:", "if False:",
