@@ -52,9 +52,13 @@ def folders(runs):
                 raise ValueError(f"{run}: no such folder, and no group/name in {TABLE.name} is "
                                  "like it; a pattern is quoted, as in '2x2_1.5b/nvfp4*'")
             for name in matching:
-                unpack(name, rows, defaults, Path(temporary) / name)
-                found.append(str(Path(temporary) / name))
-        yield found
+                if (out := f"{temporary}/{name}") not in found:
+                    unpack(name, rows, defaults, Path(out))
+                    found.append(out)
+        try:
+            yield found
+        except ValueError as e:  # a row is called by its name
+            raise ValueError(str(e).replace(f"{temporary}/", "")) from None
 
 
 def unpack(name, rows, defaults, out):

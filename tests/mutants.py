@@ -1882,6 +1882,8 @@ MUTANTS = {
         ("the defaults of another day", "config = defaults | row", "config = {} | row", "archive::defaults_that_change_later_change_no_row"),
         ("a row is of train.py, whatever made it", "row.get('script', 'train.py')", "'train.py'",
          "archive::rows_print_what_their_folders_print"),
+        ("a row counts as often as it is named", 'if (out := f"{temporary}/{name}") not in found:', 'if out := f"{temporary}/{name}":',
+         "archive::a_row_is_called_by_its_name_and_counts_once"),
         ("nothing matches, and nothing is said", "            if not matching:", "            if False:", "archive::what_is_no_run_is_named"),
     ],
     "lab/collect.py": [

@@ -95,6 +95,15 @@ def test_what_is_no_run_is_named(table, tmp_path, capsys):
     assert experiments.main(["compare", "mine/s1"]) == 2 and "mine/s1: no such folder" in capsys.readouterr().err
 
 
+def test_a_row_is_called_by_its_name_and_counts_once(table, tmp_path, capsys):
+    """An error named a temporary folder that was gone when it was read; a row that two patterns match was a seed twice."""
+    run = trained(tmp_path / "s0", "none", 0)
+    assert collect.main([run, "--group", "mine"]) == 0
+    assert experiments.main(["compare", "mine/*", run]) == 2 and f"error: mine/s0 and {run} have the same flags" in capsys.readouterr().err
+    with archive.folders(["mine/*", "mine/s0", "mine/s?"]) as runs:
+        assert len(runs) == 1
+
+
 def test_curves_and_cards_are_of_rows_too(table, tmp_path, capsys):
     """The documents' commands took folders that the repository no longer has."""
     run = trained(tmp_path / "s0", "none", 0, group_size=8)
