@@ -160,7 +160,17 @@ def test_dependencies_are_declared_once_each():
     assert {re.split("[=;<>! ]", line)[0] for line in ranges} == pinned
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/claims.md", "docs/guide.md", "docs/measured.md", "docs/noise.md"])
+def test_results_stay_small():
+    """84 MB in 4,835 files, and a log of 155 KB that nobody read to its end."""
+    files = [f for f in (ROOT / "results").rglob("*") if f.is_file()]
+    pictures = [f.stat().st_size for f in files if f.suffix == ".png"]
+    assert sum(f.stat().st_size for f in files) < 3e6 and len(files) < 40 and len(pictures) <= 6 and max(pictures) < 150e3
+    for name, most in (("results/LOG.md", 300), ("docs/claims.md", 250), ("docs/measured.md", 110)):
+        lines = (ROOT / name).read_text().splitlines()
+        assert len(lines) <= most and max(map(len, lines)) <= 160, name
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/claims.md", "docs/guide.md", "docs/measured.md", "docs/noise.md", "results/LOG.md"])
 def test_what_is_linked_to_is_there(name):
     """A figure whose rows were moved or renamed."""
     links = re.findall(r"\]\((?!http|#)([^)#]+)", (ROOT / name).read_text())
