@@ -30,6 +30,7 @@ from plumbing import ranks
 
 import torch
 
+import aqn
 import lora
 from model import to_device, token_logprobs
 
@@ -458,7 +459,8 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
         return to_device([r + [0.0] * (T - len(r)) for r in rows], device, torch.float32)
 
     if s.beta:
-        with torch.no_grad(), lora.disabled(model):  # the base: the same model, adapter off
+        # the base: the same model, adapter off, and without noise
+        with torch.no_grad(), lora.disabled(model), aqn.clean(model):
             reference = completion_logprobs(model, batch, s.temperature)[0]
     logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
     trainer = None
