@@ -30,6 +30,7 @@ from plumbing import ranks
 
 import torch
 
+import aqn
 import lora
 from model import to_device, token_logprobs
 
@@ -210,49 +211,61 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_logp,
                     tis_cap, max_len)
     objective = OBJECTIVES[loss]
-    low, high = (default if given is None else given
-                 for given, default in zip((eps_low, eps_high), objective.clip, strict=True))
+    low = objective.clip[0] if eps_low is None else eps_low
+    high = objective.clip[1] if eps_high is None else eps_high
 
-    def difference(a, b):  # values in the padding, even nan, have no effect
-        return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
+    # How much each token gains, and where the clip decides it.
+    gap = difference(logp.detach() if trainer_logp is None else trainer_logp, old_logp, mask)
+    anchor = old_logp if trainer_logp is None else trainer_logp
+    gain, ratio, clipped = gains(objective, logp, anchor, advantages, mask, low, high)
+    if tis_cap is not None:  # the samples are not quite from the trainer's policy
+        gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
 
-    if trainer_logp is None:
-        anchor, trainer = old_logp, logp.detach()
-    else:
-        anchor = trainer = trainer_logp
-    gap = difference(trainer, old_logp).detach()  # trainer minus sampler, token by token
+    # The distance to the frozen base, by the estimator k3: unbiased, never negative.
+    d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp, mask)
+    kl = torch.expm1(d) - d
+    per_token = (beta * kl - gain if beta else -gain) * mask  # (B, T)
+
+    # Normalised by the counts of the global batch.
+    tokens = torch.as_tensor(mask.sum() if total_tokens is None else total_tokens).clamp(min=1)
+    seqs = torch.as_tensor(mask.any(1).sum() if total_seqs is None else total_seqs).clamp(min=1)
+    value = objective.normaliser(per_token, mask, tokens, seqs, max_len)
+    entropy = mask * 0.0 if entropy is None else entropy.masked_fill(~mask, 0.0)
+    return value, {"loss": value.detach(), "kl": (kl * mask).sum().detach(),
+                   "entropy": entropy.sum(), **ratio_metrics(ratio, clipped, gap, mask)}
+
+
+def difference(a, b, mask):
+    """a - b on the mask, 0 elsewhere: values in the padding, even nan, have no effect."""
+    return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
+
+
+def gains(objective, logp, anchor, advantages, mask, low, high):
+    """(gain (B, T) to maximise, ratio (B, T) of logp to the anchor, whether the clip changes the
+    gain (B, T))."""
     # past e^80 a ratio is clipped all the same; past e^88 it is inf, whose gradient is inf * 0, NaN
-    ratio = objective.level(difference(logp, anchor), mask).clamp(max=80).exp()  # (B, T)
+    ratio = objective.level(difference(logp, anchor, mask), mask).clamp(max=80).exp()  # (B, T)
     adv = advantages[:, None].to(logp.dtype)  # (B, 1)
     said = logp.masked_fill(~mask, 0.0)
     gain = objective.surrogate(ratio, adv, said, low, high)
     with torch.no_grad():
         free = objective.surrogate(ratio, adv, said, math.inf, math.inf)
         clipped = ((gain - free).abs() > 0) & mask  # NaN counts as not clipped
-    if tis_cap is not None:  # the samples are not quite from the trainer's policy
-        gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
-    d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp)
-    kl = torch.expm1(d) - d  # k3: unbiased, never negative
-    per_token = (beta * kl - gain if beta else -gain) * mask  # (B, T)
+    return gain, ratio, clipped
 
-    tokens = torch.as_tensor(mask.sum() if total_tokens is None else total_tokens).clamp(min=1)
-    seqs = torch.as_tensor(mask.any(1).sum() if total_seqs is None else total_seqs).clamp(min=1)
-    value = objective.normaliser(per_token, mask, tokens, seqs, max_len)
-    with torch.no_grad():
-        metrics = {
-            "loss": value.detach(),
-            "tokens": mask.sum(),
-            # counted where the clip changes the gain: PPO's does only where it stops the gradient
-            "clip_low": (clipped & (ratio < 1)).sum(),
-            "clip_high": (clipped & (ratio > 1)).sum(),
-            "kl": (kl * mask).sum(),
-            "logp_gap": gap.abs().sum(),
-            "logp_gap_max": gap.abs().max() if gap.numel() else gap.sum(),
-            "sampler_kl": (torch.expm1(gap) - gap).sum(),
-            "ratio_outside": ((torch.expm1(gap).abs() > 0.1) & mask).sum(),
-            "entropy": (mask * 0.0 if entropy is None else entropy.masked_fill(~mask, 0.0)).sum(),
-        }
-    return value, metrics
+
+@torch.no_grad()
+def ratio_metrics(ratio, clipped, gap, mask):
+    """Metric sums of the ratio, and of the gap (B, T): trainer minus sampler, token by token."""
+    return {
+        "tokens": mask.sum(),
+        # counted where the clip changes the gain: PPO's does only where it stops the gradient
+        "clip_low": (clipped & (ratio < 1)).sum(),
+        "clip_high": (clipped & (ratio > 1)).sum(),
+        "logp_gap": gap.abs().sum(),
+        "logp_gap_max": gap.abs().max() if gap.numel() else gap.sum(),
+        "sampler_kl": (torch.expm1(gap) - gap).sum(),
+        "ratio_outside": ((torch.expm1(gap).abs() > 0.1) & mask).sum()}
 
 
 def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_logp,
@@ -401,7 +414,7 @@ def micro_batches(model, completions, token_budget):
     """This rank's share of the completions, in lists that are computed at once: the shortest first,
     so that little of a padded row is padding, and rows x longest within the budget. A completion
     that exceeds it is a list of its own."""
-    if model.fast:
+    if model.fast and model.fast.knows(model):
         return model.fast.micro_batches(model, completions, token_budget)
 
     def tokens(c):
@@ -446,7 +459,8 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
         return to_device([r + [0.0] * (T - len(r)) for r in rows], device, torch.float32)
 
     if s.beta:
-        with torch.no_grad(), lora.disabled(model):  # the base: the same model, adapter off
+        # the base: the same model, adapter off, and without noise
+        with torch.no_grad(), lora.disabled(model), aqn.clean(model):
             reference = completion_logprobs(model, batch, s.temperature)[0]
     logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
     trainer = None

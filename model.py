@@ -323,10 +323,11 @@ def score(hidden, weight, targets, temperature, valid_vocab):
     """(log p(target) (c,), entropy (c,)) of a chunk's hidden (c, C) and targets (c,)."""
     # Qwen's embedding has rows past the tokenizer's last id: they have probability 0. Tokens were
     # sampled from the tempered distribution.
-    x = logits(hidden, weight)[:, :valid_vocab] / temperature  # (c, V)
-    lp = torch.log_softmax(x, dim=-1)
-    entropy = torch.special.entr(lp.detach().exp()).sum(1)  # -p log p, and 0 at p = 0
-    return lp.gather(1, targets[:, None])[:, 0], entropy
+    x = logits(hidden, weight)[:, :valid_vocab]  # (c, V)
+    if temperature != 1:
+        x = x / temperature
+    entropy = torch.special.entr(x.detach().softmax(-1)).sum(1)  # -p log p, and 0 at p = 0
+    return -F.cross_entropy(x, targets, reduction="none"), entropy
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, chunk=None):
@@ -367,8 +368,10 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none", calib
     its options); the report is then in model.awq. FileNotFoundError / ValueError with one line that
     names the file or tensor."""
     folder = checkpoint.fetch(path_or_hub_id)
-    source = checkpoint.Checkpoint(folder)
-    return build(read_config(folder), source, device, dtype, quant, calibration, **awq)
+    config, source = read_config(folder), checkpoint.Checkpoint(folder)
+    if calibration is not None and config.quantization:
+        raise ValueError(f"--awq: {folder} is quantized already; give the 16-bit checkpoint")
+    return build(config, source, device, dtype, quant, calibration, **awq)
 
 
 def read_config(folder):

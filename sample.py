@@ -104,6 +104,12 @@ def sample_ids(logits, u, temperature=1.0, top_p=1.0):
     return ids, logp.gather(1, ids[:, None])[:, 0]
 
 
+def draw(logits, key, position, temperature, top_p):
+    """Draw one id a row: logits (B, V) of valid ids, key (B,) of the rows' random numbers, position
+    (B,) of the new tokens -> ids (B,), logprobs (B,)."""
+    return sample_ids(logits, uniform(key, position), temperature, top_p)
+
+
 # ---- generate
 
 
@@ -149,14 +155,14 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     if not isinstance(max_new_tokens, list | tuple):
         max_new_tokens = [max_new_tokens] * len(prompts)
     check_arguments(model, prompts, n, max_new_tokens, temperature, top_p, max_rows)
-    if model.fast:
-        return model.fast.generate(model, prompts, n, max_new_tokens, temperature, top_p, eos_ids,
-                                   seed, max_rows, progress, on_token, indices)
-
-    # A row for each completion. Those of a prompt are neighbours, so that they share its prefill.
+    # a row for each completion; those of a prompt are neighbours, so that they share its prefill
     rows = new_rows(prompts, n, max_new_tokens, seed, indices)
     bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False, disable=not progress)
-    together = max_rows or MAX_ROWS
+    together, eos_ids = max_rows or MAX_ROWS, {*eos_ids}
+    if model.fast and model.fast.knows(model):
+        model.fast.decode(model, rows, temperature, top_p, eos_ids, together, draw, bar, on_token)
+        return samples_of(rows, len(prompts), n)
+
     for first in range(0, len(rows), together):
         decoder = Decoder(model, rows[first : first + together], temperature, top_p)
         while decoder.rows:
@@ -239,32 +245,31 @@ class Decoder:
                 self.positions = min(self.positions, -(-positions // BUCKET) * BUCKET)
             else:
                 self.positions = positions
-            ids, logprobs = self.draw()
+            ids, logprobs = self.launch()
             if self.cuda:
                 self.capture()
         return ids.tolist(), logprobs.tolist()
 
-    def draw(self):
+    def launch(self):
         """The step itself: ids (B,), log-probs (B,). All state changes in place."""
         self.cache.used = self.positions - 1
         x = self.model.hidden(self.token[:, None], self.cache)[:, 0]  # (B, C)
         logits = qwen.logits(x, self.model.lm_head.weight)[:, : self.model.valid_vocab]  # (B, V)
         # a row that has ended goes on until it leaves, but not past the end of the cache
         self.cache.length.add_(1).clamp_(max=self.cache.k.shape[3] - 1)
-        u = uniform(self.key, self.cache.length)
-        ids, logprobs = sample_ids(logits, u, self.temperature, self.top_p)
+        ids, logprobs = draw(logits, self.key, self.cache.length, self.temperature, self.top_p)
         self.token.copy_(ids)
         return ids, logprobs
 
     def capture(self):
-        """Record `draw` as a CUDA graph, to be replayed until the batch shrinks or the rows grow
+        """Record `launch` as a CUDA graph, to be replayed until the batch shrinks or the rows grow
         past self.positions. It runs what a hook of your own launches, too, if that works on tensors
         in place; a step that cannot be captured goes on without."""
         self.graph = None  # frees the last one first
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                self.drawn = self.draw()
+                self.drawn = self.launch()
             self.graph = graph
         except RuntimeError as e:
             if Decoder.told is False:
@@ -418,8 +423,6 @@ def load_policy(args):
     tok, text = data.Tokenizer(folder), None
     # a quantized one already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
-        if stored:
-            raise ValueError(f"--awq: {folder} is quantized already; give the 16-bit checkpoint")
         text = data.calibration(args.calib, folder)
     model = qwen.load(folder, device, dtype, args.quant, text)
     model.valid_vocab = len(tok)

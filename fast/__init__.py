@@ -26,7 +26,7 @@ class Replaced(NamedTuple):
 
 
 TABLE = (
-    Replaced("sample.generate", "scheduler.generate",
+    Replaced("sample.generate", "scheduler.decode",
              "one CUDA graph of fused kernels a step; slots are refilled as rows end; the host "
              "works a few steps behind", "test_decode.py::test_graph_equals_eager_equals_one_row"),
     Replaced("grpo.completion_logprobs", "batches.completion_logprobs",
@@ -115,17 +115,15 @@ class Fast:
             print(f"engine: plain from here on, since {why}", file=sys.stderr)
         return why is None
 
-    def generate(self, model, *args):
-        import sample
+    def decode(self, model, *args):
         from fast import scheduler
 
-        return (scheduler if self.knows(model) else sample).generate(model, *args)
+        scheduler.decode(model, *args)
 
     def micro_batches(self, model, *args):
-        import grpo
         from fast import batches
 
-        return (batches if self.knows(model) else grpo).micro_batches(model, *args)
+        return batches.micro_batches(model, *args)
 
     def completion_logprobs(self, model, *args):
         from fast import batches

@@ -42,7 +42,6 @@ import triton.language as tl
 from triton import next_power_of_2 as power
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-import sample
 from fast import gemm
 from fast.adapter import StepLinear, lora_kernel, product32
 from fast.plan import sms
@@ -51,7 +50,9 @@ from model import logits, projections, rope_tables
 STEPS = 8  # steps between the host's reads of the tokens
 EOS_SLOTS = 128  # stop tokens that a step can compare with
 
-GOLDEN, MIX1, MIX2 = map(tl.constexpr, (sample.GOLDEN, sample.MIX1, sample.MIX2))
+# of splitmix64, as in sample.py
+GOLDEN, MIX1, MIX2 = map(tl.constexpr, (-0x61C8864680B583EB, -0x40A7B892E31B1A47,
+                                        -0x6B2FB644ECCEEE15))
 LOG2E = tl.constexpr(1.4426950408889634)
 MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
 
@@ -477,8 +478,8 @@ class Step:
         state = (self.token, self.cache.length, self.stop, self.alive, self.count, self.out_ids,
                  self.out_logp, self.eos)
         if nucleus:
-            u = sample.uniform(self.key[:rows], self.cache.length[:rows] + 1)
-            ids, logp = sample.sample_ids(logits[:, : self.valid_vocab], u, *nucleus)
+            ids, logp = self.draw(logits[:, : self.valid_vocab], self.key[:rows],
+                                  self.cache.length[:rows] + 1, *nucleus)
             record_kernel[(rows,)](ids, logp, *state, S, EOS=EOS_SLOTS)
             return
         BLOCK = min(4096, power(self.valid_vocab))

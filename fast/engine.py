@@ -65,8 +65,9 @@ class Graphs:
             end = weakref.finalize(self, torch.cuda.synchronize, self.cache.k.device)
             end.atexit = False
 
-    def begin(self, temperature, top_p, eos_ids):
+    def begin(self, temperature, top_p, eos_ids, draw):
         st = self.step
+        st.draw = draw
         if len(eos_ids) > len(st.eos):
             raise ValueError(f"{len(eos_ids)} stop tokens: the GPU engine compares with at most "
                              f"{len(st.eos)}")

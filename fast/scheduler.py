@@ -13,10 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from fast.engine import engine_for, prefill
-from sample import MAX_ROWS, new_rows, samples_of
 
 
 class InFlight(NamedTuple):
@@ -27,21 +25,17 @@ class InFlight(NamedTuple):
     fetch: Callable  # waits for the steps; returns ids and log-probs as lists [slot][step]
 
 
-@torch.no_grad()
-def generate(model, prompts, n, limits, temperature, top_p, eos_ids, seed, max_rows, progress,
-             on_token, indices):
-    """As sample.generate, whose arguments these are, checked."""
-    if not prompts:
-        return []
-    rows = new_rows(prompts, n, limits, seed, indices)
+def decode(model, rows, temperature, top_p, eos, max_rows, draw, bar, on_token):
+    """Fill the samples of `rows`, as sample.generate does; draw: sample.draw; bar: a tqdm."""
+    if not rows:
+        return
     top_p = top_p if temperature else 1.0  # greedy: no sort to keep memory for
-    slots = min(len(rows), max_rows or MAX_ROWS)
-    max_len = max(len(p) + m for p, m in zip(prompts, limits, strict=True))
+    slots = min(len(rows), max_rows)
+    max_len = max(len(row.prompt) + row.limit for row in rows)
     with torch.cuda.device_of(model.embed.weight):  # streams and Triton go by the current device
         engine = engine_for(model, slots, max_len, top_p)
-        engine.begin(temperature, top_p, {*eos_ids})
-        Scheduler(model, engine, rows, {*eos_ids}, min(slots, engine.slots), on_token).run(progress)
-    return samples_of(rows, len(prompts), n)
+        engine.begin(temperature, top_p, eos, draw)
+        Scheduler(model, engine, rows, eos, min(slots, engine.slots), on_token).run(bar)
 
 
 class Scheduler:
@@ -57,8 +51,7 @@ class Scheduler:
         self.launched = {id(row): 0 for row in rows}
         self.empty_steps = 0  # slots that have stood empty, times steps
 
-    def run(self, progress):
-        bar = tqdm(total=self.rows, unit="row", desc="sample", leave=False, disable=not progress)
+    def run(self, bar):
         begin, tokens, in_flight = time.perf_counter(), 0, deque()
         while self.waiting or any(self.live):
             self.refill()
@@ -70,7 +63,7 @@ class Scheduler:
             steps = in_flight.popleft()
             tokens += self.collect(steps)
             self.empty_steps += self.live.count(None) * steps.steps
-            if progress:
+            if not bar.disable:
                 n = len(self.live) - self.live.count(None)
                 bar.update(self.rows - len(self.waiting) - n - bar.n)
                 bar.set_postfix_str(f"{n} live, "

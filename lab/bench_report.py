@@ -26,7 +26,7 @@ import torch
 
 import model as qwen
 from fast import memory
-from lab import plot
+from lab import archive, plot
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PEERS = json.loads((RESULTS / "peers.json").read_text())
@@ -151,11 +151,17 @@ def rollout_curves(rows, where):
 def cards(args):
     """Completions/s of runs of train.py, and how many times the first one's. A step is what the
     clock shows between its row and the one before."""
+    with archive.folders(args.runs) as runs:
+        speeds(runs, args)
+
+
+def speeds(runs, args):
+    """What `cards` shows, of folders."""
     columns = {"run": "", "completions": ".0f", "rollout": ".2f", "update": ".2f", "step": ".2f",
                "per_second": ".1f", "times": ".2f"}
     show(columns)
     alone = None
-    for run, name in zip(args.runs, plot.names(args.runs), strict=True):
+    for run, name in zip(runs, plot.names(runs), strict=True):
         group = plot.saved(run, "config.json").get("group_size")
         if not group:
             raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
@@ -216,7 +222,8 @@ def parse_args(argv=None):
                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         c.set_defaults(run=f)
         adds[f] = c.add_argument
-    adds[cards]("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
+    adds[cards]("runs", nargs="+", metavar="RUN", help="folder that train.py wrote, or a "
+                "quoted pattern of rows in results/runs.jsonl")
     adds[cards]("--skip", type=count, default=8, help="steps at the start that do not count: they "
                 "compile kernels and capture batch sizes")
     add, positive = adds[scale], command.number(1e-9, 1e18, float)

@@ -17,8 +17,9 @@ Measurements behind the README's choices.
                inference engine beside a trainer, four bits to sample and 16 to train, the ratio
                against the sampler or, with a truncated weight, against the trainer itself
 
-    compare    existing runs, whatever made them: what each flag in which they differ adds, to the
-               accuracy after training or, with --growth, to how fast that of the samples rises
+    compare    existing runs, whatever made them, or rows of results/runs.jsonl: what each flag in
+               which they differ adds, to the accuracy after training or, with --growth, to how
+               fast that of the samples rises
 
 All but the first and the last train: each arm with each seed, in a folder of its own in --out
 (runs/NAME). A finished run is not repeated, a stopped one continues; the flags must be the same,
@@ -34,12 +35,13 @@ runs side by side, spread over the cards; one has room for several when the mode
     python lab/experiments.py 2x2 --out runs/2x2
     python lab/experiments.py noise --seeds 0,1,2 --jobs 4 --out runs/noise --model DIR --data gsm8k
     python lab/experiments.py two-copies --out runs/apart          # one run of train.py, so trained
-    python lab/experiments.py compare results/long_1.5b/*/ [--growth]
+    python lab/experiments.py compare '2x2_1.5b/*' [--growth] [--interval]
+    python lab/experiments.py compare runs/2x2/*/
 """
 import argparse
 import json
+import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -50,14 +52,14 @@ from functools import partial
 from itertools import chain, combinations, product
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import fmean
+from statistics import fmean, stdev
 from threading import Lock
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command, flags, ranks
-from plumbing.files import check_out, read_json, read_jsonl, whole
+from plumbing.files import check_out, read_jsonl, whole
 
 import torch
 
@@ -68,7 +70,7 @@ import lora
 import sample
 import train
 from eval import stderr
-from lab import plot
+from lab import archive, plot
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 UNUSED = "-"  # the value of a flag that did nothing in a run
@@ -356,16 +358,10 @@ def accuracy_after(run):
 
 def answers(run):
     """Accuracy on each held-out question after training, in the set's order; None where it was not
-    kept. In correct.json beside the runs a digit stands for each: eval_after.jsonl is long."""
-    run = Path(run).resolve()
-    path, kept = run / "eval_after.jsonl", run.parent / "correct.json"
+    kept."""
+    path, fields = Path(run) / "eval_after.jsonl", {"accuracy": (float, 0, 1)}
     if path.is_file():
-        fields = {"accuracy": (float, 0, 1)}
         return [row["accuracy"] for _, row in read_jsonl(path, fields, fields)]
-    digits = read_json(kept).get(run.name) if kept.is_file() else None
-    if digits is not None and not re.fullmatch("[01]+", str(digits)):
-        raise ValueError(f"{kept}: {run.name} must be digits, 1 for each right answer")
-    return digits and [*map(int, digits)]
 
 
 def rise(run):
@@ -381,20 +377,27 @@ def rise(run):
     return fmean(accuracy[begun:half]) - fmean(accuracy[:begun])
 
 
-def compare(runs, growth=False):
+def late_entropy(run):
+    """Mean entropy, nats a token, of a run's samples in its second half; nan if none trained."""
+    entropies = plot.column(plot.read(run), "entropy")
+    return plot.trailing_mean(entropies, len(entropies) - len(entropies) // 2)[-1]
+
+
+def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
     """A line for each flag in which runs differ, or flags that change together, and each two of its
     values: what that adds to the accuracy after training, or with `growth` to the `rise` of the
     samples', over pairs of runs that are alike in all else, the seed included. What a flag switches
     on changes with it: noise of 5e-2 is one change from none. In points, with the standard error
-    over seeds and, where their answers are kept, over questions."""
+    over seeds and, where their answers are kept, over questions. pairs: each pair is a draw."""
     runs = [*{Path(run).resolve(): run for run in runs}.values()]
     had = flags_used(runs)
     for one, other in combinations(runs, 2):
         if had[one] == had[other]:
             raise ValueError(f"{one} and {other} have the same flags; leave one out")
-    ends = {run: [rise(run) if growth else accuracy_after(run)] for run in runs}
+    measure = late_entropy if entropy else rise if growth else accuracy_after
+    ends = {run: [measure(run)] for run in runs}
     by_question = {run: None if growth else answers(run) for run in runs}
-    after = ends if None in by_question.values() else by_question
+    after = ends if entropy or pairs or None in by_question.values() else by_question
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
 
@@ -413,8 +416,11 @@ def compare(runs, growth=False):
         (low, less), (high, more) = sorted((place(had[r][flag], values[flag]), r) for r in pair)
         change = (flag, low, high), change_text(had[less], had[more], causes, values)
         gains = [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)]
-        found.setdefault(change, {}).setdefault(had[less].get("seed"), []).append(gains)
-    return [f"{text}: {effect([*found[order, text].values()])}" for order, text in sorted(found)]
+        draw = pair if pairs else had[less].get("seed")
+        found.setdefault(change, {}).setdefault(draw, []).append(gains)
+    unit = "hundredths of a nat" if entropy else "points"
+    return [f"{text}: {effect([*found[order, text].values()], unit, interval, pairs)}"
+            for order, text in sorted(found)]
 
 
 def change_text(less, more, causes, values):
@@ -442,16 +448,53 @@ def flags_used(runs):
     return had
 
 
-def effect(seeds):
-    """What a change adds, as text. seeds: of each the gains of its pairs, points by question."""
+def effect(seeds, unit="points", interval=False, pairs=False):
+    """What a change adds, as text. seeds: of each the gains of its pairs, points by question.
+    interval: also what that says at 95%, by the wider of the errors; the least effect that four of
+    five such experiments would tell from 0; the standard deviation of a pair's gain."""
     means, n = [[*map(fmean, zip(*pairs, strict=True))] for pairs in seeds], sum(map(len, seeds))
     questions = [*map(fmean, zip(*means, strict=True))]
-    text = f"{fmean(questions):+.1f} points"
+    text = f"{fmean(questions):+.1f} {unit}"
     of = f" ({n} pairs)" if n > len(seeds) else ""
-    for what, values in ((f"seeds{of}", [*map(fmean, means)]), ("questions", questions)):
+    draws = ("pairs" if pairs else "seeds") + of
+    margins = []
+    for what, values in ((draws, [*map(fmean, means)]), ("questions", questions)):
         if len(values) > 1:
             text += f", +- {stderr(values):.1f} over {len(values)} {what}"
+            t95, t80 = (student(p, len(values) - 1) for p in (0.975, 0.8))
+            margins.append((t95 * stderr(values), (t95 + t80) * stderr(values)))
+    if interval and margins:
+        margin, least = max(margins)
+        low, high = (fmean(questions) + sign * margin for sign in (-1, 1))
+        text += f"; 95%: {low:+.1f} to {high:+.1f}, seen from {least:.1f} on"
+        each = [fmean(gains) for of_seed in seeds for gains in of_seed]
+        text += f", s.d. of a pair {stdev(each):.1f}" if len(each) > 1 else ""
     return text
+
+
+def student(p, freedom):
+    """The quantile p of Student's t. With t = sqrt(freedom) tan(angle) its density is a power of a
+    cosine, so the angle is found by halving, where the area below it is p's share."""
+    def area(angle):
+        return angle * fmean(math.cos(angle * (i + 0.5) / 400) ** (freedom - 1) for i in range(400))
+
+    low, high = 0.0, math.pi / 2
+    share = (2 * p - 1) * area(high)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if area(middle) < share else (low, middle)
+    return freedom ** 0.5 * math.tan(low)
+
+
+def arms(runs):
+    """A line for runs that differ in their seed alone: accuracy before and after, and the entropy
+    of the first samples and of those in the second half, nats a token."""
+    for label, members in plot.lines(runs):
+        after = percent([*map(accuracy_after, members)])
+        before = fmean(plot.saved(run, "summary.json")["accuracy_before"] for run in members)
+        first = fmean(plot.read(run)[0]["entropy"] for run in members)
+        late = fmean(map(late_entropy, members))
+        yield f"{label}: {100 * before:.1f} -> {after}, entropy {first:.3f} -> {late:.3f}"
 
 
 def place(value, values):
@@ -462,10 +505,19 @@ def place(value, values):
 
 def comparison(argv):
     p = command.Parser(prog="lab/experiments.py compare", description=compare.__doc__)
-    p.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
-    p.add_argument("--growth", action="store_true",
-                   help="of the samples' accuracy, in the first half of training")
-    lines = compare(**vars(p.parse_args(argv)))
+    p.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote, or a "
+                   "quoted pattern of rows in results/runs.jsonl, as '2x2_1.5b/nvfp4*'")
+    add = partial(p.add_argument, action="store_true")
+    add("--growth", help="of the samples' accuracy, in the first half of training")
+    add("--entropy", help="of the samples' entropy, in the second half of training")
+    add("--interval", help="with the 95%% interval (Student's t), and the least effect to be seen")
+    add("--pairs", help="errors over pairs, not over seeds: for runs of several models")
+    add("--arms", help="first each arm's accuracy before and after training, and its entropy")
+    given = vars(p.parse_args(argv))
+    with archive.folders(given.pop("runs")) as runs:
+        if given.pop("arms"):
+            print("\n".join(arms(runs)))
+        lines = compare(runs, **given)
     print("\n".join(lines) or "no two of these runs have the same seed, and differ in one flag")
 
 

@@ -27,6 +27,8 @@ from plumbing.files import check_out, read_json, whole
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
+from lab import archive
+
 PANELS = [  # title, columns (the second drawn thin), how the y axis reads
     ("reward", ["reward"], "linear"),
     ("held-out accuracy", ["eval_accuracy"], "percent"),
@@ -284,7 +286,8 @@ def main(argv=None):
         description="Plot the curves of training runs from their metrics.jsonl.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("runs", metavar="RUN", nargs="+",
-                        help="run folder of train.py, or a metrics.jsonl; several are overlaid")
+                        help="run folder of train.py, a metrics.jsonl, or a quoted pattern of rows "
+                        "in results/runs.jsonl, as '2x2_1.5b/*'; several are overlaid")
     parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or "
                         "compare.png for several runs")
     parser.add_argument("--x", choices=["step", "seconds"], default="step", help="horizontal axis")
@@ -295,8 +298,10 @@ def main(argv=None):
         a = parser.parse_args(argv)
         first = Path(a.runs[0])
         folder = first.parent if first.is_file() else first
-        out = a.out or ("compare.png" if len(a.runs) > 1 else folder / "metrics.png")
-        print(f"wrote {plot(a.runs, out, a.x, a.smooth)}")
+        alone = len(a.runs) == 1 and first.exists()
+        out = a.out or (folder / "metrics.png" if alone else "compare.png")
+        with archive.folders(a.runs) as a.runs:
+            print(f"wrote {plot(a.runs, out, a.x, a.smooth)}")
 
     return command.run("lab/plot.py", body)
 

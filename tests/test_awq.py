@@ -25,6 +25,12 @@ TINY = Path(__file__).parent.parent / "assets" / "tiny"
 IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
 
 
+def policy_of(args):
+    """What train.py would write into policy.json."""
+    kept = [f.dest for f in train.COMMAND.flags if f.kept]
+    return policy.content(args, policy.base_of(args, nvfp4.FORMATS), [*kept, "reward"])
+
+
 def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512, **options):
     """model.load with AWQ, calibrated on a file's text."""
     return M.load(path, device, dtype, fmt, data.calibration(calib, path, sequences, length), **options)
@@ -381,7 +387,7 @@ def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_p
     m, had = M.load(shallow, dtype=torch.float32), flags.parse(train.COMMAND, ["--model", str(shallow), "--awq"])
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, tmp_path / "a")
-    (tmp_path / "a" / "policy.json").write_text(json.dumps(flags.policy(had, policy.base_of(had))))
+    (tmp_path / "a" / "policy.json").write_text(json.dumps(policy_of(had)))
     model, _ = sample.load_policy(flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / "q")]))
     assert lora.lora_layers(model) and not capsys.readouterr().err
     with pytest.raises(ValueError, match="is quantized already"):  # without an adapter that asks for them
@@ -452,7 +458,7 @@ def test_calibration_files_that_cannot_serve_are_named(tmp_path, name, content, 
 
 def test_a_quantized_checkpoint_is_not_quantized_again():
     with pytest.raises(ValueError, match="--awq: .*compressed_nvfp4 is quantized already"):
-        loaded(FIXTURES / "compressed_nvfp4")
+        M.load(FIXTURES / "compressed_nvfp4", quant="nvfp4", calibration=torch.zeros(1, 2, dtype=torch.long))
 
 
 @pytest.mark.gpu

@@ -122,7 +122,7 @@ def kept(tmp_path, **runs):
         quant, lr, seed = name.split("_")
         (out / "config.json").write_text(json.dumps({"quant": quant, "lr": float(lr), "seed": int(seed), "eval_every": int(seed)}))
         (out / "summary.json").write_text(json.dumps({"accuracy_after": digits.count("1") / len(digits)}))
-    (tmp_path / "correct.json").write_text(json.dumps(runs))
+        (out / "eval_after.jsonl").write_text("".join(f'{{"accuracy": {digit}}}\n' for digit in digits))
     return [str(tmp_path / name) for name in runs]
 
 
@@ -133,7 +133,7 @@ def test_runs_are_compared_where_they_differ_in_one_flag_alone(tmp_path, capsys)
     # by seed +25 and -100 points; by question -50, 0, -50, -50
     assert capsys.readouterr().out.splitlines() == ["lr 2 -> 16: +25.0 points, +- 25.0 over 4 questions",
         "quant none -> nvfp4: -37.5 points, +- 62.5 over 2 seeds, +- 12.5 over 4 questions"]
-    (tmp_path / "correct.json").unlink()
+    (Path(runs[0]) / "eval_after.jsonl").unlink()
     assert experiments.main(["compare", *runs]) == 0
     assert "nvfp4: -37.5 points, +- 62.5 over 2 seeds\n" in capsys.readouterr().out
     (tmp_path / "none_2_0" / "eval_after.jsonl").write_text('{"accuracy": 0.5}\n' * 4)
@@ -178,9 +178,9 @@ def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     for argv, why in (([], "RUN"), ([str(tmp_path)], "config.json"), (runs, "different numbers of questions"),
                       ([runs[0], shutil.copytree(runs[0], tmp_path / "twin")], "have the same flags; leave one out")):
         assert experiments.main(["compare", *map(str, argv)]) == 2 and why in capsys.readouterr().err
-    (tmp_path / "correct.json").write_text('{"none_1_0": "1x"}')
-    assert experiments.main(["compare", *runs]) == 2 and "correct.json: none_1_0 must be digits" in capsys.readouterr().err
-    (tmp_path / "correct.json").unlink()
+    (tmp_path / "none_1_0" / "eval_after.jsonl").write_text('{"accuracy": "x"}\n')
+    assert experiments.main(["compare", *runs]) == 2 and "eval_after.jsonl, row 1: accuracy" in capsys.readouterr().err
+    (tmp_path / "none_1_0" / "eval_after.jsonl").unlink()
     config = json.loads((tmp_path / "none_1_0" / "config.json").read_text())
     (tmp_path / "none_1_0" / "config.json").write_text(json.dumps(config | {"steps": 400}))
     (tmp_path / "none_1_0" / "summary.json").write_text('{"accuracy_after": 0.5, "steps": 2}')  # it has gone on since

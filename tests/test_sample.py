@@ -1,5 +1,4 @@
 """Sampling: what is drawn depends on the prompt and the seed alone, and each log-prob is the full forward's."""
-import functools
 import inspect
 import json
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import data
 import lora
 import model as M
 import sample
-from fast import engine, memory
 from tests.conftest import exit_code
 
 CONFIG = M.Config(101, 48, 64, 2, 4, 2, 12, max_position_embeddings=64)
@@ -65,23 +63,23 @@ def test_a_thousand_prompts_through_four_slots(small):
 
 
 def test_a_prompt_of_one_token_beside_one_of_four_thousand(small):
-    """Nothing to fill beside more than a prefill holds at once: chunks, and the short row's own positions. Where a chunk sees others,
-    the GPU's attention keeps all its scores; and long keys and values have no room beside the cache that was planned."""
+    """Nothing to fill beside a padded row: the short one's own positions."""
     long, kw = [i * i % 97 for i in range(4000)], dict(max_new_tokens=4, temperature=0)
-    attention, scores, caches = M.F.scaled_dot_product_attention, [], []
-
-    def attend(q, k, v, attn_mask, **kw):
-        scores.append(0 if attn_mask is None else q.shape[2] * k.shape[2])
-        return attention(q, k, v, attn_mask=attn_mask, **kw)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "PREFILL_TOKENS", 1024)
-        patch.setattr(M.F, "scaled_dot_product_attention", attend)
-        patch.setattr(engine, "KVCache", lambda m, rows, length: caches.append((rows, length)) or M.KVCache(m, rows, length))
-        both = sample.generate(small, [[5], long], **kw)
+    both = sample.generate(small, [[5], long], **kw)
     alone = sample.generate(small, [[5]], **kw) + sample.generate(small, [long], **kw)
     assert tokens(both) == tokens(alone)
-    assert 0 < max(scores) <= 512 * 1024 and caches == [(2, 4004)]
+
+
+def test_prompts_are_prefilled_once_and_within_the_budget(model, monkeypatch):
+    """A prefill a completion costs a group of 16 sixteen times; all prompts at once do not fit beside the cache."""
+    filled, hidden = [], M.Transformer.hidden
+    monkeypatch.setattr(M.Transformer, "hidden", lambda self, ids, cache=None: filled.append(tuple(ids.shape)) or hidden(self, ids, cache))
+    want = tokens(sample.generate(model, PROMPTS, n=3, max_new_tokens=2))
+    assert filled[0] == (5, 16) and [shape[1] for shape in filled[1:]] == [1, 1]
+    filled.clear()
+    monkeypatch.setattr(sample, "PREFILL_TOKENS", 33)
+    assert tokens(sample.generate(model, PROMPTS, n=3, max_new_tokens=2)) == want
+    assert [shape for shape in filled if shape[1] > 1] == [(2, 16), (2, 16), (1, 16)]
 
 
 def test_samples_do_not_depend_on_the_other_prompts(model):
@@ -168,50 +166,15 @@ def test_edges(model):
     torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, long, s.ids), atol=1e-4, rtol=0)
 
 
-def test_greedy_decoding_sorts_nothing(model, monkeypatch):
-    """The GPU's engine was made anew, for fewer rows, with room for the sort of --eval-top-p's default."""
-    asked, begin = [], engine.Eager.begin
-    monkeypatch.setattr(engine.Eager, "begin", lambda self, *args: asked.append(args[:2]) or begin(self, *args))
-    for temperature in (0, 0.6):
-        sample.generate(model, PROMPTS, max_new_tokens=2, temperature=temperature, top_p=0.95)
-    assert asked == [(0, 1.0), (0.6, 0.95)]
-
-
-def test_long_prompts_go_through_in_chunks(model, monkeypatch):
-    """A prompt longer than the prefill budget must see all of itself, not its last chunk."""
-    want = tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6))
-    monkeypatch.setattr(memory, "PREFILL_TOKENS", 5)
-    assert tokens(sample.generate(model, PROMPTS, n=2, max_new_tokens=6)) == want
-
-
-@pytest.mark.parametrize("patch", ["class", "wraps", "no_grad", "object", "hook", "base"])
-def test_a_forward_of_ones_own_is_what_samples(monkeypatch, patch):
-    """On the CPU linears give way to faster ones, and dropout put into LoRA's forward never ran in a rollout."""
+def test_a_forward_or_hook_of_ones_own_is_what_samples(monkeypatch):
+    """Dropout put into LoRA's forward once never ran in a rollout."""
     m = M.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     lora.add_lora(m, 2, 4)
-    called, layers = [], [layer for _, layer in lora.lora_layers(m)]
-
-    def forward(self, x, own=lora.LoRALinear.forward):
-        called.append(self)
-        return own(self, x)
-
-    if patch == "class":
-        monkeypatch.setattr(lora.LoRALinear, "forward", forward)
-    elif patch == "wraps":  # which copies the name of the module that it wraps
-        monkeypatch.setattr(lora.LoRALinear, "forward", functools.wraps(lora.LoRALinear.forward)(forward))
-    elif patch == "no_grad":  # torch's function around it
-        monkeypatch.setattr(lora.LoRALinear, "forward", torch.no_grad()(forward))
-    elif patch == "object":
-        for layer in layers:
-            layer.forward = functools.partial(forward, layer)
-    elif patch == "hook":
-        for layer in layers:
-            layer.register_forward_hook(lambda layer, *_: called.append(layer))
-    else:
-        plain = M.Linear.forward
-        monkeypatch.setattr(M.Linear, "forward", lambda self, x: called.append(self) or plain(self, x))
+    called, own = [], lora.LoRALinear.forward
+    monkeypatch.setattr(lora.LoRALinear, "forward", lambda self, x: called.append(self) or own(self, x))
+    m.layers[0].attn.o_proj.register_forward_hook(lambda layer, *_: called.append("hook"))
     sample.generate(m, PROMPTS, n=1, max_new_tokens=3)
-    assert len(called) >= 3 * len(layers)
+    assert called.count("hook") == 4 and len(called) == 4 + 4 * len(lora.lora_layers(m))  # a prefill and three steps
 
 
 def test_lora_and_noise_changed_between_calls(model):

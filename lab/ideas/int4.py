@@ -1,0 +1,24 @@
+"""A four-bit integer format: codes are -8 to 7, with a float32 scale for each 32 weights.
+
+One row of nvfp4.FORMATS, put there before the commands are imported, is in all their flags, files
+and kernels. The first word names the command, so that eval.py and sample.py know the row as well:
+
+    python lab/ideas/int4.py train --quant int4 --out runs/int4-s0
+    python lab/ideas/int4.py eval --run runs/int4-s0
+"""
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from nvfp4 import FORMATS, Format
+
+FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
+
+if __name__ == "__main__":
+    if sys.argv[1:2] not in (["train"], ["eval"], ["sample"]):
+        sys.exit(f"int4.py: error: train, eval or sample?\n\n{__doc__}")
+    sys.exit(import_module(sys.argv.pop(1)).main())

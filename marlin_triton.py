@@ -1,0 +1,244 @@
+"""
+The FP4 GEMM to read: y = x w_hat^T for activations x (M, K) and a weight (N, K) of four-bit codes,
+in plain Triton.
+
+A few rows cost what reading the weight costs. With M rows each weight takes part in M products, and
+a GPU can do some 300 of them in the time in which it reads one 16-bit number. While text is
+decoded, M is the number of sequences, so the arithmetic is free, and four bits instead of sixteen
+are up to 3.5 times the speed. `gemm_kernel` turns codes into numbers in registers, on their way to
+the tensor core.
+
+The trick is that E2M1 needs no table. It is a tiny float, s ee m, and becomes a float32 by moving
+its bits: s to bit 31, ee to the low end of the exponent, m to the top of the mantissa.
+
+    E2M1      s       ee m         (1 + m/2) * 2^(ee - 1)       code 5 = 0 10 1 is 3
+    float32   s 000000ee m000...   (1 + m/2) * 2^(ee - 127)                     is 3 * 2^-126
+
+Every value comes out 2^126 times too small, even 0.5, E2M1's only subnormal (ee = 0, m/2 without
+the 1), which becomes a float32 subnormal by the same rule. The block scale takes back 2^112, the
+most that leaves room for it in float32 and in what follows; the epilogue takes back 2^14. The
+tensor core gets value * scale * 2^-14: at most 6 significant bits, which bfloat16 holds exactly,
+and with NVFP4's scales a multiple of 2^-24, which float16 does too. Sums and the global scale are
+float32, so only the output is rounded: relative error 1.7e-3 in bfloat16. A codebook's values (NF4)
+are looked up, and their products with a scale are rounded as well: 2.4e-3.
+
+Many rows are different. Each tile of rows decodes the weight again, at six or seven instructions a
+code, and the arithmetic is no longer free. So `decode_kernel` writes w_hat once, rounded to 16
+bits, and cuBLAS multiplies: relative error 2.4e-3. The gradient in x goes that way as well. The
+weight has no gradient, and no 16-bit copy of it is kept.
+
+    y = matmul(x, q)                                      # any number of rows, differentiable in x
+    pytest tests/test_marlin_triton.py                    # on a GPU add -m gpu
+
+A weight q is what a checkpoint holds: q.shape (N, K); q.codes (N, K/2) uint8, even columns in the
+low four bits; q.scale (N, K/block), E4M3, E8M0 (uint8: 2^(s - 127)) or, with a codebook, float32;
+q.global_scale (N,) float32; q.format with .block and .codebook (16 values, or None for E2M1).
+
+Shapes: M rows of x, N outputs, K inputs; a program takes BM, BN, BK of them at a time.
+"""
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+FEW = 128  # up to so many rows, decoding in registers is faster than decoding first
+SCALES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0", torch.float32: "float32"}
+
+
+@triton.jit
+def decode(codes, scale, book, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes (BN, BK/2) and scales (BN, BK/BLOCK) -> value * scale (BN, BK), float32; for E2M1 2^-14
+    times that."""
+    if SCALE == "float32":
+        value = tl.load(book + (tl.join(codes, codes >> 4) & 15))  # (BN, BK/2, 2)
+    else:
+        # a code to the top of 32 bits, and down by 6: s stays in bit 31, ee m come to 24..22
+        code = codes.to(tl.int32)
+        top = tl.join(code << 28, code << 24)  # (BN, BK/2, 2)
+        # these bits alone: the shift has filled 30..25 with copies of s
+        value = (top >> 6 & ~0x7E3FFFFF).to(tl.float32, bitcast=True)
+
+    # the scale times 2^112: E4M3 becomes a float16 in the same way, 2^8 times too small; E8M0 is
+    # the exponent field of a float32
+    if SCALE == "e4m3":
+        scale = (scale.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 2.0**120
+    elif SCALE == "e8m0":
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 2.0**112
+
+    BN: tl.constexpr = codes.shape[0]
+    BK: tl.constexpr = codes.shape[1] * 2
+    product = tl.reshape(value, (BN, BK // BLOCK, BLOCK)) * scale[:, :, None]
+    return tl.reshape(product, (BN, BK))
+
+
+@triton.jit
+def gemm_kernel(x, codes, scale, book, g, out, M, N, steps, SCALE: tl.constexpr,
+                BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """out[split] (M, N) = x w_hat^T over one split of the K = steps * BK columns."""
+    K = steps * BK  # as a product: Triton sees that rows are aligned, and copies 16 bytes at a time
+
+    # this program's rows of x and of the weight; rows past the last repeat it and are not stored
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    xp = x + tl.minimum(m, M - 1)[None, :] * K + tl.arange(0, BK)[:, None]  # (BK, BM)
+    cp = codes + row[:, None] * (K // 2) + tl.arange(0, BK // 2)[None, :]  # (BN, BK/2)
+    sp = scale + row[:, None] * (K // BLOCK) + tl.arange(0, BK // BLOCK)[None, :]  # (BN, BK/BLOCK)
+
+    # its split of K. Triton pipelines the loop: while one tile is multiplied, the next are on their
+    # way to shared memory
+    split = tl.program_id(2)
+    per = tl.cdiv(steps, tl.num_programs(2))
+    acc = tl.zeros((BN, BM), tl.float32)
+    for i in range(split * per, tl.minimum(split * per + per, steps)):
+        xt = tl.load(xp + i * BK)
+        c = tl.load(cp + i * (BK // 2))
+        s = tl.load(sp + i * (BK // BLOCK))
+        w = decode(c, s, book, SCALE, BLOCK).to(x.dtype.element_ty)
+        # the weight on the left, of which the tensor core takes 16 rows at a time: a single row of
+        # x, on the right, is padded to 8 only
+        acc = tl.dot(w, xt, acc)  # (BN, BK) @ (BK, BM)
+
+    # the epilogue, in float32: the global scale, and what E2M1 is still too small by
+    if SCALE != "float32":
+        acc *= 2.0**14
+    acc *= tl.load(g + row)[:, None]
+    to = out + (split * M + m).to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def add_kernel(parts, out, size, SPLITS: tl.constexpr, B: tl.constexpr):
+    """out (size,) = the sum of parts (SPLITS, size), in order, so that each run gives the same."""
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    y = tl.zeros((B,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        y += tl.load(parts + split * size + i, mask=i < size)
+    tl.store(out + i, y.to(out.dtype.element_ty), mask=i < size)
+
+
+@triton.jit
+def decode_kernel(codes, scale, book, g, out, N, steps, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+                  BN: tl.constexpr, BK: tl.constexpr):
+    """out (N, K) = w_hat, rounded to 16 bits."""
+    K = steps * BK
+    i = tl.program_id(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
+    c = tl.load(codes + row * (K // 2) + i * (BK // 2) + tl.arange(0, BK // 2)[None, :])
+    s = tl.load(scale + row * (K // BLOCK) + i * (BK // BLOCK) + tl.arange(0, BK // BLOCK)[None, :])
+    w = decode(c, s, book, SCALE, BLOCK)  # (BN, BK)
+    if SCALE != "float32":
+        w *= 2.0**14
+    w *= tl.load(g + row)
+    to = out + row * K + i * BK + tl.arange(0, BK)[None, :]
+    tl.store(to, w.to(out.dtype.element_ty), mask=(n < N)[:, None])
+
+
+@functools.cache
+def table(codebook, device):
+    return torch.tensor(codebook or (0.0,), device=device)
+
+
+def arguments(q):
+    """(what the kernels read of q, the constants by which they decode it)."""
+    scale = q.scale if q.scale.dtype == torch.float32 else q.scale.view(torch.uint8)
+    tensors = q.codes, scale, table(q.format.codebook, q.codes.device), q.global_scale
+    return tensors, {"SCALE": SCALES[q.scale.dtype], "BLOCK": q.format.block}
+
+
+def tile(M, N, K, cores):
+    """How `cores` processors share the product of x (M, K) and a weight (N, K)."""
+    BM = max(8, min(32, triton.next_power_of_2(M)))
+    BN = 64
+    BK = math.gcd(K, 128)  # K is a multiple of it, so that no load needs a mask
+    # where tiles are few, K is split, until each processor has some eight programs, which hide one
+    # another's waiting, or a program has only four steps
+    tiles = triton.cdiv(M, BM) * triton.cdiv(N, BN)
+    per = max(4, triton.cdiv(K // BK * tiles, 8 * cores))
+    return {"BM": BM, "BN": BN, "BK": BK, "splits": triton.cdiv(K // BK, per), "num_warps": 4,
+            "num_stages": 4}
+
+
+def few_rows(x, q, dtype, **override):
+    """x (M, K) times w_hat^T: (M, N) in `dtype`. x is in 16 bits, or on the CPU, where the kernel
+    needs TRITON_INTERPRET=1, in float32: the interpreter cannot multiply bfloat16."""
+    (M, K), N = x.shape, q.shape[0]
+    cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    t = tile(M, N, K, cores) | override
+    splits = t.pop("splits")
+    out = torch.empty(M, N, dtype=dtype, device=x.device)
+    parts = out if splits == 1 else torch.empty(splits, M, N, device=x.device)
+    tensors, constants = arguments(q)
+    gemm_kernel[triton.cdiv(M, t["BM"]), triton.cdiv(N, t["BN"]), splits](
+        x.contiguous(), *tensors, parts, M, N, K // t["BK"], **constants, **t)
+    if splits > 1:
+        add_kernel[(triton.cdiv(M * N, 256),)](parts, out, M * N, splits, B=256)
+    return out
+
+
+def to_16bit(q, dtype):
+    """w_hat (N, K), rounded to bfloat16 or float16."""
+    (N, K), BK = q.shape, math.gcd(q.shape[1], 128)
+    out = torch.empty(N, K, dtype=dtype, device=q.codes.device)
+    tensors, constants = arguments(q)
+    decode_kernel[K // BK, triton.cdiv(N, 64)](*tensors, out, N, K // BK, **constants, BN=64, BK=BK)
+    return out
+
+
+def many_rows(x, q, dtype):
+    """x (M, K) in 16 bits times w_hat^T: (M, N) in `dtype`. Decode first, then cuBLAS."""
+    return (x @ to_16bit(q, x.dtype).T).to(dtype)  # (M, K) @ (K, N)
+
+
+def in_16bit(x):
+    return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
+
+
+class Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, q):
+        ctx.q = q
+        if not x.is_cuda:
+            return (x.float() @ q.dequantize().T).to(x.dtype)
+        multiply = few_rows if 0 < x.shape[0] <= FEW else many_rows
+        return multiply(in_16bit(x), q, x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if not dy.is_cuda:
+            return (dy.float() @ ctx.q.dequantize()).to(dy.dtype), None
+        d = in_16bit(dy)
+        return (d @ to_16bit(ctx.q, d.dtype)).to(dy.dtype), None  # (M, N) @ (N, K)
+
+
+def check(x, q):
+    """ValueError if x and q do not fit each other, or q is not what the top of this file says."""
+    (N, K), block = q.shape, q.format.block
+    if not x.is_floating_point():
+        raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")
+    if x.dtype == torch.float16 and q.scale.dtype == torch.uint8:
+        raise ValueError("marlin_triton: MXFP4's scales go beyond float16; pass bfloat16")
+    if x.shape[-1] != K:
+        raise ValueError(f"marlin_triton: x has {x.shape[-1]} columns, the weight {K}; "
+                         "they must agree")
+    if x.device != q.codes.device:
+        raise ValueError(f"marlin_triton: x is on {x.device}, the weight on {q.codes.device}; "
+                         "move one of them")
+    shapes = [tuple(t.shape) for t in (q.codes, q.scale, q.global_scale)]
+    if K % block or shapes != [(N, K // 2), (N, K // block), (N,)]:
+        raise ValueError(f"marlin_triton: codes, scale and global scale {shapes} do not fit {N} x "
+                         f"{K} in blocks of {block}; quantize or load it again")
+    if not q.codes.is_contiguous() or not q.scale.is_contiguous():
+        raise ValueError("marlin_triton: codes or scale are a view with gaps; make them contiguous")
+
+
+def matmul(x, q):
+    """x (..., K) times a quantized weight q (N, K): (..., N) in x.dtype, differentiable in x.
+
+    float16 is multiplied in float16, any other type in bfloat16, and sums are float32; on the CPU
+    plain torch in float32. ValueError if dtypes, shapes or devices do not fit."""
+    check(x, q)
+    return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])

@@ -1,0 +1,182 @@
+"""results/runs.jsonl by lab/archive.py and lab/collect.py: its rows are the runs that they were made from."""
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from lab import archive, bench_report, collect, experiments, plot
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def table(monkeypatch, tmp_path):
+    monkeypatch.setattr(archive, "TABLE", tmp_path / "runs.jsonl")
+    return tmp_path / "runs.jsonl"
+
+
+def trained(out, quant, seed, steps=8, questions=40, **flags):
+    """A folder as train.py leaves it: 12 x 8 samples a step, held-out questions asked once."""
+    rng = random.Random(f"{quant} {seed}")
+    out.mkdir(parents=True)
+    right = {when: [int(rng.random() < share) for _ in range(questions)] for when, share in (("before", 0.3), ("after", 0.7))}
+    right["before"] = [0, 0, 0, 1] * (questions // 4)  # all runs begin alike, and with zeros
+    command = flags.pop("command", f"python train.py --quant {quant} --out {out}")
+    (out / "config.json").write_text(json.dumps({"quant": quant, "seed": seed, "steps": steps, "out": str(out), "command": command} | flags))
+    (out / "summary.json").write_text(json.dumps({
+        **{f"accuracy_{when}": sum(of) / questions for when, of in right.items()}, "steps": steps, "seconds": 12.3456, "peak_gib": 1.04,
+        "best": {"step": steps, "accuracy": 0.7}, "command": command}))
+    rows = [{"step": i, "accuracy": rng.randrange(97) / 96, "entropy": 0.2 / (i + 1), "length_mean": 30.123 + i, "seconds": 1.5 * i,
+             "eval_accuracy": 0.25 if i == 0 else None, "eval_stderr": 0.1 if i == 0 else None} for i in range(steps)]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for when, of in right.items():
+        (out / f"eval_{when}.jsonl").write_text("".join(json.dumps({"question": i, "accuracy": a}) + "\n" for i, a in enumerate(of)))
+    return str(out)
+
+
+def printed(capsys, *argv):
+    assert experiments.main(["compare", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_rows_print_what_their_folders_print(table, tmp_path, capsys):
+    """Grades without the zeros that they begin with, accuracies so short that another digit was printed, a script or flag left out:
+    the table's figures were others than the documents', and nobody had the folders any more."""
+    mine = {"command": "python docs/mine.py --tau 2 --quant nvfp4"}
+    runs = [trained(tmp_path / "runs" / f"{name}-s{seed}", quant, seed, **more) for seed in range(3)
+            for name, quant, more in (("none", "none", {}), ("nvfp4", "nvfp4", {}), ("fork", "nvfp4", mine))]
+    said = [printed(capsys, *runs, *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))]
+    assert collect.main([*runs, "--group", "mine", "--commit", "abc1234"]) == 0
+    capsys.readouterr()
+    assert [printed(capsys, "mine/*", *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))] == said
+    assert printed(capsys, *runs[:1], "mine/*-s[12]", "mine/fork-s0", "mine/nvfp4-s0") == said[0]  # folders and rows together
+    assert "over 40 questions" in said[0] and "mine.py --tau 2" in said[0]
+    with archive.folders(["mine/nvfp4-s1"]) as [run]:
+        assert {k: v for k, v in plot.told(run).items() if k in plot.told(runs[4])} == plot.told(runs[4])
+        assert [row["length_mean"] for row in plot.read(run)] == pytest.approx([30.123 + i for i in range(8)], rel=5e-3)
+        for when in ("before", "after"):
+            kept, had = ([json.loads(text)["accuracy"] for text in open(f"{of}/eval_{when}.jsonl")] for of in (run, runs[4]))
+            assert kept == had
+    assert not Path(run).exists()
+
+
+def test_what_many_runs_share_is_kept_once(table, tmp_path, capsys):
+    """The answers before training, the same for each seed of a format, were half of the table."""
+    for seed in range(3):
+        assert collect.main([trained(tmp_path / f"s{seed}", "none", seed), "--group", "mine"]) == 0
+    before = [row["right"]["before"] for row in archive.read()[1].values()]
+    assert before[1:] == ["mine/s0"] * 2 and archive.unpacked(before[0]) == [0, 0, 0, 1] * 10
+    assert archive.read()[1]["mine/s2"]["summary"] == {"accuracy_before": 0.25, "accuracy_after": pytest.approx(0.7, abs=0.2), "steps": 8,
+                                                       "seconds": 12.3, "peak_gib": 1.0}
+
+
+def test_defaults_that_change_later_change_no_row(table, tmp_path, monkeypatch):
+    """A row keeps what differs from the defaults: read with those of another revision, it was another run."""
+    run = trained(tmp_path / "s0", "none", 0, lr=0.5, eps_high=0.28, group_size=8)
+    assert collect.main([run, "--group", "mine"]) == 0
+    assert archive.read()[1]["mine/s0"]["flags"] == {"quant": "none", "steps": 8, "lr": 0.5, "eps_high": 0.28}
+    monkeypatch.setattr(collect.flags, "parse", None)
+    with archive.folders(["mine/*"]) as [kept]:
+        had = plot.saved(kept, "config.json")
+    assert (had["group_size"], had["lr"], had["grad_clip"]) == (8, 0.5, 1.0)
+
+
+def test_what_is_no_run_is_named(table, tmp_path, capsys):
+    run = trained(tmp_path / "s0", "none", 0)
+    assert collect.main([run, "--group", "mine"]) == 0 and "1 rows more, 1 runs" in capsys.readouterr().out
+    size = table.stat().st_size
+    for argv, why in (([run, "--group", "mine"], "mine/s0 is in"), ([str(tmp_path), "--group", "other"], "metrics.jsonl"), ([run], "--group")):
+        assert collect.main(argv) == 2 and why in capsys.readouterr().err
+    (tmp_path / "s0" / "config.json").unlink()
+    assert collect.main([run, "--group", "other"]) == 2 and "has no config.json" in capsys.readouterr().err
+    assert table.stat().st_size == size
+    assert experiments.main(["compare", "mine/s1"]) == 2 and "mine/s1: no such folder" in capsys.readouterr().err
+
+
+def test_a_row_is_called_by_its_name_and_counts_once(table, tmp_path, capsys):
+    """An error named a temporary folder that was gone when it was read; a row that two patterns match was a seed twice."""
+    run = trained(tmp_path / "s0", "none", 0)
+    assert collect.main([run, "--group", "mine"]) == 0
+    assert experiments.main(["compare", "mine/*", run]) == 2 and f"error: mine/s0 and {run} have the same flags" in capsys.readouterr().err
+    with archive.folders(["mine/*", "mine/s0", "mine/s?"]) as runs:
+        assert len(runs) == 1
+
+
+def test_curves_and_cards_are_of_rows_too(table, tmp_path, capsys):
+    """The documents' commands took folders that the repository no longer has."""
+    run = trained(tmp_path / "s0", "none", 0, group_size=8)
+    rows = [json.loads(text) | {"prompts_sampled": 12, "seconds_rollout": 0.5, "seconds_update": 0.25} for text in open(f"{run}/metrics.jsonl")]
+    Path(run, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = "accuracy,prompts_sampled,seconds,seconds_rollout,seconds_update"
+    assert collect.main([run, "--group", "mine", "--columns", columns]) == 0
+    assert plot.main(["mine/*", "--out", str(tmp_path / "curves.png")]) == 0 and (tmp_path / "curves.png").stat().st_size > 1000
+    args = bench_report.parse_args(["cards", "mine/s0", "--skip", "2"])
+    args.run(args)
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["s0", "96", "0.50", "0.25", "1.50", "64.0", "1.00"]
+
+
+def test_intervals_are_students(table, tmp_path, capsys):
+    """With three seeds twice the standard error is an interval of 82%, not of 95."""
+    known = {(0.975, 1): 12.706, (0.975, 2): 4.303, (0.975, 4): 2.776, (0.975, 39): 2.023, (0.8, 2): 1.061, (0.975, 1318): 1.962}
+    assert {of: round(experiments.student(*of), 3) for of in known} == known
+    for i, (quant, after) in enumerate(zip(["none", "nvfp4"] * 3, (0.5, 0.51, 0.5, 0.53, 0.5, 0.52), strict=True)):
+        out = tmp_path / f"{quant}-s{i // 2}"
+        out.mkdir()
+        (out / "config.json").write_text(json.dumps({"quant": quant, "seed": i // 2}))
+        (out / "summary.json").write_text(json.dumps({"accuracy_after": after}))
+    runs = [str(path.parent) for path in tmp_path.glob("*/config.json")]
+    # 1, 3 and 2 points: a standard error of 1 / sqrt(3), times 4.303, and times 4.303 + 1.061
+    assert printed(capsys, *runs, "--interval") == ("quant none -> nvfp4: +2.0 points, +- 0.6 over 3 seeds; 95%: -0.5 to +4.5, "
+                                                    "seen from 3.1 on, s.d. of a pair 1.0\n")
+    assert "+- 0.6 over 3 pairs\n" in printed(capsys, *runs, "--pairs")
+
+
+def test_the_wider_error_makes_the_interval(tmp_path, capsys):
+    """Three seeds that agree by luck, on four questions, gave an interval of nothing."""
+    for i, quant in enumerate(["none", "nvfp4"] * 3):
+        out = Path(trained(tmp_path / str(i), quant, i // 2))
+        (out / "eval_after.jsonl").write_text("".join(f'{{"accuracy": {a}}}\n' for a in ((0, 0, 1, 0), (1, 1, 1, 0))[i % 2]))
+    # 50 points by two questions of four: 28.9 over questions, times 3.182 of Student's t
+    assert "+- 28.9 over 4 questions; 95%: -41.9 to +141.9, seen from 120.1 on" in printed(capsys, *map(str, tmp_path.iterdir()), "--interval")
+
+
+def test_late_entropy_is_of_the_second_half(tmp_path, capsys):
+    """What noise does to exploration late in training, not the entropy that all runs begin with."""
+    runs = [trained(tmp_path / quant, quant, 0) for quant in ("none", "nvfp4")]
+    for run, late in zip(runs, (0.1, 0.12), strict=True):
+        rows = [{"step": i, "accuracy": 0.5, "entropy": 0.9 if i < 3 else late} for i in range(6)]
+        Path(run, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = printed(capsys, *runs, "--entropy", "--arms").splitlines()
+    assert out[0].endswith("entropy 0.900 -> 0.100") and out[-1] == "quant none -> nvfp4: +2.0 hundredths of a nat"
+
+
+def test_a_seed_of_two_models_is_two_draws(tmp_path, capsys):
+    """Seed 0 of a small model was averaged with seed 0 of a large one, and the error was that of two seeds, not of four pairs."""
+    for i, after in enumerate((0.50, 0.51, 0.50, 0.53, 0.70, 0.72, 0.70, 0.70)):
+        out = tmp_path / str(i)
+        out.mkdir()
+        (out / "config.json").write_text(json.dumps({"model": "ab"[i // 4], "lr": 1 + i // 4, "quant": "none", "aqn": i % 2 > 0, "seed": i // 2 % 2}))
+        (out / "summary.json").write_text(json.dumps({"accuracy_after": after}))
+    runs = [str(tmp_path / str(i)) for i in range(8)]
+    assert "aqn off -> on: +1.5 points, +- 0.0 over 2 seeds (4 pairs)\n" in printed(capsys, *runs)
+    assert "aqn off -> on: +1.5 points, +- 0.6 over 4 pairs\n" in printed(capsys, *runs, "--pairs")
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/claims.md", "docs/measured.md", "docs/noise.md", "results/LOG.md"])
+def test_rows_that_documents_name_are_there(name):
+    """A command that compares nothing."""
+    rows = archive.read(ROOT / "results" / "runs.jsonl")[1]
+    groups = {row["group"] for row in rows.values()}
+    patterns = re.findall(rf"'((?:{'|'.join(map(re.escape, groups))})/[^']+)'", (ROOT / name).read_text())
+    assert not [p for p in patterns if not any(archive.fnmatchcase(row, p) for row in rows)]
+
+
+def test_the_kept_rows_print_the_documents_figures(capsys):
+    """The paper's central ablation on the 1.5B, from the table that the repository has."""
+    assert printed(capsys, "2x2_1.5b/*").splitlines() == [
+        "aqn off -> on: +0.5 points, +- 0.3 over 4 seeds (8 pairs), +- 0.4 over 1319 questions",
+        "quant none -> nvfp4: -2.1 points, +- 0.5 over 5 seeds (9 pairs), +- 0.5 over 1319 questions"]
+    assert printed(capsys, "2x2_1.5b/*", "--growth").splitlines() == [
+        "aqn off -> on: -0.5 points, +- 0.3 over 4 seeds (8 pairs)", "quant none -> nvfp4: -0.2 points, +- 0.9 over 5 seeds (9 pairs)"]

@@ -1,0 +1,276 @@
+"""lab/ideas: each fork idea trains two steps, and does what it says it does."""
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import aqn
+import grpo
+import lora
+import model
+import model as qwen
+import nvfp4
+import sample
+import train
+
+IDEAS = Path(__file__).resolve().parents[1] / "lab" / "ideas"
+SMALL = ["--steps", "2", "--eval-n", "0", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "16", "--device", "cpu"]
+
+
+def tiny(seed=0, dtype=torch.float32):
+    """Three layers, norm weights away from 1 (so that Z / w is not Z)."""
+    torch.manual_seed(seed)
+    m = qwen.Transformer(qwen.Config(31, 32, 48, 3, 4, 2, 8)).requires_grad_(False)
+    for name, p in m.named_parameters():
+        if "norm" in name:
+            p.uniform_(0.5, 1.5)
+        elif "weight" in name:
+            p.normal_(0, 0.2)
+    for p in m.parameters():
+        p.data = p.data.to(dtype)
+    return m
+
+
+def weights(N=8, K=128, seed=0, spread=3.0):
+    """Random weights whose blocks differ in size by several powers of two."""
+    g = torch.Generator().manual_seed(seed)
+    size = torch.exp(spread * torch.randn(N, K // 16, generator=g)).repeat_interleave(16, 1)
+    return torch.randn(N, K, generator=g) * size * 0.02
+
+
+@pytest.fixture
+def restored():
+    """What an idea replaces is put back."""
+    homes = [aqn, grpo, lora, model, nvfp4, sample, train, model.RMSNorm, model.Block, lora.LoRALinear]
+    before, formats = [dict(vars(home)) for home in homes], dict(nvfp4.FORMATS)
+    yield
+    for home, names in zip(homes, before, strict=True):
+        for name, value in names.items():
+            if vars(home).get(name) is not value:
+                setattr(home, name, value)
+    nvfp4.FORMATS.clear()
+    nvfp4.FORMATS.update(formats)
+
+
+def started(monkeypatch, name, *argv):
+    """The exit code of `python lab/ideas/NAME.py ARGV`."""
+    monkeypatch.setattr(sys, "argv", [str(IDEAS / f"{name}.py"), *argv])
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(IDEAS / f"{name}.py"), run_name="__main__")
+    return e.value.code
+
+
+def rows_of(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("name", "flags"), [
+    ("input_noise", ["--aqn-schedule", "eq8"]), ("learned_noise", ["--aqn-scope", "both", "--aqn-schedule", "eq8"]), ("rloo", []),
+    ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []), ("four_over_six", [])])
+def test_an_idea_trains_two_steps(restored, monkeypatch, tmp_path, name, flags):
+    """Its names had moved, and nobody had run it since."""
+    assert started(monkeypatch, name, *SMALL, *flags, "--out", str(tmp_path / "run")) == 0
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 2 and all(row["skipped"] == 0 for row in rows)
+
+
+def noisy_logits(net, ids):
+    with torch.no_grad():
+        return net(ids)
+
+
+def test_noise_on_inputs_reaches_o_and_down_and_leaves_no_trace(restored, monkeypatch):
+    """A hook that stays on after the noise is cleared evaluates another model."""
+    net, ids = model.load("tiny", dtype=torch.float32, quant="nvfp4"), torch.arange(12)[None]
+    lora.add_lora(net, 2, 2)
+    clean = noisy_logits(net, ids)
+    runpy.run_path(str(IDEAS / "input_noise.py"))
+    aqn.set_noise(net, 0.3, seed=1)
+    noisy = {name for name, b in aqn.buffers(net).items() if b.any()}
+    assert sum(name.endswith(("o_proj.noise", "down_proj.noise")) for name in noisy) == 2 * len(net.layers)
+    assert not torch.equal(noisy_logits(net, ids), clean)
+    aqn.clear(net)
+    assert torch.equal(noisy_logits(net, ids), clean)
+
+
+def test_a_learned_scale_has_a_gradient_and_scales_the_noise(restored):
+    """A parameter beside the norm that no forward reads is never trained."""
+    net, ids = model.load("tiny", dtype=torch.float32), torch.arange(12)[None]
+    runpy.run_path(str(IDEAS / "learned_noise.py"))
+    params = lora.add_lora(net, 2, 2, 0)
+    norm = net.layers[0].input_layernorm
+    assert any(p is norm.s for p in params) and len(params) == 2 * len(lora.lora_layers(net)) + 2 * len(net.layers)
+    aqn.set_noise(net, 0.1, seed=1)
+    net(ids).sum().backward()
+    assert norm.s.grad.abs() > 0
+    x, before = torch.randn(3, len(norm.weight)), norm.noise.clone()
+    with torch.no_grad():
+        norm.s.fill_(1.0)
+        scaled = norm(x)
+        norm.s.zero_()
+        norm.noise.copy_(before * torch.e)
+        assert torch.allclose(scaled, norm(x), atol=1e-6)
+
+
+def test_rloo_compares_with_the_others(restored):
+    runpy.run_path(str(IDEAS / "rloo.py"))
+    found = grpo.advantages(torch.tensor([[1.0, 0.0, 0.0, 0.5]]))
+    assert torch.allclose(found, torch.tensor([[1 - 0.5 / 3, -0.5, -0.5, 0.5 - 1 / 3]]))
+
+
+def test_a_run_in_a_format_of_ones_own_can_be_evaluated(restored, monkeypatch, tmp_path, capsys):
+    """eval.py knew nothing of the format that the run was trained in."""
+    for name in ("train", "eval"):  # they read FORMATS when they are imported
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "sample")
+    out = str(tmp_path / "run")
+    assert started(monkeypatch, "int4", "train", *SMALL, "--quant", "int4", "--out", out) == 0
+    assert started(monkeypatch, "int4", "eval", "--run", out, "--limit", "2", "--n", "1", "--device", "cpu", "--max-new-tokens", "4") == 0
+    assert json.loads((tmp_path / "run" / "adapter" / "policy.json").read_text())["quant"] == "int4"
+    assert "adapter" in capsys.readouterr().out
+
+
+def test_countdown_grades_the_rows_own_numbers(tmp_path, monkeypatch):
+    """A sum of other numbers, or one used twice, is no answer."""
+    idea = runpy.run_path(str(IDEAS / "countdown.py"))
+    row = {"numbers": [3, 4, 5], "answer": "17"}
+    graded = {text: idea["score"](f"<answer>{text}</answer>", row)["reward"]
+              for text in ("3*4+5", "(3*4) + 5", "4*3+5", "17", "3*4+5+0", "3+4+5", "__import__('os')", "3**4", "")}
+    assert [graded[t] for t in ("3*4+5", "(3*4) + 5", "4*3+5")] == [1, 1, 1]
+    assert [graded[t] for t in ("17", "3*4+5+0", "3+4+5")] == [0.1] * 3 and [graded[t] for t in ("__import__('os')", "3**4", "")] == [0] * 3
+    idea["make"](tmp_path / "c.jsonl", rows=40)
+    out = tmp_path / "run"
+    assert train.main([*SMALL, "--data", str(tmp_path / "c.jsonl"), "--reward", f"{IDEAS / 'countdown.py'}:score", "--out", str(out)]) == 0
+    assert len(rows_of(out)) == 2
+
+
+def test_the_documented_idea_is_one_noise_for_all_steps(monkeypatch):
+    """lab/ideas/fixed_noise.py: what a newcomer copies first has to do what it says, and to leave the clean model clean."""
+    monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
+    runpy.run_path(str(IDEAS / "fixed_noise.py"))
+    m, draws = tiny(), []
+    for sigma, seed in ((0.1, 1), (0.1, 2), (0.2, 3), (0.0, 4)):
+        aqn.set_noise(m, sigma, seed)
+        draws.append(torch.cat([b for b in aqn.buffers(m).values()]))
+    assert draws[0].any() and draws[0].equal(draws[1]) and torch.allclose(2 * draws[0], draws[2]) and not draws[3].any()
+
+
+def test_the_documented_idea_is_a_share_of_each_weight(monkeypatch):
+    """lab/ideas/relative_noise.py: the same draw, times the weight it is added to, clean after clean."""
+    m = tiny()
+    pairs = [norm for pair in aqn.norms(m) for norm in pair]
+    with torch.no_grad():
+        for i, norm in enumerate(pairs):
+            norm.weight.copy_(torch.linspace(-2, 1 + i, len(norm.weight)))
+    aqn.set_noise(m, 0.1, 5)
+    absolute = [norm.noise.clone() for norm in pairs]
+    monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
+    runpy.run_path(str(IDEAS / "relative_noise.py"))
+    aqn.set_noise(m, 0.1, 5)
+    assert all(torch.allclose(norm.noise, a * norm.weight.abs()) for norm, a in zip(pairs, absolute, strict=True))
+    aqn.set_noise(m, 0.0)
+    assert not any(b.any() for b in aqn.buffers(m).values())
+
+
+def test_the_documented_evaluation_is_of_the_noisy_policy(monkeypatch):
+    """lab/ideas/noisy_eval.py: what eval.py samples clean elsewhere holds this noise, and none afterwards."""
+    m = tiny()
+    monkeypatch.setattr(aqn, "clean", aqn.clean)  # put back afterwards
+    monkeypatch.setattr(sys, "argv", ["noisy_eval.py", "0.3"])
+    runpy.run_path(str(IDEAS / "noisy_eval.py"))
+    with aqn.clean(m):  # as eval.py samples
+        assert 0.2 < torch.cat([b for b in aqn.buffers(m).values()]).std() < 0.4
+    assert not any(b.any() for b in aqn.buffers(m).values())
+
+
+def test_the_documented_idea_gives_each_completion_of_a_group_its_noise(monkeypatch):
+    """lab/ideas/own_noise.py: the j-th completions of all prompts have the j-th noise, by which they were sampled, and other dice."""
+    monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
+    m, drawn = tiny(), []
+
+    def complete(model, tok, rows, args, seed, indices=None):
+        drawn.append((torch.cat([b for b in aqn.buffers(model).values()]), seed, args.group_size, indices))
+        return [[(row, seed)] for row in rows]
+
+    monkeypatch.setattr(train, "complete", complete)
+    runpy.run_path(str(IDEAS / "own_noise.py"))
+    aqn.set_noise(m, 0.3, 5)
+    groups = train.complete(m, None, ["a", "b"], SimpleNamespace(group_size=3), 7, indices=[4, 5])
+    noises, seeds, sizes, indices = zip(*drawn, strict=True)
+    assert groups == [[(row, seed) for seed in seeds] for row in "ab"] and len({*seeds}) == 3
+    assert sizes == (1, 1, 1) and indices == ([4, 5],) * 3
+    assert all(0.2 < z.std() < 0.4 for z in noises) and not noises[0].equal(noises[1]) and not noises[1].equal(noises[2])
+    aqn.set_noise(m, 0.0)
+    train.complete(m, None, ["a"], SimpleNamespace(group_size=1), 7)
+    assert not drawn[-1][0].any()
+
+
+def test_the_documented_evaluation_may_draw_anew_for_each_sample(monkeypatch):
+    """lab/ideas/noisy_eval.py SIGMA each: of one draw for all, pass@k says nothing of what other draws would find."""
+    monkeypatch.setattr(aqn, "clean", aqn.clean)  # put back afterwards
+    monkeypatch.setattr(sys, "argv", ["noisy_eval.py", "0.3", "each"])
+    m, seen = tiny(), []
+
+    def generate(model, prompts, n=1, max_new_tokens=256, seed=0, indices=None):
+        seen.append((torch.cat([b for b in aqn.buffers(model).values()]), n, seed, indices))
+        return [[(p, seed)] for p in prompts]
+
+    monkeypatch.setattr(sample, "generate", generate)
+    each = runpy.run_path(str(IDEAS / "noisy_eval.py"))["generate"]
+    groups = each(m, ["a", "b"], 3, 8, 1, indices=[0, 1])
+    assert [len(group) for group in groups] == [3, 3] and len({seed for _, seed in groups[0]}) == 3
+    assert not seen[0][0].equal(seen[1][0]) and all(n == 1 and at == [0, 1] and 0.2 < z.std() < 0.4 for z, n, _, at in seen)
+
+
+def test_the_documented_size_of_a_noise_is_its_divergence():
+    """lab/ideas/noise_size.py: KL(noisy || clean) and entropy over the completions' tokens, not the prompts', long ones counting for more."""
+    found = runpy.run_path(str(IDEAS / "noise_size.py"))
+    m, pairs = tiny(), [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10, 11])]
+    m.valid_vocab = 17
+    got = found["sizes"](m, pairs)
+    assert not any(b.any() for b in aqn.buffers(m).values()) and got[0.0][0] == 0
+    for sigma in (0.05, 0.1):
+        kl = entropy = 0.0
+        for i, (prompt, ids) in enumerate(pairs):
+            policies = []
+            for s in (0.0, sigma):
+                aqn.set_noise(m, s, aqn.noise_seed(i))
+                with torch.no_grad():
+                    policies.append(m(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1, :17].double().softmax(1))
+            clean, noisy = policies
+            kl += (noisy * (noisy / clean).log()).sum().item()
+            entropy -= (noisy * noisy.log()).sum().item()
+        assert got[sigma] == pytest.approx([kl / 7, entropy / 7], rel=1e-3) and kl > 0
+    aqn.clear(m)
+
+
+def test_the_documented_choice_of_a_blocks_end(restored):
+    """lab/ideas/four_over_six.py: 5 is 4.5 where the block's 6 becomes code 4, nearer than 4 or 6
+    otherwise; 4 beside 6 is exact as it is."""
+    plain_scales = nvfp4.block_scales
+    runpy.run_path(str(IDEAS / "four_over_six.py"))
+    zeros = [0.0] * 13
+    q = nvfp4.quantize(torch.tensor([[6, -5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]), "nvfp4")
+    assert q.scale.tolist() == [[384, 256, 0]]
+    assert nvfp4.dequantize(q).tolist() == [[6, -4.5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]
+    w = weights(64, 256, spread=0).bfloat16()
+    both = nvfp4.quantize(w, "nvfp4"), nvfp4.encode(w, "nvfp4", *plain_scales(w, "nvfp4"))
+    error, plain = ((nvfp4.dequantize(q) - w).square().sum() for q in both)
+    assert error < 0.9 * plain
+    for fmt in ("mxfp4", "nf4"):
+        assert all(map(torch.equal, nvfp4.block_scales(w, fmt), plain_scales(w, fmt)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "flags"), [("input_noise", []), ("learned_noise", ["--aqn-scope", "both"])])
+def test_a_noise_of_ones_own_runs_on_the_gpu(restored, monkeypatch, tmp_path, capsys, name, flags):
+    """It was refused there. The plain functions take over, and one line says so."""
+    argv = [*SMALL[:-2], *flags, "--aqn-schedule", "eq8", "--device", "cuda", "--out", str(tmp_path / "run")]
+    assert started(monkeypatch, name, *argv) == 0
+    rows, said = rows_of(tmp_path / "run"), capsys.readouterr().err
+    assert len(rows) == 2 and all(row["skipped"] == 0 for row in rows)
+    assert said.count("engine: plain") == 1 and "of your own" in said

@@ -1,0 +1,78 @@
+"""How codes lie for the tensor core (fast/layout.py): bit by bit, and back."""
+import pytest
+import torch
+
+from fast import layout
+from nvfp4 import FORMATS, dequantize, quantize
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("N, K", [(1, 64), (19, 192), (24, 256)])
+def test_a_tiled_weight_is_the_same_weight(N, K, fmt):
+    """Codes of columns past K, or of rows past the last group of eight, read as weights."""
+    q = quantize(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), fmt)
+    tiled = layout.tile(q)
+    assert torch.equal(dequantize(tiled), dequantize(q)) and torch.equal(layout.untile(tiled).codes, q.codes)
+    assert tiled.scale is q.scale and tiled.global_scale is q.global_scale  # nothing but codes is copied
+
+
+def test_codes_of_another_shape_or_type_are_refused():
+    for codes in (torch.ones(128, dtype=torch.uint8), torch.ones(8, 128, dtype=torch.int8)):
+        with pytest.raises(ValueError, match=r"pack: codes must be a \(N, K\) uint8 tensor"):
+            layout.pack(codes, "nvfp4")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("N, K", [(1, 16), (7, 32), (8, 128), (19, 80), (9, 896), (24, 256)])
+def test_packing_round_trip(N, K, fmt):
+    """A row group or a chunk that is not full was once written over its neighbour."""
+    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8)
+    packed = layout.pack(codes, fmt)
+    assert packed.shape == (N, -(-K // 128) * 64) and packed.dtype == torch.uint8
+    assert torch.equal(layout.unpack(packed, K, fmt), codes)
+
+
+def test_packing_is_local_to_groups_of_eight_rows():
+    """A large weight is packed in slices: slices from multiples of 8 must join to the whole."""
+    codes = torch.randint(0, 16, (21, 272), dtype=torch.uint8)
+    parts = [layout.pack(some, "nvfp4") for some in (codes[:16], codes[16:])]
+    assert torch.equal(torch.cat(parts), layout.pack(codes, "nvfp4"))
+
+
+def drawing():
+    """The docstring's drawing: {(pair letter, p): word bits of s, e, e, m}."""
+    rows, where = {"bit": [], "code": [], "field": []}, {}
+    for line in layout.__doc__.splitlines():
+        if line.startswith(("    bit ", "    code  ", "    field ")):
+            rows[line.split()[0]] += line.replace("|", "").split()[1:]
+    for bit, code, field in zip(rows["bit"], rows["code"], rows["field"], strict=True):
+        where.setdefault((code[0], int(code[1])), []).append((int(bit), field))
+    # e, e, m lie together, the higher bit first; d's m may lie below
+    return {k: sorted(v, key=lambda b: ("sem".index(b[1]), -b[0])) for k, v in where.items()}
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_codes_lie_where_the_docstring_draws_them(fmt):
+    """The drawing is what another implementation of the layout would be written from: every bit of every column, and its rows."""
+    where = drawing()
+    if FORMATS[fmt].codebook:
+        where = {(pair, p): [(8 * i + 4 * p + 3 - b, f) for b, f in enumerate("seem")] for i, pair in enumerate("abcd") for p in (0, 1)}
+    assert len(where) == 8 and all([f for _, f in v] == ["s", "e", "e", "m"] for v in where.values())
+    for row, column in [(r, c) for c in range(256) for r in (c % 16,)]:
+        plane, w, h, t, p = (column % 128 // i % n for i, n in ((64, 2), (16, 4), (8, 2), (2, 4), (1, 2)))
+        for code in (8, 4, 2, 1):
+            codes = torch.zeros(16, 256, dtype=torch.uint8)
+            codes[row, column] = code
+            bit = where["abcd"[2 * plane + h], p][(8, 4, 2, 1).index(code)][0]
+            words = layout.pack(codes, fmt).view(torch.int32).view(2, 2, 8, 4, 4)  # group of rows, chunk, row, lane, word
+            assert words.nonzero().tolist() == [[row // 8, column // 128, row % 8, t, w]]
+            assert words.sum().item() & 0xFFFFFFFF == 1 << bit
+
+
+def test_packing_a_slice_at_a_time_changes_nothing(monkeypatch):
+    """Matrices of more than SLICE codes go through in slices of whole row groups, the last of which may be short."""
+    codes = torch.randint(0, 16, (45, 272), dtype=torch.uint8)
+    packed = layout.pack(codes, "nvfp4")
+    monkeypatch.setattr(layout, "SLICE", 16 * 272)
+    assert [j - i for i, j, _ in layout.slices(*codes.shape)] == [16, 16, 8, 5]
+    assert torch.equal(layout.pack(codes, "nvfp4"), packed) and torch.equal(layout.unpack(packed, 272, "nvfp4"), codes)
