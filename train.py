@@ -25,7 +25,7 @@ from pathlib import Path
 from plumbing import checkpoint, flags, policy, ranks
 from plumbing.command import number, numbers
 from plumbing.flags import Flag
-from plumbing.run import Run, settle
+from plumbing.run import Run, resolve_flags
 
 import aqn
 import data
@@ -301,7 +301,7 @@ def trained_parameters(model, args):
     return list(model.requires_grad_(True).parameters())
 
 
-def settle_update(model, args, params):
+def plan_update(model, args, params):
     """--engine, and what an update holds at once: on the fast path the free memory decides."""
     sample.set_engine(model, args.engine)
     if model.fast:
@@ -323,7 +323,7 @@ def save_weights(model, args, folder):
 
 
 def train(args, argv):
-    args = settle(COMMAND, args, argv)
+    args = resolve_flags(COMMAND, args, argv)
     flags.warn_idle(COMMAND, NEEDS, args, argv)
     checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
@@ -341,7 +341,7 @@ def train(args, argv):
     args.steps = args.steps or max(1, len(rows) // args.prompts_per_step)
     params = trained_parameters(model, args)
     optimizer = grpo.AdamW(params, args.lr)
-    settle_update(model, args, params)
+    plan_update(model, args, params)
 
     base = policy.base_of(args, nvfp4.FORMATS)
     with Run(COMMAND, args, argv, base, lambda folder: save_weights(model, args, folder)) as run:

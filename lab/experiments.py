@@ -56,8 +56,9 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import command, flags, ranks
+from plumbing import command, curves, flags, ranks
 from plumbing.files import check_out, read_json, read_jsonl, whole
+from plumbing.run import IDLE, MINOR
 
 import torch
 
@@ -119,7 +120,7 @@ def gradient(args, argv):
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    train.settle_update(model, args, params)
+    train.plan_update(model, args, params)
     out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
                          for anchor in ("sampler", "current")}
     draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
@@ -313,7 +314,7 @@ def check_flags(out, wanted):
     """ValueError if a run in the folder `out` has other flags than those wanted."""
     had = plot.saved(out, "config.json")
     for flag, value in wanted.items():
-        counts = flag not in plot.IDLE + plot.MINOR and (flag, value) != ("steps", None)
+        counts = flag not in IDLE + MINOR and (flag, value) != ("steps", None)
         if counts and had.get(flag, value) != value:
             raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {out} used "
                              f"{had[flag]}; choose another --out")
@@ -325,7 +326,7 @@ def table(name, seeds, out):
     for arm in arms:
         runs, at[arm] = [folder(out, arm, seed) for seed in seeds], {}
         for run in runs:
-            for row in plot.read(run):
+            for row in curves.read(run):
                 if row["eval_accuracy"] is not None:
                     at[arm].setdefault(row["step"], []).append(row["eval_accuracy"])
         last[arm] = [accuracy_after(run) for run in runs]
@@ -371,7 +372,7 @@ def answers(run):
 def rise(run):
     """How far a finished run's samples got in the first half of its steps: their mean accuracy
     there, above that in the first sixteenth."""
-    accuracy = [row["accuracy"] for row in plot.read(run)]
+    accuracy = [row["accuracy"] for row in curves.read(run)]
     if len(accuracy) != (plot.saved(run, "config.json").get("steps") or len(accuracy)):
         raise ValueError(f"{run}: has {len(accuracy)} steps, not all that it was to have; let it "
                          "end")
