@@ -119,12 +119,14 @@ class Run(ExitStack):
         typed = [*ranks.launcher(), *(command.typed(argv) or script)]
         self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # continues the run
         name = shlex.join([Path(script[0]).name, *script[1:]])
-        self.state = State(script=name, command=shlex.join([*ranks.launcher(), *script, *argv]))
-        self.state.base = base
+        line = shlex.join([*ranks.launcher(), *script, *argv])
+        self.state = State(script=name, command=line, base=base)
         self.started = time.time()
-        self.clock, self.current = {}, None  # seconds of each phase of a step; the current phase
+        self.clock = {}  # seconds of each phase of a step
+        self.current = None  # the phase
         self.drawn = 0  # tokens sampled in this step, replaced groups included
-        self.failed, self.warned = 0, set()  # updates skipped in a row; warnings given
+        self.failed = 0  # updates skipped in a row
+        self.warned = set()  # warnings given
         self.interrupted = False  # a signal has come
 
     def open(self, optimizer, rows):
