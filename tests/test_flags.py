@@ -12,6 +12,7 @@ from plumbing import checkpoint, command, flags, policy, ranks
 import pytest
 import torch
 
+import aqn
 import data
 import eval as evaluation
 import grpo
@@ -66,6 +67,20 @@ def test_runs_of_other_seeds_have_other_folders():
 def test_an_update_of_ones_own_has_the_defaults_of_train_py():
     """grpo.Settings() and train.py's flags say each default once more."""
     assert grpo.Settings(micro_batch_tokens=0) == grpo.Settings.of(flags.parse(train.COMMAND, ["--model", "some/model"]))
+
+
+def test_the_defaults_are_the_papers():
+    """Whoever gives a model and data alone trains as the paper does; what is no flag any more is its value as well."""
+    args, paper = vars(flags.parse(train.COMMAND, ["--model", "m"])), {
+        "quant": "nvfp4", "awq": False, "lora_rank": 32, "lora_alpha": 32.0, "aqn": True, "aqn_start": 1e-2, "aqn_end": 5e-4,
+        "aqn_schedule": "exponential", "aqn_scope": "rollout", "data": "gsm8k", "prompt_style": "tags", "steps": None,
+        "prompts_per_step": 16, "group_size": 8, "max_prompt": 256, "max_new_tokens": 4096, "temperature": 1.0, "dynamic_sampling": False,
+        "overlong": "none", "loss": "grpo", "eps_high": None, "beta": 0.0, "old_logp": "sampler", "updates_per_rollout": 4, "lr": 1e-5,
+        "grad_clip": 0.2, "eval_n": 1, "eval_every": 0, "eval_limit": None, "eval_temperature": 0.6, "engine": "auto", "card_share": 1.0,
+        "seed": 0}
+    assert {name: args[name] for name in paper} == paper
+    assert (grpo.BETAS, grpo.WEIGHT_DECAY, grpo.WARMUP, grpo.TIS_CAP) == ((0.9, 0.99), 0.1, 0.1, 2.0)
+    assert (aqn.STAGES, train.MAX_RESAMPLE, grpo.soft_overlong_penalty(4096 - 256, 4096)) == (10, 2, -0.5)
 
 
 def test_the_demos_defaults_are_the_demos():
