@@ -14,7 +14,7 @@ from plumbing import ranks
 import grpo
 import lora
 import model as M
-from fast import attention, batches, decode, engine, fused, packed
+from fast import attention, batches, decode, engine, packed
 from tests.test_decode import CPU, GPU, ONE, build, installed, little_beside_much, with_head_norms
 
 gpu = pytest.mark.gpu
