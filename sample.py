@@ -22,6 +22,7 @@ positions, D head size.
 import importlib.util
 import math
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -272,12 +273,8 @@ class Decoder:
                 self.drawn = self.launch()
             self.graph = graph
         except RuntimeError as e:
-            if Decoder.told is False:
-                print(f"decoding without a CUDA graph, slowly: {str(e).splitlines()[0]}",
-                      file=sys.stderr)
-            Decoder.told = True
-
-    told = False
+            warnings.warn(f"decoding without a CUDA graph, slowly: {str(e).splitlines()[0]}",
+                          stacklevel=2)
 
     def keep(self, live):
         """Keep the rows at the places `live`: the last of them move into the holes."""

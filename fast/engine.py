@@ -65,7 +65,7 @@ class Graphs:
             end = weakref.finalize(self, torch.cuda.synchronize, self.cache.k.device)
             end.atexit = False
 
-    def begin(self, temperature, top_p, eos_ids, draw):
+    def begin(self, temperature, top_p, eos_ids, draw=None):
         st = self.step
         st.draw = draw
         if len(eos_ids) > len(st.eos):
@@ -329,6 +329,7 @@ def prefill_long(model, engine, tokens, slot):
     ids = torch.tensor([tokens], device=cache.k.device)
     # for a part that sees earlier ones, attention keeps the scores, in float32
     later = max(1, min(most, 512 * most // len(tokens)))
-    for part in (ids[:, :most], *ids[:, most:].split(later, dim=1)):
+    first, *parts = ids.split(most, dim=1)
+    for part in (first, *(p for t in parts for p in t.split(later, dim=1))):
         model.hidden(part, cache)
         cache.length += part.shape[1]
