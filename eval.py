@@ -23,7 +23,7 @@ import shlex
 import sys
 import time
 from functools import partial
-from itertools import chain, combinations, islice
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -110,16 +110,17 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
 
 def graded(tok, rows, groups, score):
     """The rows that `evaluate` returns, from each row's group of samples."""
-    pairs = [(tok.decode(s.ids), row) for row, group in zip(rows, groups, strict=True)
-             for s in group]
-    told = zip(chain(*groups), pairs, score(pairs), strict=True)
-    samples = ({"text": text, **verdict, "length": len(s.ids), "finished": s.finished}
-               for s, (text, _), verdict in told)
+    texts = [[tok.decode(s.ids) for s in group] for group in groups]
+    pairs = [(text, row) for row, said in zip(rows, texts, strict=True) for text in said]
+    verdicts = iter(score(pairs))  # all are graded side by side
     out = []
-    for row, group in zip(rows, groups, strict=True):
-        own = [*islice(samples, len(group))]
+    for row, group, said in zip(rows, groups, texts, strict=True):
+        samples = []
+        for s, text in zip(group, said, strict=True):
+            samples.append({"text": text, **next(verdicts), "length": len(s.ids),
+                            "finished": s.finished})
         out.append({"question": row["question"], "answer": row["answer"],
-                    "accuracy": fmean(s["correct"] for s in own), "samples": own})
+                    "accuracy": fmean(s["correct"] for s in samples), "samples": samples})
     return out
 
 
@@ -227,7 +228,7 @@ def digests(args, sets, script):
     """{(set, model): digest} of what a row depends on: script (the command line's words before
     the flags, and the text of the user's own script), flags, questions, the model's weights and
     tokenizer, the files of --reward and --calib, the adapter."""
-    free = ("out", "run", "adapter", "device", "card_share", "timeout", "max_rows", "k", "data",
+    free = ("out", "run", "adapter", "device", "engine", "card_share", "max_rows", "k", "data",
             "trained_with")
     read, found = [policy.base_of(args, nvfp4.FORMATS)], {}
     folder = checkpoint.fetch(args.model)
@@ -247,7 +248,7 @@ def digests(args, sets, script):
     return found
 
 
-class Book:
+class SavedRows:
     """--out: the finished rows of each set and model, each with `run`, the digest of what it
     depends on. ValueError if the file holds anything but rows of this very evaluation."""
 
@@ -300,7 +301,7 @@ def run(args, argv):
               file=sys.stderr)
     score = data.scorer(args.prompt_style, args.reward)
     script = command.script(argv, "eval.py")
-    book = Book(args, sets, script)
+    saved = SavedRows(args, sets, script)
     model, tok = sample.load_policy(args)
     sample.set_engine(model, args.engine)
     room = model.config.max_position_embeddings
@@ -319,8 +320,8 @@ def run(args, argv):
             model, tok, rows, style=args.prompt_style, n=args.n, temperature=args.temperature,
             top_p=args.top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
             max_rows=args.max_rows, seed=args.seed, score=score, progress=sys.stderr.isatty(),
-            ks=args.k or (), done=book.done.get((name, arm), ()),
-            keep=partial(book.keep, name, arm) if args.out else None)
+            ks=args.k or (), done=saved.done.get((name, arm), ()),
+            keep=partial(saved.keep, name, arm) if args.out else None)
 
     results, alone = [], plain(args)
     for name, rows in sets:
@@ -344,9 +345,9 @@ def run(args, argv):
         if r["format"] == 0:
             print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
                   "fit the model?")
-    told = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
+    rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
             for name, arm, r in results]
-    print(json.dumps({"results": told, "seconds": round(time.time() - begin, 1),
+    print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
                       "command": shlex.join([*ranks.launcher(), *script, *argv])}))
 
 

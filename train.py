@@ -25,7 +25,7 @@ from pathlib import Path
 from plumbing import checkpoint, flags, policy, ranks
 from plumbing.command import number, numbers
 from plumbing.flags import Flag
-from plumbing.run import Run, settle
+from plumbing.run import Run, resolve_flags
 
 import aqn
 import data
@@ -78,7 +78,7 @@ FLAGS = (
     Flag("updates-per-rollout", number(1, 1e5), 4, "optimizer steps, each on its own prompts", 2),
     Flag("micro-batch-tokens", number(0, 1e8), 0, "tokens a forward may hold; 0: what fits", 2048),
     Flag("checkpointing", ("auto", "on", "off"), "auto",
-         "recompute blocks in backward, for memory; auto: if needed", "off"),
+         "recompute blocks in backward, for memory; auto: off only where all fits", "off"),
     Flag("lr", number(0, 1, float), 1e-5, "AdamW's peak, the same for each --quant", 1e-3),
     Flag("grad-clip", number(1e-9, 1e6, float), 0.2, "norm the gradient is clipped to", 1.0),
     "held-out questions",
@@ -101,6 +101,7 @@ NEEDS = {
     **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), NOISE),
     **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
     "lora_alpha": ("--lora-rank 1 or more", lambda args: args.lora_rank),
+    "eps_high": ("--old-logp sampler or trainer", lambda args: args.old_logp != "current"),
 }
 
 
@@ -134,7 +135,8 @@ COMMAND = flags.Command("train", "QeRL training.", FLAGS, check, trains=True)
 
 def learn(run, model, tok, optimizer, prompts, score, held_out):
     """Algorithm 1 of the paper, from step run.state.step on."""
-    args, settings = run.args, grpo.Settings.of(run.args)
+    args = run.args
+    settings = grpo.Settings.of(args)
     for step in range(run.state.step, args.steps):
         result = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
@@ -148,7 +150,8 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 2. Sample and grade. The sampler records the log-prob of each token as it draws it.
         first = rollout(run, model, tok, score, prompts.take(args.prompts_per_step), step)
-        groups, n_prompts = first, len(first)  # trained on; drawn
+        groups = first  # those to train on
+        n_prompts = len(first)  # drawn
         if args.dynamic_sampling:
             groups, n_prompts = resample(run, model, tok, score, prompts, first, step)
 
@@ -162,7 +165,8 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
             aqn.clear(model)
         if args.old_logp == "trainer":
             grpo.record_trainer_logprobs(model, chain(*groups), settings)
-        updates, n = [], args.updates_per_rollout  # (summed metrics, gradient norm) of each
+        updates = []  # (summed metrics, gradient norm) of each
+        n = args.updates_per_rollout
         for i in range(n):
             lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr)
             grpo.set_rate(optimizer, lr)
@@ -182,7 +186,8 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 def rollout(run, model, tok, score, rows, key):
     """G graded completions of each row's prompt from the policy as it is now: P groups, the same on
     all ranks. A different `key` gives different samples."""
-    args, mine = run.args, ranks.mine(range(len(rows)))  # the prompts that this rank draws for
+    args = run.args
+    mine = ranks.mine(range(len(rows)))  # the prompts that this rank draws for
     seed = aqn.noise_seed(args.seed, f"samples/{key}")
     run.phase("rollout")
     groups = complete(model, tok, [rows[i] for i in mine], args, seed, indices=mine)
@@ -250,7 +255,9 @@ class Prompts:
     handed out."""
 
     def __init__(self, rows, seed):
-        self.rows, self.seed, self.cursor = rows, seed, 0
+        self.rows = rows
+        self.seed = seed
+        self.cursor = 0
         self.epoch, self.order = None, None
 
     def take(self, n):
@@ -301,7 +308,7 @@ def trained_parameters(model, args):
     return list(model.requires_grad_(True).parameters())
 
 
-def settle_update(model, args, params):
+def plan_update(model, args, params):
     """--engine, and what an update holds at once: on the fast path the free memory decides."""
     sample.set_engine(model, args.engine)
     if model.fast:
@@ -323,7 +330,7 @@ def save_weights(model, args, folder):
 
 
 def train(args, argv):
-    args = settle(COMMAND, args, argv)
+    args = resolve_flags(COMMAND, args, argv)
     flags.warn_idle(COMMAND, NEEDS, args, argv)
     checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
@@ -341,7 +348,7 @@ def train(args, argv):
     args.steps = args.steps or max(1, len(rows) // args.prompts_per_step)
     params = trained_parameters(model, args)
     optimizer = grpo.AdamW(params, args.lr)
-    settle_update(model, args, params)
+    plan_update(model, args, params)
 
     base = policy.base_of(args, nvfp4.FORMATS)
     with Run(COMMAND, args, argv, base, lambda folder: save_weights(model, args, folder)) as run:

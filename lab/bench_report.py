@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command
 from plumbing.command import cell
+from plumbing.curves import Figure, dress, look, read
+from plumbing.files import saved
 
 import numpy as np
 import torch
@@ -98,12 +100,12 @@ def tables(args):
 
 def picture(path, ticks, ylabel, panels):
     """panels {title: {label: {rows: y}}}: curves over rows, both axes in log2."""
-    fig = plot.Figure(figsize=(9, 3.6), layout="constrained")
+    fig = Figure(figsize=(9, 3.6), layout="constrained")
     for n, (title, curves) in enumerate(panels.items()):
         ax = fig.add_subplot(1, len(panels), n + 1, sharey=fig.axes[0] if n else None)
         for i, (label, points) in enumerate(curves.items()):
-            ax.plot(list(points), list(points.values()), label=label, lw=1.5, **plot.look(i))
-        plot.dress(ax, title, "rows")
+            ax.plot(list(points), list(points.values()), label=label, lw=1.5, **look(i))
+        dress(ax, title, "rows")
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
         ax.set_xticks(ticks, map(str, ticks), rotation=45)
@@ -162,10 +164,10 @@ def speeds(runs, args):
     show(columns)
     alone = None
     for run, name in zip(runs, plot.names(runs), strict=True):
-        group = plot.saved(run, "config.json").get("group_size")
+        group = saved(run, "config.json").get("group_size")
         if not group:
             raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
-        before, *rows = plot.read(run)[args.skip - 1 :] or [None]
+        before, *rows = read(run)[args.skip - 1 :] or [None]
         if not rows:
             raise ValueError(f"--skip {args.skip}: leaves no step of {run}")
         columns_of = ("prompts_sampled", "seconds_rollout", "seconds_update", "seconds")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import command, flags
-from plumbing.files import read_jsonl, writing
+from plumbing import command, curves, flags
+from plumbing.files import read_jsonl, saved, writing
 
+import train
 from lab import archive, plot
 
 COLUMNS = "accuracy,entropy,length_mean,format,zero_var_frac,logp_gap_mean"
@@ -56,7 +57,7 @@ def grades(path):
 
 def row_of(run, defaults, columns):
     """The row of a run's folder, without its group."""
-    had, steps = plot.saved(run, "config.json"), plot.read(run)
+    had, steps = saved(run, "config.json"), curves.read(run)
     if not had:
         raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
     if [s["step"] for s in steps] != [*range(len(steps))]:
@@ -65,7 +66,7 @@ def row_of(run, defaults, columns):
            "flags": {k: v for k, v in had.items() if k not in LEFT_OUT and v != defaults.get(k)}}
     if (script := plot.told(run)["script"]) != "train.py":
         row["script"] = script
-    summary = plot.saved(run, "summary.json")
+    summary = saved(run, "summary.json")
     last = (summary.get("best") or {}).get("step") == summary.get("steps")
     summary = {k: v for k, v in summary.items() if k != "command" and not (k == "best" and last)}
     if summary:
@@ -88,7 +89,8 @@ def collect(folders, group, columns, commit, table):
     if Path(table).is_file():
         defaults, known = archive.read(table)
     else:
-        defaults = {k: v for k, v in vars(flags.parse("train", [])).items() if k not in LEFT_OUT}
+        defaults = vars(flags.parse(train.COMMAND, []))
+        defaults = {k: v for k, v in defaults.items() if k not in LEFT_OUT}
         text = archive.line({"defaults": defaults})
     # runs of one model and format answer alike before training: the first row keeps it for all
     before = {row["right"]["before"]: name for name, row in reversed(known.items())

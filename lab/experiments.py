@@ -58,8 +58,9 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import command, flags, ranks
-from plumbing.files import check_out, read_jsonl, whole
+from plumbing import command, curves, flags, ranks
+from plumbing.files import check_out, read_jsonl, saved, whole
+from plumbing.run import IDLE, MINOR
 
 import torch
 
@@ -121,7 +122,7 @@ def gradient(args, argv):
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
     rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
     params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    train.settle_update(model, args, params)
+    train.plan_update(model, args, params)
     out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
                          for anchor in ("sampler", "current")}
     draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
@@ -313,9 +314,9 @@ def folder(out, arm, seed):
 
 def check_flags(out, wanted):
     """ValueError if a run in the folder `out` has other flags than those wanted."""
-    had = plot.saved(out, "config.json")
+    had = saved(out, "config.json")
     for flag, value in wanted.items():
-        counts = flag not in plot.IDLE + plot.MINOR and (flag, value) != ("steps", None)
+        counts = flag not in IDLE + MINOR and (flag, value) != ("steps", None)
         if counts and had.get(flag, value) != value:
             raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {out} used "
                              f"{had[flag]}; choose another --out")
@@ -327,7 +328,7 @@ def table(name, seeds, out):
     for arm in arms:
         runs, at[arm] = [folder(out, arm, seed) for seed in seeds], {}
         for run in runs:
-            for row in plot.read(run):
+            for row in curves.read(run):
                 if row["eval_accuracy"] is not None:
                     at[arm].setdefault(row["step"], []).append(row["eval_accuracy"])
         last[arm] = [accuracy_after(run) for run in runs]
@@ -349,7 +350,7 @@ def percent(values):
 
 def accuracy_after(run):
     """Of a run that has ended, and has not gone on since."""
-    found, steps = plot.saved(run, "summary.json"), plot.saved(run, "config.json").get("steps")
+    found, steps = saved(run, "summary.json"), saved(run, "config.json").get("steps")
     if found.get("accuracy_after") is None or found.get("steps", steps) != steps:
         raise ValueError(f"{run}: has no accuracy_after of its last step in summary.json; let it "
                          "end, without --eval-n 0")
@@ -367,8 +368,8 @@ def answers(run):
 def rise(run):
     """How far a finished run's samples got in the first half of its steps: their mean accuracy
     there, above that in the first sixteenth."""
-    accuracy = [row["accuracy"] for row in plot.read(run)]
-    if len(accuracy) != (plot.saved(run, "config.json").get("steps") or len(accuracy)):
+    accuracy = [row["accuracy"] for row in curves.read(run)]
+    if len(accuracy) != (saved(run, "config.json").get("steps") or len(accuracy)):
         raise ValueError(f"{run}: has {len(accuracy)} steps, not all that it was to have; let it "
                          "end")
     begun, half = max(2, len(accuracy) // 16), len(accuracy) // 2
@@ -379,8 +380,8 @@ def rise(run):
 
 def late_entropy(run):
     """Mean entropy, nats a token, of a run's samples in its second half; nan if none trained."""
-    entropies = plot.column(plot.read(run), "entropy")
-    return plot.trailing_mean(entropies, len(entropies) - len(entropies) // 2)[-1]
+    entropies = curves.column(curves.read(run), "entropy")
+    return curves.trailing_mean(entropies, len(entropies) - len(entropies) // 2)[-1]
 
 
 def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
@@ -491,8 +492,8 @@ def arms(runs):
     of the first samples and of those in the second half, nats a token."""
     for label, members in plot.lines(runs):
         after = percent([*map(accuracy_after, members)])
-        before = fmean(plot.saved(run, "summary.json")["accuracy_before"] for run in members)
-        first = fmean(plot.read(run)[0]["entropy"] for run in members)
+        before = fmean(saved(run, "summary.json")["accuracy_before"] for run in members)
+        first = fmean(curves.read(run)[0]["entropy"] for run in members)
         late = fmean(map(late_entropy, members))
         yield f"{label}: {100 * before:.1f} -> {after}, entropy {first:.3f} -> {late:.3f}"
 

@@ -3,7 +3,7 @@ What is not QeRL: files, flags, signals, checkpoints, tokenizers, grading, ranks
 the method can skip it.
 
 This file runs before torch is imported, which takes seconds: from here on ctrl-C ends a command in
-one line.
+one line, and whoever started it in a terminal reads what it is doing.
 """
 import os
 import signal
@@ -21,8 +21,19 @@ def leave(*_):
     os._exit(130)
 
 
+def awaited(words):
+    """Whether someone at a terminal waits for one of the slow commands, which is not told --help.
+    torchrun starts many; one of them speaks."""
+    slow = ALONE and Path(MAIN).name in ("train.py", "eval.py", "sample.py")
+    asked = not {"-h", "--help"}.isdisjoint(words)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return slow and not asked and first and sys.stderr is not None and sys.stderr.isatty()
+
+
 if ALONE:
     signal.signal(signal.SIGINT, leave)
+if awaited(sys.argv[1:]):
+    print("loading PyTorch ...", file=sys.stderr, flush=True)
 # Rollouts and updates need tensors of ever new sizes: without this setting, which torch reads when
 # it is imported, the allocator keeps 46 GiB where tensors peak at 26.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -4,17 +4,19 @@ for what the user can fix, and an orderly end on ctrl-C, SIGTERM, a closed termi
 stdout.
 
 Before `run`, while torch is imported, ctrl-C ends the process in one line (plumbing/__init__.py).
-`run` turns each of these ends into a KeyboardInterrupt, so that what is
-half written is removed and what can be saved is saved (plumbing/run.py has its own handler).
+`run` turns each of these ends into a KeyboardInterrupt, so that what is half written is removed and
+what can be saved is saved (plumbing/run.py has its own handler).
 
     sys.exit(command.run("eval.py", lambda: body(args)))
 """
 import argparse
 import os
+import shlex
 import signal
 import sys
 import threading
 from contextlib import contextmanager
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from plumbing import ALONE, HOME, MAIN
@@ -54,6 +56,19 @@ def typed(argv):
         return own
     # a user's own script may add flags that nobody typed
     return [*sys.argv[:1], *(word for word in sys.argv[1:] if word not in argv)] if OWN else []
+
+
+def script_of(line, flags):
+    """The script of a kept command line, and what else it was told before the first of `flags`, as
+    text: `script` of a run that was started some time ago. ValueError if it cannot be read."""
+    try:
+        words = shlex.split(line)
+    except ValueError as e:
+        raise ValueError(f"command cannot be read ({e})") from None
+    ours = {f"--{no}{name.replace('_', '-')}" for name in flags for no in ("", "no-")}
+    words = dropwhile(lambda word: not word.endswith(".py"), words)
+    own = takewhile(lambda word: word.partition("=")[0] not in ours, words)
+    return " ".join(takewhile(lambda word: word != "&&", own))
 
 
 @contextmanager

@@ -11,8 +11,8 @@ GAP_BOUND = 0.05  # nats a token between sampler and trainer to warn at
 
 
 def show_flags(args):
-    told = "  ".join(f"{k}={v}" for k, v in vars(args).items())
-    print(textwrap.fill(told, 100, break_long_words=False, break_on_hyphens=False))
+    text = "  ".join(f"{k}={v}" for k, v in vars(args).items())
+    print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False))
 
 
 def show_step(row, samples, args, warned):

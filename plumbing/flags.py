@@ -194,7 +194,7 @@ def run_command(command, body, argv=None, name=None):
     that has the flags of `command`."""
     argv = sys.argv[1:] if argv is None else argv
 
-    @ranks.one_voice
+    @ranks.rank_0_speaks
     def parsed():
         try:
             args = parse(command, argv)
@@ -203,12 +203,12 @@ def run_command(command, body, argv=None, name=None):
             ranks.end()
             return code
         except RuntimeError as e:
-            where, _, told = str(e).rpartition("DefaultCPUAllocator: ")
+            where, _, wanted = str(e).rpartition("DefaultCPUAllocator: ")
             if not where and not isinstance(e, torch.OutOfMemoryError):
                 raise
             lower = "--micro-batch-tokens, " if command.trains else ""
-            told = ". ".join(told.split(". ")[:3])  # how much was asked for, and was free
-            raise ValueError(f"out of {'' if where else 'GPU '}memory ({told}); lower {lower}"
+            wanted = ". ".join(wanted.split(". ")[:3])  # how much was asked for, and was free
+            raise ValueError(f"out of {'' if where else 'GPU '}memory ({wanted}); lower {lower}"
                              "--max-rows or --max-new-tokens") from None
 
     return commands.run(name or f"{command.name}.py", parsed)

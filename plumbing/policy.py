@@ -37,12 +37,12 @@ def base_of(args, formats):
     """What tells the base of these flags from others: checkpoint.fingerprint's digests; `text`, the
     digest of --awq's text file; `format`, the row of `formats` (nvfp4.FORMATS) that a script has
     added."""
-    told = checkpoint.fingerprint(args.model)
+    found = checkpoint.fingerprint(args.model)
     if args.quant in formats and args.quant not in OURS:
-        told["format"] = repr(formats[args.quant])
+        found["format"] = repr(formats[args.quant])
     if args.awq and args.calib:
-        told["text"] = file_digest(text_file(args.calib))
-    return told
+        found["text"] = file_digest(text_file(args.calib))
+    return found
 
 
 def content(args, base, kept):

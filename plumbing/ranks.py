@@ -32,11 +32,12 @@ rank = int(os.environ["RANK"]) if world > 1 else 0  # RANK without WORLD_SIZE is
 busy = False  # in a collective: an interrupt must wait, the others count on this rank
 stopped = False  # all ranks know that the run is to stop
 BUCKET = 2**26  # numbers of one all-reduce, 256 MiB
+TIMEOUT = 1800  # seconds that an exchange may take: the others may still be sampling
 PATIENCE = 10  # seconds that rank 0 has to raise the same error before this rank does
 
 
-class Lost(ConnectionError):
-    """Another rank has gone, or was slower than --timeout."""
+class RankLost(ConnectionError):
+    """Another rank has gone, or was slower than TIMEOUT."""
 
 
 def launcher():
@@ -47,8 +48,8 @@ def launcher():
 
 
 def start(args):
-    """Join the other ranks; each gets the card of its local rank. --timeout: seconds that an
-    exchange may take. ValueError if there are too few cards, Lost if the others do not come."""
+    """Join the other ranks; each gets the card of its local rank. ValueError if there are too few
+    cards, RankLost if the others do not come."""
     if world == 1 or dist.is_initialized():
         return
     backend, here = "gloo", int(os.environ.get("LOCAL_RANK", 0))
@@ -63,7 +64,7 @@ def start(args):
     # with a tensor to free when the interpreter ends aborts the process. Now it holds none.
     from torch.distributed.nn import functional  # noqa: F401
     with together():
-        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
         if "nccl" in backend:  # NCCL takes its buffers now, before free memory is counted
             dist.all_reduce(torch.zeros(1, device="cuda"))
 
@@ -71,15 +72,15 @@ def start(args):
 def end():
     """Wait until all ranks are done (rank 0 with its files), and leave the group."""
     if dist.is_initialized():
-        with suppress(Lost):  # this rank's work is done
+        with suppress(RankLost):  # this rank's work is done
             gather(None)
         dist.destroy_process_group()
 
 
-def one_voice(body):
-    """Rank 0 speaks for all: what others print is dropped, so an error on all is told once. A rank
-    that fails alone is heard, after rank 0 has had time to fail too and torchrun to end it. A rank
-    that fails leaves the group, too (`end`)."""
+def rank_0_speaks(body):
+    """Rank 0 speaks for all: what others print is dropped, so an error on all of them is printed
+    once. A rank that fails alone is heard, after rank 0 has had time to fail too and torchrun to
+    end it. A rank that fails leaves the group, too (`end`)."""
 
     @wraps(body)
     def quiet():
@@ -112,14 +113,14 @@ def first(method):
 
 @contextmanager
 def together():
-    """Around a collective: interrupts wait, and a failure is Lost."""
+    """Around a collective: interrupts wait, and a failure is RankLost."""
     global busy
     busy = True
     try:
         yield
     except RuntimeError as e:
-        raise Lost(f"rank {rank}: another rank ended, or was slower than --timeout "
-                   f"({str(e).partition(chr(10))[0]})") from None
+        raise RankLost(f"rank {rank}: another rank ended, or was slower than {TIMEOUT} s "
+                       f"({str(e).partition(chr(10))[0]})") from None
     finally:
         busy = False
 
@@ -144,7 +145,7 @@ def stop():
     global stopped
     if world > 1 and not stopped:
         stopped = True
-        with suppress(Lost):  # they may be gone already
+        with suppress(RankLost):  # they may be gone already
             gather(None)
 
 

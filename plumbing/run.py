@@ -28,14 +28,16 @@ from itertools import chain
 from pathlib import Path
 
 from plumbing import command, console, files, flags, policy, ranks
-from plumbing.files import append, cause, check_out, lines, lock, read_json, whole
+from plumbing.files import append, cause, check_out, lines, lock, read_json, saved, whole
 
 import torch
 
-from lab import plot
-
+# flags that change no number of a run, and those that change only its last digits, or when it is
+# evaluated
+IDLE = ("resume", "out", "save_every", "card_share")
+MINOR = ("engine", "micro_batch_tokens", "checkpointing", "max_rows", "eval_every")
 # what --resume may change: a run must be able to continue on a card with less memory
-FREE = ("steps", *plot.IDLE, *plot.MINOR)
+FREE = ("steps", *IDLE, *MINOR)
 NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
          "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
          "summary.json"}
@@ -52,20 +54,20 @@ class State:
     before: dict | None = None  # {"accuracy", "stderr"} of the held-out questions before training
     best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
     data: str = ""  # digest of the questions
-    base: dict = field(default_factory=dict)  # flags.base_of
+    base: dict = field(default_factory=dict)  # policy.base_of
     reward: str = ""  # digest of --reward's file
     script: str = "train.py"  # or a script that changes what it does
     code: str = ""  # digest of that script, if it is the user's own
     command: str = ""  # the command line that began the run
 
 
-def settle(spec, args, argv):
+def resolve_flags(spec, args, argv):
     """The flags to run with: those given, in a fresh folder; with --resume, the run's own.
     ValueError for a folder that holds a run or anything else, one that cannot be written, or a flag
     that a resumed run cannot change. Leaves nothing behind."""
     out = Path(args.out)
     check_out(out, folder=True)
-    saved, begun = out / "config.json", (out / "checkpoint" / "state.pt").is_file()
+    config, begun = out / "config.json", (out / "checkpoint" / "state.pt").is_file()
     if not begun and (out / "summary.json").is_file():
         raise ValueError(f"--out {out}: holds a run that has ended, without its checkpoint/, from "
                          "which it could go on; choose another folder")
@@ -79,13 +81,19 @@ def settle(spec, args, argv):
                 raise ValueError(f"--out {out}: holds {path.name}, which is no run's; choose "
                                  "another folder")
         return args
-    if not saved.is_file():
+    if not config.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
-    read = ((k.replace("_", "-"), v) for k, v in read_json(saved).items() if k != "command")
+    had = read_json(config)
+    script = command.script_of(str(had.pop("command", "train.py")), had)
+    had = {name.replace("_", "-"): value for name, value in had.items()}
+    gone = had.keys() - {f.name for f in spec.flags}
+    if gone:
+        raise ValueError(f"{config}: the run was begun by an older version of {script}, whose flag "
+                         f"--{min(gone)} is gone; go on with that, or start anew in another --out")
     try:
-        old = flags.from_file(spec, read, saved)
+        old = flags.from_file(spec, had.items(), config)
     except ValueError as e:  # a value that only the script that began the run knows
-        raise ValueError(f"{e}; the run was begun by {plot.told(out).get('script')}") from None
+        raise ValueError(f"{e}; the run was begun by {script}") from None
     for name, value in flags.given(spec, argv).items():
         if name not in FREE and value != getattr(old, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
@@ -110,13 +118,15 @@ class Run(ExitStack):
         script = command.script(argv)
         typed = [*ranks.launcher(), *(command.typed(argv) or script)]
         self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # continues the run
-        told = shlex.join([Path(script[0]).name, *script[1:]])
-        self.state = State(script=told, command=shlex.join([*ranks.launcher(), *script, *argv]))
-        self.state.base = base
+        name = shlex.join([Path(script[0]).name, *script[1:]])
+        line = shlex.join([*ranks.launcher(), *script, *argv])
+        self.state = State(script=name, command=line, base=base)
         self.started = time.time()
-        self.clock, self.current = {}, None  # seconds of each phase of a step; the current phase
+        self.clock = {}  # seconds of each phase of a step
+        self.current = None  # the phase
         self.drawn = 0  # tokens sampled in this step, replaced groups included
-        self.failed, self.warned = 0, set()  # updates skipped in a row; warnings given
+        self.failed = 0  # updates skipped in a row
+        self.warned = set()  # warnings given
         self.interrupted = False  # a signal has come
 
     def open(self, optimizer, rows):
@@ -132,10 +142,10 @@ class Run(ExitStack):
         vars(self.state).update(command.own_code(self.args))
         if self.args.resume:
             self.restore(optimizer)
-            summed = plot.saved(self.out, "summary.json").get("steps")  # perhaps of an earlier end
+            summed = saved(self.out, "summary.json").get("steps")  # perhaps of an earlier end
             if summed == self.state.step and self.state.step >= self.args.steps:
                 if not (self.out / "metrics.png").is_file():  # stopped while it was drawn
-                    self.tell()
+                    self.report()
                 print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
                 return False
         self.tidy()
@@ -149,7 +159,7 @@ class Run(ExitStack):
     @ranks.first
     def claim(self):
         """Make the folder and lock it; ValueError if another process has it, or has trained in it
-        since `settle`."""
+        since `resolve_flags`."""
         self.out.mkdir(parents=True, exist_ok=True)
         busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
         self.enter_context(lock(self.out / "lock", busy))
@@ -332,7 +342,7 @@ class Run(ExitStack):
             if old not in ("", new):  # an error in it may have been fixed
                 print(f"warning: {what}: is not as it was when the run began", file=sys.stderr)
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
-        if plot.saved(self.out, "config.json").get("steps") != self.args.steps:
+        if saved(self.out, "config.json").get("steps") != self.args.steps:
             was.command += f" && {now.command}"
         self.state = replace(was, base=now.base, reward=now.reward, code=now.code)
         for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -386,12 +396,14 @@ class Run(ExitStack):
                    "seconds": round(self.seconds(), 1), "peak_gib": round(peak_gib(), 2),
                    "command": self.state.command}
         files.write_json(self.out / "summary.json", summary)
-        self.tell()
+        self.report()
 
     @ranks.first
-    def tell(self):
+    def report(self):
         """Write metrics.png and print what was learned, for a run that has its summary.json."""
-        plot.plot([self.out], self.out / "metrics.png")
+        from plumbing import curves  # here: matplotlib takes a second to import
+
+        curves.draw([(self.out.resolve().name, [self.out])], self.out / "metrics.png")
 
         def rows(name):
             path = self.out / name

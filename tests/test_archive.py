@@ -4,6 +4,9 @@ import random
 import re
 from pathlib import Path
 
+from plumbing import curves
+from plumbing.files import saved
+
 import pytest
 
 from lab import archive, bench_report, collect, experiments, plot
@@ -55,7 +58,7 @@ def test_rows_print_what_their_folders_print(table, tmp_path, capsys):
     assert "over 40 questions" in said[0] and "mine.py --tau 2" in said[0]
     with archive.folders(["mine/nvfp4-s1"]) as [run]:
         assert {k: v for k, v in plot.told(run).items() if k in plot.told(runs[4])} == plot.told(runs[4])
-        assert [row["length_mean"] for row in plot.read(run)] == pytest.approx([30.123 + i for i in range(8)], rel=5e-3)
+        assert [row["length_mean"] for row in curves.read(run)] == pytest.approx([30.123 + i for i in range(8)], rel=5e-3)
         for when in ("before", "after"):
             kept, had = ([json.loads(text)["accuracy"] for text in open(f"{of}/eval_{when}.jsonl")] for of in (run, runs[4]))
             assert kept == had
@@ -79,7 +82,7 @@ def test_defaults_that_change_later_change_no_row(table, tmp_path, monkeypatch):
     assert archive.read()[1]["mine/s0"]["flags"] == {"quant": "none", "steps": 8, "lr": 0.5, "eps_high": 0.28}
     monkeypatch.setattr(collect.flags, "parse", None)
     with archive.folders(["mine/*"]) as [kept]:
-        had = plot.saved(kept, "config.json")
+        had = saved(kept, "config.json")
     assert (had["group_size"], had["lr"], had["grad_clip"]) == (8, 0.5, 1.0)
 
 

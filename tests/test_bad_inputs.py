@@ -12,6 +12,7 @@ import shutil
 import signal
 import stat
 import time
+from functools import partial
 from pathlib import Path
 
 from plumbing import tokenizer
@@ -30,8 +31,8 @@ from lab import bench_quantization, convert, experiments, plot
 from tests.conftest import exit_code
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
-COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": sample.main, "nvfp4": convert.quantize_command,
-            "lora": convert.merge_command, "plot": plot.main, "data": data.main, "experiments": experiments.main,
+COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": sample.main, "nvfp4": partial(convert.main, "quantize"),
+            "lora": partial(convert.main, "merge"), "plot": plot.main, "data": data.main, "experiments": experiments.main,
             "bench_quantization": bench_quantization.main}
 DEEP = "[" * 100_000 + "]" * 100_000
 ROW = '{"question": "What is 1+1?", "answer": "2", "prompt": "What is 1+1?", "step": 0, "reward": 1.0}'
@@ -268,7 +269,7 @@ FIELDS = [
     ("train --resume --out old", config("old/config.json", lr=-1.0), "old/config.json|--lr"),
     ("train --resume --out old", config("old/config.json", steps=[4]), "old/config.json|steps"),
     ("train --resume --out old", config("old/config.json", aqn="maybe"), "old/config.json|aqn"),
-    ("train --resume --out old", config("old/config.json", no_such_flag=1), "old/config.json|no-such-flag"),
+    ("train --resume --out old", config("old/config.json", no_such_flag=1), "old/config.json|no-such-flag is gone"),
     ("eval --data d.jsonl --out rows.jsonl", config("rows.jsonl", data="d", model="base", run="0"), "--out rows.jsonl"),
     ("bench_quantization --model model --data set --out q.json --device cpu", config("q.json", table=[1]), "q.json"),
     ("bench_quantization --model model --data set --out q.json --device cpu", config("q.json", table=[{"format": 1}]), "q.json|missing"),
@@ -375,9 +376,9 @@ FLAGS = limits(
     (TRAIN, "steps", "0 -1 1e3 999999999999 x"), (TRAIN, "lr", "-1 nan inf 1e9 x"), (TRAIN, "temperature", "0 nan 1e9"),
     (TRAIN, "group-size", "1 1000000000"), (TRAIN, "prompts-per-step", "0 1000000000"), (TRAIN, "lora-rank", "-1 100000000"),
     (TRAIN, "lora-alpha", "0 nan inf"), (TRAIN, "max-new-tokens", "0 99999999999"), (TRAIN, "max-prompt", "0 1.5"),
-    (TRAIN, "seed", "-1 99999999999999999999"), (TRAIN, "aqn-start", "-1 nan inf 1e9 0"), (TRAIN, "aqn-stages", "1 99999999999"),
-    (TRAIN, "eps-low", "-1 nan"), (TRAIN, "beta", "-1 nan inf"), (TRAIN, "beta1", "1 -0.1"), (TRAIN, "warmup", "1.5 nan"),
-    (TRAIN, "grad-clip", "-1 0 nan"), (TRAIN, "weight-decay", "nan 1e9"), (TRAIN, "micro-batch-tokens", "-1 1e5"), (TRAIN, "save-every", "0"),
+    (TRAIN, "seed", "-1 99999999999999999999"), (TRAIN, "aqn-start", "-1 nan inf 1e9 0"), (TRAIN, "engine", "x"),
+    (TRAIN, "eps-high", "-1 nan"), (TRAIN, "beta", "-1 nan inf"),
+    (TRAIN, "grad-clip", "-1 0 nan"), (TRAIN, "micro-batch-tokens", "-1 1e5"), (TRAIN, "save-every", "0"),
     (TRAIN, "eval-n", "-1 999999999"), (TRAIN, "max-rows", "0 99999999"), (TRAIN, "card-share", "0 1.0000005 nan"), (TRAIN, "levels", "0 x 3,,4"), (TRAIN, "device", "tpu"),
     ("eval --data d.jsonl", "n", "0 -1 99999999 x"), ("eval --data d.jsonl", "limit", "0 -5 99999999999"),
     ("eval --data d.jsonl", "temperature", "-1 nan inf"), ("eval --data d.jsonl", "top-p", "0 1.0000005 nan"),

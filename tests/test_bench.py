@@ -135,7 +135,7 @@ def test_ratios_are_drawn_in_log2(tmp_path, monkeypatch):
     beside means over all eight."""
     drawn = []
     monkeypatch.setattr(bench_report, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench_report.plot.Figure, "savefig", lambda fig, *a, **k: drawn.append(fig.axes))
+    monkeypatch.setattr(bench_report.Figure, "savefig", lambda fig, *a, **k: drawn.append(fig.axes))
     for shapes in (bench_report.SHAPES, bench_report.SHAPES[:6]):
         rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 4.0 / m}
                 for s in shapes for m in (1, 2, 4, 8)]

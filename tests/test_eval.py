@@ -115,6 +115,17 @@ def test_what_is_counted(monkeypatch, tok, model):
     assert evaluation.gain(base, better) == (0.5, 0.5)
 
 
+def test_a_cut_sample_counts_by_its_answer(monkeypatch, tok, model):
+    """It may have answered before it went on: counted as wrong for its length, accuracy would fall with the limit alone. What it
+    says is kept as it was said, without the prompt, whose instruction has tags as well."""
+    right = "<think>.</think><answer>7</answer>"
+    scripted(monkeypatch, tok, [[f"{right} and so on...", "<think>.</think><answer>7..."]])
+    [row] = evaluation.evaluate(model, tok, [{"question": "a", "answer": "7"}], n=2)["rows"]
+    assert [(s["text"], s["correct"], s["finished"]) for s in row["samples"]] == [
+        (f"{right} and so on", True, False), ("<think>.</think><answer>7", False, False)]
+    assert row["accuracy"] == 0.5
+
+
 def test_arguments_reach_the_sampler(monkeypatch, tok, model):
     """Without top-p or at another temperature, a number is not the paper's Pass@1; without the seed, a repetition repeats."""
     names = ["n", "max_new_tokens", "temperature", "top_p", "eos_ids", "seed", "max_rows"]
@@ -199,7 +210,7 @@ def test_rows_belong_to_every_flag_that_they_follow_from(shallow):
                  "greedy", "max_new_tokens", "temperature", "top_p", "seed"):
         assert run_of(**{name: {"model": str(shallow), "reward": f"{__file__}:f"}.get(name, "other")}) != run_of(), name
     assert run_of(script=["lab/ideas/noisy_eval.py", "0.05"]) != run_of(script=["lab/ideas/noisy_eval.py", "0.1"])
-    assert {run_of(**{name: "other"}) for name in ("max_rows", "k", "device", "data", "adapter")} == {run_of()}
+    assert {run_of(**{name: "other"}) for name in ("max_rows", "k", "device", "engine", "card_share", "data", "adapter")} == {run_of()}
 
 
 def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path, monkeypatch):
@@ -210,7 +221,7 @@ def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path, 
     def run_of(code, calib, worth):
         reward.write_text(code)
         text.write_text(calib)
-        return evaluation.Book(args, [("s", [{"question": "q", "answer": "1", "worth": worth}])], ["eval.py"]).runs["s", "base"]
+        return evaluation.SavedRows(args, [("s", [{"question": "q", "answer": "1", "worth": worth}])], ["eval.py"]).runs["s", "base"]
 
     assert len({run_of("1", "1", 1), run_of("2", "1", 1), run_of("1", "2", 1), run_of("1", "1", 2)}) == 4
     first = run_of("1", "1", 1)

@@ -255,7 +255,7 @@ def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_pa
 
     def taken(m, completions, s):
         seen.append((s.old_logp, noise_of(m)))
-        asked.append((s.loss, s.temperature, s.tis_cap, s.eps_high))
+        asked.append((s.loss, s.temperature, s.eps_high))
         return backward(m, completions, s)
 
     def graded(completions, style):
@@ -270,13 +270,13 @@ def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_pa
     file.write_text("".join(json.dumps({"question": f"What is {i}+1?", "answer": i + 1}) + "\n" for i in range(3)))
     assert experiments.main(["gradient", "--model", str(shallow), "--data", str(tmp_path), "--prompts-per-step", "2", "--updates-per-rollout",
                              "1", "--group-size", "2", "--max-new-tokens", "4", "--device", "cpu", "--prompt-style", "boxed", "--loss",
-                             "dapo", "--temperature", "0.7", "--tis-cap", "3", "--eps-high", "0.5", "--out", str(out)]) == 0
+                             "dapo", "--temperature", "0.7", "--eps-high", "0.5", "--out", str(out)]) == 0
     both = [("sampler", 0.0), ("current", 0.0)]
     assert seen == [("draw", 1, 0.0), ("sampler", 0.0), ("draw", 2, 0.0), *both, ("draw", 2, 0.5), *both]
     assert [(row["sigma"], row["old_logp"]) for row in json.loads(out.read_text())] == [
         (0.0, "sampler"), (0.0, "current"), (0.5, "sampler"), (0.5, "current")]
     # sampled and trained as the flags say, at one temperature
-    assert {*asked} == {(2, 4, 0.7, True, 2), ("dapo", 0.7, 3.0, 0.5), "boxed"}
+    assert {*asked} == {(2, 4, 0.7, True, 2), ("dapo", 0.7, 0.5), "boxed"}
 
 
 def test_the_gradient_takes_the_flags_of_train(monkeypatch, shallow, tmp_path):
@@ -323,8 +323,9 @@ def test_the_trainer_of_two_copies_is_the_sixteen_bit_one(monkeypatch):
         def __init__(self, args):
             self.how, self.layer, self.checkpointing = (args.quant, args.awq), SimpleNamespace(A=[], B=[]), False
 
-    called = []
-    monkeypatch.setattr(flags, "load_policy", lambda args: (Model(args), "tok"))
+    called, engines = [], []
+    monkeypatch.setattr(sample, "load_policy", lambda args: (Model(args), "tok"))
+    monkeypatch.setattr(sample, "set_engine", lambda model, engine: engines.append((model.how, engine)))
     monkeypatch.setattr(lora, "add_lora", lambda model, *rest: [model.layer])
     monkeypatch.setattr(lora, "lora_layers", lambda model: [("a", model.layer)])
     for name in ("update", "record_trainer_logprobs"):
@@ -332,10 +333,12 @@ def test_the_trainer_of_two_copies_is_the_sixteen_bit_one(monkeypatch):
     with experiments.two_copies():
         model, _ = sample.load_policy(SimpleNamespace(quant="nvfp4", awq=False, aqn=True, aqn_scope="rollout", lora_rank=4))
         params = lora.add_lora(model, 4)
+        sample.set_engine(model, "auto")
         model.checkpointing = True
         grpo.record_trainer_logprobs(model, [], None)
         grpo.update(model, None, [], None)
     assert model.how == ("nvfp4", False) and params == [model.layer]
+    assert engines == [(("nvfp4", False), "auto"), (("none", False), "auto")]  # or one of the two is slow
     assert [c[:3] for c in called] == [(name, ("none", False), True) for name in ("record_trainer_logprobs", "update")]
     assert all(c[3].A is model.layer.A and c[3].B is model.layer.B for c in called)
 
@@ -343,7 +346,7 @@ def test_the_trainer_of_two_copies_is_the_sixteen_bit_one(monkeypatch):
 @pytest.mark.parametrize("flag", ["--awq", "--aqn-scope both"])
 def test_two_copies_are_of_one_model(monkeypatch, flag):
     """One of them had the noise, or the scales that AWQ moved, and nothing said so."""
-    monkeypatch.setattr(flags, "load_policy", lambda args: (SimpleNamespace(), "tok"))
+    monkeypatch.setattr(sample, "load_policy", lambda args: (SimpleNamespace(), "tok"))
     with experiments.two_copies(), pytest.raises(ValueError, match=f"^{flag}: "):
         sample.load_policy(flags.parse(train.COMMAND, flag.split()))
 

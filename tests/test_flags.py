@@ -12,6 +12,7 @@ from plumbing import checkpoint, command, flags, policy, ranks
 import pytest
 import torch
 
+import aqn
 import data
 import eval as evaluation
 import grpo
@@ -23,6 +24,12 @@ from lab import bench_quantization, convert
 from nvfp4 import FORMATS, Format
 
 FIXTURES = Path(__file__).parent / "fixtures"
+COMMANDS = {c.name: c for c in (train.COMMAND, evaluation.COMMAND, sample.COMMAND)}
+
+
+def policy_of(args, base):
+    """What train.py writes beside an adapter of these flags."""
+    return policy.content(args, base, [*(f.dest for f in train.COMMAND.flags if f.kept), "reward"])
 
 
 @pytest.mark.parametrize(("name", "argv", "says"), [
@@ -33,15 +40,15 @@ FIXTURES = Path(__file__).parent / "fixtures"
 def test_flags_that_contradict_each_other_are_refused(name, argv, says):
     """AWQ that is parsed and forgotten looks like plain rounding, and --run $UNSET evaluated the base alone."""
     with pytest.raises(ValueError, match=says):
-        flags.parse(name, argv)
+        flags.parse(COMMANDS[name], argv)
 
 
 def test_a_style_without_answers_needs_a_reward_of_ones_own():
     """eval.py refused it when all samples had been drawn, train.py also where a reward could grade it."""
     for name in ("train", "eval"):
         with pytest.raises(ValueError, match="--prompt-style plain: asks for nothing that could be graded"):
-            flags.parse(name, ["--prompt-style", "plain"])
-        assert flags.parse(name, ["--prompt-style", "plain", "--reward", "own.py:f"]).prompt_style == "plain"
+            flags.parse(COMMANDS[name], ["--prompt-style", "plain"])
+        assert flags.parse(COMMANDS[name], ["--prompt-style", "plain", "--reward", "own.py:f"]).prompt_style == "plain"
 
 
 def test_sampling_is_one_process(monkeypatch):
@@ -62,13 +69,26 @@ def test_an_update_of_ones_own_has_the_defaults_of_train_py():
     assert grpo.Settings(micro_batch_tokens=0) == grpo.Settings.of(flags.parse(train.COMMAND, ["--model", "some/model"]))
 
 
+def test_the_defaults_are_the_papers():
+    """Whoever gives a model and data alone trains as the paper does; what is no flag any more is its value as well."""
+    args, paper = vars(flags.parse(train.COMMAND, ["--model", "m"])), {
+        "quant": "nvfp4", "awq": False, "lora_rank": 32, "lora_alpha": 32.0, "aqn": True, "aqn_start": 1e-2, "aqn_end": 5e-4,
+        "aqn_schedule": "exponential", "aqn_scope": "rollout", "data": "gsm8k", "prompt_style": "tags", "steps": None,
+        "prompts_per_step": 16, "group_size": 8, "max_prompt": 256, "max_new_tokens": 4096, "temperature": 1.0, "dynamic_sampling": False,
+        "overlong": "none", "loss": "grpo", "eps_high": None, "beta": 0.0, "old_logp": "sampler", "updates_per_rollout": 4, "lr": 1e-5,
+        "grad_clip": 0.2, "eval_n": 1, "eval_every": 0, "eval_limit": None, "eval_temperature": 0.6, "engine": "auto", "card_share": 1.0,
+        "seed": 0}
+    assert {name: args[name] for name in paper} == paper
+    assert (grpo.BETAS, grpo.WEIGHT_DECAY, grpo.WARMUP, grpo.TIS_CAP) == ((0.9, 0.99), 0.1, 0.1, 2.0)
+    assert (aqn.STAGES, train.MAX_RESAMPLE, grpo.soft_overlong_penalty(4096 - 256, 4096)) == (10, 2, -0.5)
+
+
 def test_the_demos_defaults_are_the_demos():
     """A learning rate of 1e-3 is for a model of a million parameters; the README's numbers are of these."""
     demo, want = vars(flags.parse(train.COMMAND, [])), {
         "model": "tiny", "data": "arithmetic", "quant": "nvfp4", "lora_rank": 16, "lora_alpha": 32.0, "steps": 30, "prompts_per_step": 12,
-        "group_size": 8, "max_prompt": 128, "max_new_tokens": 96, "dynamic_sampling": True, "max_resample": 1, "overlong": "mask",
-        "overlong_buffer": 16, "loss": "dapo", "updates_per_rollout": 2, "micro_batch_tokens": 2048, "checkpointing": "off",
-        "weight_decay": 0.0, "grad_clip": 1.0, "eval_n": 1, "eval_every": 10, "eval_limit": 256, "save_every": 10, "seed": 0}
+        "group_size": 8, "max_prompt": 128, "max_new_tokens": 96, "dynamic_sampling": True, "overlong": "mask", "loss": "dapo", "updates_per_rollout": 2, "micro_batch_tokens": 2048, "checkpointing": "off",
+        "grad_clip": 1.0, "eval_n": 1, "eval_every": 10, "eval_limit": 256, "save_every": 10, "seed": 0}
     assert {name: demo[name] for name in want} == want
     assert flags.parse(train.COMMAND, []).lr == 1e-3 and flags.parse(train.COMMAND, ["--model", "m"]).lr == 1e-5
 
@@ -79,7 +99,7 @@ def test_what_is_too_large_for_the_card_says_which_flags_to_lower(capsys, name, 
     def body(args, argv):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free. And. Much. More.")
 
-    assert flags.run_command(name, body, []) == 2
+    assert flags.run_command(COMMANDS[name], body, []) == 2
     err = capsys.readouterr().err
     assert named in err and "Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free)" in err and err.count("\n") == 1
 
@@ -107,24 +127,22 @@ def test_a_device_that_is_not_there_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(("idle", "used"), [
-    ("--aqn-start 1e-3 --no-aqn", "--aqn-start 1e-3"), ("--tis-cap 3", "--tis-cap 3 --old-logp current"),
-    ("--overlong-buffer 8", "--overlong-buffer 8 --overlong soft"), ("--eval-limit 9 --eval-n 0", "--eval-limit 9"),
-    ("--eval-top-p 0.9 --eval-temperature 0", "--eval-top-p 0.9"), ("--lora-alpha 9 --lora-rank 0 --quant none", "--lora-alpha 9"),
-    ("--max-resample 1 --no-dynamic-sampling", "--max-resample 1"),
-    ("--spare-prompts 1 --no-dynamic-sampling", "--spare-prompts 1")])
+    ("--aqn-start 1e-3 --no-aqn", "--aqn-start 1e-3"), ("--aqn-scope both --no-aqn", "--aqn-scope both"),
+    ("--eval-limit 9 --eval-n 0", "--eval-limit 9"), ("--eval-temperature 0 --eval-n 0", "--eval-temperature 0"),
+    ("--lora-alpha 9 --lora-rank 0 --quant none", "--lora-alpha 9"), ("--eps-high 1 --old-logp current", "--eps-high 1 --old-logp trainer")])
 def test_a_flag_that_does_nothing_is_told_of(idle, used, capsys):
     """Without a word, whoever sets it believes that it was measured."""
     for given, told in ((idle, 1), (used, 0)):
-        flags.tell_idle(flags.parse(train.COMMAND, given.split()), given.split())
+        flags.warn_idle(train.COMMAND, train.NEEDS, flags.parse(train.COMMAND, given.split()), given.split())
         assert capsys.readouterr().err.count(f"warning: {idle.split()[0]}: does nothing without --") == told
 
 
 def test_the_share_of_the_card_is_taken(monkeypatch, shallow):
     """Two runs on one card that each plan with all of it: the second runs out of memory."""
     shares, load = [], qwen.load
-    monkeypatch.setattr(flags, "place", lambda *a: ("cuda", torch.float32))
+    monkeypatch.setattr(policy, "place", lambda *a: ("cuda", torch.float32))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
-    monkeypatch.setattr(checkpoint, "load", lambda folder, device, *rest: load(folder, "cpu", *rest))
+    monkeypatch.setattr(qwen, "load", lambda folder, device, *rest: load(folder, "cpu", *rest))
     for share in ("0.25", "1.0"):
         sample.load_policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--card-share", share]))
     assert shares == [0.25, 1.0]
@@ -137,17 +155,17 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     given = ["--model", str(shallow), "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--prompt-style", "boxed", "--reward", "own.py:f"]
     lora.save_adapter(m, tmp_path)
     base = checkpoint.fingerprint(shallow)
-    policy = flags.policy(flags.parse(train.COMMAND, given), base)
-    (tmp_path / "policy.json").write_text(json.dumps(policy))
-    assert policy["reward"] == "own.py:f" and policy | base == policy
+    had = policy_of(flags.parse(train.COMMAND, given), base)
+    (tmp_path / "policy.json").write_text(json.dumps(had))
+    assert had["reward"] == "own.py:f" and had | base == had
     args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path)])
     assert (args.quant, args.awq, args.calib, args.prompt_style) == ("mxfp4", True, "t.txt", "boxed")
     args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq", "--prompt-style", "tags"] + ["--calib", ""])
     assert (args.awq, args.prompt_style) == (False, "tags")
-    policy.check(args)
+    policy.check(args, FORMATS)
     assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
     with pytest.raises(ValueError, match="another base"):
-        policy.check(SimpleNamespace(**vars(args) | {"trained_with": policy | {"weights": "none:0"}}))
+        policy.check(SimpleNamespace(**vars(args) | {"trained_with": had | {"weights": "none:0"}}), FORMATS)
 
 
 def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
@@ -157,15 +175,15 @@ def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, adapter)
     args = flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--calib", str(text)])
-    (adapter / "policy.json").write_text(json.dumps(flags.policy(args, policy.base_of(args))))
+    (adapter / "policy.json").write_text(json.dumps(policy_of(args, policy.base_of(args, FORMATS))))
     again = flags.parse(evaluation.COMMAND, ["--adapter", str(adapter)])
-    policy.check(again)
+    policy.check(again, FORMATS)
     assert not capsys.readouterr().err
     text.write_text("two")
     for more in ([], ["--calib", ""]):
-        policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), *more]))
+        policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), *more]), FORMATS)
         assert "the adapter was trained with scales by another text" in capsys.readouterr().err
-    policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), "--no-awq"]))
+    policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), "--no-awq"]), FORMATS)
     assert capsys.readouterr().err == "warning: --awq False: the adapter was trained with True\n"
 
 
@@ -175,10 +193,10 @@ def test_a_format_of_a_script_that_has_changed_is_told_of(shallow, tmp_path, cap
     for block, told in ((32, 0), (32, 0), (64, 1)):
         monkeypatch.setitem(FORMATS, "int4", Format(block, torch.float32, tuple(range(-8, 8))))
         if not hasattr(args, "trained_with"):
-            args.trained_with = flags.policy(args, policy.base_of(args))
-        policy.check(args)
+            args.trained_with = policy_of(args, policy.base_of(args, FORMATS))
+        policy.check(args, FORMATS)
         assert capsys.readouterr().err.count("is another format than the adapter was trained with") == told
-    assert policy.base_of(SimpleNamespace(**vars(args) | {"quant": "nf4"})).keys() == checkpoint.fingerprint(shallow).keys()
+    assert policy.base_of(SimpleNamespace(**vars(args) | {"quant": "nf4"}), FORMATS).keys() == checkpoint.fingerprint(shallow).keys()
 
 
 def test_awqs_scales_of_another_dtype_are_told_of(shallow, tmp_path, capsys):
@@ -187,12 +205,12 @@ def test_awqs_scales_of_another_dtype_are_told_of(shallow, tmp_path, capsys):
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, tmp_path)
     args = flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--device", "cpu"])
-    policy = flags.policy(args, policy.base_of(args))
-    assert policy["dtype"] == "float32"
-    (tmp_path / "policy.json").write_text(json.dumps(policy))
+    had = policy_of(args, policy.base_of(args, FORMATS))
+    assert had["dtype"] == "float32"
+    (tmp_path / "policy.json").write_text(json.dumps(had))
     for more, told in (([], ""), (["--dtype", "bfloat16"], "warning: --dtype bfloat16: the adapter was trained with AWQ's scales as they "
                                   "come out in float32\n"), (["--dtype", "bfloat16", "--no-awq"], "warning: --awq False: ")):
-        policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--device", "cpu", *more]))
+        policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--device", "cpu", *more]), FORMATS)
         err = capsys.readouterr().err
         assert err.startswith(told) and err.count("\n") == bool(told)
 
@@ -206,16 +224,18 @@ def test_four_bits_are_not_taken_for_sixteen():
 
 
 def test_questions_are_asked_for_a_format_and_chats_are_not():
-    assert [flags.parse(name, []).prompt_style for name in ("train", "eval", "sample")] == ["tags", "tags", "plain"]
+    assert [flags.parse(c, []).prompt_style for c in COMMANDS.values()] == ["tags", "tags", "plain"]
 
 
 def test_awq_calibrates_on_the_text_that_was_given(monkeypatch, shallow):
     """--calib that is parsed and forgotten: scales of arithmetic problems under another text's name."""
-    texts = []
-    monkeypatch.setattr(flags.awq, "load", lambda *a: texts.append(a[3:]) or qwen.load(*a[:3], "none"))
+    texts, load = [], qwen.load
+    monkeypatch.setattr(data, "calibration", lambda text, folder: (text, folder))
+    monkeypatch.setattr(qwen, "load", lambda *a: texts.append(a[3:]) or load(*a[:3], "none"))
     for given in ([], ["--calib", "t.txt"]):
         sample.load_policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--device", "cpu", *given]))
-    assert texts == [("nvfp4", None), ("nvfp4", "t.txt")]
+    sample.load_policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--device", "cpu"]))
+    assert texts == [("nvfp4", (None, shallow)), ("nvfp4", ("t.txt", shallow)), ("nvfp4", None)]
 
 
 def test_without_awq_an_adapters_text_is_not_asked_for(shallow, tmp_path):
@@ -223,8 +243,8 @@ def test_without_awq_an_adapters_text_is_not_asked_for(shallow, tmp_path):
     m = qwen.load(shallow, dtype=torch.float32)
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, tmp_path)
-    policy = flags.policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--calib", "t.txt"]), {})
-    (tmp_path / "policy.json").write_text(json.dumps(policy))
+    had = policy_of(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--calib", "t.txt"]), {})
+    (tmp_path / "policy.json").write_text(json.dumps(had))
     args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq"])
     assert (args.awq, args.calib) == (False, None)
     with pytest.raises(ValueError, match="--calib: plain rounding uses no text"):
@@ -287,8 +307,8 @@ def test_the_allocator_may_grow_its_segments():
 # ---- ranks, as far as one process shows them
 
 
-def test_each_rank_takes_the_card_of_its_place_and_waits_as_long_as_it_is_told(monkeypatch):
-    """All ranks on one card run out of its memory; a hung one holds the others up for half an hour."""
+def test_each_rank_takes_the_card_of_its_place_and_waits_for_half_an_hour(monkeypatch):
+    """All ranks on one card run out of its memory; torch's own ten minutes are less than a long rollout may take."""
     cards, groups = [], []
     monkeypatch.setattr(ranks, "world", 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -298,12 +318,12 @@ def test_each_rank_takes_the_card_of_its_place_and_waits_as_long_as_it_is_told(m
     monkeypatch.setattr(torch, "zeros", lambda *a, **kw: None)
     monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, timeout: groups.append((backend, timeout.total_seconds())))
     monkeypatch.setattr(ranks.dist, "all_reduce", lambda t: None)
-    ranks.start(SimpleNamespace(device="auto", timeout=7))
-    ranks.start(SimpleNamespace(device="cpu", timeout=9))
-    assert cards == [1] and groups == [("cpu:gloo,cuda:nccl", 7), ("gloo", 9)]
+    ranks.start(SimpleNamespace(device="auto"))
+    ranks.start(SimpleNamespace(device="cpu"))
+    assert cards == [1] and groups == [("cpu:gloo,cuda:nccl", 1800), ("gloo", 1800)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="--nproc-per-node: rank 1 of this machine has no card, there are 1"):
-        ranks.start(SimpleNamespace(device="cuda", timeout=7))
+        ranks.start(SimpleNamespace(device="cuda"))
 
 
 def test_no_rank_parts_before_all_are_done(monkeypatch):

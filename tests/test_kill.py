@@ -3,7 +3,9 @@ leaves one line and nothing else. Runs are forked, since torch takes seconds to 
 import io
 import json
 import os
+import pty
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -11,10 +13,11 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import plumbing
-from plumbing import checkpoint, command
+from plumbing import checkpoint, command, curves
 from plumbing.files import whole
 
 import pytest
@@ -28,11 +31,11 @@ import grpo
 import model as qwen
 import sample
 import train
-from lab import convert, plot
+from lab import convert
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--lora-rank", "2", "--eval-n", "0",
-        "--save-every", "1", "--device", "cpu", "--aqn-stages", "3", "--updates-per-rollout", "2", "--checkpointing", "off", "--lr", "1e-2"]
+        "--save-every", "1", "--device", "cpu", "--updates-per-rollout", "2", "--checkpointing", "off", "--lr", "1e-2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +44,7 @@ def quick():
     that are forked: killed while it holds it, a run would stop every other."""
     tqdm.set_lock(threading.RLock())
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(plot, "plot", lambda runs, out: out.touch())
+        m.setattr(curves, "draw", lambda lines, out: out.touch())
         m.setattr(os, "fsync", lambda f: None)
         yield
 
@@ -60,6 +63,13 @@ def flags(tmp_path_factory):
     (home / "d.jsonl").write_text("".join(json.dumps({"question": f"What is {i}+1?", "answer": i + 1}) + "\n" for i in range(20)))
     (home / "r.py").write_text("import zlib\n\ndef f(text, row):\n    return zlib.crc32(text.encode()) % 100 / 100\n")
     return [*TINY, "--model", str(home / "model"), "--data", str(home / "d.jsonl"), "--reward", f"{home / 'r.py'}:f"]
+
+
+def clock():
+    """Random numbers that are others each time; what a failed test shows of its output begins with their seed."""
+    seed = time.time_ns()
+    print(f"random.Random({seed})")
+    return random.Random(seed)
 
 
 def start(main, argv, log):
@@ -117,7 +127,7 @@ def straight(flags, tmp_path_factory):
 
 def test_twenty_kills_at_random_moments_change_no_bit(flags, straight, tmp_path):
     """kill -9: nothing cleans up, and whatever was half written is there afterwards."""
-    rng, kills, runs = random.Random(time.time_ns()), 0, 0
+    rng, kills, runs = clock(), 0, 0
     while kills < 20 or runs == 0:
         out = tmp_path / f"run{runs}"
         while True:
@@ -137,7 +147,7 @@ def test_twenty_kills_at_random_moments_change_no_bit(flags, straight, tmp_path)
 @pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGINT, signal.SIGTERM)])
 def test_signals_at_random_moments_change_no_bit_and_leave_no_traceback(flags, straight, tmp_path, numbers):
     """Twice: a second ctrl-C in an update saved parameters of the next step under the number of the last."""
-    rng, out, log, stopped = random.Random(time.time_ns()), tmp_path / "run", tmp_path / "log", 0
+    rng, out, log, stopped = clock(), tmp_path / "run", tmp_path / "log", 0
     for _ in range(4):
         pid = start(train.main, go_on(flags, out), log)
         time.sleep(0.02 + rng.random() * straight[1])
@@ -222,8 +232,8 @@ def test_a_closed_stdout_stops_a_run_where_it_can_go_on(flags, straight, tmp_pat
 COMMANDS = {
     "eval": (evaluation.main, ["--data", "arithmetic", "--limit", "8", "--n", "2", "--out", "out.jsonl", "--quant", "none"]),
     "sample": (sample.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
-    "nvfp4": (convert.quantize_command, ["--model", "model", "--out", "out", "--awq", "--device", "cpu", "--sequences", "2",
-                                         "--length", "32"]),
+    "nvfp4": (partial(convert.main, "quantize"), ["--model", "model", "--out", "out", "--awq", "--device", "cpu", "--sequences", "2",
+                                                  "--length", "32"]),
     "data": (data.main, ["--n", "2000"]),
 }
 
@@ -272,7 +282,7 @@ def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeyp
     os.close(begun)
     os.read(heard, 1)
     os.close(heard)
-    time.sleep(random.random() * 0.6)
+    time.sleep(clock().random() * 0.6)
     if number != signal.SIGPIPE:
         os.kill(pid, number)
     code, text = end(pid), Path("log").read_text()
@@ -282,12 +292,38 @@ def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeyp
 
 
 def test_ctrl_c_while_torch_is_imported_is_one_line():
-    """The first seconds of every command; a traceback from the middle of another library."""
-    process = subprocess.Popen([sys.executable, "train.py"], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    time.sleep(0.5)
+    """The first seconds of every command: nothing on the screen, and a traceback from the middle of another library."""
+    screen, its_end = pty.openpty()
+    process = subprocess.Popen([sys.executable, "train.py"], cwd=ROOT, stderr=its_end, stdout=subprocess.DEVNULL)
+    os.close(its_end)
+    text, maps = os.read(screen, 100), Path(f"/proc/{process.pid}/maps")
+    assert text == b"loading PyTorch ...\r\n"
+    while maps.exists() and "libtorch" not in maps.read_text() and process.poll() is None:
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err == "stopped\n"
+    text = os.read(screen, 1000)
+    assert process.wait() == 130 and text == b"stopped\r\n"
+    os.close(screen)
+
+
+@pytest.mark.parametrize(("script", "words", "env", "seen"), [
+    ("train.py", [], {}, True), ("eval.py", ["--run", "x"], {"LOCAL_RANK": "0"}, True), ("sample.py", [], {}, True),
+    ("train.py", ["--help"], {}, False), ("data.py", [], {}, False), ("../mine/train.py", [], {}, False),
+    ("train.py", [], {"LOCAL_RANK": "1"}, False)])
+def test_who_waits_at_a_terminal_is_told_for_what(monkeypatch, script, words, env, seen):
+    """Not in a log, nor where --help answers, nor once a rank, nor by a script of one's own."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(ROOT / script), raising=False)
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.setattr(signal, "signal", lambda *a: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    for terminal in (True, False):
+        stream = io.StringIO()
+        stream.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr(sys, "stderr", stream)
+        runpy.run_path(plumbing.__file__)
+        assert stream.getvalue() == "loading PyTorch ...\n" * (seen and terminal)
 
 
 @pytest.mark.parametrize("folder", [".", "lab"])

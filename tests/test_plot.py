@@ -4,6 +4,7 @@ import math
 import struct
 from types import SimpleNamespace
 
+from plumbing import curves
 from plumbing.run import Run
 
 import pytest
@@ -37,7 +38,7 @@ def size(png):
 def axes(monkeypatch):
     """The panels of the pictures, as matplotlib objects; writing them would take seconds each."""
     seen = []
-    monkeypatch.setattr(plot.Figure, "savefig", lambda fig, *a, **k: seen.append(fig))
+    monkeypatch.setattr(curves.Figure, "savefig", lambda fig, *a, **k: seen.append(fig))
     return lambda: {ax.get_title(loc="left"): ax for ax in seen[-1].axes}
 
 
@@ -58,7 +59,7 @@ def test_all_panels_and_runs_are_drawn(tmp_path, axes):
     out = plot.plot(runs, tmp_path / "p.png", x="seconds")
     assert out == tmp_path / "p.png"
     panels = axes()
-    assert list(panels) == [p[0] for p in plot.PANELS]
+    assert list(panels) == [p[0] for p in curves.PANELS]
     a, b = panels["reward"].lines
     assert list(a.get_xdata()) == [2.0 * i for i in range(8)] and len(b.get_xdata()) == 5
     assert list(a.get_ydata()) == [0.1 * i for i in range(8)]  # as logged, not smoothed
@@ -71,14 +72,14 @@ def test_what_only_some_seeds_have_is_no_empty_panel(tmp_path, axes):
     rows = [{k: v for k, v in r.items() if not k.endswith("tok_s")} for r in ROWS]
     plot.plot([folder(tmp_path / f"s{i}", (ROWS, rows)[i], config={"lr": 1, "seed": i}) for i in range(2)], tmp_path / "p.png")
     panels = axes()
-    assert list(panels) == [p[0] for p in plot.PANELS[:-1]] and legend(panels) == ["s* (2 seeds)"]
+    assert list(panels) == [p[0] for p in curves.PANELS[:-1]] and legend(panels) == ["s* (2 seeds)"]
 
 
 def test_each_axis_reads_as_its_panel_says(tmp_path, axes):
     """A noise of 1e-4 beside 1e-2 on a linear axis is none; steps drawn as slopes were never there."""
     plot.plot([folder(tmp_path / "a")], tmp_path / "p.png")
     panels = axes()
-    scales = {title: panels[title].get_yscale() for title, _, _ in plot.PANELS}
+    scales = {title: panels[title].get_yscale() for title, _, _ in curves.PANELS}
     assert [title for title, scale in scales.items() if scale == "log"] == ["|log-prob gap|, sampler to trainer", "noise $\\sigma$"]
     assert panels["noise $\\sigma$"].lines[0].get_drawstyle() == "steps-post"
     assert panels["reward"].lines[0].get_drawstyle() == "default"
@@ -154,9 +155,9 @@ def test_runs_of_several_seeds_are_one_line_in_a_band(tmp_path, axes):
     bars = panels["held-out accuracy"].containers[0].lines[2][0].get_segments()
     assert [s[:, 1].tolist() for s in bars] == [[1.0, 3.0], [2.0, 2.0], [3.0, 7.0]]
     three = [[{"step": 0, "reward": r}] for r in (1.0, 2.0, 6.0)]
-    assert plot.over_seeds(three, "reward") == [[3.0], pytest.approx([3 - 7**0.5 / 3**0.5]), pytest.approx([3 + 7**0.5 / 3**0.5])]
+    assert curves.over_seeds(three, "reward") == [[3.0], pytest.approx([3 - 7**0.5 / 3**0.5]), pytest.approx([3 + 7**0.5 / 3**0.5])]
     three[0].append({"step": 1, "reward": 4.0}), three[1].append({"step": 1, "reward": None}), three[2].append({"step": 1})
-    assert all(map(math.isnan, (means[1] for means in plot.over_seeds(three, "reward"))))  # not the first seed's alone
+    assert all(map(math.isnan, (means[1] for means in curves.over_seeds(three, "reward"))))  # not the first seed's alone
     again = run("a2", 1, "nvfp4", [0.0])
     assert plot.lines([*runs[::2], again]) == [("a* (2 seeds)", runs[::2]), ("a2", [again])]
 
@@ -168,6 +169,28 @@ def test_a_flag_that_came_later_does_not_part_new_runs_from_old_ones(tmp_path):
 
     old, new, used = run("old", seed=0), run("new", seed=1, spare_prompts=0), run("used", seed=1, spare_prompts=8)
     assert [runs for _, runs in plot.lines([old, new, used])] == [[old, new], [used]]
+
+
+def test_a_flag_that_is_a_constant_now_does_not_part_new_runs_from_old_ones(tmp_path):
+    """Seeds of one arm would be two lines, before and after; what was trained by another value is another arm."""
+    def run(name, **config):
+        return folder(tmp_path / name, config={"quant": "nvfp4", "overlong": "none"} | config)
+
+    gone = {"tis_cap": 2.0, "weight_decay": 0.1, "eps_low": None, "max_resample": 2, "overlong_buffer": 512, "timeout": 1800, "log_to": "wandb"}
+    old, new, other = run("old", seed=0, **gone), run("new", seed=1), run("other", seed=1, **gone | {"weight_decay": 0.0})
+    assert plot.lines([old, new, other]) == [("weight-decay=0.1 (2 seeds)", [old, new]), ("weight-decay=0", [other])]
+    a, b = (run(f"soft{i}", overlong="soft", overlong_buffer=i) for i in (16, 512))
+    assert [name for name, _ in plot.lines([a, b])] == ["overlong-buffer=16", "overlong-buffer=512"]
+
+
+def test_a_run_draws_its_own_curves(tmp_path, axes, capsys):
+    """Under its folder's name, wherever it was started; lab/ is not asked."""
+    out = folder(tmp_path / "_mine", summary={"seconds": 3.0, "accuracy_after": 0.5, "steps": 8})
+    Run.report(SimpleNamespace(out=out, args=SimpleNamespace(lora_rank=4)))
+    panels = axes()
+    assert list(panels) == [p[0] for p in curves.PANELS] and legend(panels) == [" _mine"]
+    assert list(panels["held-out accuracy"].containers[0].lines[0].get_xdata()) == [0, 3, 6, 8]
+    assert capsys.readouterr().out == f"{out}: adapter/, metrics.jsonl, metrics.png, summary.json (3 s)\n"
 
 
 def test_labels_are_the_flags_that_differ(tmp_path):
@@ -220,7 +243,7 @@ def test_missing_columns_and_values_are_tolerated(tmp_path, axes):
     file."""
     rows = [{"step": 0, "reward": None}, {"step": 1, "reward": 1.0, "sigma": 0.0},
             {"step": 2, "reward": math.nan}]
-    assert plot.column(rows, "reward")[1] == 1.0 and math.isnan(plot.column(rows, "reward")[0])
+    assert curves.column(rows, "reward")[1] == 1.0 and math.isnan(curves.column(rows, "reward")[0])
     plot.plot([folder(tmp_path / "a", rows), folder(tmp_path / "b")], tmp_path / "p.png")
     assert len(axes()) == 9
     plot.plot([tmp_path / "a"], tmp_path / "p.png")
@@ -238,15 +261,15 @@ def test_a_norm_that_float32_holds_is_drawn(tmp_path, axes):
 
 def test_trailing_mean_skips_nan():
     """One nan blanking `smooth` steps of the curve, or the future leaking into the present."""
-    got = plot.trailing_mean([1.0, math.nan, 3.0, 5.0, 100.0], 3)
+    got = curves.trailing_mean([1.0, math.nan, 3.0, 5.0, 100.0], 3)
     assert got == [1.0, 1.0, 2.0, 4.0, 36.0]
-    assert math.isnan(plot.trailing_mean([math.nan, 1.0], 2)[0])
+    assert math.isnan(curves.trailing_mean([math.nan, 1.0], 2)[0])
 
 
 @pytest.mark.parametrize("tail", ['{"step": 8, "rew', '{"step"', '"x"\n', "\n\n"])
 def test_half_written_last_line_is_dropped(tmp_path, tail):
     """Plotting while the run writes, or after it was killed."""
-    assert plot.read(folder(tmp_path / "a", tail=tail)) == ROWS
+    assert curves.read(folder(tmp_path / "a", tail=tail)) == ROWS
 
 
 def test_broken_line_in_the_middle_is_an_error(tmp_path):
@@ -255,7 +278,7 @@ def test_broken_line_in_the_middle_is_an_error(tmp_path):
     text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(text[:3]) + '{"ste\n' + "".join(text[3:]))
     with pytest.raises(ValueError, match="metrics.jsonl, row 4"):
-        plot.read(run)
+        curves.read(run)
     cut = SimpleNamespace(state=SimpleNamespace(step=9))
     for blank in ("", "\n" * 20):  # behind blank lines a resume took it for the last one, and cut all from there on
         (run / "metrics.jsonl").write_text("".join(text[:3]) + blank + '{"ste\n' + "".join(text[3:]))
@@ -267,7 +290,7 @@ def test_a_resumed_step_counts_once(tmp_path):
     """A run killed between its row and its checkpoint logs that step again: the curve would go
     back in time."""
     again = {**ROWS[5], "reward": 9.0}
-    rows = plot.read(folder(tmp_path / "a", [*ROWS[:7], again]))
+    rows = curves.read(folder(tmp_path / "a", [*ROWS[:7], again]))
     assert [r["step"] for r in rows] == list(range(7)) and rows[5]["reward"] == 9.0
 
 

@@ -6,15 +6,16 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import command, flags
-from plumbing.console import tracker, warnings_for
+from plumbing import command, curves, flags
+from plumbing.console import warnings_for
 from plumbing.files import lock
-from plumbing.run import Run, digest_of, settle
+from plumbing.run import IDLE, MINOR, Run, digest_of, resolve_flags
 
 import pytest
 import torch
@@ -27,17 +28,21 @@ import lora
 import model as qwen
 import sample
 import train
-from fast import batches
-from lab import plot
 from tests.conftest import adapted, drawn, exit_code, first_blocks, parameters_of, rows_of
 
 SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
-         "--save-every", "2", "--device", "cpu", "--aqn-stages", "4", "--no-dynamic-sampling", "--overlong", "none",
+         "--save-every", "2", "--device", "cpu", "--no-dynamic-sampling", "--overlong", "none",
          "--updates-per-rollout", "2", "--data", "arithmetic"]
 
 
 def run(out, *extra):
     return train.main([*SMALL, "--out", str(out), *extra])
+
+
+def a_run(out, *extra, argv=(), save_weights=lambda folder: None):
+    """The Run of train.py's flags `extra`, before it is opened."""
+    args = flags.parse(train.COMMAND, ["--out", str(out), *extra])
+    return Run(train.COMMAND, args, [*argv], {}, save_weights)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +54,7 @@ def small(tmp_path_factory):
     mine.write_text("def third(text, row):\n    return {'reward': len(text) % 3, 'correct': len(text) % 2 == 0}\n")
     with pytest.MonkeyPatch.context() as m:
         m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[split][:n]])
-        m.setattr(plot, "plot", lambda runs, out: out.touch())
+        m.setattr(curves, "draw", lambda lines, out: out.touch())
         m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(model), "--reward", f"{mine}:third"])
         yield model
 
@@ -86,6 +91,13 @@ def test_a_run_leaves_every_file_it_promises(straight):
         assert wanted <= set(json.loads(line))
     samples = [json.loads(line) for line in (straight / "rollouts.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows_of(straight)] == sorted({s["step"] for s in samples}) == [0, 1, 2, 3]
+
+
+def test_what_a_run_needs_at_its_end_is_imported_then():
+    """matplotlib alone took a third of the seconds before the first line."""
+    code = "import sys, train; print({'matplotlib', 'pyarrow', 'lab', 'fast', 'triton'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], cwd=Path(train.__file__).parent, capture_output=True, text=True)
+    assert found.stdout == "set()\n", found
 
 
 def test_resume_is_exact(straight, tmp_path, monkeypatch):
@@ -135,12 +147,12 @@ def test_an_error_keeps_what_was_learned_before_it(straight, tmp_path, monkeypat
 
 def test_a_resume_reads_every_flag_as_it_was_written(tmp_path):
     """A flag that comes back as its default, or not at all, is another run in the old one's folder."""
-    argv = ["--model", "m", "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--no-aqn", "--levels", "3,4", "--eps-low", "0.1", "--seed",
+    argv = ["--model", "m", "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--no-aqn", "--levels", "3,4", "--eps-high", "0.1", "--seed",
             "7", "--dynamic-sampling", "--lr", "3e-5", "--steps", "9", "--out", str(tmp_path)]
     args = flags.parse(train.COMMAND, argv)
     (tmp_path / "config.json").write_text(json.dumps(vars(args)))
     again = ["--resume", "--save-every", "3", "--out", str(tmp_path)]
-    assert vars(settle(flags.parse(train.COMMAND, again), again)) == vars(args) | {"save_every": 3}
+    assert vars(resolve_flags(train.COMMAND, flags.parse(train.COMMAND, again), again)) == vars(args) | {"save_every": 3}
 
 
 def test_a_resume_with_other_flags_is_refused(straight, capsys):
@@ -151,23 +163,41 @@ def test_a_resume_with_other_flags_is_refused(straight, capsys):
 def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     """Half a run with another seed, prompt or rate would stand under the first half's flags."""
     old = flags.parse(train.COMMAND, ["--model", "m", "--out", str(tmp_path)])
-    free = {"steps", "resume", "out", "save_every", "show_every", "log_to", "timeout", "card_share", "gap_bound", "eval_every"}
-    free |= {"micro_batch_tokens", "checkpointing", "max_rows"}  # what "out of GPU memory" says to lower
-    lower = ["--micro-batch-tokens", "9", "--max-rows", "5", "--checkpointing", "on"]
-    kinds = {flags.dest(f): f.kind for _, f in flags.flags_of("train")}
+    free = {"steps", "resume", "out", "save_every", "card_share", "eval_every"}
+    free |= {"micro_batch_tokens", "checkpointing", "max_rows", "engine"}  # for a card with less memory
+    lower = ["--micro-batch-tokens", "9", "--max-rows", "5", "--checkpointing", "on", "--engine", "plain"]
+    kinds = {f.dest: f.kind for f in train.COMMAND.flags}
     for name in kinds.keys() - free:
         value, flag = getattr(old, name), f"--{name.replace('_', '-')}"
         if kinds[name] is bool:
             argv = [f"--no-{flag[2:]}" if value else flag]
         else:
             argv = [flag, str(next(x for x in kinds[name] if x != value) if isinstance(kinds[name], tuple | dict) else 2 if value != 2 else 3)]
-            argv = [flag, "0.7"] if name in ("lr", "beta1", "beta2", "warmup", "eval_top_p") else argv
+            argv = [flag, "0.7"] if name == "lr" else argv
         (tmp_path / "config.json").write_text(json.dumps(vars(old)))
         again = ["--resume", "--out", str(tmp_path), *argv]
         with pytest.raises(ValueError, match=f"{flag}: the run in .* used"):
-            settle(SimpleNamespace(resume=True, out=str(tmp_path)), again)
-    new = settle(SimpleNamespace(resume=True, out=str(tmp_path)), ["--resume", "--out", str(tmp_path), *lower])
-    assert (new.micro_batch_tokens, new.max_rows, new.checkpointing) == (9, 5, "on")
+            resolve_flags(train.COMMAND, SimpleNamespace(resume=True, out=str(tmp_path)), again)
+    new = resolve_flags(train.COMMAND, SimpleNamespace(resume=True, out=str(tmp_path)), ["--resume", "--out", str(tmp_path), *lower])
+    assert (new.micro_batch_tokens, new.max_rows, new.checkpointing, new.engine) == (9, 5, "on", "plain")
+    assert {"steps", *IDLE, *MINOR} == free
+
+
+@pytest.mark.parametrize("began", ["python train.py --lr 1", "python docs/mine.py --tau 5 --lr 1"])
+def test_a_run_of_an_older_version_is_refused_in_one_line(straight, tmp_path, capsys, began):
+    """Its config.json has flags that are constants now, perhaps other ones than it was trained with: a traceback, or half a run of
+    another kind. Its adapter is used all the same."""
+    out = copy_of(straight, tmp_path)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"weight_decay": 0.0, "aqn_stages": 10, "timeout": 1800, "command": began}))
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert train.main(["--resume", "--out", str(out), "--steps", "9"]) == 2
+    script = "docs/mine.py --tau 5" if "mine" in began else "train.py"
+    assert capsys.readouterr().err == (
+        f"train.py: error: {out / 'config.json'}: the run was begun by an older version of {script}, whose flag --aqn-stages is gone; "
+        "go on with that, or start anew in another --out\n")
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+    sample.load_policy(flags.parse(evaluation.COMMAND, ["--run", str(out)]))
 
 
 def copy_of(straight, tmp_path):
@@ -243,7 +273,7 @@ def test_a_run_that_was_stopped_while_its_curves_were_drawn_ends_when_it_is_resu
     out = tmp_path / "run"
     for steps in ("1", "2"):  # the picture of before it went on does not count
         with monkeypatch.context() as m:
-            m.setattr(plot, "plot", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            m.setattr(curves, "draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             assert run(out, "--steps", steps, *["--resume"] * (steps == "2")) == 130 and not (out / "metrics.png").exists()
         assert train.main(["--resume", "--out", str(out)]) == 0
         assert (out / "metrics.png").exists() and f"{out}: adapter/, metrics.jsonl" in capsys.readouterr().out
@@ -307,9 +337,9 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
 
 def test_held_out_questions_that_are_too_long_are_counted(tmp_path, capsys):
     """An accuracy of fewer questions than the set has, and nobody is told."""
-    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path)]), [])
+    r = a_run(tmp_path)
     for skipped in (0, 3):
-        r.evaluated({"accuracy": 0.5, "stderr": None, "skipped": skipped, "rows": []}, None)
+        r.evaluated({"accuracy": 0.5, "stderr": None, "skipped": skipped, "rows": []})
     a, b = capsys.readouterr().out.splitlines()
     assert a.endswith("50.0%") and b.endswith("50.0% (3 questions longer than --max-prompt)")
 
@@ -317,10 +347,10 @@ def test_held_out_questions_that_are_too_long_are_counted(tmp_path, capsys):
 def test_of_adapters_that_are_as_good_the_first_is_the_best(tmp_path, monkeypatch):
     """A resume evaluates the step it begins with again: what is there must not become another step's."""
     saved = []
-    monkeypatch.setattr(Run, "save_adapter", lambda self, name, model: saved.append((name, self.state.step)))
-    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--eval-every", "1"]), [])
+    monkeypatch.setattr(Run, "save_adapter", lambda self, name: saved.append((name, self.state.step)))
+    r = a_run(tmp_path, "--eval-every", "1")
     for r.state.step, accuracy in ((1, 0.5), (2, 0.5), (3, 0.4)):
-        r.evaluated({"accuracy": accuracy, "stderr": None}, None)
+        r.evaluated({"accuracy": accuracy, "stderr": None})
     assert r.state.best["step"] == 1 and saved == [("adapter_best", 1)]
 
 
@@ -348,12 +378,13 @@ def test_held_out_questions_are_asked_as_the_flags_say(tmp_path, monkeypatch):
     names, seen = inspect.signature(evaluation.evaluate), {}
     monkeypatch.setattr(evaluation, "evaluate", lambda *a, **kw: seen.update(names.bind(*a, **kw).arguments))
     monkeypatch.setattr(Run, "evaluated", lambda *a: None)
-    args = flags.parse(train.COMMAND, ["--eval-n", "3", "--eval-temperature", "0.4", "--eval-top-p", "0.8", "--max-new-tokens", "20",
-                                 "--max-prompt", "50", "--max-rows", "5", "--prompt-style", "boxed", "--out", str(tmp_path)])
-    train.evaluate(Run(args, []), "model", "tok", "score", "rows")
-    want = {"model": "model", "tok": "tok", "rows": "rows", "style": "boxed", "n": 3, "temperature": 0.4, "top_p": 0.8,
+    args = flags.parse(train.COMMAND, ["--eval-n", "3", "--eval-temperature", "0.4", "--max-new-tokens", "20",
+                                       "--max-prompt", "50", "--max-rows", "5", "--prompt-style", "boxed", "--out", str(tmp_path)])
+    train.evaluate(Run(train.COMMAND, args, [], {}, None), "model", "tok", "score", "rows")
+    assert names.parameters["top_p"].default == 0.95  # the paper's, which train.py leaves as it is
+    want = {"model": "model", "tok": "tok", "rows": "rows", "style": "boxed", "n": 3, "temperature": 0.4,
             "max_new_tokens": 20, "max_prompt": 50, "max_rows": 5, "score": "score"}
-    assert {name: seen.get(name) for name in want} == want
+    assert {name: seen.get(name) for name in want} == want and seen.get("top_p", 0.95) == 0.95
 
 
 def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path, capsys):
@@ -383,12 +414,6 @@ def test_a_reward_of_ones_own_is_trained_on(tmp_path):
     assert all(s["reward"] == -len(s["text"]) and s["correct"] == s["question"].startswith("Start") for s in samples)
 
 
-def test_an_uninstalled_log_is_named_before_the_run_begins(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert run(tmp_path / "run", "--log-to", "wandb") == 2
-    assert "pip install wandb" in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
 def test_the_collector_passes_over_what_a_run_began_with(tmp_path, monkeypatch):
     """Torch's and Triton's own objects: looked through in the middle of a step, they hold up all ranks. Not after the run, whose model must go."""
     gc.unfreeze()
@@ -398,29 +423,27 @@ def test_the_collector_passes_over_what_a_run_began_with(tmp_path, monkeypatch):
     assert not gc.get_freeze_count()
 
 
-def test_each_step_makes_room_for_its_updates(tmp_path, monkeypatch):
-    """Keys and values of the rollouts stay where an update does not fit beside them: it runs out of memory."""
-    calls, fit, update = [], train.engine.settle_update, grpo.update
-
-    def fitted(args, model, params):
-        fit(args, model, params)
-        model.update_bytes = 123
-
-    monkeypatch.setattr(train.engine, "settle_update", fitted)
-    monkeypatch.setattr(train.engine, "make_room", lambda model, need: calls.append(need))
-    monkeypatch.setattr(grpo, "update", lambda *a: calls.append("update") or update(*a))
-    assert run(tmp_path / "run", "--steps", "2", "--aqn-stages", "2") == 0
-    assert calls == [123, "update", "update"] * 2
-
-
-def test_the_engine_is_made_for_the_longest_row_of_the_run(tmp_path, monkeypatch):
-    """Of the prompts that come in its first step, it would be made anew in the middle of the run."""
-    told = []
-    monkeypatch.setattr(train.engine, "prepare", lambda args, model, longest: told.append((args, longest)))
-    assert run(tmp_path / "run", "--steps", "1", "--aqn-stages", "2") == 0
-    [(args, longest)] = told
+def test_the_fast_path_plans_the_update_and_then_the_longest_row_of_the_run(tmp_path, monkeypatch):
+    """Planned for the prompts that come in its first step, the sampler would be made anew in the middle of the run."""
+    calls = []
+    fast = SimpleNamespace(plan_update=lambda model, args, params: calls.append(("update", sum(p.numel() for p in params))),
+                           plan_rollouts=lambda model, args, longest: calls.append(("rollouts", args, longest)))
+    monkeypatch.setattr(sample, "set_engine", lambda model, engine: setattr(model, "fast", fast))
+    monkeypatch.setattr(train, "learn", lambda *a: None)
+    assert run(tmp_path / "run", "--steps", "1") == 0
+    (first, trained), (second, args, longest) = calls
+    assert (first, second) == ("update", "rollouts") and trained == sum(p.numel() for p in parameters_of(tmp_path / "run"))
     rows, _ = data.prompts(data.Tokenizer(args.model), train.questions(args)[0], args.prompt_style, args.max_prompt)
     assert longest == max(len(row["ids"]) for row in rows) + args.max_new_tokens
+
+
+@pytest.mark.parametrize(("given", "tokens", "recompute"), [([], 16384, True), (["--micro-batch-tokens", "99", "--checkpointing", "off"], 99, False),
+                                                            (["--checkpointing", "on"], 16384, True)])
+def test_the_plain_path_recomputes_blocks_unless_told(small, given, tokens, recompute):
+    """Without a plan of the memory, a long micro-batch that keeps all activations ends the first update."""
+    args, model = flags.parse(train.COMMAND, ["--model", "m", "--engine", "plain", *given]), qwen.load(small)
+    train.plan_update(model, args, [])
+    assert (args.micro_batch_tokens, args.checkpointing == "on", model.checkpointing, model.fast) == (tokens, recompute, recompute, None)
 
 
 def test_sigterm_saves_before_it_stops(straight, tmp_path, monkeypatch):
@@ -460,9 +483,9 @@ def test_a_checkpoint_every_so_many_steps(tmp_path, monkeypatch):
     """A killed run loses no more than --save-every steps."""
     saved = []
     monkeypatch.setattr(Run, "save", lambda self, *_: saved.append(self.state.step))
-    r = Run(flags.parse(train.COMMAND, ["--save-every", "3", "--out", str(tmp_path)]), [])
+    r = a_run(tmp_path, "--save-every", "3")
     for step in range(1, 8):
-        r.advance(step, 0, None, None)
+        r.advance(step, 0, None)
     assert saved == [3, 6]
 
 
@@ -476,11 +499,11 @@ def test_an_existing_run_folder_is_not_overwritten(straight, capsys):
     (["--lora-rank", "0"], "--lora-rank"), (["--aqn-start", "0"], "--aqn-start"), (["--group-size", "1"], "--group-size"),
     (["--no-such-flag", "1"], "--no-such-flag"), (["--quant", "int3"], "--quant"), (["--temperature", "0"], "--temperature"),
     (["--max-prompt", "2"], "--max-prompt"), (["--data", "nothing.jsonl"], "--data"), (["--model", "no/such/folder"], "--model"),
-    (["--updates-per-rollout", "9"], "--updates-per-rollout"), (["--steps", "many"], "--steps"), (["--beta2", "1"], "--beta2"),
+    (["--updates-per-rollout", "9"], "--updates-per-rollout"), (["--steps", "many"], "--steps"), (["--grad-clip", "0"], "--grad-clip"), (["--engine", "slow"], "--engine"),
     (["--dtype", "float16"], "--dtype"), (["--dtype", "float16", "--quant", "mxfp4"], "--quant"),
     (["--dtype", "float16", "--quant", "none", "--lora-rank", "0"], "--lora-rank"),
     (["--beta", "0.1", "--quant", "none", "--lora-rank", "0"], "--beta"),
-    (["--overlong", "soft", "--overlong-buffer", "999"], "--overlong-buffer"),
+    (["--engine", "fast"], "--engine fast: the model is not on a CUDA device; take --engine auto or plain"),
 ])
 def test_bad_input_is_one_line_naming_the_flag_and_writes_nothing(tmp_path, capsys, flags, named):
     try:
@@ -547,8 +570,8 @@ def test_any_micro_batching_gives_the_same_gradient_and_loss(policy, monkeypatch
     for budget in (1, 300, 10**6):
         metrics, _ = grpo.update(model, optimizer, completions, grpo.Settings("dapo", micro_batch_tokens=budget))
         losses.append(metrics["loss"].item())
-    assert len(list(batches.micro_batches(model, batches.families(model, completions), 1))) == len(completions)
-    assert len(list(batches.micro_batches(model, batches.families(model, completions), 10**6))) == 1
+    assert len(grpo.micro_batches(model, completions, 1)) == len(completions)
+    assert len(grpo.micro_batches(model, completions, 10**6)) == 1
     for grads in seen[1:]:
         for a, b in zip(grads, seen[0], strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -559,7 +582,7 @@ def test_micro_batches_hold_no_more_than_their_budget(policy):
     """Padded tokens, not tokens, are what fills the memory."""
     model, _, completions, _ = policy
     for budget in (150, 400):
-        found = list(batches.micro_batches(model, batches.families(model, completions), budget))
+        found = grpo.micro_batches(model, completions, budget)
         assert sorted(len(c.ids) for b in found for c in b) == sorted(len(c.ids) for c in completions)
         assert all(len(b) == 1 or len(b) * max(len(c.prompt) + len(c.ids) - 1 for c in b) <= budget for b in found)
 
@@ -576,7 +599,7 @@ def test_training_moves_the_adapter_and_leaves_one_untouched_base(small, straigh
 
 def test_full_parameter_training_moves_every_matrix(small, tmp_path):
     out = tmp_path / "run"
-    assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--aqn-stages", "2", "--lr", "1e-3") == 0
+    assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
     before = qwen.load(small, "cpu", torch.float32)
     for p, q in zip(before.parameters(), parameters_of(out), strict=True):
         if p.dim() == 2:
@@ -595,7 +618,7 @@ def test_sixteen_bit_parameters_are_trained_through_float32_masters():
 
 def test_a_resume_restores_the_float32_masters(small, tmp_path):
     """Made anew from the 16-bit parameters, they lose whatever has not yet added up to a bit of those."""
-    r, made = Run(flags.parse(train.COMMAND, ["--lora-rank", "0", "--quant", "none", "--out", str(tmp_path)]), []), []
+    r, made = a_run(tmp_path, "--lora-rank", "0", "--quant", "none", save_weights=Path.mkdir), []
     for _ in range(2):
         model = qwen.load(small, "cpu", torch.bfloat16)
         made.append(grpo.AdamW(list(model.requires_grad_(True).parameters()), 1e-4, (0.9, 0.99), 0.0))
@@ -603,7 +626,7 @@ def test_a_resume_restores_the_float32_masters(small, tmp_path):
     for p in trained.params:
         p.grad = torch.ones_like(p)
     trained.step()
-    r.save(model, trained)
+    r.save(trained)
     r.restore(resumed)
     for p, q, m in zip(trained.masters, resumed.masters, resumed.params, strict=True):
         assert torch.equal(p, q) and not torch.equal(q, m.float())
@@ -627,14 +650,14 @@ def test_the_arms_of_the_ablation_differ_by_one_flag():
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():
-    lrs = [grpo.learning_rate(i, 100, 1.0, 0.1) for i in range(100)]
+    lrs = [grpo.learning_rate(i, 100, 1.0) for i in range(100)]
     assert lrs[0] == pytest.approx(0.1) and max(lrs) == lrs[9] == lrs[10] == 1.0 and lrs[-1] < 0.01
 
 
 def test_the_warm_up_is_the_nearest_number_of_updates():
     """Cut, a tenth of 19 is one update, and the first is taken at the peak."""
-    assert [grpo.learning_rate(i, 19, 1.0, 0.1) for i in range(3)] == [0.5, 1.0, 1.0]
-    assert grpo.learning_rate(0, 19, 1.0, 0.0) == 1.0  # nothing to warm up
+    assert [grpo.learning_rate(i, 19, 1.0) for i in range(3)] == [0.5, 1.0, 1.0]
+    assert grpo.learning_rate(0, 4, 1.0) == 1.0  # less than one update is one, at the peak
 
 
 @pytest.mark.parametrize("change, told", [
@@ -661,39 +684,42 @@ FINE = {"reward": 0.5, "accuracy": 0.0, "format": 0.5, "truncated_frac": 0.99, "
 
 
 def test_warnings_say_no_more_than_the_row():
-    """--gap-bound that is ignored, "every completion" where it is most of them, or two reasons for one reward of 0."""
-    args = flags.parse(train.COMMAND, ["--gap-bound", "0.1"])
-    assert not list(warnings_for(FINE, args)) and not list(warnings_for({**FINE, "logp_gap_mean": 0.09}, args))
+    """A gap within its bound, "every completion" where it is most of them, or two reasons for one reward of 0."""
+    args = flags.parse(train.COMMAND, [])
+    assert not list(warnings_for(FINE, args)) and not list(warnings_for({**FINE, "logp_gap_mean": 0.05}, args))
     assert not list(warnings_for({**FINE, "reward": 0.0, "reward_std": 1.0}, args))  # right is 1, wrong is -1
     for change in ({"zero_var_frac": 1.0}, {"reward": 0.0}):
         assert not list(warnings_for({**FINE, **change, "groups": 3}, args))  # --dynamic-sampling drew others
-    for change, told in (({"logp_gap_mean": 0.11}, "more than 0.1 nats"), ({"skipped": 1}, "an update was skipped"),
+    for change, told in (({"logp_gap_mean": 0.051}, "more than 0.05 nats"), ({"skipped": 1}, "an update was skipped"),
                          ({"reward": 0, "format": 0}, "every reward is 0")):
         [text] = warnings_for({**FINE, **change}, args)
         assert told in text
 
 
-def test_a_step_is_told_as_it_was(tmp_path, capsys):
+def test_a_step_is_told_as_it_was(tmp_path, monkeypatch, capsys):
     """A line of other columns, right answers called wrong, or a warning at each step: what a user goes by while it runs."""
-    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--steps", "30", "--show-every", "2"]), [])
-    r.tracker, groups = None, []
+    monkeypatch.setattr("plumbing.run.peak_gib", lambda: 22.0)
+    r, groups = a_run(tmp_path, "--steps", "30"), []
     for i in range(3):
         groups.append([grpo.Completion({"question": f"q{i}", "answer": "7"}, [1], [2], [-1.0], True, f"a{i}{j}", i + j / 2, i == 0)
                        for j in range(2)])
-    columns = ("reward_se", "accuracy", "reward_std", "length_mean", "length_max", "entropy", "sampler_entropy", "grad_norm", "logp_gap_max",
-               "rollout_tok_s", "update_tok_s", "peak_gib", "reserved_gib", "seconds_step", "seconds_rollout", "eval_stderr")
-    row = {**FINE, **{name: 11.0 + i for i, name in enumerate(columns)}, "truncated_frac": 1.0, "sigma": 0.02, "eval_accuracy": None}
-    r.log({**row, "step": 4}, groups)
-    r.log({**row, "step": 5, "eval_accuracy": 0.25}, groups)
+    columns = ("reward_se", "accuracy", "reward_std", "length_mean", "length_max", "entropy", "sampler_entropy", "grad_norm", "logp_gap_max")
+    row = {**FINE, **{name: 11.0 + i for i, name in enumerate(columns)}, "truncated_frac": 1.0, "sigma": 0.02, "trained_tokens": 50.0}
+    for step, result in ((10, None), (11, {"accuracy": 0.25, "stderr": 0.1})):
+        r.clock, r.drawn = {"rollout": 5.0, "reward": 1.0, "update": 4.0, "evaluate": 99.0}, 100
+        r.log({**row, "step": step}, groups, result)
     same = ("reward 0.500 | acc 12.000 | len 14 | trunc 100% | ent 16.000 | grad 18.000 | dlogp 0.0400 | sigma 2.0e-02 | 20 tok/s | "
-            "22.0 GiB | 24.0 s")
+            "22.0 GiB | 10.0 s")
     assert capsys.readouterr().out.splitlines() == [
-        f"    4 | {same} | eta 10 min", "      Q: q0", "      A: a00 (right)", "      Q: q1", "      A: a10 (wrong, it is 7)",
+        f"   10 | {same} | eta 3 min", "      Q: q0", "      A: a00 (right)", "      Q: q1", "      A: a10 (wrong, it is 7)",
         f"warning: every completion was cut at {r.args.max_new_tokens} tokens: raise --max-new-tokens",
-        f"    5 | {same} | held-out 25.0% | eta 10 min"]
+        f"   11 | {same} | held-out 25.0% | eta 3 min"]
     want = [{"step": step, "question": f"q{i}", "answer": "7", "text": f"a{i}0", "reward": i, "correct": i == 0}
-            for step in (4, 5) for i in range(2)]
+            for step in (10, 11) for i in range(2)]
     assert [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()] == want
+    a, b = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (a["eval_accuracy"], a["eval_stderr"], b["eval_accuracy"], b["eval_stderr"]) == (None, None, 0.25, 0.1)
+    assert a["update_tok_s"] == 12.5 and "trained_tokens" not in a
 
 
 def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys):
@@ -701,12 +727,12 @@ def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys):
     def rows(when, accuracies):
         return [{"question": f"q{i}", "answer": "7", "accuracy": a, "samples": [{"text": f"{when}{i}"}]} for i, a in enumerate(accuracies)]
 
-    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--eval-every", "0"]), ["--lr", "1"])
+    r = a_run(tmp_path, "--eval-every", "0", argv=["--lr", "1"])
     after = {"accuracy": 2 / 3, "stderr": 0.2, "rows": rows("after", (0.0, 1.0, 1.0))}
-    r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))}, None)
+    r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))})
     r.state.step = 7
-    r.evaluated(after, None)
-    r.finish(after)
+    r.evaluated(after)
+    r.finish(after, evaluation.gain)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["held-out accuracy after 0 steps: 33.3%", "held-out accuracy after 7 steps: 66.7%"]
     assert lines[3:] == ["one of the questions: q1 (it is 7)", "  before: before1", "  after:  after1",
@@ -769,7 +795,7 @@ def test_the_only_question_is_not_held_out(tmp_path):
 
 def test_a_script_goes_on_with_the_flags_it_was_begun_with(tmp_path, monkeypatch, capsys):
     """mine.py --tau 9 went on with a run of mine.py --tau 5; train.py said of mine.py's objective only that there is none."""
-    rest = ["--out", str(tmp_path / "r"), "--eval-n", "0", "--show-every", "0", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8"]
+    rest = ["--out", str(tmp_path / "r"), "--eval-n", "0", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8"]
 
     def started(own, *flags):
         monkeypatch.setattr(sys, "argv", [*own, *flags])
@@ -811,11 +837,11 @@ def test_a_run_that_stops_while_another_is_loaded_is_kept(tmp_path, capsys, monk
     out, load = tmp_path / "run", sample.load_policy
 
     def meanwhile(args):
-        monkeypatch.setattr(flags, "load_policy", load)
+        monkeypatch.setattr(sample, "load_policy", load)
         assert run(out, "--steps", "2") == 0
         return load(args)
 
-    monkeypatch.setattr(flags, "load_policy", meanwhile)
+    monkeypatch.setattr(sample, "load_policy", meanwhile)
     assert run(out, "--steps", "1") == 2 and "another run is at work" in capsys.readouterr().err
     assert len(rows_of(out)) == 2
 
@@ -837,7 +863,7 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     model, text, out = tmp_path / "model", tmp_path / "text.txt", tmp_path / "run"
     shutil.copytree(small, model)
     text.write_text("Take 1+2. " * 400)
-    argv = ["--model", str(model), "--awq", "--calib", str(text), "--steps", "2", "--aqn-stages", "2"]
+    argv = ["--model", str(model), "--awq", "--calib", str(text), "--steps", "2"]
     assert run(out, *argv) == 0
     text.write_text("Add 4 to 5. " * 400)
     assert run(out, *argv, "--resume", "--steps", "3") == 2
@@ -883,8 +909,10 @@ def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
 
 def test_a_model_that_was_half_replaced_is_put_back(small, tmp_path, monkeypatch):
     """Stopped between two renames, a run had no model/ and two hidden ones, for ever."""
-    r, works, model = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--model", str(small)]), []), Path.rename, qwen.load(small)
-    r.save_model(model)
+    model, works = qwen.load(small), Path.rename
+    args = flags.parse(train.COMMAND, ["--lora-rank", "0", "--quant", "none", "--model", str(small)])
+    r = a_run(tmp_path, save_weights=lambda folder: train.save_weights(model, args, folder))
+    r.save_model()
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
 
     def stopped(path, to):
@@ -896,7 +924,7 @@ def test_a_model_that_was_half_replaced_is_put_back(small, tmp_path, monkeypatch
     with monkeypatch.context() as m:
         m.setattr(Path, "rename", stopped)
         with pytest.raises(KeyboardInterrupt):
-            r.save_model(model.requires_grad_(False))
+            r.save_model()
     assert [p.name for p in tmp_path.iterdir()] == ["model"] and (tmp_path / "model" / "model.safetensors").read_bytes() == before
     out = tmp_path / "run"
     (out / ".model.0123.part").mkdir(parents=True)  # of a kill -9
@@ -985,8 +1013,8 @@ def test_each_group_of_an_optimizer_of_ones_own_has_its_rate(tmp_path, monkeypat
     rates = []
 
     class Two(grpo.AdamW):
-        def __init__(self, params, lr, betas, weight_decay):
-            super().__init__(params, lr, betas, weight_decay)
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
             self.add_param_group({"params": self.param_groups[0]["params"][1::2], "times": 16.0})
 
         def add_param_group(self, group):
@@ -1062,7 +1090,7 @@ def test_skipped_updates_are_counted_and_ten_in_a_row_end_the_run(tmp_path, monk
 
 def test_scattered_skips_do_not_end_a_run(tmp_path):
     """Ten in a row are a policy that is lost; ten in a thousand are not."""
-    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path)]), [])
+    r = a_run(tmp_path)
     model = torch.nn.Linear(1, 1)
     for norm in [*[math.nan] * 9, 1.0] * 3:
         r.check([({}, norm), None], model)
@@ -1075,29 +1103,9 @@ def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Run, "save", lambda *a: None)
     for line, argv in ((["../qerl/train.py"], []), ([train.__file__, "--lr", "0.1"], ["--lr", "0.1"])):
         monkeypatch.setattr(sys, "argv", line)
-        assert Run(flags.parse(train.COMMAND, ["--out", str(tmp_path)]), argv).stop(None, None) == 130
+        assert a_run(tmp_path, argv=argv).stop(None) == 130
         again = f"python {line[0]} --resume --out {tmp_path}"
         assert capsys.readouterr().out.splitlines()[-1] == f"stopped after 0 steps; continue with: {again}"
-
-
-def test_each_number_goes_to_tensorboard_under_its_step(tmp_path, monkeypatch):
-    """Written at one step, a curve is a point."""
-    said = []
-    writer = SimpleNamespace(SummaryWriter=lambda out: SimpleNamespace(
-        add_scalar=lambda *a: said.append((out, *a)), flush=lambda: said.append("flush")))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
-    tracker(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--log-to", "tensorboard"]))({"reward": 0.5, "lr": 1e-3}, 7)
-    assert said == [(str(tmp_path), "reward", 0.5, 7), (str(tmp_path), "lr", 1e-3, 7), "flush"]  # its thread's comes too late
-
-
-def test_a_tracker_that_does_not_start_is_one_line(tmp_path, monkeypatch, capsys):
-    """Without a key wandb raises an error of its own, which was a traceback."""
-    def init(**kw):
-        raise RuntimeError("No API key configured")
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    assert run(tmp_path / "run", "--steps", "1", "--log-to", "wandb") == 2
-    assert "--log-to wandb: did not start (RuntimeError: No API key configured)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["model", "checkpoint", "adapter"])
@@ -1121,17 +1129,6 @@ def test_a_checkpoints_digest_is_of_its_numbers_and_names_too():
     state = {"step": 3, "cursor": 6, "params": [torch.ones(2)]}
     others = [state | {"step": 4}, state | {"cursor": 7}, state | {"params": [torch.ones(2) * 2]}, {**state, "more": 0}]
     assert digest_of(state) == digest_of({**state}) and digest_of(state) not in {digest_of(other) for other in others}
-
-
-def test_each_row_goes_to_the_tracker(tmp_path, monkeypatch):
-    """--log-to: every step under its number, without what was not measured."""
-    logged = []
-    wandb = SimpleNamespace(init=lambda **kw: SimpleNamespace(log=lambda row, step: logged.append((step, row))))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    out = tmp_path / "run"
-    assert run(out, "--steps", "2", "--aqn-stages", "2", "--log-to", "wandb") == 0
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert logged == [(i, {k: v for k, v in row.items() if v is not None}) for i, row in enumerate(rows)] and "reward" in logged[1][1]
 
 
 def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_path, capsys, monkeypatch):
@@ -1167,9 +1164,9 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
 
 def test_no_step_of_a_full_parameter_run_is_called_the_best(tmp_path):
     """Its weights are not kept, but for the last."""
-    r = Run(flags.parse(train.COMMAND, ["--out", str(tmp_path), "--eval-every", "1", "--lora-rank", "0", "--quant", "none"]), [])
+    r = a_run(tmp_path, "--eval-every", "1", "--lora-rank", "0", "--quant", "none")
     r.state.step = 1
-    r.evaluated({"accuracy": 0.5, "stderr": None}, None)
+    r.evaluated({"accuracy": 0.5, "stderr": None})
     assert r.state.best is None
 
 
