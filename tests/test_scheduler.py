@@ -135,6 +135,14 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_fetched(monkeypatc
     assert events == [4, 4, "fetch", 3, "fetch", "fetch"]
 
 
+def test_the_batch_shrinks_as_rows_end(monkeypatch, on_slots):
+    """Else the last row of a rollout, which is often far longer than the others, decodes at the price of all."""
+    sizes, run = [], Slots.run
+    monkeypatch.setattr(Slots, "run", lambda self, rows, steps: sizes.append(rows) or run(self, rows, steps))
+    sample.generate(on_slots(small()), PROMPTS[:3], max_new_tokens=[1, 9, 2], seed=3)
+    assert sizes[0] == 3 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)
+
+
 def test_a_prompt_is_filled_in_once_for_its_group(monkeypatch, on_slots):
     """Sixteen completions of a prompt of a thousand tokens: computed once, and copied to the rows that begin, later ones too."""
     m, asked, fill = small(), [], scheduler.prefill
