@@ -28,13 +28,15 @@ class Replaced(NamedTuple):
 TABLE = (
     Replaced("sample.generate", "scheduler.decode",
              "one CUDA graph of fused kernels a step; slots are refilled as rows end; the host "
-             "works a few steps behind", "test_decode.py::test_graph_equals_eager_equals_one_row"),
+             "works a few steps behind",
+             "test_scheduler.py::test_generate_equals_the_plain_function"),
     Replaced("grpo.completion_logprobs", "batches.completion_logprobs",
              "no padding; a prompt computed once for its completions; LoRA inside the GEMM; all "
-             "between two GEMMs in one kernel", "test_packed.py::test_gradients_equal_the_modules"),
+             "between two GEMMs in one kernel",
+             "test_packed.py::test_completion_logprobs_equal_the_plain_ones"),
     Replaced("grpo.micro_batches", "batches.micro_batches",
              "counts tokens, not padded rows; keeps a prompt's completions together",
-             "test_packed.py::test_micro_batches_keep_families_together"),
+             "test_packed.py::test_any_micro_batches_give_the_same_update"),
     Replaced("model.token_logprobs", "logprobs.token_logprobs",
              "softmax, entropy and gradient of a chunk in one kernel",
              "test_logprobs.py::test_the_kernel_equals_the_plain_function"),

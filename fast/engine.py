@@ -39,7 +39,8 @@ def changed(m):
     around = getattr(getattr(m.forward, "__func__", None), "__globals__", {})
     homes = (str(home).partition(".")[0] for home in (m.forward.__module__, around.get("__name__")))
     ours = {*homes} <= {"model", "nvfp4", "lora", "fast", "torch"}
-    return not ours or bool(m._forward_pre_hooks or m._forward_hooks)
+    hooks = m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
+    return not ours or any(hooks)
 
 
 class Graphs:

@@ -43,7 +43,7 @@ def patch_once():
 def pytest_collection_modifyitems(items):
     """The slowest files first, so that both processes end together."""
     slow = ("test_ranks", "test_kill", "test_decode", "test_loop", "test_train", "test_grade", "test_awq", "test_packed",
-            "test_bad_inputs")
+            "test_fast", "test_gemm", "test_bad_inputs")
     items.sort(key=lambda item: slow.index(item.path.stem) if item.path.stem in slow else len(slow))
 
 

@@ -25,6 +25,7 @@ from plumbing import checkpoint
 import fast
 import lora
 import model as M
+import sample
 from fast import decode, fused, gemm, packed
 from fast.layout import tile
 from fast.plan import TILES
@@ -69,6 +70,7 @@ def work(quant, dtype, config, *few):
     lora.add_lora(m, 16, 32)
     cache = M.KVCache(m, 256, 512)
     step = decode.Step(m, cache)
+    step.draw = sample.draw
     for rows in few:
         step.hidden(rows)
         scores = torch.zeros(rows, config.vocab_size)

@@ -32,8 +32,8 @@ ONE = dataclasses.replace(CPU, num_hidden_layers=1)  # one block: the interprete
 PROMPTS = [[5], [1, 2, 3], list(range(20, 57)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
 
 
-def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, noise=True, draw=0):
-    """A harsh random model, its codes laid out for the kernels."""
+def random_model(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, noise=True, draw=0):
+    """A harsh random model on the plain path."""
     torch.manual_seed(draw)  # of biases and B below: another model in each run meets a bound in one, and misses it in the next
     m = M.build(config, checkpoint.RandomCheckpoint(1 + 100 * draw), device, dtype, quant)
     m.valid_vocab = config.vocab_size - 4
@@ -47,6 +47,12 @@ def build(config=CPU, quant="none", rank=3, device="cpu", dtype=torch.float32, n
             torch.nn.init.normal_(layer.B, std=0.3)
     if noise:
         aqn.set_noise(m, 0.1, seed=1)
+    return m
+
+
+def build(*args, **kw):
+    """The same with its codes laid out for the kernels."""
+    m = random_model(*args, **kw)
     fast.tile(m)
     return m
 
@@ -339,7 +345,7 @@ def same_draws(m, got, want, temperature=1.0, top_p=1.0, **_):
 def test_a_row_that_moves_takes_everything_along():
     """Its random numbers, its limit or its newest keys left behind: from there on it is another completion."""
     e = engine.Graphs(build(), 3, 64)
-    e.begin(1.0, 1.0, {3})
+    e.begin(1.0, 1.0, {3}, sample.draw)
     e.start([0, 1, 2], [7, 8, 9], [4, 5, 6], [10, 20, 30], [11, 12, 13])
     e.cache.k.normal_()
     e.cache.v.normal_()
@@ -355,7 +361,7 @@ def test_the_engine_takes_temperature_and_stop_tokens_of_each_call():
     """What a captured graph reads from memory must be this call's: the temperature of the last one is another policy."""
     e = engine.Graphs(build(), 2, 64)
     for temperature, inverse, eos in ((0.5, 2.0, {9, 3}), (1.0, 1.0, {4}), (0, 1.0, ())):
-        e.begin(temperature, 1.0, eos)
+        e.begin(temperature, 1.0, eos, sample.draw)
         assert e.step.inverse_temperature.item() == inverse
         assert {t for t in e.step.eos.tolist() if t >= 0} == set(eos)
 
@@ -369,7 +375,7 @@ def test_ranks_capture_what_is_to_come_together(monkeypatch):
     for world, want in ((1, [400, 320, 256, 384, 224]), (2, [400, *sizes[:-3], 320, *sizes[:-4], 256, 384, 224])):
         monkeypatch.setattr(ranks, "world", world)
         for rows in ((390, 300, 256, 380), (200,)):  # at the ends grown again, and another call: no row ended
-            e.begin(1.0, 1.0, [])
+            e.begin(1.0, 1.0, [], sample.draw)
             for n in rows:
                 e.run(n, 1)
         assert asked == want
@@ -382,7 +388,7 @@ def test_the_first_size_of_each_way_to_draw_has_all_compiled(monkeypatch):
     e, asked = engine.Graphs(build(), 24, 64), []
     monkeypatch.setattr(e.step, "compile", lambda *of: asked.append(of))
     for temperature, top_p in ((1.0, 1.0), (0, 1.0), (0.7, 0.9), (1.0, 1.0)):
-        e.begin(temperature, top_p, [])
+        e.begin(temperature, top_p, [], sample.draw)
         e.launcher(24), e.launcher(1), e.launcher(24)
     assert asked == [(e.sizes, *way) for way in ((False, None), (True, None), (False, (0.7, 0.9)))]
 
@@ -411,7 +417,7 @@ def test_each_call_copies_the_adapter_as_it_is_then():
     for _ in range(2):
         layer.A.data.mul_(-3)
         layer.B.data.mul_(0.5)
-        e.begin(1.0, 1.0, [])
+        e.begin(1.0, 1.0, [], sample.draw)
         assert p.A.equal(layer.A) and p.B.equal(layer.B) and q.A[: q.PR].equal(layer.A)
         assert q.blocks(q.tail)[0].equal(layer.B[: q.parts[0]] * layer.scaling)
     assert len(captured) == 1

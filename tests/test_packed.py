@@ -14,6 +14,7 @@ from plumbing import ranks
 import grpo
 import lora
 import model as M
+import sample
 from fast import attention, batches, decode, engine, packed
 from tests.test_decode import CPU, GPU, ONE, build, installed, little_beside_much, with_head_norms
 
@@ -196,7 +197,7 @@ def check_update(got, want):
 
 
 @pytest.mark.parametrize("budget", [1, 20])
-def test_an_update_is_the_same_packed_padded_and_in_any_micro_batches(on_fast_path, budget):
+def test_any_micro_batches_give_the_same_update(on_fast_path, budget):
     """What the loss reads: log-probs of the completions alone, of a row's own tokens, in the rows' order."""
     m = build(ONE)
     want = update_of(m, completions(), 1000)
@@ -219,7 +220,7 @@ def test_completions_of_a_prompt_share_its_states(monkeypatch, on_fast_path, bud
     assert max(seen) <= budget and (budget == 6 or sum(seen) == alone - (7 + 1) * len(cs[0].prompt))
 
 
-def test_log_probs_and_entropies_come_in_padded_rows(on_fast_path):
+def test_completion_logprobs_equal_the_plain_ones(on_fast_path):
     """grpo.completion_logprobs, value by value: tempered, of the valid ids, 0 in the padding."""
     m, batch = build(ONE), completions()
     with torch.no_grad():
@@ -422,7 +423,7 @@ def test_gpu_prefill_by_graph_equals_the_modules(quant, rank):
         for _, layer in lora.lora_layers(m):
             torch.nn.init.normal_(layer.B, std=0.1)
         modules, slots = M.KVCache(m, 20, 1024), torch.randperm(20, generator=g)[:n].tolist()
-        graphs.begin(1.0, 1.0, [])
+        graphs.begin(1.0, 1.0, [], sample.draw)
         with torch.no_grad():
             engine.prefill(m, graphs, prompts, slots)
         by_the_modules(m, modules, prompts, slots)

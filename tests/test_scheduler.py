@@ -44,8 +44,8 @@ class Slots:
             row.length, row.used = torch.zeros_like(row.length), 0
             model.hidden(torch.tensor([prompt]), row)
 
-    def begin(self, temperature, top_p, eos_ids):
-        self.how = temperature, top_p
+    def begin(self, temperature, top_p, eos_ids, draw):
+        self.draw, self.how = draw, (temperature, top_p)
 
     def start(self, slots, tokens, lengths, limits, keys):
         self.token[slots], self.cache.length[slots], self.key[slots] = map(torch.tensor, (tokens, lengths, keys))
@@ -64,8 +64,8 @@ class Slots:
             view.used = int(view.length.max())
             x = self.model.hidden(self.token[:rows, None], view)[:, 0]
             view.length.add_(1).clamp_(max=self.max_len - 1)  # a row that has ended goes on
-            u = sample.uniform(self.key[:rows], view.length)
-            drawn.append(sample.sample_ids(M.logits(x, self.model.lm_head.weight)[:, : self.model.valid_vocab], u, *self.how))
+            logits = M.logits(x, self.model.lm_head.weight)[:, : self.model.valid_vocab]
+            drawn.append(self.draw(logits, self.key[:rows], view.length, *self.how))
             self.token[:rows] = drawn[-1][0]
         ids, logprobs = (torch.stack(columns, 1).tolist() for columns in zip(*drawn, strict=True))
         return steps, lambda: (ids, logprobs)
@@ -133,6 +133,14 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_fetched(monkeypatc
     assert Slots.ahead == engine.Graphs.ahead
     sample.generate(on_slots(small()), PROMPTS[:3], max_new_tokens=[8, 2, 3], seed=3, max_rows=2)
     assert events == [4, 4, "fetch", 3, "fetch", "fetch"]
+
+
+def test_the_batch_shrinks_as_rows_end(monkeypatch, on_slots):
+    """Else the last row of a rollout, which is often far longer than the others, decodes at the price of all."""
+    sizes, run = [], Slots.run
+    monkeypatch.setattr(Slots, "run", lambda self, rows, steps: sizes.append(rows) or run(self, rows, steps))
+    sample.generate(on_slots(small()), PROMPTS[:3], max_new_tokens=[1, 9, 2], seed=3)
+    assert sizes[0] == 3 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)
 
 
 def test_a_prompt_is_filled_in_once_for_its_group(monkeypatch, on_slots):

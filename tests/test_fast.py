@@ -1,0 +1,344 @@
+"""The door between the plain functions and the fast ones: what is replaced, what is refused, and that both draw and train alike.
+
+On the CPU the kernels run in Triton's interpreter, in float32, where both do the same; -m gpu compares them in 16 bits."""
+import copy
+import functools
+import importlib
+import re
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import aqn
+import fast
+import grpo
+import lora
+import model as M
+import nvfp4
+import sample
+import train
+from fast import engine, gemm, layout, packed
+from tests.conftest import first_blocks, rows_of
+from tests.test_decode import GPU, ONE, PROMPTS, check_gaps, random_model, tokens
+
+gpu = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_each_row_of_the_table_names_functions_and_a_test_that_exist():
+    """A function that was renamed, or whose equality nothing holds any more: the table would still promise it."""
+    for row in fast.TABLE:
+        for place in (row.plain, f"fast.{row.fast}"):
+            module, _, name = place.rpartition(".")
+            assert callable(getattr(importlib.import_module(module), name, None)), place
+        file, _, name = row.test.partition("::")
+        assert re.search(rf"(?m)^def {name}\(", (ROOT / "tests" / file).read_text()), row.test
+
+
+def test_what_the_plain_functions_hand_over_is_in_the_table():
+    """A function that has a faster twin which no test compares it with."""
+    text = "".join((ROOT / name).read_text() for name in ("sample.py", "grpo.py", "model.py", "nvfp4.py", "lora.py", "aqn.py"))
+    handed = {*re.findall(r"model\.fast\.(\w+)\(", text)} - {"knows"}
+    assert handed and handed <= {row.fast.rpartition(".")[2] for row in fast.TABLE}
+
+
+# ---- what is refused
+
+
+def card(head_dim=64, **weight):
+    """What fast.refusal looks at, of a model on an H100."""
+    weight = dict(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, requires_grad=False) | weight
+    return SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(**weight)), config=SimpleNamespace(head_dim=head_dim), fast=None)
+
+
+@pytest.mark.parametrize(("model", "capability", "says"), [
+    (card(is_cuda=False), (9, 0), "not on a CUDA device"), (card(), (7, 5), "an Ampere card"),
+    (card(dtype=torch.float32), (9, 0), "in torch.float32"), (card(head_dim=80), (9, 0), "heads of 32, 64 or 128 numbers, not 80"),
+    (card(requires_grad=True), (9, 0), "train adapters alone"), (card(), (8, 0), "a hook"), (card(dtype=torch.float16), (9, 0), "a hook")])
+def test_what_the_kernels_do_not_take_is_refused_with_a_reason(monkeypatch, capsys, model, capability, says):
+    """The weights of Qwen3's head norms would get no gradient, heads of 80 an error from a compiler; with auto it is one line."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(engine, "own_code", lambda model: "a hook of your own")
+    assert says in fast.install(model) and model.fast is None
+    with pytest.raises(ValueError, match=f"--engine fast: .*{says}.*; take --engine auto or plain"):
+        sample.set_engine(model, "fast")
+    assert capsys.readouterr().err == ""
+    for choice in ("plain", "auto"):
+        sample.set_engine(model, choice)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == model.embed.weight.is_cuda and all(line.startswith("engine: plain, since ") and says in line for line in told)
+
+
+def test_a_model_on_a_cpu_is_left_as_it_was():
+    """Laid out for a tensor core that is not there, its codes would be decoded as other weights."""
+    m = random_model(ONE, "nvfp4")
+    before = {name: b.clone() for name, b in m.named_buffers()}
+    assert fast.install(m) == "the model is not on a CUDA device" and m.fast is None
+    assert all(torch.equal(b, before[name]) for name, b in m.named_buffers())
+    assert {type(linear.base) for _, linear in M.projections(m)} == {nvfp4.QuantLinear}
+
+
+# ---- codes, laid out and back
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_copy_of_the_codes_at_any_time(monkeypatch, rank):
+    """A 72B model that fits the card once does not fit it twice: each layer's codes go before the next layer's are laid out."""
+    m, alive, pack = random_model(M.Config(301, 64, 96, 3, 4, 2, 32), "nvfp4", rank), [], layout.pack
+    codes = [weakref.ref(linear.base.codes) for _, linear in M.projections(m)]
+    monkeypatch.setattr(layout, "pack", lambda *args: alive.append(sum(c() is not None for c in codes)) or pack(*args))
+    fast.tile(m)
+    assert alive == [*range(12, 0, -1)] and not any(c() for c in codes)
+
+
+@pytest.mark.parametrize("fmt", nvfp4.FORMATS)
+@torch.no_grad()
+def test_a_linear_that_was_laid_out_is_the_same_linear(fmt):
+    """Of rows and columns that fill no group and no chunk, with a bias, on the CPU; and back."""
+    q = nvfp4.quantize(torch.randn(20, 192, generator=torch.Generator().manual_seed(0)), fmt)
+    plain = nvfp4.QuantLinear(q, {"q_proj": 12, "k_proj": 8}, torch.arange(20.0))
+    tiled, x = gemm.TiledLinear.of(plain), torch.randn(3, 2, 192)
+    torch.testing.assert_close(tiled(x), plain(x))
+    assert torch.equal(tiled.dense(), plain.dense()) and (tiled.parts, tiled.shape) == (plain.parts, plain.shape)
+    back = tiled.plain()
+    assert type(back) is nvfp4.QuantLinear and torch.equal(back.codes, plain.codes) and torch.equal(back(x), plain(x))
+
+
+def test_a_model_that_was_laid_out_is_not_laid_out_again():
+    """Its codes would be taken for a checkpoint's: as many bytes, other weights."""
+    m = random_model(ONE, "nvfp4")
+    fast.tile(m)
+    before = [linear.base for _, linear in M.projections(m)]
+    fast.tile(m)
+    assert all(linear.base is old for (_, linear), old in zip(M.projections(m), before, strict=True))
+
+
+@pytest.mark.parametrize(("quant", "rank"), [("nvfp4", 3), ("mxfp4", 0), ("none", 3)])
+@torch.no_grad()
+def test_uninstall_gives_the_plain_model_back_bit_for_bit(on_fast_path, quant, rank):
+    """After a hook of one's own the run goes on with these modules; what the fast functions kept is freed."""
+    m, ids = random_model(ONE, quant, rank), torch.tensor([[1, 2, 3]])
+    before, logits = {name: t.clone() for name, t in m.state_dict().items()}, m(ids)
+    kinds = [(path, type(linear), type(linear.base)) for path, linear in M.projections(m)]
+    sample.generate(on_fast_path(m), PROMPTS[:1], max_new_tokens=1)
+    assert m in engine.ENGINES and m in packed.LINEARS
+    fast.uninstall(m)
+    assert m.fast is None and m not in engine.ENGINES and m not in packed.LINEARS
+    assert [(path, type(linear), type(linear.base)) for path, linear in M.projections(m)] == kinds
+    after = m.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(t, before[name]) for name, t in after.items())
+    assert torch.equal(m(ids), logits)
+
+
+# ---- code of one's own
+
+
+class NoisyMLP(M.MLP):
+    def forward(self, x):
+        return super().forward(x * (1 + self.noise))
+
+
+def change(m, what):
+    """A forward, a hook or a noise of one's own in the first block."""
+    mlp = m.layers[0].mlp
+    if what == "forward":
+        own = mlp.forward
+        mlp.forward = lambda x: 0.5 * own(x)
+    elif what == "hook":
+        m.layers[0].attn.o_proj.register_forward_hook(lambda module, args, y: 0.5 * y)
+    else:
+        mlp.__class__ = NoisyMLP
+        mlp.register_buffer("noise", torch.linspace(-0.5, 0.5, m.config.hidden_size))
+
+
+OWN = {"forward": "layers.0.mlp has a forward or a hook of your own", "hook": "layers.0.attn.o_proj has a forward or a hook of your own",
+       "noise": "layers.0.mlp.noise is a noise of your own, and the kernels read that of the norms alone"}
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_code_of_ones_own_samples_by_the_plain_functions(on_fast_path, capsys, what):
+    """The kernels would pass over it, and nothing would say so; nor may the line be printed for each rollout."""
+    m, kw = random_model(ONE, "nvfp4"), dict(n=2, max_new_tokens=3, seed=1)
+    same = copy.deepcopy(m)
+    change(same, what)
+    want = sample.generate(same, PROMPTS[:3], **kw)
+    change(on_fast_path(m), what)
+    for _ in range(2):
+        assert sample.generate(m, PROMPTS[:3], **kw) == want
+    assert m.fast is None and capsys.readouterr().err == f"engine: plain from here on, since {OWN[what]}\n"
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_code_of_ones_own_trains_by_the_plain_functions(on_fast_path, capsys, what):
+    """Installed between a rollout and its update, as by a script that hooks the trainer alone."""
+    m, settings = random_model(ONE, "nvfp4"), grpo.Settings(micro_batch_tokens=20)
+    batch = [grpo.Completion({}, [1, 2, 3], [4 + i] * (1 + i), [-5.0] * (1 + i), True, advantage=i - 1.0) for i in range(3)]
+    same, found = copy.deepcopy(m), []
+    change(same, what)
+    change(on_fast_path(m), what)
+    for model in (same, m):
+        metrics = grpo.backward(model, batch, settings)
+        found.append([*metrics.values(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(map(torch.equal, *found))
+    assert m.fast is None and capsys.readouterr().err == f"engine: plain from here on, since {OWN[what]}\n"
+
+
+def test_a_run_plans_no_rollouts_for_code_of_ones_own(on_fast_path, capsys):
+    """An engine with keys and values for all rows, which no rollout would use."""
+    m = on_fast_path(random_model(ONE, "nvfp4"))
+    change(m, "hook")
+    m.fast.plan_rollouts(m, SimpleNamespace(), 64)
+    assert m.fast is None and m not in engine.ENGINES and OWN["hook"] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("patch", ["class", "wraps", "no_grad", "object", "base", "before", "after", "back"])
+def test_what_counts_as_ones_own_code(monkeypatch, patch):
+    """Dropout put into LoRA's forward, under whatever name: functools.wraps copies that of the module it wraps, a decorator is torch's."""
+    m = random_model(ONE, "nvfp4", rank=2)
+    assert engine.own_code(m) is None
+    fast.tile(m)
+    with lora.disabled(m):
+        assert engine.own_code(m) is None
+    layer, own = m.layers[0].attn.o_proj, lora.LoRALinear.forward
+
+    def forward(self, x):
+        return own(self, x)
+
+    if patch == "class":
+        monkeypatch.setattr(lora.LoRALinear, "forward", forward)
+    elif patch == "wraps":
+        monkeypatch.setattr(lora.LoRALinear, "forward", functools.wraps(own)(forward))
+    elif patch == "no_grad":
+        monkeypatch.setattr(lora.LoRALinear, "forward", torch.no_grad()(forward))
+    elif patch == "object":
+        layer.forward = functools.partial(forward, layer)
+    elif patch == "base":
+        monkeypatch.setattr(gemm.TiledLinear, "forward", lambda self, x: x)
+    else:
+        way = {"before": "forward_pre", "after": "forward", "back": "full_backward"}[patch]
+        getattr(layer, f"register_{way}_hook")(lambda *_: None)
+    assert engine.own_code(m).endswith("has a forward or a hook of your own")
+
+
+# ---- plain and fast, draws and updates
+
+
+def some_steps(m, steps=3):
+    """[(completions' ids, metrics)] of a few steps of rollout, reward and update."""
+    optimizer, settings, found = grpo.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2), grpo.Settings(micro_batch_tokens=24), []
+    for step in range(steps):
+        aqn.set_noise(m, 0.1, seed=step)
+        groups = [[grpo.Completion({}, prompt, s.ids, s.logprobs, True, reward=sum(s.ids) / 1000) for s in group]
+                  for prompt, group in zip(PROMPTS[:2], sample.generate(m, PROMPTS[:2], 2, 3, seed=step), strict=True)]
+        grpo.set_advantages(groups)
+        aqn.clear(m)
+        metrics, norm = grpo.update(m, optimizer, sum(groups, []), settings)
+        found.append(([c.ids for group in groups for c in group], grpo.mean_metrics(metrics) | {"grad_norm": norm}))
+    return found
+
+
+def test_plain_and_fast_draw_and_train_alike(on_fast_path):
+    """The same tokens, and the metrics of each update to float32's rounding: what one step does wrong, the next ones show."""
+    plain, other = (some_steps(m) for m in (random_model(ONE), on_fast_path(random_model(ONE))))
+    for (ids, metrics), (want_ids, want) in zip(other, plain, strict=True):
+        assert ids == want_ids and metrics == pytest.approx(want, rel=1e-3, abs=1e-5)
+
+
+def test_a_run_of_train_is_the_same_on_both_paths(monkeypatch, tmp_path, on_fast_path):
+    """From the flags to the last row: what is planned, handed over and freed between rollouts and updates included."""
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(4)))
+    (tmp_path / "own.py").write_text("def even(text, answer, **_):\n    return sum(map(ord, text)) % 7\n")
+    argv = ["--model", str(first_blocks(1, tmp_path / "model")), "--data", str(tmp_path / "data.jsonl"), "--prompt-style", "plain",
+            "--reward", f"{tmp_path / 'own.py'}:even", "--device", "cpu", "--steps", "2", "--prompts-per-step", "2", "--group-size", "2",
+            "--updates-per-rollout", "2", "--max-new-tokens", "3", "--eval-n", "0", "--lora-rank", "4", "--micro-batch-tokens", "40",
+            "--checkpointing", "off", "--aqn-start", "0.1", "--lr", "0.01"]
+    made, graphs = [], engine.Graphs
+    monkeypatch.setattr(engine, "Graphs", lambda *args: made.append(args[1:]) or graphs(*args))
+    for name in ("plain", "fast"):
+        if name == "fast":
+            monkeypatch.setattr(sample, "set_engine", lambda model, engine: on_fast_path(model))
+        assert train.main([*argv, "--out", str(tmp_path / name)]) == 0
+        assert len(made) == (name == "fast")  # one, for the longest row of the run
+    for row, want in zip(rows_of(tmp_path / "fast"), rows_of(tmp_path / "plain"), strict=True):
+        assert row.keys() == want.keys() and want["grad_norm"] > 0
+        for key, value in want.items():
+            assert row[key] == (pytest.approx(value, rel=1e-3, abs=1e-5) if isinstance(value, float) else value), key
+
+
+# ---- on the device
+
+
+def dequantized(m):
+    """The model with each four-bit weight in float32: no kernel of ours computes with it."""
+    for path, linear in M.projections(m):
+        if (base := linear.base).q is not None:
+            dense = M.Linear(base.shape[1], base.parts)
+            dense.weight, dense.bias = torch.nn.Parameter(base.dense(), requires_grad=False), base.bias
+            m.set_submodule(path if linear is base else f"{path}.base", dense)
+    return m
+
+
+@gpu
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_gpu_install_and_uninstall_leave_the_codes_as_they_were(quant):
+    """On the card as in the interpreter, graphs and all."""
+    m = random_model(GPU, quant, 16, "cuda", torch.bfloat16)
+    before = {name: t.clone() for name, t in m.state_dict().items()}
+    assert fast.install(m) is None and m.fast
+    sample.generate(m, PROMPTS, max_new_tokens=4)
+    fast.uninstall(m)
+    after = m.state_dict()
+    assert m.fast is None and after.keys() == before.keys() and all(torch.equal(t, before[name]) for name, t in after.items())
+
+
+@gpu
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_gpu_plain_and_fast_draw_alike(quant):
+    """Both within the bound of what the modules say of the samples. Where both draw from the same distribution, up to the rounding of a
+    log-prob by 0.06, a few first tokens in a hundred differ."""
+    m, kw = random_model(GPU, quant, 16, "cuda", torch.bfloat16), dict(n=16, max_new_tokens=40, seed=3)
+    plain = sample.generate(m, PROMPTS, **kw)
+    check_gaps(m, plain)
+    assert fast.install(m) is None
+    other = sample.generate(m, PROMPTS, **kw)
+    check_gaps(m, other)
+    first = [(a[0], b[0]) for p, q in zip(tokens(plain), tokens(other), strict=True) for a, b in zip(p, q, strict=True)]
+    assert sum(a == b for a, b in first) > 0.75 * len(first)
+
+
+@gpu
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_gpu_plain_and_fast_train_alike(quant):
+    """Three optimizer steps on the same completions: metrics and trained adapters of the two in bfloat16 are as far from those in float32."""
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 4990, (n,), generator=g).tolist() for n in (40, 7, 90)]
+    batch = [grpo.Completion({}, prompt, torch.randint(0, 4990, (5 + 9 * j,), generator=g).tolist(), [], True, advantage=j - 1.5)
+             for prompt in prompts for j in range(4)]
+    exact = dequantized(random_model(GPU, quant, 16, "cuda"))
+    with torch.no_grad():
+        logp, _, mask = grpo.completion_logprobs(exact, batch, 1.0)
+    for c, row, live in zip(batch, logp, mask, strict=True):
+        c.logprobs = row[live].tolist()
+    found = []
+    for way in ("exact", "plain", "fast"):
+        m = exact if way == "exact" else random_model(GPU, quant, 16, "cuda", torch.bfloat16)
+        if way == "fast":
+            assert fast.install(m) is None
+        params = [p for p in m.parameters() if p.requires_grad]
+        before, optimizer, steps = [p.detach().clone() for p in params], grpo.AdamW(params, 1e-3), []
+        for _ in range(3):
+            metrics, norm = grpo.update(m, optimizer, batch, grpo.Settings(micro_batch_tokens=300, grad_clip=1.0))
+            metrics = grpo.mean_metrics(metrics)
+            steps += [metrics["loss"], metrics["entropy"], norm]
+        moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(params, before, strict=True)])
+        found.append((torch.tensor(steps), moved))
+        assert bool(m.fast) == (way == "fast")
+    (numbers, change), (plain_numbers, plain_change), (fast_numbers, fast_change) = found
+    assert (fast_change - change).norm() < 1.3 * (plain_change - change).norm() + 1e-2 * change.norm()
+    off = (fast_numbers - numbers).abs()
+    assert (off < 2 * (plain_numbers - numbers).abs() + 2e-2 * numbers.abs() + 1e-2).all(), (numbers, plain_numbers, fast_numbers)
