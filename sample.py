@@ -215,7 +215,8 @@ class Decoder:
         self.temperature, self.top_p = temperature, top_p
         device = model.embed.weight.device
         self.cuda = device.type == "cuda"
-        self.graph, self.positions = None, 0  # the captured step, and how far its attention looks
+        # the captured step, the tensors that it fills, and how far its attention looks
+        self.graph, self.drawn, self.positions = None, None, 0
 
         # One prefill a prompt. Its keys and values are copied to the rows of its group.
         prompts = {row.p: row.prompt for row in rows}
@@ -266,12 +267,13 @@ class Decoder:
         """Record `launch` as a CUDA graph, to be replayed until the batch shrinks or the rows grow
         past self.positions. It runs what a hook of your own launches, too, if that works on tensors
         in place; a step that cannot be captured goes on without."""
-        self.graph = None  # frees the last one first
+        # the last graph and what it drew go first: freed within a capture, they crash the process
+        self.graph = self.drawn = None
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                self.drawn = self.launch()
-            self.graph = graph
+                drawn = self.launch()
+            self.graph, self.drawn = graph, drawn
         except RuntimeError as e:
             warnings.warn(f"decoding without a CUDA graph, slowly: {str(e).splitlines()[0]}",
                           stacklevel=2)
@@ -290,7 +292,8 @@ class Decoder:
         for hole, i in zip(holes, moved, strict=True):
             self.rows[hole] = self.rows[i]
         self.rows, self.cache = self.rows[:n], self.cache.rows(0, n)
-        self.token, self.key, self.graph = self.token[:n], self.key[:n], None
+        self.token, self.key = self.token[:n], self.key[:n]
+        self.graph = self.drawn = None
 
 
 def prefill(model, prompts):

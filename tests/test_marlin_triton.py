@@ -294,18 +294,18 @@ def test_types_and_formats_on_the_gpu(fmt, dtype):
 
 
 @gpu
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("M", [1, 8, 32, 300])
-def test_a_cuda_graph_replays_it(M):
+def test_a_cuda_graph_replays_it(M, fmt):
     """Nothing waits for the host, and nothing depends on the values of x."""
-    for fmt in FORMATS:
-        q, x = weight(fmt, 4608, 3584), activations(M, 3584)
-        rg.matmul(x, q)  # compiles
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = rg.matmul(x, q)
-        x.copy_(activations(M, 3584, seed=2))
-        graph.replay()
-        assert torch.equal(y, rg.matmul(x, q))
+    q, x = weight(fmt, 4608, 3584), activations(M, 3584)
+    rg.matmul(x, q)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = rg.matmul(x, q)
+    x.copy_(activations(M, 3584, seed=2))
+    graph.replay()
+    assert torch.equal(y, rg.matmul(x, q))
 
 
 @gpu
