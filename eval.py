@@ -43,13 +43,13 @@ import sample
 
 FLAGS = (
     *sample.MODEL_FLAGS,
-    *sample.ADAPTER_FLAGS,
+    *flags.ADAPTER_FLAGS,
     "questions",
     Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, a .jsonl or "
          ".parquet, a folder, a hub id; several with commas", "arithmetic", kept=True),
     Flag("levels", numbers(1, 1e4), None, "ask rows of these, 5 the hardest, as in 3,4,5"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
-    *sample.PROMPT_FLAGS,
+    *flags.PROMPT_FLAGS,
     Flag("split", ("test", "train"), "test", "which part of the data"),
     Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
     Flag("n", number(1, 1e4), None, "samples a question (default: 4; with --greedy 1)"),
@@ -57,8 +57,8 @@ FLAGS = (
     Flag("k", numbers(1, 1e4), None, "also pass@k and the majority of k, for these, as in 1,4,8"),
     Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
     Flag("out", str, None, "a row per question, to this .jsonl; one that was begun goes on"),
-    *sample.SAMPLING_FLAGS,
-    *sample.ENGINE_FLAGS,
+    *flags.SAMPLING_FLAGS,
+    *flags.ENGINE_FLAGS,
 )
 PART = 4  # --out is written after every PART * --max-rows samples
 

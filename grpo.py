@@ -476,18 +476,6 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
         total_seqs=total_seqs, max_len=s.max_new_tokens, entropy=entropy)
 
 
-def half_scale(lengths):
-    """The power of two by which a float16 loss is multiplied for its backward, for completions of
-    these lengths.
-
-    float16 holds 6e-5 to 65,504. Where d loss / d logp is 1 for each token, the gradients of a
-    0.5B model's activations are 22 at most, and their median in its last layer is 1e-6. The scale
-    takes d loss / d logp from 1 / sum(lengths) to 64 on average, or to less if a token of the
-    shortest completion, in GRPO at 1 / (len(lengths) * its length), would pass 1024."""
-    most = min(64 * sum(lengths), 1024 * min(lengths) * len(lengths))
-    return 2.0 ** math.floor(math.log2(most))
-
-
 def backward(model, completions, settings):
     """Accumulate the gradient of the loss of whole groups in the parameters, by micro-batch ->
     summed metrics, or None if no completion is trained on. Each rank accumulates its share's.
@@ -499,16 +487,11 @@ def backward(model, completions, settings):
         return None
     # Dr.GRPO divides by a constant: it counts the masked completions as well
     counted = completions if OBJECTIVES[settings.loss].normaliser is constant else learned
-    lengths = [len(c.ids) for c in learned]
-    half = model.embed.weight.dtype == torch.float16
-    scale = half_scale(lengths) if half else 1.0
+    tokens = sum(len(c.ids) for c in learned)
     for batch in micro_batches(model, learned, settings.micro_batch_tokens):
-        loss, metrics = batch_loss(model, batch, settings, sum(lengths), len(counted))
-        (scale * loss).backward()
+        loss, metrics = batch_loss(model, batch, settings, tokens, len(counted))
+        loss.backward()
         parts.append(metrics)
-    for p in model.parameters() if half else ():
-        if p.grad is not None:
-            p.grad /= scale
     if ranks.world > 1:  # as floats: GPU tensors do not travel, CPU tensors take milliseconds
         all_parts = chain(*ranks.gather([as_floats(sum_metrics(parts))] if parts else []))
         parts = [{k: torch.tensor(v, dtype=torch.double) for k, v in p.items()} for p in all_parts]

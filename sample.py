@@ -30,7 +30,7 @@ from plumbing import checkpoint, flags, policy, ranks
 from plumbing.command import number
 from plumbing.files import check_out, lines, read_jsonl, write_jsonl
 from plumbing.flags import Flag
-from plumbing.tokenizer import SUFFIX, styled
+from plumbing.tokenizer import styled
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -337,53 +337,19 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
 # ---- the command, and what all commands share
 
 QUANTS = ("none", *nvfp4.FORMATS)
-# flags that commands share
-MODEL_FLAGS = (
-    "model",
-    Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", kept=True),
-    Flag("quant", QUANTS, "nvfp4", "number format of the frozen base; none is 16 bits", kept=True),
-    Flag("awq", bool, False, "scales chosen by activations, not by rounding", kept=True),
-    Flag("calib", str, None, "text for --awq (default: arithmetic problems)", kept=True),
-    Flag("device", ("auto", "cpu", "cuda"), "auto", "auto is cuda where there is one"),
-    Flag("dtype", ("auto", "bfloat16", "float16", "float32"), "auto",
-         "auto is bfloat16 on cuda, else float32"),
-)
-ADAPTER_FLAGS = (
-    "trained policy",
-    Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
-    Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
-)
-PROMPT_FLAGS = (
-    Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
-)
-SAMPLING_FLAGS = (
-    "sampling",
-    Flag("max-new-tokens", number(1, 1e7), None, "completion limit (4096, or what fits)"),
-    Flag("temperature", number(0, 100, float), 0.6, "0 is greedy"),
-    Flag("top-p", number(1e-6, 1, float, closed=True), 0.95,
-         "draw from the likeliest, of this mass"),
-)
-ENGINE_FLAGS = (
-    "engine",
-    Flag("engine", ("auto", "plain", "fast"), "auto", "the functions of the files beside train.py, "
-         "or faster ones (fast/); auto: fast where it can"),
-    Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
-    Flag("card-share", number(0.01, 1, float, closed=True), 1.0,
-         "part of the card's memory to take, where several runs share it"),
-    Flag("seed", number(0, 2**63), 0, "of samples, noise, data order and adapter"),
-)
+MODEL_FLAGS = flags.model_flags(QUANTS)
 FLAGS = (
     *MODEL_FLAGS,
-    *ADAPTER_FLAGS,
+    *flags.ADAPTER_FLAGS,
     "chat",
-    *PROMPT_FLAGS,
+    *flags.PROMPT_FLAGS,
     Flag("prompt", str, None, "answer this and exit; without it and without --file: a chat"),
     Flag("file", str, None, 'prompts, one a line, or .jsonl with "prompt" or "question"'),
     Flag("out", str, None, "where --file's answers go, .jsonl"),
     Flag("n", number(1, 1e4), 1, "answers a prompt, with --file"),
     Flag("system", str, None, "system message"),
-    *SAMPLING_FLAGS,
-    *ENGINE_FLAGS,
+    *flags.SAMPLING_FLAGS,
+    *flags.ENGINE_FLAGS,
 )
 
 

@@ -55,7 +55,7 @@ FLAGS = (
     Flag("levels", numbers(1, 1e4), None,
          "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
-    *sample.PROMPT_FLAGS,
+    *flags.PROMPT_FLAGS,
     "rollout",
     Flag("steps", number(1, 1e8), None, "rollouts (default: one pass over the data)", 30),
     Flag("prompts-per-step", number(1, 1e5), 16, "prompts a rollout", 12),
@@ -91,7 +91,7 @@ FLAGS = (
     Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it, and noise "
          "and learning rate go on as if it had been that from the start"),
     Flag("save-every", number(1, 1e8), 20, "steps between checkpoints", 10),
-    *sample.ENGINE_FLAGS,
+    *flags.ENGINE_FLAGS,
 )
 MAX_RESAMPLE = 2  # extra rollouts that --dynamic-sampling may draw in a step
 NOISE = "--aqn", lambda args: args.aqn
@@ -114,9 +114,6 @@ def check(args):
     if args.lora_rank == 0 and args.quant != "none":
         raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
                          f"{args.quant} cannot be trained")
-    if args.lora_rank == 0 and args.dtype == "float16":
-        raise ValueError("--dtype float16: gradients of the weights themselves would vanish in it; "
-                         "use bfloat16, or --lora-rank 1 or more")
     if args.lora_rank == 0 and args.beta:
         raise ValueError("--beta: its reference is the model without adapter; raise --lora-rank")
     if args.updates_per_rollout > args.prompts_per_step:

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from plumbing import command as commands
 from plumbing import policy, ranks
+from plumbing.command import number
 from plumbing.files import shown
+from plumbing.tokenizer import SUFFIX
 
 import torch
 
@@ -54,6 +56,49 @@ class Command:
     @property
     def flags(self):
         return [f for f in self.table if isinstance(f, Flag)]
+
+
+# ---- flags that several commands have
+
+
+def model_flags(quants):
+    return (
+        "model",
+        Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", kept=True),
+        Flag("quant", quants, "nvfp4", "number format of the frozen base; none is 16 bits",
+             kept=True),
+        Flag("awq", bool, False, "scales chosen by activations, not by rounding", kept=True),
+        Flag("calib", str, None, "text for --awq (default: arithmetic problems)", kept=True),
+        Flag("device", ("auto", "cpu", "cuda"), "auto", "auto is cuda where there is one"),
+        Flag("dtype", ("auto", "bfloat16", "float32"), "auto",
+             "auto is bfloat16 on cuda, else float32"),
+    )
+
+
+ADAPTER_FLAGS = (
+    "trained policy",
+    Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
+    Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
+)
+PROMPT_FLAGS = (
+    Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
+)
+SAMPLING_FLAGS = (
+    "sampling",
+    Flag("max-new-tokens", number(1, 1e7), None, "completion limit (4096, or what fits)"),
+    Flag("temperature", number(0, 100, float), 0.6, "0 is greedy"),
+    Flag("top-p", number(1e-6, 1, float, closed=True), 0.95,
+         "draw from the likeliest, of this mass"),
+)
+ENGINE_FLAGS = (
+    "engine",
+    Flag("engine", ("auto", "plain", "fast"), "auto", "the functions of the files beside train.py, "
+         "or faster ones (fast/); auto: fast where it can"),
+    Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
+    Flag("card-share", number(0.01, 1, float, closed=True), 1.0,
+         "part of the card's memory to take, where several runs share it"),
+    Flag("seed", number(0, 2**63), 0, "of samples, noise, data order and adapter"),
+)
 
 
 def parser(command, tiny=False, only_given=False):
@@ -121,9 +166,6 @@ def parse(command, argv):
         raise ValueError("--awq: chooses the scales of a four-bit format; --quant is none")
     if args.calib and not args.awq:
         raise ValueError("--calib: plain rounding uses no text; add --awq")
-    if args.dtype == "float16" and args.quant == "mxfp4":
-        raise ValueError("--dtype float16: MXFP4's scales do not fit it; use bfloat16, or "
-                         "--quant nvfp4")
     args.calib = args.calib or None
     command.check(args)
     return args

@@ -23,8 +23,6 @@ def place(device="auto", dtype="auto"):
         raise ValueError(f"--device {device}: this machine has no CUDA device; use --device cpu")
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    if dtype == "float16" and device == "cpu":
-        raise ValueError("--dtype float16: for GPUs; the CPU takes float32 or bfloat16")
     return device, getattr(torch, dtype)
 
 

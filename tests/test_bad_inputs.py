@@ -414,7 +414,7 @@ OTHERS = [
     ("lora --merge --model model --adapter run --out new", nothing, "--adapter run"),
     ("eval --data d.jsonl --adapter run", folder("run/adapter_best"), "--adapter run: adapter_config.json"),
     (MERGE, raw("adapter/policy.json", '{"model": "other", "quant": "none", "base": "0"}'), "--model model|another base, other"),
-    ("plot nowhere", nothing, "nowhere/metrics.jsonl"),
+    ("plot nowhere", nothing, "nowhere: no such folder"),
     ("plot run --out x.docx", nothing, "--out x.docx"),
     ("experiments", nothing, "gradient"),
     ("bench_quantization --model model --data nowhere --out new --device cpu", nothing, "nowhere"),

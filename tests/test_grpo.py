@@ -270,12 +270,6 @@ def test_overlong_rows_can_be_masked_or_penalised():
     assert [grpo.soft_overlong_penalty(n, 160) for n in (10, 140, 150, 160, 180)] == [0, 0, -0.5, -1, -1]
 
 
-@pytest.mark.parametrize(("lengths", "scale"), [([4, 4], 512), ([4, 5], 512), ([1, 100], 2048), ([3], 128)])
-def test_float16_gradients_are_scaled_by_a_power_of_two(lengths, scale):
-    """64 a token of the mean over all, but of GRPO's shortest completion at most 1,024: 65,504 is the largest number."""
-    assert grpo.half_scale(lengths) == scale
-
-
 @pytest.mark.parametrize("loss", grpo.OBJECTIVES)
 def test_a_completion_without_tokens_to_train_on_is_not_counted(loss):
     """A mean over completions whose divisor knows the masked ones is smaller than the mean."""
