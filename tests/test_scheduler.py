@@ -155,7 +155,7 @@ def test_a_prompt_is_filled_in_once_for_its_group(monkeypatch, on_slots):
 
 def test_what_is_streamed_is_what_is_returned_and_a_part_draws_as_in_the_whole(on_slots):
     """Ids after a row's end on the terminal, or in another row's stream; a rank's share drawn with the numbers of the first prompts."""
-    m, seen, kw = on_slots(small()), {}, dict(n=2, max_new_tokens=5, eos_ids=range(60), seed=1)
+    m, seen, kw = on_slots(small()), {}, dict(n=4, max_new_tokens=5, eos_ids=range(120), seed=1)
     whole = sample.generate(m, PROMPTS[:3], max_rows=3, on_token=lambda p, j, t: seen.setdefault((p, j), []).append(t), **kw)
     assert seen == {(p, j): s.ids for p, g in enumerate(whole) for j, s in enumerate(g)}
     compare(sample.generate(m, PROMPTS[1:3], indices=[1, 2], **kw), whole[1:])
