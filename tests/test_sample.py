@@ -62,6 +62,28 @@ def test_a_thousand_prompts_through_four_slots(small):
     assert tokens(groups) == tokens(sample.generate(small, prompts, max_rows=500, **kw))
 
 
+class AsOnAGpu(sample.Decoder):
+    """Rows stay until half of them have ended, and attention looks at a whole bucket; nothing is captured."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.cuda = True
+
+    def capture(self):
+        self.graph = self.drawn = None
+
+
+@pytest.mark.parametrize("decoder", [sample.Decoder, AsOnAGpu])
+def test_rows_that_leave_change_no_other(model, monkeypatch, decoder):
+    """A row that moves into a hole must take its keys, values, position and random numbers along; one that has ended draws no more."""
+    kw = dict(n=4, max_new_tokens=[9, 4, 12, 7, 10], eos_ids=range(8), seed=3)
+    alone = tokens(sample.generate(model, PROMPTS, max_rows=1, **kw))
+    assert len({tuple(ids) for group in alone for ids in group}) > 10
+    monkeypatch.setattr(sample, "Decoder", decoder)
+    for rows in (2, 3, 7, None):
+        assert tokens(sample.generate(model, PROMPTS, max_rows=rows, **kw)) == alone
+
+
 def test_a_prompt_of_one_token_beside_one_of_four_thousand(small):
     """Nothing to fill beside a padded row: the short one's own positions."""
     long, kw = [i * i % 97 for i in range(4000)], dict(max_new_tokens=4, temperature=0)
