@@ -77,14 +77,17 @@ def resolve_flags(spec, args, argv):
                              "or choose another folder")
         ours = NAMES if (out / "lock").exists() else ()  # each start makes it first
         for path in out.iterdir() if out.exists() else ():
-            if path.name not in ours and not path.name.startswith((".", "events.out")):
+            if path.name not in ours and not path.name.startswith("."):
                 raise ValueError(f"--out {out}: holds {path.name}, which is no run's; choose "
                                  "another folder")
         return args
     if not config.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
     had = read_json(config)
-    script = command.script_of(str(had.pop("command", "train.py")), had)
+    try:
+        script = command.script_of(str(had.pop("command", "train.py")), had)
+    except ValueError as e:
+        raise ValueError(f"{config}: {e}") from None
     had = {name.replace("_", "-"): value for name, value in had.items()}
     gone = had.keys() - {f.name for f in spec.flags}
     if gone:

@@ -19,7 +19,8 @@ def pytest_configure(config):
 
         command.OWN = False  # what runs the tests is no script of one's own
         # side by side, more threads than cores wait for each other: three tests took minutes so
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
             with suppress(ImportError):

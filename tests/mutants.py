@@ -2225,7 +2225,7 @@ MUTANTS = {
         ("a cut sample is wrong", '**next(verdicts), "length"',
          '**next(verdicts), **({} if s.finished else {"correct": False}), "length"', "eval::a_cut_sample_counts_by_its_answer"),
         ("samples are graded by the first row", "texts, strict=True) for text in said]",
-         "texts, strict=True) for row in rows[:1] for text in said]", "eval::what_is_counted", "ranks::an_evaluation_is_dealt_out_and_the_same"),
+         "texts, strict=True) for row in rows[:1] for text in said]", "eval::a_cut_sample_counts_by_its_answer", "ranks::an_evaluation_is_dealt_out_and_the_same"),
     ],
     "plumbing/policy.py": [
         ("a format is its name", 'found["format"] = repr(formats[args.quant])', 'found["format"] = args.quant',

@@ -269,6 +269,7 @@ FIELDS = [
     ("train --resume --out old", config("old/config.json", lr=-1.0), "old/config.json|--lr"),
     ("train --resume --out old", config("old/config.json", steps=[4]), "old/config.json|steps"),
     ("train --resume --out old", config("old/config.json", aqn="maybe"), "old/config.json|aqn"),
+    ("train --resume --out old", config("old/config.json", command="python 'mine.py"), "old/config.json|command cannot be read"),
     ("train --resume --out old", config("old/config.json", no_such_flag=1), "old/config.json|no-such-flag is gone"),
     ("eval --data d.jsonl --out rows.jsonl", config("rows.jsonl", data="d", model="base", run="0"), "--out rows.jsonl"),
     ("bench_quantization --model model --data set --out q.json --device cpu", config("q.json", table=[1]), "q.json"),

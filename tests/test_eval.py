@@ -119,11 +119,11 @@ def test_a_cut_sample_counts_by_its_answer(monkeypatch, tok, model):
     """It may have answered before it went on: counted as wrong for its length, accuracy would fall with the limit alone. What it
     says is kept as it was said, without the prompt, whose instruction has tags as well."""
     right = "<think>.</think><answer>7</answer>"
-    scripted(monkeypatch, tok, [[f"{right} and so on...", "<think>.</think><answer>7..."]])
-    [row] = evaluation.evaluate(model, tok, [{"question": "a", "answer": "7"}], n=2)["rows"]
+    scripted(monkeypatch, tok, [[f"{right} and so on...", "<think>.</think><answer>7..."], [right, right.replace("7", "8")]])
+    row, other = evaluation.evaluate(model, tok, [{"question": "a", "answer": "7"}, {"question": "b", "answer": "8"}], n=2)["rows"]
     assert [(s["text"], s["correct"], s["finished"]) for s in row["samples"]] == [
         (f"{right} and so on", True, False), ("<think>.</think><answer>7", False, False)]
-    assert row["accuracy"] == 0.5
+    assert row["accuracy"] == 0.5 and [s["correct"] for s in other["samples"]] == [False, True]  # each by its own answer
 
 
 def test_arguments_reach_the_sampler(monkeypatch, tok, model):
