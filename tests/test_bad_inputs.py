@@ -81,10 +81,14 @@ def refused(sound, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tokenizer, "SECONDS", 0.2)
 
     def check(line, spoil, words):
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         spoil(home)
         before = seen(home)
         command, *argv = shlex.split(line)
-        code = exit_code(COMMANDS[command], argv)
+        try:
+            code = exit_code(COMMANDS[command], argv)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)  # or the tests' own log is a file too large
         err = capsys.readouterr().err.splitlines()
         assert code == 2 and len(err) == 1 and "error: " in err[0], (code, err[-3:])
         assert all(word in err[0] for word in words.split("|")), err[0]
@@ -454,12 +458,9 @@ def test_flags_and_places_are_checked_before_the_work(refused, line, spoil, word
 # ---- a full disk
 
 
-@pytest.fixture
-def full_disk(monkeypatch):
-    """full_disk(bytes): no file may become larger. The next best thing to a disk of that size."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def full_disk(n):
+    """No file may become larger than n bytes until the command has ended. The next best thing to a disk of that size."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 @pytest.mark.parametrize(("line", "room", "words"), [
@@ -470,7 +471,7 @@ def full_disk(monkeypatch):
     ("plot run", 1000, "metrics.png: cannot be written"),
     ("nvfp4 --model model --out new/and/deep --device cpu", 50_000, "cannot be written"),
 ])
-def test_a_full_disk_is_one_line_and_leaves_nothing(refused, full_disk, line, room, words):
+def test_a_full_disk_is_one_line_and_leaves_nothing(refused, line, room, words):
     """X.partial and a traceback were left, of hours of work."""
     refused(line, lambda home: full_disk(room), words)
 
