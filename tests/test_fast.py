@@ -234,7 +234,7 @@ def some_steps(m, steps=3):
     for step in range(steps):
         aqn.set_noise(m, 0.1, seed=step)
         groups = [[grpo.Completion({}, prompt, s.ids, s.logprobs, True, reward=sum(s.ids) / 1000) for s in group]
-                  for prompt, group in zip(PROMPTS[:2], sample.generate(m, PROMPTS[:2], 2, 3, seed=step), strict=True)]
+                  for prompt, group in zip(PROMPTS[:2], sample.generate(m, PROMPTS[:2], 2, 2, seed=step), strict=True)]
         grpo.set_advantages(groups)
         aqn.clear(m)
         metrics, norm = grpo.update(m, optimizer, sum(groups, []), settings)
