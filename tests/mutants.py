@@ -468,6 +468,8 @@ MUTANTS = {
          "logprobs::no_full_logits_tensor_in_forward_or_backward"),
     ],
     "aqn.py": [
+        ("the noise is uniform", "sigma * torch.randn(norm.noise.shape, generator=gen)",
+         "sigma * (torch.rand(norm.noise.shape, generator=gen) - 0.5) * 12**0.5", "aqn::the_noise_is_gaussian"),
         ("a clean block asks set_noise", "        clear(model)\n        yield", "        set_noise(model, 0.0)\n        yield",
          "aqn::a_noise_that_never_ends_is_gone_where_the_policy_must_be_clean"),
         ("a schedule may give anything", "not isinstance(level, float | int) or not 0 <= level", "False and not 0 <= level",

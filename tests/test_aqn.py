@@ -212,6 +212,19 @@ def test_a_noise_in_a_linear_reaches_the_sampler(module):
     assert (m(torch.tensor([prompt + s.ids]))[0, 2:-1].log_softmax(-1) - logp).abs().max() > 1e-2
 
 
+def test_the_noise_is_gaussian():
+    """Uniform noise of the same spread, or one whose tails are cut, would pass every test of its size."""
+    m = torch.nn.Module()
+    m.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(8))
+    for block in m.layers:
+        block.input_layernorm, block.post_attention_layernorm = qwen.RMSNorm(8192, 1e-6), qwen.RMSNorm(8192, 1e-6)
+    aqn.set_noise(m, 0.02, seed=3)
+    z = torch.cat([*aqn.buffers(m).values()]).double() / 0.02  # 131,072 numbers
+    assert abs(z.mean()) < 0.01 and abs(z.std() - 1) < 0.01 and abs((z**3).mean()) < 0.03 and abs((z**4).mean() - 3) < 0.06
+    for tail, share in ((1, 0.3173), (2, 0.0455), (3, 0.0027)):
+        assert abs((z.abs() > tail).double().mean() - share) < 4 * (share / len(z)) ** 0.5
+
+
 def test_noise_equals_row_scaling_of_the_weights_behind_it():
     """Sec. 3.3, Eq. 10: noise on the norm is (Z / w + 1) on the input channels of q,k,v and of gate,up, nothing else."""
     noisy = tiny()
