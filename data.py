@@ -25,7 +25,7 @@ from pathlib import Path
 
 from plumbing import command
 from plumbing.files import TINY, cause, decode, read_jsonl, shown, text_file
-from plumbing.grade import last_boxed, same_all
+from plumbing.grade import last_boxed, last_term, same_all
 from plumbing.tokenizer import SUFFIX, Tokenizer, unknown_style
 
 import torch
@@ -36,6 +36,7 @@ HUB = {  # a repository, followed by the folder if it holds several sets
     "bigmath": "open-r1/Big-Math-RL-Verified-Processed",
 }
 TEST_ROWS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}
+WORKED = re.compile(r"\S\s*\n\s*\S|(?:\b[A-Za-z]{2,}[,.]? ){5}")  # lines or a sentence: no answer
 MOST = 100_000  # arithmetic problems drawn at a time: distinct ones run out
 
 
@@ -137,8 +138,8 @@ def _graded(paths):
     if not graded:
         raise ValueError(f"{paths[0]}: no rows with an answer")
     if len(graded) < len(rows):
-        print(f"{paths[0]}: {len(rows) - len(graded)} of {len(rows)} rows have an empty answer and "
-              "are left out", file=sys.stderr)
+        print(f"{paths[0]}: {len(rows) - len(graded)} of {len(rows)} rows have an empty answer, or "
+              "a solution without \\boxed{}, and are left out", file=sys.stderr)
     return graded
 
 
@@ -161,6 +162,8 @@ def _row(raw, where):
         answer = answer.rsplit("####", 1)[1]
     elif raw.get("answer") is None and (box := last_boxed(answer)) is not None:
         answer = box
+    elif raw.get("answer") is None and (raw.get("prompt") != question or WORKED.search(answer)):
+        answer = ""  # a worked solution without its answer; beside a prompt it may be the answer
     return {**raw, "question": question, "answer": answer.strip()}
 
 
@@ -168,12 +171,17 @@ def _read_rows(path):
     """("file, row n", its columns) of each row."""
     if path.suffix.lower() != ".parquet":
         return read_jsonl(path)
+    import numpy
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        table = pyarrow.parquet.read_table(path)
+        rows = table.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{path}: not a parquet file ({e})") from None
+    for name in [field.name for field in table.schema if field.type == pyarrow.float32()]:
+        for raw in rows:  # 0.1, not the 0.10000000149 that float32 holds
+            raw[name] = raw[name] and float(str(numpy.float32(raw[name])))
     # pandas writes NaN where there is nothing
     return [(f"{path}, row {i}", {k: None if v != v else v for k, v in raw.items()})
             for i, raw in enumerate(rows, 1)]
@@ -347,19 +355,15 @@ def calibration(path, folder, sequences=128, length=512):
 
 # ---- rewards
 
-LAST_NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z.)])[-\u2212])?\$?"  # the minus of "10-3" is no sign
-    r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)(?:/[0-9]+)?%?"
-)
-
 
 def reward(text, answer, style="tags"):
     """Grade a completion: {"reward": 0.2 * format + 1.0 * correct, "correct": bool, "format": bool,
     "given": str or None}.
 
     tags: the format is <think>..</think><answer>..</answer>; the answer is the last <answer>'s
-    content. boxed: the format is a closed \\boxed{}; the answer is the last one's content, or the
-    last number of the text if no box was closed. Takes any text, in time linear in its length.
+    content, unless it is inside <think>. boxed: the format is a closed \\boxed{}; the answer is the
+    last one's content, or the last term with a digit if no box was closed, whole (3/4, not 4).
+    Takes any text, in time linear in its length.
     """
     return rewards([(text, answer)], style)[0]
 
@@ -381,8 +385,7 @@ def _given(text, style):
         raise unknown_style(style)
     if (given := last_boxed(text)) is not None:
         return given, True
-    found = LAST_NUMBER.findall(text)
-    return found[-1] if found else None, False
+    return last_term(text), False
 
 
 def _tagged(text):
@@ -391,6 +394,11 @@ def _tagged(text):
     if start < 0 or "<answer>" in text[end:]:  # one cut off by the length limit is no answer
         return None, False
     before = text[:start].rstrip()
+    thinks = before.rfind("<think>") > before.rfind("</think>")
+    if "think>" not in before:  # the prompt may have opened it
+        thinks = text.count("</think>", end) > text.count("<think>", end)
+    if thinks:
+        return None, False
     well_formed = before.endswith("</think>") and "<think>" in before
     return text[start + len("<answer>") : end], well_formed
 

@@ -1,164 +1,121 @@
 """
-math-verify on many pairs of answers side by side, each in a process of its own.
+math-verify on many pairs of answers side by side, in processes that may die of them.
 
 No handler or thread can stop a power of big integers before it returns; the operating system can.
-So one process imports sympy once and forks a child for each pair. A child that exceeds its
-processor time or memory is ended, and the exit status says what it found. A pair that a large batch
-had no time for counts as different for now, and is asked again when it comes again.
+So one process imports sympy once and forks workers, and the kernel ends a worker whose pair has
+used up its processor time or its memory. It is the pair's own time, not the clock's: a verdict does
+not depend on how busy the machine is. Left out: systems without fork.
 
-Left out: systems without fork.
-
-    python -c 'from plumbing.judge import judge; print(judge.ask([("x>1", "1<x"), ("x>1", "x>2")]))'
+    python -c 'from plumbing.judge import ask; print(ask([("x>1", "1<x"), ("x>1", "x>2")]))'
 """
-
-import atexit
 import contextlib
-import ctypes
 import json
+import mmap
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 
-LEAST, MOST = 0.2, 1.0  # seconds of processor time that a pair may take
-MEMORY = 2 << 30  # bytes a child may ask for
-SAME = 7  # an exit status that no accident produces
-
-
-class Judge:
-    """The run's side of the process that forks, which is started when it is first asked."""
-
-    def __init__(self, seconds=5.0):
-        """seconds: time for each 512 pairs of a batch, divided among them."""
-        self.seconds, self.lock, self.process, self.known = seconds, threading.Lock(), None, {}
-
-    def ask(self, pairs):
-        """[(given, gold), ...] in LaTeX -> list of bool, from any thread. ValueError where
-        math-verify does not start."""
-        with self.lock:
-            if len(self.known) > 1 << 16:
-                self.known.clear()
-            if new := [pair for pair in dict.fromkeys(pairs) if pair not in self.known]:
-                told = zip(new, self._told(new), strict=False)
-                self.known.update((pair, v == ord("1")) for pair, v in told if v in b"01")
-            return [self.known.get(pair, False) for pair in pairs]
-
-    def _told(self, pairs):
-        """A byte a pair: 1 same, 0 different, ? not reached; none where the process failed."""
-        if self.process is None or self.process.poll() is not None:
-            self._start()
-        try:
-            seconds = self.seconds * -(-len(pairs) // 512)
-            self.process.stdin.write(json.dumps([pairs, seconds]).encode() + b"\n")
-            self.process.stdin.flush()
-            told = self._line(seconds + 2.0)
-        except BrokenPipeError:
-            told = b""
-        if not told:
-            self.stop()
-        return told
-
-    def _start(self):
-        self.stop()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(os.getpid())], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, start_new_session=True)  # ctrl-C is for the run, which saves
-        if self._line(120.0) != b"ready":
-            self.stop()
-            raise ValueError("math-verify does not start; pip install -r requirements.txt")
-
-    def _line(self, seconds):
-        out, end, line = self.process.stdout, time.monotonic() + seconds, b""
-        while not line.endswith(b"\n"):
-            ready = select.select([out], [], [], max(0.0, end - time.monotonic()))[0]
-            part = os.read(out.fileno(), 1 << 16) if ready else b""
-            if not part:
-                return b""
-            line += part
-        return line[:-1]
-
-    def stop(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdout.close()
-            with contextlib.suppress(BrokenPipeError):  # what was not sent
-                self.process.stdin.close()
-            self.process = None
+CPU = 2.0  # seconds of processor time that a pair may take; most take a twentieth of one
+WALL = 60.0  # seconds that 512 pairs may take, a last resort: a pair not reached is different
+MEMORY = 2 << 30  # bytes a worker may ask for
+STARTED, SAME = 1, 2
+lock, server = threading.Lock(), None
 
 
-judge = Judge()
-atexit.register(judge.stop)
-
-
-# ---- the process that forks
+def ask(pairs):
+    """[(given, gold), ...] in LaTeX -> whether each is the same, from any thread."""
+    global server
+    with lock:
+        runs = server is not None and server.poll() is None
+        if not runs:
+            server = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(os.getpid())], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, start_new_session=True)  # where ctrl-C does not reach it
+        seconds = WALL * -(-len(pairs) // 512)
+        timer = threading.Timer(seconds + (2 if runs else 120), server.kill)
+        timer.start()
+        with contextlib.suppress(BrokenPipeError):
+            server.stdin.write(json.dumps([pairs, seconds]).encode() + b"\n")
+            server.stdin.flush()
+        line = server.stdout.readline()
+        timer.cancel()
+        if not line:
+            server.kill()
+            server.wait()
+    if not line and not runs:
+        raise ValueError("math-verify does not start; pip install -r requirements.txt")
+    return json.loads(line) if line else [False] * len(pairs)
 
 
 def main(parent):
-    """Answers a line of JSON with a line of verdicts until stdin closes or the parent is gone."""
+    """The process that forks. It ends when stdin closes."""
     import logging
+    from dataclasses import replace
 
     import math_verify
 
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # nothing a library prints may land among the verdicts
+    # The whole answer or nothing: by default it looks for a number in what it cannot read, and
+    # takes the t of 3t for a unit.
+    latex = math_verify.LatexExtractionConfig()
+    latex = replace(latex, normalization_config=replace(latex.normalization_config, units=False))
 
     def verify(given, gold):
-        given, gold = (math_verify.parse(f"${s}$", parsing_timeout=None) for s in (given, gold))
-        return math_verify.verify(gold, given, float_rounding=12, timeout_seconds=None)
+        given, gold = (math_verify.parse(f"${s}$", [latex], "no_fallback", "first_match", None)
+                       for s in (given, gold))
+        # In both directions, for it is not symmetric: of an equation given where none is asked for
+        # it takes the right side, so that 2x + z = 1 is 1, though 1 is not 2x + z = 1. Sets and
+        # inequalities, which it would only compare one way round, it is told to compare both ways.
+        # The precision is for numbers as small as 2^{-98}, all of which are 0 to fifteen places.
+        return all(math_verify.verify(*pair, float_rounding=12, numeric_precision=60,
+                                      allow_set_relation_comp=True, timeout_seconds=None)
+                   for pair in ((gold, given), (given, gold)))
 
-    for pair in (("|x| < 1", "x < 2"), ("\\{1\\}", "(-\\infty,1) \\cup (1,\\infty)")):
-        verify(*pair)  # loads what is loaded late, once for all children
-    out.write(b"ready\n")
-    while os.getppid() == parent:
-        if select.select([sys.stdin], [], [], 0.5)[0]:
-            if not (line := sys.stdin.readline()):
-                return
-            out.write(_verdicts(verify, *json.loads(line), parent) + b"\n")
+    for pair in (  # what is loaded and learned late, once for all workers
+            ("|x| < 1", "(-1,1) \\cup (2,\\infty)"), ("\\{1, \\pi\\}", "\\{1\\}"),
+            ("-\\frac{x^2}{2} + 3\\sqrt[3]{y}", "(x+1)(y-2)"), ("y = \\sin 2x", "y = 2"),
+            ("\\begin{pmatrix} 1 & x \\\\ 0 & -2 \\end{pmatrix}", "2^{n+1} - \\log_2 x")):
+        verify(*pair)
+    for line in sys.stdin:
+        print(json.dumps(_verdicts(verify, *json.loads(line), parent)), file=out)
 
 
 def _verdicts(verify, pairs, seconds, parent):
-    verdicts, running = bytearray(b"?" * len(pairs)), {}
-    todo = deque(range(len(pairs)))
     workers, end = min(8, os.cpu_count() or 1), time.monotonic() + seconds
-    share = max(LEAST, min(seconds * workers / len(pairs), MOST))
-    while (todo or running) and time.monotonic() < end and os.getppid() == parent:
-        while todo and len(running) < workers:
-            i = todo.popleft()
-            if not (pid := os.fork()):
-                _child(verify, *pairs[i], share)
-            running[pid] = i
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            i, code = running.pop(pid), os.waitstatus_to_exitcode(status)
-            if code >= 0 or share == MOST:
-                verdicts[i] = ord("1" if code == SAME else "0")
+    shares = [range(i, len(pairs), workers) for i in range(workers)]
+    found, running = mmap.mmap(-1, len(pairs)), {}  # found: what the workers write
+    while True:
+        for share in shares:
+            if share not in running and not all(found[i] for i in share):
+                running[share] = os.fork() or _work(verify, pairs, share, found)
+        if not running or time.monotonic() > end or os.getppid() != parent:
+            break
+        if pid := os.waitpid(-1, os.WNOHANG)[0]:
+            running = {share: p for share, p in running.items() if p != pid}
         else:
             time.sleep(0.001)
-    for pid in running:
+    for pid in running.values():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return bytes(verdicts)
+    return [verdict == SAME for verdict in found[:]]
 
 
-def _child(verify, given, gold, seconds):
-    same = False
+def _work(verify, pairs, share, found):
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
-        resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal nothing catches
-        same = verify(given, gold)
-    except BaseException:  # sympy raises anything on what it cannot read; that is a wrong answer
-        pass
-    os._exit(SAME if same else 0)
+        for i in share:
+            if not found[i]:
+                found[i] = STARTED
+                signal.setitimer(signal.ITIMER_PROF, CPU)  # whose signal nothing catches
+                found[i] = SAME if verify(*pairs[i]) else STARTED
+    finally:  # sympy raises anything on what it cannot read; that is a wrong answer
+        os._exit(0)
 
 
 if __name__ == "__main__":

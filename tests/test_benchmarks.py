@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from plumbing import flags
+from plumbing import flags, grade, judge
 
 import pytest
 
@@ -163,6 +163,30 @@ def test_each_benchmark_is_counted(monkeypatch, tmp_path, name, rows):
 @pytest.mark.parametrize(("name", "rows"), [("gsm8k", 1319), ("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40)])
 def test_the_real_sets_have_these_counts(name, rows):
     assert len(data.load(SHARED / name, "test")) == rows == data.TEST_ROWS[name]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the sets are not beside the repository")
+@pytest.mark.parametrize("name", ["gsm8k", "aime24", "aime25", "amc23"])
+def test_each_gold_number_is_itself_in_its_usual_spellings_and_no_other(monkeypatch, name):
+    """All of GSM8K, AIME and AMC is graded without math-verify, which no machine may be too busy for."""
+    monkeypatch.setattr(judge, "ask", lambda pairs: pytest.fail(f"asked {pairs}"))
+    spellings = ("{0}", "${0}", "${0:,}", "{0}.0", "{0:,}", "{0} dollars", "{0} km/h", "x = {0}", "The answer is {0}.", "**{0}**", "\\boxed{{{0}}}",
+                 "\\$ {0}", "({0})", "{0}\\text{{ apples}}", "#### {0}", "So they need {0} apples", "\\frac{{{1}}}{{2}}", "{1}/2", "${0}$", "\\( {0} \\)")
+    others = ("{0}1", "{1}", "-{0}", "{0}.5", "1/{0}", "{0}x", "{0} or {1}", "{0}+0", "not {0}", "{0}^2", "\\sqrt{{{0}}}", "{0} million", "{0}, {1}")
+    for gold in sorted({row["answer"] for row in data.load(SHARED / name, "test")}):
+        n = int(float(gold.replace(",", "")))
+        right = [gold, *(s.format(n, 2 * n) for s in spellings)] if "." not in gold else [gold]
+        wrong = [s.format(n, 2 * n + 7919) for s in others if n not in (-1, 0, 1)]
+        said = grade.same_all([(text, gold) for text in right + wrong])
+        assert [t for t, ok in zip(right, said, strict=False) if not ok] == [], gold
+        assert [t for t, ok in zip(wrong, said[len(right):], strict=True) if ok] == [], gold
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the sets are not beside the repository")
+@pytest.mark.parametrize(("name", "split"), [("math500", "test"), ("math_train", "train"), ("gsm8k", "train")])
+def test_each_gold_answer_is_itself(name, split):
+    golds = sorted({row["answer"] for row in data.load(SHARED / name, split)})
+    assert len(golds) > 300 and not [g for g, ok in zip(golds, grade.same_all([(g, g) for g in golds]), strict=True) if not ok]
 
 
 @pytest.mark.parametrize("levels", ["3,4,5", "4,5"])

@@ -52,6 +52,15 @@ def test_format_needs_thought_then_answer(text):
     assert not data.reward(text, "42")["format"]
 
 
+@pytest.mark.parametrize("text", [
+    "<think>is it <answer>42</answer>", "<think>is it <answer>42</answer>?</think>", "is it <answer>42</answer>?</think> no",
+    "<think>a</think> <think><answer>42</answer></think>"])
+def test_an_answer_inside_a_thought_is_no_answer(text):
+    """A model that wrote all its guesses there was paid for the last one. The prompt may have opened the thought."""
+    assert data.reward(text, "42") == {"reward": 0, "correct": False, "format": False, "given": None}
+    assert data.reward(f"{text}</think><answer>42</answer>", "42")["correct"]
+
+
 def test_format_and_correctness_add_up():
     def value(text, style="tags"):
         return data.reward(text, "42", style)["reward"]
@@ -83,15 +92,26 @@ def test_unicodes_minus_is_a_sign_of_the_last_number():
     """The answer is \u22125 was right where 5 was asked for, and wrong where -5 was."""
     assert data.reward("The answer is \u22125", "-5", "boxed")["correct"]
     assert not data.reward("it lost \u2212$5.", "5", "boxed")["correct"]
-    assert data.reward("10\u22123 = 7, less 4 is 10\u22127", "7", "boxed")["correct"]
+    assert data.reward("less 4 is 10\u22123 = 7", "7", "boxed")["correct"]
+    assert not data.reward("less 4 is 10\u22127", "-7", "boxed")["correct"]
 
 
-@pytest.mark.parametrize(("text", "number"), [
-    ("it is .5.", ".5"), ("x=-.25", "-.25"), ("costs $.50", "$.50"), ("a .5% rise", ".5%"), ("10-.5", ".5"), ("v2.5", "2.5"),
-    ("wait...5", "5"), ("see Sec.3", "3"), ("12.", "12")])
-def test_the_last_number_may_begin_with_its_point(text, number):
-    """.5 counted as 5: wrong where 0.5 is right, and right where 5 is."""
-    assert data.reward(text, "0", "boxed")["given"] == number
+@pytest.mark.parametrize(("text", "term"), [
+    ("it is .5.", ".5"), ("x=-.25", "-.25"), ("costs $.50", "$.50"), ("a .5% rise", ".5%"), ("wait...5", "5"), ("see Sec.3", "3"), ("12.", "12"),
+    ("12!", "12"), ("so 3/4 of it", "3/4"), ("3 / 4 of it", "3 / 4"), ("it is 10^5.", "10^5"), ("10 ^ 5", "10 ^ 5"), ("12 500 in all", "12 500"), ("12'500", "12'500"),
+    ("2 1/3 cups", "2 1/3"), ("so x^2", "x^2"), ("2x+1", "2x+1"), ("2x + 1.", "2x + 1"), ("3 * 4", "3 * 4"), ("3 \\times 4 is 12", "12"),
+    ("\\frac{3}{4}.", "\\frac{3}{4}"), ("3\\sqrt{2} cm", "3\\sqrt{2}"), ("at 5:30", "5:30"), ("3 million people", "3 million"), ("9π", "9π"),
+    ("apples - 5", "5"), ("(-5)", "(-5)"), ("x_1 = 7 apples", "7"), ("none", None), ("", None)])
+def test_without_a_box_the_last_term_is_the_answer_and_it_is_whole(text, term):
+    """The last number was torn out of its term, and right where that was asked for: 3/4 was 4, 10^5 5, 12 500 500, x^2 2, and .5 5."""
+    assert data.reward(text, "0", "boxed")["given"] == term
+
+
+def test_a_number_torn_out_of_its_term_is_no_answer():
+    for text, torn, right in (("3/4", "4", "0.75"), ("10^5", "5", "100000"), ("12 500", "500", "12500"), ("x^2", "2", "x^2"),
+                              ("2 1/3", "1/3", "7/3"), ("(3, 4)", "4", None), ("2x+1", "1", "1+2x"), ("3*4", "4", None)):
+        assert not data.reward(f"so it is {text}", torn, "boxed")["correct"], text
+        assert right is None or data.reward(f"so it is {text}", right, "boxed")["correct"], text
 
 
 # ---- a reward of one's own
@@ -123,7 +143,7 @@ def test_own_reward_may_return_a_dict(tmp_path):
 def test_the_levels_of_math_are_read(tmp_path):
     """"Level 5" was none in [5], and "10" none in [10]."""
     levels = ["Level 5", "Level 1", 5, "Level ?", "10"]
-    path = write(tmp_path / "a.jsonl", [{"problem": str(i), "solution": "1", "level": level} for i, level in enumerate(levels)])
+    path = write(tmp_path / "a.jsonl", [{"problem": str(i), "solution": "\\boxed{1}", "level": level} for i, level in enumerate(levels)])
     assert [row["question"] for row in data.load(path, levels=[5])] == ["0", "2"]
     assert [row["question"] for row in data.load(path, levels=[10])] == ["4"]
 
@@ -296,6 +316,31 @@ def test_rows_without_a_gold_answer_are_left_out_aloud(tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", rows)
     assert [r["question"] for r in data.load(path)] == ["b"]
     assert "1 of 2 rows" in capsys.readouterr().err
+
+
+def test_a_solution_without_its_answer_is_no_gold(tmp_path, capsys):
+    """The whole worked solution was the gold, which no answer matched: such a row taught nothing, at full cost. Beside a
+    prompt, as Big-Math has it, a solution is the answer itself, unless it is worked out too."""
+    rows = [{"problem": "a", "solution": "We add and get 7."}, {"question": "b", "solution": "7"}, {"problem": "c", "solution": "so \\boxed{7}"},
+            {"prompt": "d", "solution": "7"}, {"prompt": "e", "solution": "We add the two and get 7."}, {"prompt": "f", "solution": "3+4\n= 7"},
+            {"prompt": "g", "solution": "We add the two and get \\boxed{7}."}, {"problem": "h", "answer": "7", "solution": "We add."},
+            {"problem": "i", "solution": "We add.\n#### 7"}]
+    got = data.load(write(tmp_path / "a.jsonl", rows))
+    assert [r["question"] for r in got] == [*"cdghi"] and {r["answer"] for r in got} == {"7"}
+    assert "4 of 9 rows have an empty answer, or a solution without \\boxed{}" in capsys.readouterr().err
+
+
+def test_a_tenth_in_float32_is_a_tenth(tmp_path):
+    """Its answer was 0.10000000149011612, and so 0.1 was wrong."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {"question": ["a", "b"], "answer": pa.array([0.1, 1e-7], pa.float32()), "rate": pa.array([None, 0.3], pa.float32())}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = data.load(tmp_path / "a.parquet")
+    assert [row["answer"] for row in rows] == ["0.1", "1e-07"] and [row["rate"] for row in rows] == [None, 0.3]
+    assert data.reward("<answer>0.1</answer>", rows[0]["answer"])["correct"]
+    assert data.reward("<answer>10^{-7}</answer>", rows[1]["answer"])["correct"]
 
 
 def test_unknown_data_and_bad_arguments_are_errors(tmp_path):
