@@ -330,13 +330,12 @@ def update_metrics(updates, beta):
     where it had nothing to train on. Columns are null where there was none, as an entropy of 0
     would be a claim."""
     updates = [u for u in updates if u]
-    trained = sum(float(sums["tokens"]) for sums, _ in updates)
     finite = [u for u in updates if math.isfinite(u[1])]
     row = dict.fromkeys(("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl",
                          "logp_gap_mean", "logp_gap_max", "sampler_kl", "ratio_outside_frac",
                          "entropy", "clip_first_frac"))
     row |= {"updates": len(finite), "skipped": len(updates) - len(finite),
-            "trained_tokens": trained}
+            "trained_tokens": sum(float(sums["tokens"]) for sums, _ in updates)}
     if not finite:
         return row
     each = [mean_metrics(sums) for sums, _ in finite]

@@ -30,13 +30,11 @@ Flags after the name are train.py's, and for those that train also --seeds 0,1,2
 runs side by side, spread over the cards; one has room for several when the model is small. For
 `gradient`, --prompts-per-step x --group-size completions are drawn for each gradient.
 
-    python lab/experiments.py gradient --prompts-per-step 32 --group-size 32 --out gradient.json
     python lab/experiments.py gradient --model DIR --data gsm8k --out gradient.json
     python lab/experiments.py 2x2 --out runs/2x2
     python lab/experiments.py noise --seeds 0,1,2 --jobs 4 --out runs/noise --model DIR --data gsm8k
     python lab/experiments.py two-copies --out runs/apart          # one run of train.py, so trained
-    python lab/experiments.py compare '2x2_1.5b/*' [--growth] [--interval]
-    python lab/experiments.py compare runs/2x2/*/
+    python lab/experiments.py compare '2x2_1.5b/*' runs/2x2/*/ [--growth] [--interval]
 """
 import argparse
 import json
@@ -153,8 +151,7 @@ def two_copies():
             raise ValueError("--awq: moves the norms' scales, which the 16-bit copy keeps; an "
                              "adapter fits one of the two only. Leave it out")
         if args.aqn and args.aqn_scope == "both":
-            raise ValueError("--aqn-scope both: the copy that is trained has no noise; leave it "
-                             "out")
+            raise ValueError("--aqn-scope both: the trained copy has no noise; leave it out")
         model, tok = load(args)
         twins[model], _ = load(argparse.Namespace(**{**vars(args), "quant": "none", "awq": False}))
         return model, tok
@@ -162,8 +159,8 @@ def two_copies():
     def add_to_both(model, *rest):
         params = add(model, *rest)
         add(twins[model], *rest)
-        pairs = zip(lora.lora_layers(model), lora.lora_layers(twins[model]), strict=True)
-        for (_, own), (_, twin) in pairs:
+        both = lora.lora_layers(model), lora.lora_layers(twins[model])
+        for (_, own), (_, twin) in zip(*both, strict=True):
             twin.A, twin.B = own.A, own.B
         return params
 

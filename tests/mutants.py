@@ -440,7 +440,7 @@ MUTANTS = {
          '("logp_gap", "sampler_kl", "ratio", "kl")', "loop::the_kl_is_of_all_updates"),
         ("a step without an update has an entropy of 0", '"entropy", "clip_first_frac"))', '"entropy", "clip_first_frac"), 0.0)',
          "loop::a_step_without_an_update_has_no_entropy"),
-        ("a skipped update's tokens are not trained on", "for sums, _ in updates)\n    finite", "for sums, n in updates if n < 1e9)\n    finite",
+        ("a skipped update's tokens are not trained on", "for sums, _ in updates)}", "for sums, n in updates if n < 1e9)}",
          "loop::times_and_speeds_are_those_of_the_step"),
         ("updates of one's own have another default", 'loss: str = "grpo"',
          'loss: str = "dapo"', "flags::an_update_of_ones_own_has_the_defaults_of_train_py"),
