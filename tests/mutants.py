@@ -12,7 +12,7 @@ A parent process imports the libraries (not the project) once and forks a child 
 two at a time.
 
     python tests/mutants.py                   # all of them, as a table; exit code 1 if one survives
-    python tests/mutants.py --one-in 8        # an eighth, chosen by the date, as CI does
+    python tests/mutants.py --one-in 16       # a sixteenth, chosen by the date, as CI does
     python tests/mutants.py draw.py negated   # those whose file or name contains one of these
 """
 import argparse
