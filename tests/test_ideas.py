@@ -93,7 +93,12 @@ def test_noise_on_inputs_reaches_o_and_down_and_leaves_no_trace(restored, monkey
     noisy = {name for name, b in aqn.buffers(net).items() if b.any()}
     assert sum(name.endswith(("o_proj.noise", "down_proj.noise")) for name in noisy) == 2 * len(net.layers)
     assert not torch.equal(noisy_logits(net, ids), clean)
+    down = next(linear for path, linear in model.projections(net) if path.endswith("down_proj"))
+    x = torch.randn(1, down.shape[1])
+    noisy, times = down(x), 1 + down.noise
     aqn.clear(net)
+    assert (times != 1).all()
+    torch.testing.assert_close(noisy, down(x * times))
     assert torch.equal(noisy_logits(net, ids), clean)
 
 
