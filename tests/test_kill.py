@@ -307,7 +307,10 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
                                stdout=subprocess.DEVNULL)
     os.close(its_end)
     try:
-        assert read(screen) == b"loading PyTorch ...\r\n"
+        line = part = read(screen)
+        while part and not line.endswith(b"\n"):  # it may come in pieces
+            line += (part := read(screen))
+        assert line == b"loading PyTorch ...\r\n"
         maps = Path(f"/proc/{process.pid}/maps")
         while maps.exists() and "libtorch" not in maps.read_text() and process.poll() is None:
             time.sleep(0.01)
