@@ -449,7 +449,7 @@ MUTANTS = {
         ("AdamW's own weight decay", "BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1",
          "BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.01", "loop::adamw_is_the_papers"),
         ("the KL's reference is noisy", ', lora.disabled(model), aqn.clean(model):',
-         ', lora.disabled(model):', 'grpo::the_reference_has_no_noise'),
+         ', lora.disabled(model):', 'loop::the_kl_reference_is_the_model_without_its_adapter'),
         ('micro-batches count their tokens without padding', '(len(batch) + 1) * tokens(c) > token_budget',
          'sum(map(tokens, batch)) + tokens(c) > token_budget', 'properties::micro_batches_hold_each_completion_once_within_the_budget'),
     ],

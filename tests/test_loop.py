@@ -593,8 +593,10 @@ def arguments(policy, monkeypatch, **settings):
 
 def test_the_kl_reference_is_the_model_without_its_adapter(policy, monkeypatch):
     """Against itself the KL is always 0, and --beta does nothing; at another temperature it is never 0. Logged per token."""
-    calls, result = arguments(policy, monkeypatch, beta=0.1, temperature=0.7)
     model, _, completions = policy
+    aqn.set_noise(model, 0.1, seed=1)  # as with --aqn-scope both: the reference has none
+    calls, result = arguments(policy, monkeypatch, beta=0.1, temperature=0.7)
+    aqn.clear(model)
     with torch.no_grad(), lora.disabled(model):
         want = {tuple(c.ids): grpo.completion_logprobs(model, [c], 0.7)[0] for c in completions}
     for call in calls:
