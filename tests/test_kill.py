@@ -303,7 +303,7 @@ def read(screen):
 def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
     """The first seconds of every command: nothing on the screen, and a traceback from the middle of another library."""
     screen, its_end = pty.openpty()
-    process = subprocess.Popen([sys.executable, "train.py", "--out", str(tmp_path / "run")], cwd=ROOT, stderr=its_end,
+    process = subprocess.Popen([sys.executable, "train.py", "--steps", "1", "--out", str(tmp_path / "run")], cwd=ROOT, stderr=its_end,
                                stdout=subprocess.DEVNULL)
     os.close(its_end)
     try:
