@@ -114,6 +114,33 @@ def exit_code(main, argv):
         return e.code
 
 
+def tiny(seed=0, dtype=None):
+    """Three layers, norm weights away from 1 (so that Z / w is not Z)."""
+    import torch
+
+    import model as qwen
+
+    torch.manual_seed(seed)
+    m = qwen.Transformer(qwen.Config(31, 32, 48, 3, 4, 2, 8)).requires_grad_(False)
+    for name, p in m.named_parameters():
+        if "norm" in name:
+            p.uniform_(0.5, 1.5)
+        elif "weight" in name:
+            p.normal_(0, 0.2)
+    for p in m.parameters():
+        p.data = p.data.to(dtype or torch.float32)
+    return m
+
+
+def weights(N=8, K=128, seed=0, spread=3.0):
+    """Random weights whose blocks differ in size by several powers of two."""
+    import torch
+
+    g = torch.Generator().manual_seed(seed)
+    size = torch.exp(spread * torch.randn(N, K // 16, generator=g)).repeat_interleave(16, 1)
+    return torch.randn(N, K, generator=g) * size * 0.02
+
+
 def adapted(spread=0.05):
     """(the tiny model in NVFP4 whose adapter is away from zero by `spread`, its tokenizer, its optimizer)."""
     import torch

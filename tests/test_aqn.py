@@ -13,22 +13,9 @@ import aqn
 import model as qwen
 import sample
 import train
+from tests.conftest import tiny
 
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
-
-
-def tiny(seed=0, dtype=torch.float32):
-    """Three layers, norm weights away from 1 (so that Z / w is not Z)."""
-    torch.manual_seed(seed)
-    m = qwen.Transformer(qwen.Config(31, 32, 48, 3, 4, 2, 8)).requires_grad_(False)
-    for name, p in m.named_parameters():
-        if "norm" in name:
-            p.uniform_(0.5, 1.5)
-        elif "weight" in name:
-            p.normal_(0, 0.2)
-    for p in m.parameters():
-        p.data = p.data.to(dtype)
-    return m
 
 
 def test_schedule_gives_the_published_levels():

@@ -21,6 +21,7 @@ from nvfp4 import (
     quantize,
     unpack,
 )
+from tests.conftest import weights
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 CODE_VALUE = E2M1 + [-v for v in E2M1]
@@ -49,13 +50,6 @@ def make(fmt, codes, scale, global_scale=None):
 
 def unpacked(q):
     return unpack(q.codes)
-
-
-def weights(N=8, K=128, seed=0, spread=3.0):
-    """Random weights whose blocks differ in size by several powers of two."""
-    g = torch.Generator().manual_seed(seed)
-    size = torch.exp(spread * torch.randn(N, K // 16, generator=g)).repeat_interleave(16, 1)
-    return torch.randn(N, K, generator=g) * size * 0.02
 
 
 # ---- decoding

@@ -12,34 +12,13 @@ import aqn
 import grpo
 import lora
 import model
-import model as qwen
 import nvfp4
 import sample
 import train
+from tests.conftest import tiny, weights
 
 IDEAS = Path(__file__).resolve().parents[1] / "lab" / "ideas"
 SMALL = ["--steps", "2", "--eval-n", "0", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "16", "--device", "cpu"]
-
-
-def tiny(seed=0, dtype=torch.float32):
-    """Three layers, norm weights away from 1 (so that Z / w is not Z)."""
-    torch.manual_seed(seed)
-    m = qwen.Transformer(qwen.Config(31, 32, 48, 3, 4, 2, 8)).requires_grad_(False)
-    for name, p in m.named_parameters():
-        if "norm" in name:
-            p.uniform_(0.5, 1.5)
-        elif "weight" in name:
-            p.normal_(0, 0.2)
-    for p in m.parameters():
-        p.data = p.data.to(dtype)
-    return m
-
-
-def weights(N=8, K=128, seed=0, spread=3.0):
-    """Random weights whose blocks differ in size by several powers of two."""
-    g = torch.Generator().manual_seed(seed)
-    size = torch.exp(spread * torch.randn(N, K // 16, generator=g)).repeat_interleave(16, 1)
-    return torch.randn(N, K, generator=g) * size * 0.02
 
 
 @pytest.fixture

@@ -8,13 +8,7 @@ from safetensors.torch import save_file
 import lora
 import model as M
 from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize, quantize
-
-
-def weights(N=8, K=128, seed=0, spread=3.0):
-    """Random weights whose blocks differ in size by several powers of two."""
-    g = torch.Generator().manual_seed(seed)
-    size = torch.exp(spread * torch.randn(N, K // 16, generator=g)).repeat_interleave(16, 1)
-    return torch.randn(N, K, generator=g) * size * 0.02
+from tests.conftest import weights
 
 # ---- the linear, and loading
 
