@@ -57,8 +57,8 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command, curves, flags, ranks
+from plumbing.command import IDLE, MINOR
 from plumbing.files import check_out, read_jsonl, saved, whole
-from plumbing.run import IDLE, MINOR
 
 import torch
 

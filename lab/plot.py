@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command, curves, files
+from plumbing.command import IDLE, MINOR
 from plumbing.files import saved
-from plumbing.run import IDLE, MINOR
 
 from lab import archive
 

@@ -25,6 +25,10 @@ from plumbing.files import file_digest
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # a user's own script, not pytest, for instance
 OWN = not ALONE and str(MAIN).endswith(".py") and Path(MAIN).name != "__main__.py"
+# flags that change no number of a run, and those that change only its last digits, or when it is
+# evaluated
+IDLE = ("resume", "out", "save_every", "card_share")
+MINOR = ("engine", "micro_batch_tokens", "checkpointing", "max_rows", "eval_every")
 
 
 def stop(*_):

@@ -28,14 +28,11 @@ from itertools import chain
 from pathlib import Path
 
 from plumbing import command, console, files, flags, policy, ranks
+from plumbing.command import IDLE, MINOR
 from plumbing.files import append, cause, check_out, lines, lock, read_json, saved, whole
 
 import torch
 
-# flags that change no number of a run, and those that change only its last digits, or when it is
-# evaluated
-IDLE = ("resume", "out", "save_every", "card_share")
-MINOR = ("engine", "micro_batch_tokens", "checkpointing", "max_rows", "eval_every")
 # what --resume may change: a run must be able to continue on a card with less memory
 FREE = ("steps", *IDLE, *MINOR)
 NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from plumbing import command, curves, flags
+from plumbing.command import IDLE, MINOR
 from plumbing.console import warnings_for
 from plumbing.files import lock
-from plumbing.run import IDLE, MINOR, Run, digest_of, resolve_flags
+from plumbing.run import Run, digest_of, resolve_flags
 
 import pytest
 import torch
@@ -98,6 +99,13 @@ def test_what_a_run_needs_at_its_end_is_imported_then():
     code = "import sys, train; print({'matplotlib', 'pyarrow', 'lab', 'fast', 'triton'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], cwd=Path(train.__file__).parent, capture_output=True, text=True)
     assert found.stdout == "set()\n", found
+
+
+def test_curves_are_drawn_without_pytorch():
+    """Two constants of plumbing/run.py made `lab/plot.py --help` take 3.4 seconds instead of 1."""
+    code = "import sys, lab.plot; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=Path(train.__file__).parent, capture_output=True, text=True)
+    assert found.stdout == "False\n", found
 
 
 def test_resume_is_exact(straight, tmp_path, monkeypatch):
