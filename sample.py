@@ -26,17 +26,16 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plumbing import checkpoint, flags, policy, ranks
+from plumbing import checkpoint, datasets, flags, policy, ranks
 from plumbing.command import number
 from plumbing.files import check_out, lines, read_jsonl, write_jsonl
 from plumbing.flags import Flag
-from plumbing.tokenizer import styled
+from plumbing.tokenizer import Tokenizer, styled
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-import data
 import lora
 import model as qwen
 import nvfp4
@@ -386,10 +385,10 @@ def load_policy(args):
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
                          f"--quant {checkpoint.packed_format(stored, folder)}")
-    tok, text = data.Tokenizer(folder), None
+    tok, text = Tokenizer(folder), None
     # a quantized one already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
-        text = data.calibration(args.calib, folder)
+        text = datasets.calibration(args.calib, folder)
     model = qwen.load(folder, device, dtype, args.quant, text)
     model.valid_vocab = len(tok)
     if device == "cpu" and model.config.hidden_size < 512:

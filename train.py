@@ -269,35 +269,6 @@ class Prompts:
         return chosen
 
 
-def questions(args):
-    """(training rows, held-out rows): the data set's own splits. Of a single file, a tenth of the
-    questions is held out, each once, and no row that asks one of these is trained on."""
-    if Path(args.data).is_file():
-        rows = data.load(args.data, levels=args.levels)
-        random.Random(f"{args.seed}/held out").shuffle(rows)
-        once = {}  # the first row of each question
-        for row in rows:
-            once.setdefault(row["question"], row)
-        held = [*once.values()][: max(1, len(once) // 10)] if args.eval_n else []
-        asked = {row["question"] for row in held}
-        rows = [row for row in rows if row["question"] not in asked]
-        if not rows:
-            raise ValueError(f"--data {args.data}: one question is too few to hold one out; "
-                             "--eval-n 0 trains without")
-        return rows, held[: args.eval_limit]
-    rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
-    try:
-        held = data.load(args.data, "test", n=args.eval_limit) if args.eval_n else []
-    except FileNotFoundError as e:
-        raise ValueError(f"--data {args.data}: {e}; --eval-n 0 trains without held-out questions"
-                         ) from None
-    asked = {row["question"] for row in rows}
-    if n := sum(row["question"] in asked for row in held):
-        print(f"warning: --data {args.data}: {n} of {len(held)} held-out questions are trained on",
-              file=sys.stderr)
-    return rows, held
-
-
 def trained_parameters(model, args):
     """The parameters to train: an adapter's, or with --lora-rank 0 all."""
     if args.lora_rank:
@@ -331,7 +302,7 @@ def train(args, argv):
     flags.warn_idle(COMMAND, NEEDS, args, argv)
     checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
-    train_rows, held_out = questions(args)
+    train_rows, held_out = data.questions(args)
     model, tok = sample.load_policy(args)
     rows, skipped = data.prompts(tok, train_rows, args.prompt_style, args.max_prompt)
     asked = data.prompts(tok, held_out, args.prompt_style, args.max_prompt)[0] if held_out else []

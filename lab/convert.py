@@ -20,14 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import checkpoint, command, flags, policy
+from plumbing import checkpoint, command, datasets, flags, policy
 from plumbing.files import file_digest
 
 import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-import data
 import lora
 import model as qwen
 import nvfp4
@@ -102,7 +101,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
         pieces = qwen.stream(model, source, device, ends="cpu")
         steps = rounded(model, pieces, fmt)
         if use_awq:
-            ids = data.calibration(calib, folder, sequences + 16, length)
+            ids = datasets.calibration(calib, folder, sequences + 16, length)
             kept = min(sequences, max(len(ids) - 16, len(ids) * 7 // 8))
             if kept < 1:
                 raise ValueError(f"--calib {calib or 'by default'}: gives one sequence of {length} "
@@ -287,7 +286,7 @@ def merge_body(argv):
     args.calib = (args.calib or had.get("calib")) if calibrate else None
     args.dtype = had.get("dtype", "bfloat16") if calibrate else "bfloat16"
     policy.check(args, FORMATS)  # before the slow part
-    ids = data.calibration(args.calib, folder) if calibrate else None
+    ids = datasets.calibration(args.calib, folder) if calibrate else None
     device, dtype = policy.place(args.device, args.dtype)
     r = merge(folder, args.adapter, args.out, device, args.quant, ids, dtype)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from plumbing import tokenizer
+from plumbing.tokenizer import Tokenizer
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
-import data
 import eval as evaluation
 import lora
 import model as qwen
@@ -32,7 +32,7 @@ from tests.conftest import exit_code
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": sample.main, "nvfp4": partial(convert.main, "quantize"),
-            "lora": partial(convert.main, "merge"), "plot": plot.main, "data": data.main, "experiments": experiments.main,
+            "lora": partial(convert.main, "merge"), "plot": plot.main, "experiments": experiments.main,
             "bench_quantization": bench_quantization.main}
 DEEP = "[" * 100_000 + "]" * 100_000
 ROW = '{"question": "What is 1+1?", "answer": "2", "prompt": "What is 1+1?", "step": 0, "reward": 1.0}'
@@ -359,7 +359,7 @@ def test_a_template_that_never_ends_leaves_other_timers_alone(sound):
         return resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
 
     before = held()
-    tok = data.Tokenizer(sound / "model")
+    tok = Tokenizer(sound / "model")
     try:
         signal.setitimer(signal.ITIMER_REAL, 1000)
         tok.prompt_ids("What is 1+1?")

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import checkpoint, command, flags, policy, ranks
+from plumbing import checkpoint, command, datasets, flags, policy, ranks
+from plumbing.files import TINY
 
 import pytest
 import torch
 
 import aqn
-import data
 import eval as evaluation
 import grpo
 import lora
@@ -228,7 +228,7 @@ def test_questions_are_asked_for_a_format_and_chats_are_not():
 def test_awq_calibrates_on_the_text_that_was_given(monkeypatch, shallow):
     """--calib that is parsed and forgotten: scales of arithmetic problems under another text's name."""
     texts, load = [], qwen.load
-    monkeypatch.setattr(data, "calibration", lambda text, folder: (text, folder))
+    monkeypatch.setattr(datasets, "calibration", lambda text, folder: (text, folder))
     monkeypatch.setattr(qwen, "load", lambda *a: texts.append(a[3:]) or load(*a[:3], "none"))
     for given in ([], ["--calib", "t.txt"]):
         sample.load_policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--device", "cpu", *given]))
@@ -361,10 +361,9 @@ def test_an_objective_of_ones_own_is_a_row_of_the_table(monkeypatch):
 def test_tiny_is_a_model_wherever_one_is_named(monkeypatch, tmp_path, capsys):
     """README says so of each --model; three commands took it for the name of a folder."""
     monkeypatch.chdir(tmp_path)
-    assert data.main(["--model", "tiny", "--n", "1"]) == 0
-    assert convert.plan_config("tiny") == qwen.read_config(data.TINY)
+    assert convert.plan_config("tiny") == qwen.read_config(TINY)
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1+1?", "answer": "2"}\n' * 3)
     bench_quantization.main(["--model", "tiny", "--data", ".", "--out", "q.json", "--methods", "rtn", "--formats", "nvfp4", "--divergence",
                              "1", "--questions", "0", "--samples", "0", "--device", "cpu"])
-    assert "<|im_start|>user" in capsys.readouterr().out and (tmp_path / "q.json").is_file()
+    assert (tmp_path / "q.json").is_file()

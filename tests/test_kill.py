@@ -26,7 +26,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-import data
 import eval as evaluation
 import grpo
 import model as qwen
@@ -235,7 +234,6 @@ COMMANDS = {
     "sample": (sample.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
     "nvfp4": (partial(convert.main, "quantize"), ["--model", "model", "--out", "out", "--awq", "--device", "cpu", "--sequences", "2",
                                                   "--length", "32"]),
-    "data": (data.main, ["--n", "2000"]),
 }
 
 

@@ -7,13 +7,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from plumbing import checkpoint, flags, policy
+from plumbing import checkpoint, datasets, flags, policy
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import data
 import eval as evaluation
 import grpo
 import lora
@@ -328,7 +327,7 @@ def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, 
         Path(file).write_text("some text")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "calib": own}))
     ids, asked = torch.randint(0, 48, (4, 32), generator=torch.Generator().manual_seed(1)), []
-    monkeypatch.setattr(data, "calibration", lambda text, *_: asked.append(text) or ids)
+    monkeypatch.setattr(datasets, "calibration", lambda text, *_: asked.append(text) or ids)
     for more in ([], ["--calib", mine]):
         convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / f"m{len(more)}"), *more])
     assert asked == [own, mine]
@@ -349,7 +348,7 @@ def test_awqs_weights_are_merged_as_they_came_out_in_training(tmp_path, monkeypa
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "dtype": "float32"}))
     ids = torch.randint(0, 48, (16, 32), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(data, "calibration", lambda *_: ids)
+    monkeypatch.setattr(datasets, "calibration", lambda *_: ids)
     convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
     assert {t.dtype for t in load_file(tmp_path / "m" / "model.safetensors").values()} == {torch.bfloat16}
     merged = M.load(tmp_path / "m")

@@ -4,12 +4,13 @@ import json
 from types import SimpleNamespace
 
 from plumbing import checkpoint, flags
+from plumbing.files import TINY
+from plumbing.tokenizer import SUFFIX, Tokenizer
 
 import pytest
 import torch
 
 import aqn
-import data
 import lora
 import model as M
 import sample
@@ -313,11 +314,11 @@ def test_flags_reach_the_file_of_answers(tmp_path, monkeypatch):
     sample.main(["--file", str(tmp_path / "p.txt"), "--out", str(tmp_path / "o.jsonl"), "--n", "2", "--temperature", "0.4", "--top-p", "0.8",
                  "--max-rows", "5", "--seed", "6", "--system", "Be brief.", "--prompt-style", "boxed", "--device", "cpu"])
     want = {"n": 2, "temperature": 0.4, "top_p": 0.8, "max_rows": 5, "seed": 6}
-    tok = data.Tokenizer(data.TINY)
+    tok = Tokenizer(TINY)
     asked = [tok.tokenizer.decode(ids, skip_special_tokens=False) for ids in seen["prompts"]]
     assert {name: seen[name] for name in want} == want and seen["eos_ids"] == tok.eos_ids
     assert seen["max_new_tokens"] == [512 - len(ids) for ids in seen["prompts"]] and len({*seen["max_new_tokens"]}) == 2
-    assert all("Be brief." in text and data.SUFFIX["boxed"] in text for text in asked) and "b" * 50 in asked[1]
+    assert all("Be brief." in text and SUFFIX["boxed"] in text for text in asked) and "b" * 50 in asked[1]
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [(r["tokens"], r["finished"], r["logprob"]) for r in rows] == [(2, False, -1.5), (2, True, -1.5)] * 2
 
@@ -326,7 +327,7 @@ def test_a_conversation_is_what_was_said_in_turn():
     """The model's own answers as the user's, or questions without what the style asks for."""
     args = flags.parse(sample.COMMAND, ["--system", "Be brief.", "--prompt-style", "tags"])
     roles = [(m["role"], m["content"]) for m in sample.turns(args, "1+1?", "2", "2+2?")]
-    ask = data.SUFFIX["tags"]
+    ask = SUFFIX["tags"]
     assert roles == [("system", "Be brief."), ("user", f"1+1?\n{ask}"), ("assistant", "2"), ("user", f"2+2?\n{ask}")]
     assert sample.turns(flags.parse(sample.COMMAND, []), "1+1?") == [{"role": "user", "content": "1+1?"}]
 
@@ -343,7 +344,7 @@ def test_a_chat_outlives_a_question_that_does_not_fit(monkeypatch, capsys):
     """A conversation past the model's positions ended the program, and was lost."""
     args, said = flags.parse(sample.COMMAND, ["--max-new-tokens", "4"]), iter(["x" * 9999, "hi", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
-    sample.chat(M.load(data.TINY, "cpu", torch.float32), data.Tokenizer(data.TINY), args)
+    sample.chat(M.load(TINY, "cpu", torch.float32), Tokenizer(TINY), args)
     out = capsys.readouterr().out
     assert out.count("; /clear starts over]") == 1 and out.count("Assistant: ") == 2
 

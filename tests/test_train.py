@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import command, curves, flags
+from plumbing import arithmetic, command, curves, flags
 from plumbing.command import IDLE, MINOR
 from plumbing.console import warnings_for
-from plumbing.files import lock
+from plumbing.files import TINY, lock
 from plumbing.run import Run, digest_of, resolve_flags
+from plumbing.tokenizer import Tokenizer
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def a_run(out, *extra, argv=(), save_weights=lambda folder: None):
 @pytest.fixture(scope="module", autouse=True)
 def small(tmp_path_factory):
     """Few problems, one block, a reward that it sometimes earns, and no pictures; returns the model's folder."""
-    rows = {split: data.arithmetic(split, 64) for split in ("train", "test")}
+    rows = {split: arithmetic.problems(split, 64) for split in ("train", "test")}
     home = tmp_path_factory.mktemp("small")
     model, mine = first_blocks(1, home / "model"), home / "mine.py"
     mine.write_text("def third(text, row):\n    return {'reward': len(text) % 3, 'correct': len(text) % 2 == 0}\n")
@@ -441,7 +442,7 @@ def test_the_fast_path_plans_the_update_and_then_the_longest_row_of_the_run(tmp_
     assert run(tmp_path / "run", "--steps", "1") == 0
     (first, trained), (second, args, longest) = calls
     assert (first, second) == ("update", "rollouts") and trained == sum(p.numel() for p in parameters_of(tmp_path / "run"))
-    rows, _ = data.prompts(data.Tokenizer(args.model), train.questions(args)[0], args.prompt_style, args.max_prompt)
+    rows, _ = data.prompts(Tokenizer(args.model), data.questions(args)[0], args.prompt_style, args.max_prompt)
     assert longest == max(len(row["ids"]) for row in rows) + args.max_new_tokens
 
 
@@ -754,7 +755,7 @@ def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(50)))
     for limit, seed in ((5, 0), (3, 0), (5, 1)):
         argv = ["--data", str(tmp_path / "d.jsonl"), "--eval-limit", str(limit), "--seed", str(seed)]
-        rows, held = train.questions(flags.parse(train.COMMAND, argv))
+        rows, held = data.questions(flags.parse(train.COMMAND, argv))
         assert (len(rows), len(held)) == (45, limit) and not {r["question"] for r in rows} & {r["question"] for r in held}
         tenths.append({r["question"] for r in held})
     assert tenths[1] < tenths[0] != tenths[2]
@@ -765,7 +766,7 @@ def test_only_rows_of_the_levels_asked_for_are_trained_on(tmp_path, where):
     """--levels that is parsed and forgotten; and a folder without a test split is enough where nothing is held out."""
     rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1, "level": 1 + i % 5}) + "\n" for i in range(20)]
     (tmp_path / "train.jsonl").write_text("".join(rows))
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / where), "--levels", "4,5", "--eval-n", "0"]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / where), "--levels", "4,5", "--eval-n", "0"]))
     assert len(rows) == 8 and {row["level"] for row in rows} == {4, 5} and held == []
 
 
@@ -773,7 +774,7 @@ def test_a_question_that_is_there_twice_is_not_on_both_sides(tmp_path):
     """Files put together from several sources repeat questions: trained on and asked, they would be called held-out."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i % 20}+1?", "answer": i % 20 + 1}) + "\n" for i in range(60)))
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(path)]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(path)]))
     assert len(held) == 2 and not {r["question"] for r in rows} & {r["question"] for r in held}
     assert len(rows) == 54 and len({r["question"] for r in [*rows, *held]}) == 20  # it held out six rows, and trained on 14 questions
 
@@ -783,7 +784,7 @@ def test_splits_that_share_questions_are_told_of(tmp_path, capsys):
     for split, numbers in (("train", range(6)), ("test", range(4, 9))):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in numbers))
     for more, told in (([], 1), (["--eval-n", "0"], 0)):
-        train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path), *more]))
+        data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path), *more]))
         assert capsys.readouterr().err.count("warning: --data " + str(tmp_path) + ": 2 of 5 held-out questions are trained on") == told
 
 
@@ -791,12 +792,12 @@ def test_the_only_question_is_not_held_out(tmp_path):
     """Trained on and asked, it would be called held-out. Of two, one is."""
     (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     with pytest.raises(ValueError, match="--data .*--eval-n 0"):
-        train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
+        data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
     assert len(rows) == 1 and not held
     with open(tmp_path / "d.jsonl", "a") as f:
         f.write('{"question": "1+2?", "answer": "3"}\n')
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
     assert len(rows) == len(held) == 1 and rows != held
 
 
@@ -1118,7 +1119,7 @@ def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["model", "checkpoint", "adapter"])
 def test_what_no_run_has_written_is_not_cleared_away(tmp_path, capsys, name):
     """A base model in a folder called model or checkpoint was deleted by the run that was to train it."""
-    shutil.copytree(data.TINY, tmp_path / name, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
+    shutil.copytree(TINY, tmp_path / name, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
     assert run(tmp_path, "--steps", "1", "--model", str(tmp_path / name)) == 2
     assert f"holds {name}, which is no run's" in capsys.readouterr().err and (tmp_path / name / "model.safetensors").is_file()
 
