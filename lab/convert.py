@@ -30,8 +30,8 @@ from tqdm import tqdm
 import lora
 import model as qwen
 import nvfp4
-import sample
 from fast import memory
+from lab import chat
 from model import PROJECTIONS, Linear, token_logprobs
 from nvfp4 import FORMATS, QuantLinear, dequantize, quantize
 
@@ -167,7 +167,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     ids = torch.randint(0, config.vocab_size, (4, 64), generator=generator).to(device)
     rope = model.rope(torch.arange(64, device=device)[None])
     with checkpoint.Writer(out, folder) as writer:
-        asked = {k: v for k, v in flags.read_policy(sample.COMMAND, adapter).items()
+        asked = {k: v for k, v in flags.read_policy(chat.COMMAND, adapter).items()
                  if k in ("data", "prompt_style", "reward")}
         writer.notes |= {"merged.json": {"adapters": merged},
                          "policy.json": {"quant": "none"} | asked}
@@ -276,7 +276,7 @@ def merge_body(argv):
     add("--calib", help="AWQ's text, where the adapter was trained with --awq (default: its own)")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
     args = p.parse_args(argv)
-    had, folder = flags.read_policy(sample.COMMAND, args.adapter), checkpoint.fetch(args.model)
+    had, folder = flags.read_policy(chat.COMMAND, args.adapter), checkpoint.fetch(args.model)
     args.quant = args.quant or had.get("quant", "none")
     args.trained_with, args.awq = had, had.get("awq", False) and args.quant != "none"
     # a quantized checkpoint has its scales already

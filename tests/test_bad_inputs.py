@@ -25,13 +25,12 @@ from safetensors.torch import load_file, save
 import eval as evaluation
 import lora
 import model as qwen
-import sample
 import train
-from lab import bench_quantization, convert, experiments, plot
+from lab import bench_quantization, chat, convert, experiments, plot
 from tests.conftest import exit_code
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
-COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": sample.main, "nvfp4": partial(convert.main, "quantize"),
+COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": chat.main, "nvfp4": partial(convert.main, "quantize"),
             "lora": partial(convert.main, "merge"), "plot": plot.main, "experiments": experiments.main,
             "bench_quantization": bench_quantization.main}
 DEEP = "[" * 100_000 + "]" * 100_000

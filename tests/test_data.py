@@ -14,7 +14,7 @@ from plumbing.tokenizer import SUFFIX, Tokenizer
 import pytest
 
 import data
-import sample
+from lab import chat
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "assets" / "tiny"
@@ -723,4 +723,4 @@ def test_levels_may_be_text_and_ids_is_no_column(tmp_path):
 def test_a_name_in_capitals_ends_as_it_does(tmp_path):
     """IN.JSONL was read as plain text: its JSON was the prompt."""
     (tmp_path / "IN.JSONL").write_text('{"prompt": "What is 1+1?"}\n')
-    assert sample.read_prompts(tmp_path / "IN.JSONL") == ["What is 1+1?"]
+    assert chat.read_prompts(tmp_path / "IN.JSONL") == ["What is 1+1?"]

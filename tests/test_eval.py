@@ -17,6 +17,7 @@ import eval as evaluation
 import lora
 import model as qwen
 import sample
+from lab import chat
 from tests.conftest import exit_code
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -347,6 +348,6 @@ def test_the_embedded_model_is_half_trained(tok):
 def test_a_run_of_the_whole_model_takes_no_other(tmp_path, capsys):
     """--model beside such a --run was passed over, whatever it was."""
     (tmp_path / "model").mkdir()
-    for main in (evaluation.main, sample.main):
+    for main in (evaluation.main, chat.main):
         assert main(["--run", str(tmp_path), "--model", "tiny"]) == 2
         assert f"--model tiny: --run {tmp_path} holds a whole model" in capsys.readouterr().err

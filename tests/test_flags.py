@@ -20,11 +20,11 @@ import lora
 import model as qwen
 import sample
 import train
-from lab import bench_quantization, convert
+from lab import bench_quantization, chat, convert
 from nvfp4 import FORMATS, Format
 
 FIXTURES = Path(__file__).parent / "fixtures"
-COMMANDS = {c.name: c for c in (train.COMMAND, evaluation.COMMAND, sample.COMMAND)}
+COMMANDS = {c.name: c for c in (train.COMMAND, evaluation.COMMAND, chat.COMMAND)}
 
 
 def policy_of(args, base):
@@ -55,7 +55,7 @@ def test_sampling_is_one_process(monkeypatch):
     """Under torchrun each rank would write the same file."""
     monkeypatch.setattr(ranks, "world", 2)
     with pytest.raises(ValueError, match="sample.py is one process"):
-        flags.parse(sample.COMMAND, [])
+        flags.parse(chat.COMMAND, [])
 
 
 def test_runs_of_other_seeds_have_other_folders():
@@ -109,12 +109,12 @@ def test_keys_and_values_that_do_not_fit_the_ram_are_told_in_a_line(capsys):
     def body(args, argv):
         torch.empty(1 << 48)
 
-    assert flags.run_command(sample.COMMAND, body, ["--prompt", "x"]) == 2
+    assert flags.run_command(chat.COMMAND, body, ["--prompt", "x"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("sample.py: error: out of memory (") and f"{1 << 50} bytes" in err
     assert err.endswith("; lower --max-rows or --max-new-tokens\n") and err.count("\n") == 1
     with pytest.raises(RuntimeError, match="shape"):
-        flags.run_command(sample.COMMAND, lambda args, argv: torch.ones(2) @ torch.ones(3).reshape(1, 3), ["--prompt", "x"])
+        flags.run_command(chat.COMMAND, lambda args, argv: torch.ones(2) @ torch.ones(3).reshape(1, 3), ["--prompt", "x"])
 
 
 def test_a_device_that_is_not_there_is_named(monkeypatch):

@@ -18,9 +18,8 @@ import grpo
 import lora
 import model as M
 import nvfp4
-import sample
 import train
-from lab import convert
+from lab import chat, convert
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -376,17 +375,17 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
     convert.merge(BASE, tmp_path / "a", tmp_path / "merged")
     convert.convert(BASE, tmp_path / "four")
     for more in ([], ["--model", str(tmp_path / "four"), "--quant", "nvfp4"]):
-        policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "a"), *more]), nvfp4.FORMATS)
+        policy.check(flags.parse(chat.COMMAND, ["--adapter", str(tmp_path / "a"), *more]), nvfp4.FORMATS)
     convert.convert(tmp_path / "merged", tmp_path / "merged_four")
     for name, more in (("merged", []), ("merged_four", ["--quant", "nvfp4"])):
         with pytest.raises(ValueError, match=f"--model {tmp_path}/{name}: the adapter .* is merged into it already"):
-            policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / name), *more]), nvfp4.FORMATS)
+            policy.check(flags.parse(chat.COMMAND, ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / name), *more]), nvfp4.FORMATS)
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "b")
     state = load_file(tmp_path / "b" / "adapter_model.safetensors")  # that was trained on
     save_file({k: 2 * v for k, v in state.items()}, tmp_path / "b" / "adapter_model.safetensors", metadata={"format": "pt"})
     shutil.copy(tmp_path / "a" / "policy.json", tmp_path / "b")
     with pytest.raises(ValueError, match=f"--model {tmp_path}/merged: .*another base, {BASE}"):
-        policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]), nvfp4.FORMATS)
+        policy.check(flags.parse(chat.COMMAND, ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]), nvfp4.FORMATS)
     convert.merge(tmp_path / "merged", tmp_path / "b", tmp_path / "both")  # it holds both
     assert len(policy.merged(tmp_path / "both")) == 2
 
@@ -394,7 +393,7 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
 def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
     """By --quant's default most of what the adapter had learned was gone, and nothing said so."""
     convert.merge(BASE, FIXTURES / "peft_all", tmp_path / "m")
-    for command in (evaluation.COMMAND, sample.COMMAND):
+    for command in (evaluation.COMMAND, chat.COMMAND):
         assert flags.parse(command, ["--model", str(tmp_path / "m")]).quant == "none" != flags.parse(command, ["--model", str(BASE)]).quant
     convert.convert(tmp_path / "m", tmp_path / "four")
     assert flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "four")]).quant == "nvfp4"

@@ -30,6 +30,7 @@ import lora
 import model as qwen
 import sample
 import train
+from lab import chat
 from tests.conftest import adapted, drawn, exit_code, first_blocks, parameters_of, rows_of
 
 SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
@@ -401,7 +402,7 @@ def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path
     another base it is noise. eval.py and sample.py take them from policy.json; another base is refused."""
     args = flags.parse(evaluation.COMMAND, ["--run", str(straight)])
     assert (args.model, args.quant, args.prompt_style, args.data) == (str(small), "nvfp4", "tags", "arithmetic")
-    assert flags.parse(sample.COMMAND, ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
+    assert flags.parse(chat.COMMAND, ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
     out = copy_of(straight, tmp_path)
     policy = json.loads((out / "adapter" / "policy.json").read_text())
     (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"quant": "mxfp4", "prompt_style": "boxed"}))
@@ -1144,7 +1145,7 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
     out = tmp_path / "run"
     assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
     assert f"{out}: model/, metrics.jsonl" in capsys.readouterr().out
-    args = flags.parse(sample.COMMAND, ["--run", str(out), "--prompt", "What is 1+1?"])
+    args = flags.parse(chat.COMMAND, ["--run", str(out), "--prompt", "What is 1+1?"])
     assert (args.model, args.quant, args.adapter) == (str(out / "model"), "none", None)
     model, _ = sample.load_policy(args)
     for p, q in zip(model.parameters(), parameters_of(out), strict=True):
