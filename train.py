@@ -22,7 +22,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from plumbing import checkpoint, flags, policy, ranks
+from plumbing import checkpoint, flags, metrics, policy, ranks
 from plumbing.command import number, numbers
 from plumbing.flags import Flag
 from plumbing.run import Run, resolve_flags
@@ -111,11 +111,16 @@ def check(args):
     if args.aqn:
         for stage in {0, 1, aqn.STAGES // 2, aqn.STAGES - 1}:  # what it would raise later
             aqn.sigma(stage, aqn.STAGES, args.aqn_start, args.aqn_end, schedule=args.aqn_schedule)
-    if args.lora_rank == 0 and args.quant != "none":
-        raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
-                         f"{args.quant} cannot be trained")
-    if args.lora_rank == 0 and args.beta:
-        raise ValueError("--beta: its reference is the model without adapter; raise --lora-rank")
+    if args.lora_rank == 0:
+        if args.quant != "none":
+            raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
+                             f"{args.quant} cannot be trained")
+        if args.beta:
+            raise ValueError("--beta: its reference is the model without adapter; raise "
+                             "--lora-rank")
+        if args.dtype == "bfloat16":  # AdamW's steps are smaller than its last bit
+            raise ValueError("--lora-rank 0 trains all parameters in float32; leave --dtype out")
+        args.dtype = "float32"
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
                          f"its own, and --prompts-per-step is {args.prompts_per_step}")
@@ -173,9 +178,9 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 5. Log and save.
         run.phase("log")
-        row = {"step": step, **grpo.sample_metrics(first), "groups": len(groups),
+        row = {"step": step, **metrics.sample_metrics(first), "groups": len(groups),
                "prompts_sampled": n_prompts, "lr": lr, "sigma": sigma,
-               **grpo.update_metrics(updates, args.beta)}
+               **metrics.update_metrics(updates, args.beta)}
         run.log(row, first, result)
         run.advance(step + 1, prompts.cursor, optimizer)
 

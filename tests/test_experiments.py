@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import flags
+from plumbing import flags, metrics
 from plumbing.tokenizer import SUFFIX, Tokenizer
 
 import pytest
@@ -312,7 +312,7 @@ def test_a_share_is_of_tokens_clipped_on_either_side(monkeypatch):
         return {}
 
     monkeypatch.setattr(grpo, "backward", backward)
-    monkeypatch.setattr(grpo, "mean_metrics", lambda metrics: {"clip_low_frac": 0.25, "clip_high_frac": 0.5})
+    monkeypatch.setattr(metrics, "mean_metrics", lambda metrics: {"clip_low_frac": 0.25, "clip_high_frac": 0.5})
     for _ in range(2):
         flat, clipped = experiments.gradient_of(None, [p], [], None)
         assert flat.tolist() == [1, 1] and clipped == 0.75

@@ -38,7 +38,7 @@ def quick(tmp_path_factory):
     rows, mine, model = arithmetic.problems("train", 64), home / "mine.py", first_blocks(1, home / "model")
     mine.write_text("def third(text, row):\n    return {'reward': len(text) % 3, 'correct': len(text) % 2 == 0}\n")
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[:n]])
+        m.setattr(data, "problems", lambda split, n, *rest: [dict(row) for row in rows[:n]])
         m.setattr(curves, "draw", lambda lines, out: out.touch())
         m.setattr(grpo, "WARMUP", 0)
         m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(model), "--reward", f"{mine}:third"])
