@@ -573,8 +573,8 @@ MUTANTS = {
          '', 'sample::rows_that_leave_change_no_other'),
         ('rows move without their numbers', '(self.cache.length, self.token, self.key):',
          '(self.cache.length, self.token):', 'sample::rows_that_leave_change_no_other'),
-        ('a row that has ended is drawn on', '                if row.ended:\n                    continue\n',
-         '', 'sample::rows_that_leave_change_no_other'),
+        ('a row that has ended is drawn on', '                if row.ended:\n', '                if len(row.sample.ids) == row.limit:\n',
+         'sample::rows_that_leave_change_no_other'),
     ],
     "fast/gemm.py": [
         ("the descriptor's second half is its first", "xd.load([pid % MT * BM, kc + 64])",

@@ -637,6 +637,7 @@ def test_current_logprobs_make_every_ratio_one_and_keep_the_weight(policy, monke
     aqn.set_noise(model, 0.0)
     for call in calls:
         assert torch.equal(call["trainer_logp"], call["logp"].detach()) and call["tis_cap"] == 1.2
+        assert not call["trainer_logp"].requires_grad  # the weight is a constant
         assert not torch.allclose(call["old_logp"], call["trainer_logp"], atol=1e-3)
     assert result[0]["clip_low"] == result[0]["clip_high"] == 0 and result[0]["logp_gap"] > 0
     assert result[1] > 0  # not detached, the ratio would be 1 whatever the parameters, its gradient 0
