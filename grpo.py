@@ -23,7 +23,7 @@ import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from itertools import chain, islice
+from itertools import chain
 
 from plumbing import ranks
 from plumbing.metrics import as_floats, sum_metrics
@@ -353,13 +353,14 @@ def micro_batches(model, completions, token_budget):
     def tokens(c):
         return len(c.prompt) + len(c.ids) - 1
 
-    lists, batch = [], []
+    batches = []
     for c in sorted(ranks.share(completions, tokens)[ranks.rank], key=tokens):
-        if batch and (len(batch) + 1) * tokens(c) > token_budget:  # it would be the longest row
-            lists.append(batch)
-            batch = []
-        batch.append(c)
-    return [*lists, batch] if batch else lists
+        # sorted, so that c would be the longest row of its batch
+        if batches and (len(batches[-1]) + 1) * tokens(c) <= token_budget:
+            batches[-1].append(c)
+        else:
+            batches.append([c])
+    return batches
 
 
 def trained(completions, overlong):
@@ -371,30 +372,35 @@ def trained(completions, overlong):
 def record_trainer_logprobs(model, completions, settings):
     """Fill `trainer_logprobs` of each completion that is trained on, in a separate pass before any
     parameter moves (--old-logp trainer)."""
-    chosen, values = trained(completions, settings.overlong), {}
+    chosen = trained(completions, settings.overlong)
     number = {id(c): i for i, c in enumerate(chosen)}
+    values = {}  # number of a completion -> its log-probs
     for batch in micro_batches(model, chosen, settings.micro_batch_tokens):
-        logp, _, mask = completion_logprobs(model, batch, settings.temperature)
-        flat = iter(logp[mask].tolist())  # all at once: each transfer waits for the device
-        for c in batch:
-            values[number[id(c)]] = list(islice(flat, len(c.ids)))
-    for part in ranks.gather(values):  # each rank has computed its share
+        logp, _, _ = completion_logprobs(model, batch, settings.temperature)
+        rows = logp.tolist()  # all at once: each transfer waits for the device
+        for c, row in zip(batch, rows, strict=True):
+            values[number[id(c)]] = row[: len(c.ids)]
+
+    # Each rank has computed its share; all need all.
+    for part in ranks.gather(values):
         for i, logprobs in part.items():
             chosen[i].trainer_logprobs = logprobs
 
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
     """policy_loss of one micro-batch, with whichever further log-probs `settings` ask for."""
-    s, device, reference = settings, model.embed.weight.device, None
+    s, device = settings, model.embed.weight.device
 
     def padded(rows):  # a list a completion -> (B, T)
         T = max(map(len, rows))
         return to_device([r + [0.0] * (T - len(r)) for r in rows], device, torch.float32)
 
+    # The base is the same model, adapter off and without noise.
+    reference = None
     if s.beta:
-        # the base: the same model, adapter off, and without noise
         with torch.no_grad(), lora.disabled(model), aqn.clean(model):
             reference = completion_logprobs(model, batch, s.temperature)[0]
+
     logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
     trainer = None
     if s.old_logp == "trainer":
@@ -415,17 +421,23 @@ def backward(model, completions, settings):
 
     The loss is normalised by the counts of all completions, so that micro-batches, and ranks, add
     up to the full-batch loss."""
-    learned, parts = trained(completions, settings.overlong), []
+    learned = trained(completions, settings.overlong)
     if not learned:
         return None
-    # Dr.GRPO divides by a constant: it counts the masked completions as well
+
+    # The counts that the loss is divided by. Dr.GRPO divides by a constant: it counts the masked
+    # completions as well.
+    total_tokens = sum(len(c.ids) for c in learned)
     counted = completions if OBJECTIVES[settings.loss].normaliser is constant else learned
-    tokens = sum(len(c.ids) for c in learned)
+
+    parts = []  # the metrics of each micro-batch
     for batch in micro_batches(model, learned, settings.micro_batch_tokens):
-        loss, metrics = batch_loss(model, batch, settings, tokens, len(counted))
+        loss, metrics = batch_loss(model, batch, settings, total_tokens, len(counted))
         loss.backward()
         parts.append(metrics)
-    if ranks.world > 1:  # as floats: GPU tensors do not travel, CPU tensors take milliseconds
+
+    # The metrics of all ranks, as floats: GPU tensors do not travel, CPU tensors take milliseconds.
+    if ranks.world > 1:
         all_parts = chain(*ranks.gather([as_floats(sum_metrics(parts))] if parts else []))
         parts = [{k: torch.tensor(v, dtype=torch.double) for k, v in p.items()} for p in all_parts]
     return sum_metrics(parts)
