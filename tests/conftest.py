@@ -61,7 +61,6 @@ def first_blocks(n, folder):
     """The embedded model's first n blocks, a checkpoint in `folder`: where it does not matter what a model says."""
     from safetensors.torch import load_file, save_file
 
-
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.py", "*.md"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": n}))
