@@ -6,7 +6,8 @@ same questions. Its fitness is its mean advantage, and B moves along the sum of 
 finite-difference estimate of the gradient of the mean reward. A stays as it was drawn, so that each
 member moves the weights by a matrix of the adapter's rank. It samples as many tokens as GRPO does.
 
-    python lab/ideas/evolution.py --no-aqn --no-dynamic-sampling --updates-per-rollout 1 --lr 3e-3 --out runs/es-s0
+    python lab/ideas/evolution.py --no-aqn --no-dynamic-sampling --updates-per-rollout 1 \\
+        --lr 3e-3 --out runs/es-s0
 """
 import sys
 from argparse import Namespace
