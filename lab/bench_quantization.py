@@ -19,9 +19,10 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import checkpoint, command
+from plumbing import checkpoint, command, datasets
 from plumbing.files import check, check_out, read_json, shown, write_json
 from plumbing.policy import place
+from plumbing.tokenizer import Tokenizer
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -96,7 +97,7 @@ def row(args, fmt, method, docs, questions, tok):
     begin, where = time.time(), (args.model, args.device, args.dtype, fmt)
     if method in METHODS:
         folder = checkpoint.fetch(args.model)
-        text = data.calibration(args.calib, folder, args.sequences, args.length)
+        text = datasets.calibration(args.calib, folder, args.sequences, args.length)
         model = qwen.load(*where, text, **METHODS[method])
         out = {"error_kept": math.exp(fmean(math.log(r["awq"] / r["rtn"]) for r in model.awq)),
                "exponents_above_0": fmean(r["exponent"] > 0 for r in model.awq)}
@@ -159,8 +160,8 @@ def run(args):
     check_out(args.out if made else args.out.parent, folder=not made)
     args.device, args.dtype = place(args.device)
     args.calib, beside = args.data / "train.jsonl", args.out.with_suffix(".nll.json")
-    tok, test = data.Tokenizer(checkpoint.fetch(args.model)), args.data / "test.jsonl"
-    docs = [tok.encode(t) for t in data.texts(test)[: args.documents]]
+    tok, test = Tokenizer(checkpoint.fetch(args.model)), args.data / "test.jsonl"
+    docs = [tok.encode(t) for t in datasets.texts(test)[: args.documents]]
     questions = data.load(test, "test")
     fields = {"table": list, "table_settings": dict}
     results, likelihoods = (read_json(p, fields) if p.is_file() else {} for p in (args.out, beside))

@@ -56,7 +56,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import command, curves, flags, ranks
+from plumbing import command, curves, flags, metrics, ranks
 from plumbing.command import IDLE, MINOR
 from plumbing.files import check_out, read_jsonl, saved, whole
 
@@ -105,7 +105,7 @@ def gradient_of(model, params, completions, settings):
     if not flat.any():
         raise ValueError("--group-size: in no group do rewards differ, or all were cut and masked, "
                          "so there is no gradient; take more completions, or --prompts-per-step")
-    m = grpo.mean_metrics(total)
+    m = metrics.mean_metrics(total)
     for p in params:
         p.grad = None
     return flat, m["clip_low_frac"] + m["clip_high_frac"]

@@ -188,3 +188,12 @@ def own_code(args):
     there is one."""
     own = {"reward": args.reward and args.reward.rpartition(":")[0], "code": OWN and MAIN}
     return {name: file_digest(path) for name, path in own.items() if path}
+
+
+def become(script, *words):
+    """Start `script`, a file of this project, in place of this process, with the command line's own
+    words after `words`. It imports the file that calls this: so no class exists twice."""
+    path = Path(__file__).resolve().parents[1] / script
+    if not path.is_file():
+        sys.exit(f"error: {script} is not there; the command needs it")
+    os.execv(sys.executable, [sys.executable, str(path), *words, *sys.argv[1:]])

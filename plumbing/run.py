@@ -292,7 +292,6 @@ class Run(ExitStack):
             self.save_model()
         (self.out / "checkpoint").mkdir(exist_ok=True)
         state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
-                 "masters": [m.detach().cpu() for m in optimizer.masters],
                  "optimizer": optimizer.state_dict()}
         state["digest"] = digest_of(state)
         with whole(self.out / "checkpoint" / "state.pt") as part:
@@ -355,12 +354,11 @@ class Run(ExitStack):
             state = torch.load(path, map_location="cpu", weights_only=True)
             if state.pop("digest") != digest_of(state):
                 raise ValueError("its bits have changed since it was written")
-            tensors = [*state.pop("params"), *state.pop("masters")]
-            ours = [*optimizer.params, *optimizer.masters]
-            if [p.shape for p in ours] != [t.shape for t in tensors]:
+            tensors = state.pop("params")
+            if [p.shape for p in optimizer.params] != [t.shape for t in tensors]:
                 raise ValueError("its tensors are not those of this model")
             with torch.no_grad():
-                for p, saved in zip(ours, tensors, strict=True):
+                for p, saved in zip(optimizer.params, tensors, strict=True):
                     p.copy_(saved)
             optimizer.load_state_dict(state.pop("optimizer"))
             return State(**state)

@@ -6,6 +6,8 @@ import os
 import shutil
 from contextlib import suppress
 
+from plumbing.files import TINY
+
 import pytest
 
 
@@ -59,9 +61,7 @@ def first_blocks(n, folder):
     """The embedded model's first n blocks, a checkpoint in `folder`: where it does not matter what a model says."""
     from safetensors.torch import load_file, save_file
 
-    import data
-
-    shutil.copytree(data.TINY, folder, ignore=shutil.ignore_patterns("*.py", "*.md"))
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.py", "*.md"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": n}))
     tensors = load_file(folder / "model.safetensors")
@@ -143,15 +143,16 @@ def weights(N=8, K=128, seed=0, spread=3.0):
 
 def adapted(spread=0.05):
     """(the tiny model in NVFP4 whose adapter is away from zero by `spread`, its tokenizer, its optimizer)."""
+    from plumbing.tokenizer import Tokenizer
+
     import torch
 
-    import data
     import grpo
     import lora
     import model as qwen
 
-    tok = data.Tokenizer(data.TINY)
-    model = qwen.load(data.TINY, "cpu", torch.float32, "nvfp4")
+    tok = Tokenizer(TINY)
+    model = qwen.load(TINY, "cpu", torch.float32, "nvfp4")
     model.valid_vocab = len(tok)
     params = lora.add_lora(model, 4, 4)
     torch.manual_seed(0)

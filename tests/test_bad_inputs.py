@@ -16,23 +16,22 @@ from functools import partial
 from pathlib import Path
 
 from plumbing import tokenizer
+from plumbing.tokenizer import Tokenizer
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
-import data
 import eval as evaluation
 import lora
 import model as qwen
-import sample
 import train
-from lab import bench_quantization, convert, experiments, plot
+from lab import bench_quantization, chat, convert, experiments, plot
 from tests.conftest import exit_code
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
-COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": sample.main, "nvfp4": partial(convert.main, "quantize"),
-            "lora": partial(convert.main, "merge"), "plot": plot.main, "data": data.main, "experiments": experiments.main,
+COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": chat.main, "nvfp4": partial(convert.main, "quantize"),
+            "lora": partial(convert.main, "merge"), "plot": plot.main, "experiments": experiments.main,
             "bench_quantization": bench_quantization.main}
 DEEP = "[" * 100_000 + "]" * 100_000
 ROW = '{"question": "What is 1+1?", "answer": "2", "prompt": "What is 1+1?", "step": 0, "reward": 1.0}'
@@ -131,9 +130,7 @@ READ = {  # file: the command that reads it
     "run/summary.json": "plot run",
     "run/config.json": "plot run",
     "old/config.json": "train --resume --out old",
-    "rows.jsonl": "eval --data d.jsonl --out rows.jsonl",
     "q.json": "bench_quantization --model model --data set --out q.json --device cpu",
-    "e.jsonl": "data --data e.jsonl",
 }
 # a tokenizer is read by a library of its own, which takes numbers as they come
 JSON = [(file, bad) for file in READ for bad in BAD if (file, bad) not in {("model/tokenizer.json", "digits")}]
@@ -141,7 +138,7 @@ JSON = [(file, bad) for file in READ for bad in BAD if (file, bad) not in {("mod
 
 @pytest.mark.parametrize(("file", "bad"), JSON)
 def test_json_of_any_other_kind_is_named(refused, file, bad):
-    """In 14 kinds of files; deep nesting is a RecursionError, 1e999 an infinity, and both came through as tracebacks or at all."""
+    """In each kind of file; deep nesting is a RecursionError, 1e999 an infinity, and both came through as tracebacks or at all."""
     raw = BAD[bad] if isinstance(BAD[bad], bytes) else BAD[bad].encode()
 
     def spoil(home):
@@ -359,7 +356,7 @@ def test_a_template_that_never_ends_leaves_other_timers_alone(sound):
         return resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
 
     before = held()
-    tok = data.Tokenizer(sound / "model")
+    tok = Tokenizer(sound / "model")
     try:
         signal.setitimer(signal.ITIMER_REAL, 1000)
         tok.prompt_ids("What is 1+1?")
@@ -391,14 +388,13 @@ FLAGS = limits(
     ("sample --file p.txt --out new.jsonl", "n", "0 99999999"), ("sample --prompt x", "temperature", "nan -1"),
     ("nvfp4 --model model --out new --awq", "sequences", "0 99999999999"), ("nvfp4 --model model --out new --awq", "length", "0 -1 99999999999"),
     ("nvfp4 --plan model", "rank", "0 1000000000 x"), ("nvfp4 --plan model", "tokens", "0 -1 99999999999"),
-    ("nvfp4 --model model --out new", "device", "tpu"), ("plot run", "smooth", "0 -1 99999999999 x"), ("data --data d.jsonl", "n", "0 99999999999"),
+    ("nvfp4 --model model --out new", "device", "tpu"), ("plot run", "smooth", "0 -1 99999999999 x"),
     ("bench_quantization --model model --data set --out new", "documents", "0 99999999999"),
     ("bench_quantization --model model --data set --out new", "length", "1 x"),
     ("experiments gradient --data d.jsonl --out new", "steps", "0"),
 )
 OTHERS = [
     ("eval --data arithmetic --limit 99999999", nothing, "arithmetic|100000"),
-    ("data --n 999999", nothing, "arithmetic|100000"),
     ("eval --data d.jsonl,d.jsonl", nothing, "--data|twice"),
     ("eval --data ''", nothing, "--data: is empty"),
     ("eval --data set,nowhere", nothing, "--data nowhere"),

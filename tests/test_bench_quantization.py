@@ -2,12 +2,12 @@
 import json
 import math
 
-from plumbing import checkpoint
+from plumbing import checkpoint, datasets
+from plumbing.tokenizer import Tokenizer
 
 import pytest
 import torch
 
-import data
 import model as qwen
 import sample
 from lab import bench_quantization
@@ -84,7 +84,7 @@ def test_rows_of_other_settings_are_not_mixed_with_new_ones(folder, shallow, mon
 
 def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folder, shallow, monkeypatch):
     """Calibrated on the text that it is tested on, AWQ's halves with the other half in them, sampled answers called greedy."""
-    loads, asked, tok, plain = [], [], data.Tokenizer(shallow), qwen.load
+    loads, asked, tok, plain = [], [], Tokenizer(shallow), qwen.load
 
     def load(model, device, dtype, fmt="none", *text, **options):
         if text:
@@ -112,14 +112,14 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
                 "--documents", "2", "--questions", "2", "--samples", "1", "--divergence", "1", "--max-new-tokens", "4", "--sequences", "4",
                 "--length", "32", "--device", "cpu", "--out", str(out)])
     assert [(fmt, options) for fmt, _, options in loads] == [("nf4", {"finalists": None}), ("nf4", {"grid": 0})]
-    calibration = data.calibration(folder / "train.jsonl", checkpoint.fetch(shallow), 4, 32)
+    calibration = datasets.calibration(folder / "train.jsonl", checkpoint.fetch(shallow), 4, 32)
     assert all(torch.equal(ids, calibration) for _, ids, _ in loads)
     how = {"style": "boxed", "n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
     assert engines == 3 * ["auto"] and counts == 3 * [("divergence", 1), ("own_entropy", 1)]
     assert asked == 3 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], how)]
     model = plain(shallow, dtype=torch.float32)
     model.valid_vocab = len(tok)
-    _, entropy, tokens = map(sum, zip(*bench_quantization.perplexity(model, [tok.encode(t) for t in data.texts(folder / "test.jsonl")[:2]]), strict=True))
+    _, entropy, tokens = map(sum, zip(*bench_quantization.perplexity(model, [tok.encode(t) for t in datasets.texts(folder / "test.jsonl")[:2]]), strict=True))
     first, second, *_ = json.loads(out.read_text())["table"]
     assert first["entropy_on_text"] == pytest.approx(entropy / tokens) and first["tokens"] == tokens
     assert (second["error_kept"], second["exponents_above_0"], second["accuracy_se"]) == (pytest.approx(0.5), 0.5, 0.25)
@@ -127,7 +127,7 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
 
 def test_the_entropy_is_along_what_the_model_itself_wrote(shallow):
     """By definition, token by token: not of the prompt, not over ids that are never drawn; its error over prompts."""
-    model, tok = qwen.load(shallow, dtype=torch.float32), data.Tokenizer(shallow)
+    model, tok = qwen.load(shallow, dtype=torch.float32), Tokenizer(shallow)
     model.valid_vocab = 90
     prompts, each = [[1, 5, 9, 30], [3, 4], [7, 7, 7]], []
     for prompt, (s,) in zip(prompts, sample.generate(model, prompts, 1, 5, eos_ids=tok.eos_ids), strict=True):

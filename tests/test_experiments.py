@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import flags
+from plumbing import flags, metrics
+from plumbing.tokenizer import SUFFIX, Tokenizer
 
 import pytest
 import torch
@@ -242,7 +243,7 @@ def test_no_gradient_is_an_error(monkeypatch):
 def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_path, shallow):
     """Taken under the noise, or against the very samples that it is compared with, every cosine would be higher."""
     seen, asked, generate, backward = [], [], sample.generate, grpo.backward
-    tok = data.Tokenizer(shallow)
+    tok = Tokenizer(shallow)
 
     def noise_of(model):
         return round(model.layers[0].input_layernorm.noise.std().item(), 1)
@@ -250,7 +251,7 @@ def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_pa
     monkeypatch.setattr(experiments, "SIGMAS", (0.0, 0.5))
     def draw(m, prompts, n, limit, temperature, **kw):
         seen.append(("draw", kw["seed"], noise_of(m)))
-        asked.append((n, limit, temperature, all(data.SUFFIX["boxed"] in tok.decode(ids) for ids in prompts), len(prompts)))
+        asked.append((n, limit, temperature, all(SUFFIX["boxed"] in tok.decode(ids) for ids in prompts), len(prompts)))
         return generate(m, prompts, n, limit, temperature, **kw)
 
     def taken(m, completions, s):
@@ -311,7 +312,7 @@ def test_a_share_is_of_tokens_clipped_on_either_side(monkeypatch):
         return {}
 
     monkeypatch.setattr(grpo, "backward", backward)
-    monkeypatch.setattr(grpo, "mean_metrics", lambda metrics: {"clip_low_frac": 0.25, "clip_high_frac": 0.5})
+    monkeypatch.setattr(metrics, "mean_metrics", lambda metrics: {"clip_low_frac": 0.25, "clip_high_frac": 0.5})
     for _ in range(2):
         flat, clipped = experiments.gradient_of(None, [p], [], None)
         assert flat.tolist() == [1, 1] and clipped == 0.75

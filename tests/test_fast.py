@@ -9,6 +9,8 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import metrics
+
 import pytest
 import torch
 
@@ -182,8 +184,8 @@ def test_code_of_ones_own_trains_by_the_plain_functions(on_fast_path, capsys, wh
     change(same, what)
     change(on_fast_path(m), what)
     for model in (same, m):
-        metrics = grpo.backward(model, batch, settings)
-        found.append([*metrics.values(), *(p.grad for p in model.parameters() if p.requires_grad)])
+        sums = grpo.backward(model, batch, settings)
+        found.append([*sums.values(), *(p.grad for p in model.parameters() if p.requires_grad)])
     assert all(map(torch.equal, *found))
     assert m.fast is None and capsys.readouterr().err == f"engine: plain from here on, since {OWN[what]}\n"
 
@@ -237,16 +239,16 @@ def some_steps(m, steps=3):
                   for prompt, group in zip(PROMPTS[:2], sample.generate(m, PROMPTS[:2], 2, 2, seed=step), strict=True)]
         grpo.set_advantages(groups)
         aqn.clear(m)
-        metrics, norm = grpo.update(m, optimizer, sum(groups, []), settings)
-        found.append(([c.ids for group in groups for c in group], grpo.mean_metrics(metrics) | {"grad_norm": norm}))
+        sums, norm = grpo.update(m, optimizer, sum(groups, []), settings)
+        found.append(([c.ids for group in groups for c in group], metrics.mean_metrics(sums) | {"grad_norm": norm}))
     return found
 
 
 def test_plain_and_fast_draw_and_train_alike(on_fast_path):
     """The same tokens, and the metrics of each update to float32's rounding: what one step does wrong, the next ones show."""
     plain, other = (some_steps(m) for m in (random_model(ONE), on_fast_path(random_model(ONE))))
-    for (ids, metrics), (want_ids, want) in zip(other, plain, strict=True):
-        assert ids == want_ids and metrics == pytest.approx(want, rel=1e-3, abs=1e-5)
+    for (ids, row), (want_ids, want) in zip(other, plain, strict=True):
+        assert ids == want_ids and row == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
 def test_a_run_of_train_is_the_same_on_both_paths(monkeypatch, tmp_path, on_fast_path):
@@ -332,9 +334,9 @@ def test_gpu_plain_and_fast_train_alike(quant):
         params = [p for p in m.parameters() if p.requires_grad]
         before, optimizer, steps = [p.detach().clone() for p in params], grpo.AdamW(params, 1e-3), []
         for _ in range(3):
-            metrics, norm = grpo.update(m, optimizer, batch, grpo.Settings(micro_batch_tokens=300, grad_clip=1.0))
-            metrics = grpo.mean_metrics(metrics)
-            steps += [metrics["loss"], metrics["entropy"], norm]
+            sums, norm = grpo.update(m, optimizer, batch, grpo.Settings(micro_batch_tokens=300, grad_clip=1.0))
+            means = metrics.mean_metrics(sums)
+            steps += [means["loss"], means["entropy"], norm]
         moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(params, before, strict=True)])
         found.append((torch.tensor(steps), moved))
         assert bool(m.fast) == (way == "fast")

@@ -49,7 +49,7 @@ def rows_of(out):
 
 @pytest.mark.parametrize(("name", "flags"), [
     ("input_noise", ["--aqn-schedule", "eq8"]), ("learned_noise", ["--aqn-scope", "both", "--aqn-schedule", "eq8"]), ("rloo", []),
-    ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []), ("four_over_six", [])])
+    ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []), ("four_over_six", []), ("evolution", ["--no-aqn"])])
 def test_an_idea_trains_two_steps(restored, monkeypatch, tmp_path, name, flags):
     """Its names had moved, and nobody had run it since."""
     assert started(monkeypatch, name, *SMALL, *flags, "--out", str(tmp_path / "run")) == 0

@@ -26,13 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-import data
 import eval as evaluation
 import grpo
 import model as qwen
-import sample
 import train
-from lab import convert
+from lab import chat, convert
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--lora-rank", "2", "--eval-n", "0",
@@ -232,10 +230,9 @@ def test_a_closed_stdout_stops_a_run_where_it_can_go_on(flags, straight, tmp_pat
 
 COMMANDS = {
     "eval": (evaluation.main, ["--data", "arithmetic", "--limit", "8", "--n", "2", "--out", "out.jsonl", "--quant", "none"]),
-    "sample": (sample.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
+    "sample": (chat.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
     "nvfp4": (partial(convert.main, "quantize"), ["--model", "model", "--out", "out", "--awq", "--device", "cpu", "--sequences", "2",
                                                   "--length", "32"]),
-    "data": (data.main, ["--n", "2000"]),
 }
 
 

@@ -7,21 +7,19 @@ import shutil
 import sys
 from pathlib import Path
 
-from plumbing import checkpoint, flags, policy
+from plumbing import checkpoint, datasets, flags, policy
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import data
 import eval as evaluation
 import grpo
 import lora
 import model as M
 import nvfp4
-import sample
 import train
-from lab import convert
+from lab import chat, convert
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -328,7 +326,7 @@ def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, 
         Path(file).write_text("some text")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "calib": own}))
     ids, asked = torch.randint(0, 48, (4, 32), generator=torch.Generator().manual_seed(1)), []
-    monkeypatch.setattr(data, "calibration", lambda text, *_: asked.append(text) or ids)
+    monkeypatch.setattr(datasets, "calibration", lambda text, *_: asked.append(text) or ids)
     for more in ([], ["--calib", mine]):
         convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / f"m{len(more)}"), *more])
     assert asked == [own, mine]
@@ -349,7 +347,7 @@ def test_awqs_weights_are_merged_as_they_came_out_in_training(tmp_path, monkeypa
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "dtype": "float32"}))
     ids = torch.randint(0, 48, (16, 32), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(data, "calibration", lambda *_: ids)
+    monkeypatch.setattr(datasets, "calibration", lambda *_: ids)
     convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
     assert {t.dtype for t in load_file(tmp_path / "m" / "model.safetensors").values()} == {torch.bfloat16}
     merged = M.load(tmp_path / "m")
@@ -377,17 +375,17 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
     convert.merge(BASE, tmp_path / "a", tmp_path / "merged")
     convert.convert(BASE, tmp_path / "four")
     for more in ([], ["--model", str(tmp_path / "four"), "--quant", "nvfp4"]):
-        policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "a"), *more]), nvfp4.FORMATS)
+        policy.check(flags.parse(chat.COMMAND, ["--adapter", str(tmp_path / "a"), *more]), nvfp4.FORMATS)
     convert.convert(tmp_path / "merged", tmp_path / "merged_four")
     for name, more in (("merged", []), ("merged_four", ["--quant", "nvfp4"])):
         with pytest.raises(ValueError, match=f"--model {tmp_path}/{name}: the adapter .* is merged into it already"):
-            policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / name), *more]), nvfp4.FORMATS)
+            policy.check(flags.parse(chat.COMMAND, ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / name), *more]), nvfp4.FORMATS)
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "b")
     state = load_file(tmp_path / "b" / "adapter_model.safetensors")  # that was trained on
     save_file({k: 2 * v for k, v in state.items()}, tmp_path / "b" / "adapter_model.safetensors", metadata={"format": "pt"})
     shutil.copy(tmp_path / "a" / "policy.json", tmp_path / "b")
     with pytest.raises(ValueError, match=f"--model {tmp_path}/merged: .*another base, {BASE}"):
-        policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]), nvfp4.FORMATS)
+        policy.check(flags.parse(chat.COMMAND, ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]), nvfp4.FORMATS)
     convert.merge(tmp_path / "merged", tmp_path / "b", tmp_path / "both")  # it holds both
     assert len(policy.merged(tmp_path / "both")) == 2
 
@@ -395,7 +393,7 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
 def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
     """By --quant's default most of what the adapter had learned was gone, and nothing said so."""
     convert.merge(BASE, FIXTURES / "peft_all", tmp_path / "m")
-    for command in (evaluation.COMMAND, sample.COMMAND):
+    for command in (evaluation.COMMAND, chat.COMMAND):
         assert flags.parse(command, ["--model", str(tmp_path / "m")]).quant == "none" != flags.parse(command, ["--model", str(BASE)]).quant
     convert.convert(tmp_path / "m", tmp_path / "four")
     assert flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "four")]).quant == "nvfp4"

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import command, curves, flags
+from plumbing import arithmetic, command, curves, flags
 from plumbing.command import IDLE, MINOR
 from plumbing.console import warnings_for
-from plumbing.files import lock
+from plumbing.files import TINY, lock
 from plumbing.run import Run, digest_of, resolve_flags
+from plumbing.tokenizer import Tokenizer
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ import lora
 import model as qwen
 import sample
 import train
+from lab import chat
 from tests.conftest import adapted, drawn, exit_code, first_blocks, parameters_of, rows_of
 
 SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
@@ -49,12 +51,12 @@ def a_run(out, *extra, argv=(), save_weights=lambda folder: None):
 @pytest.fixture(scope="module", autouse=True)
 def small(tmp_path_factory):
     """Few problems, one block, a reward that it sometimes earns, and no pictures; returns the model's folder."""
-    rows = {split: data.arithmetic(split, 64) for split in ("train", "test")}
+    rows = {split: arithmetic.problems(split, 64) for split in ("train", "test")}
     home = tmp_path_factory.mktemp("small")
     model, mine = first_blocks(1, home / "model"), home / "mine.py"
     mine.write_text("def third(text, row):\n    return {'reward': len(text) % 3, 'correct': len(text) % 2 == 0}\n")
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[split][:n]])
+        m.setattr(data, "problems", lambda split, n, *rest: [dict(row) for row in rows[split][:n]])
         m.setattr(curves, "draw", lambda lines, out: out.touch())
         m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(model), "--reward", f"{mine}:third"])
         yield model
@@ -400,7 +402,7 @@ def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path
     another base it is noise. eval.py and sample.py take them from policy.json; another base is refused."""
     args = flags.parse(evaluation.COMMAND, ["--run", str(straight)])
     assert (args.model, args.quant, args.prompt_style, args.data) == (str(small), "nvfp4", "tags", "arithmetic")
-    assert flags.parse(sample.COMMAND, ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
+    assert flags.parse(chat.COMMAND, ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
     out = copy_of(straight, tmp_path)
     policy = json.loads((out / "adapter" / "policy.json").read_text())
     (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"quant": "mxfp4", "prompt_style": "boxed"}))
@@ -441,7 +443,7 @@ def test_the_fast_path_plans_the_update_and_then_the_longest_row_of_the_run(tmp_
     assert run(tmp_path / "run", "--steps", "1") == 0
     (first, trained), (second, args, longest) = calls
     assert (first, second) == ("update", "rollouts") and trained == sum(p.numel() for p in parameters_of(tmp_path / "run"))
-    rows, _ = data.prompts(data.Tokenizer(args.model), train.questions(args)[0], args.prompt_style, args.max_prompt)
+    rows, _ = data.prompts(Tokenizer(args.model), data.questions(args)[0], args.prompt_style, args.max_prompt)
     assert longest == max(len(row["ids"]) for row in rows) + args.max_new_tokens
 
 
@@ -613,30 +615,12 @@ def test_full_parameter_training_moves_every_matrix(small, tmp_path):
             assert not torch.equal(p, q)
 
 
-def test_sixteen_bit_parameters_are_trained_through_float32_masters():
-    """In bfloat16 a step of 1e-5 on a weight of 1 rounds to nothing; many of them must still add up."""
-    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = grpo.AdamW([p], 1e-4, (0.9, 0.99), 0.0)
-    for _ in range(100):
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-    assert (p < 0.995).all()
-
-
-def test_a_resume_restores_the_float32_masters(small, tmp_path):
-    """Made anew from the 16-bit parameters, they lose whatever has not yet added up to a bit of those."""
-    r, made = a_run(tmp_path, "--lora-rank", "0", "--quant", "none", save_weights=Path.mkdir), []
-    for _ in range(2):
-        model = qwen.load(small, "cpu", torch.bfloat16)
-        made.append(grpo.AdamW(list(model.requires_grad_(True).parameters()), 1e-4, (0.9, 0.99), 0.0))
-    trained, resumed = made
-    for p in trained.params:
-        p.grad = torch.ones_like(p)
-    trained.step()
-    r.save(trained)
-    r.restore(resumed)
-    for p, q, m in zip(trained.masters, resumed.masters, resumed.params, strict=True):
-        assert torch.equal(p, q) and not torch.equal(q, m.float())
+def test_all_parameters_are_trained_in_float32(tmp_path, capsys):
+    """In bfloat16 a step of 1e-5 on a weight of 1 rounds to nothing."""
+    words = ["--lora-rank", "0", "--quant", "none"]
+    assert flags.parse(train.COMMAND, words).dtype == "float32"
+    assert run(tmp_path / "run", *words, "--dtype", "bfloat16") == 2
+    assert "--lora-rank 0 trains all parameters in float32" in capsys.readouterr().err
 
 
 def test_data_order_is_a_function_of_seed_and_cursor():
@@ -754,7 +738,7 @@ def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(50)))
     for limit, seed in ((5, 0), (3, 0), (5, 1)):
         argv = ["--data", str(tmp_path / "d.jsonl"), "--eval-limit", str(limit), "--seed", str(seed)]
-        rows, held = train.questions(flags.parse(train.COMMAND, argv))
+        rows, held = data.questions(flags.parse(train.COMMAND, argv))
         assert (len(rows), len(held)) == (45, limit) and not {r["question"] for r in rows} & {r["question"] for r in held}
         tenths.append({r["question"] for r in held})
     assert tenths[1] < tenths[0] != tenths[2]
@@ -765,7 +749,7 @@ def test_only_rows_of_the_levels_asked_for_are_trained_on(tmp_path, where):
     """--levels that is parsed and forgotten; and a folder without a test split is enough where nothing is held out."""
     rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1, "level": 1 + i % 5}) + "\n" for i in range(20)]
     (tmp_path / "train.jsonl").write_text("".join(rows))
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / where), "--levels", "4,5", "--eval-n", "0"]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / where), "--levels", "4,5", "--eval-n", "0"]))
     assert len(rows) == 8 and {row["level"] for row in rows} == {4, 5} and held == []
 
 
@@ -773,7 +757,7 @@ def test_a_question_that_is_there_twice_is_not_on_both_sides(tmp_path):
     """Files put together from several sources repeat questions: trained on and asked, they would be called held-out."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i % 20}+1?", "answer": i % 20 + 1}) + "\n" for i in range(60)))
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(path)]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(path)]))
     assert len(held) == 2 and not {r["question"] for r in rows} & {r["question"] for r in held}
     assert len(rows) == 54 and len({r["question"] for r in [*rows, *held]}) == 20  # it held out six rows, and trained on 14 questions
 
@@ -783,7 +767,7 @@ def test_splits_that_share_questions_are_told_of(tmp_path, capsys):
     for split, numbers in (("train", range(6)), ("test", range(4, 9))):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in numbers))
     for more, told in (([], 1), (["--eval-n", "0"], 0)):
-        train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path), *more]))
+        data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path), *more]))
         assert capsys.readouterr().err.count("warning: --data " + str(tmp_path) + ": 2 of 5 held-out questions are trained on") == told
 
 
@@ -791,12 +775,12 @@ def test_the_only_question_is_not_held_out(tmp_path):
     """Trained on and asked, it would be called held-out. Of two, one is."""
     (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     with pytest.raises(ValueError, match="--data .*--eval-n 0"):
-        train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
+        data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
     assert len(rows) == 1 and not held
     with open(tmp_path / "d.jsonl", "a") as f:
         f.write('{"question": "1+2?", "answer": "3"}\n')
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
     assert len(rows) == len(held) == 1 and rows != held
 
 
@@ -1118,7 +1102,7 @@ def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["model", "checkpoint", "adapter"])
 def test_what_no_run_has_written_is_not_cleared_away(tmp_path, capsys, name):
     """A base model in a folder called model or checkpoint was deleted by the run that was to train it."""
-    shutil.copytree(data.TINY, tmp_path / name, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
+    shutil.copytree(TINY, tmp_path / name, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
     assert run(tmp_path, "--steps", "1", "--model", str(tmp_path / name)) == 2
     assert f"holds {name}, which is no run's" in capsys.readouterr().err and (tmp_path / name / "model.safetensors").is_file()
 
@@ -1143,7 +1127,7 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_pat
     out = tmp_path / "run"
     assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
     assert f"{out}: model/, metrics.jsonl" in capsys.readouterr().out
-    args = flags.parse(sample.COMMAND, ["--run", str(out), "--prompt", "What is 1+1?"])
+    args = flags.parse(chat.COMMAND, ["--run", str(out), "--prompt", "What is 1+1?"])
     assert (args.model, args.quant, args.adapter) == (str(out / "model"), "none", None)
     model, _ = sample.load_policy(args)
     for p, q in zip(model.parameters(), parameters_of(out), strict=True):
