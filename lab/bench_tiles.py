@@ -33,6 +33,9 @@ from fast.plan import PARTIALS, plan, sms
 from lab import bench
 from nvfp4 import FORMATS
 
+RANK = 16  # of the adapter
+BLOCKS = 10  # of the model, at most
+
 
 def candidates(M, N, K, cores):
     """Keywords of gemm_few that might be fast for x (M, K) and a weight (N, K) and with which two
@@ -62,29 +65,29 @@ def some_weight(N, K, fmt):
     return tile(nvfp4.quantize(torch.ones(N, K, device="cuda"), fmt))
 
 
-def layer_call(M, name, rank):
+def layer_call(M, name):
     """gemm_few as a decode step of M rows calls it for a layer such as "7b.down", all but q."""
     size, layer = name.rsplit(".", 1)
     c = bench.config(size)
     N, K, parts = memory.linears(c)[f"{layer}_proj"]
     x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
-    known = {"glu": True} if layer == "gate_up" else {}
-    if layer == "qkv":
+    kv = c.num_key_value_heads * c.head_dim
+    bounds = {"qkv": (N - 2 * kv, N - kv), "gate_up": (N // 2,)}.get(layer, ())
+    known = {"A": x.new_ones(parts * RANK, K), "B": x.new_ones(N, RANK), "bounds": bounds}
+    if layer == "gate_up":
+        known["glu"] = True
+    elif layer == "qkv":
         known |= {"bias": x.new_ones(N), "early": True}
-    elif layer != "gate_up":
+    else:
         known["residual"] = x.new_ones(M, N)
-    if rank:
-        kv = c.num_key_value_heads * c.head_dim
-        bounds = {"qkv": (N - 2 * kv, N - kv), "gate_up": (N // 2,)}.get(layer, ())
-        known |= {"A": x.new_ones(parts * rank, K), "B": x.new_ones(N, rank), "bounds": bounds}
     return partial(gemm.gemm_few, x, **known)
 
 
 def compile_tile(work):
     """Whether a tile runs. Called in a process of its own, which leaves it in Triton's cache."""
-    M, name, rank, fmt, tile = work
+    M, name, fmt, tile = work
     try:
-        layer_call(M, name, rank)(some_weight(*bench.linear(name), fmt), **tile)
+        layer_call(M, name)(some_weight(*bench.linear(name), fmt), **tile)
         torch.cuda.synchronize()
     except (RuntimeError, triton.TritonError):  # too much shared memory, say
         return False
@@ -111,13 +114,13 @@ def measure(model, name, M, base, args, pool):
     own = {k: own[k] for k in (*some[0], "maxnreg") if k in own}
     some = [own, *(t for t in some if t != own)]
     # compile all before timing any: compiling runs them on the card that is timed
-    able = [*pool.map(compile_tile, [(M, name, args.rank, args.format, t) for t in some])]
+    able = [*pool.map(compile_tile, [(M, name, args.format, t) for t in some])]
     step_us(model, M)  # not counted: the first step after a pause is slower
     us = {" ".join(f"{k}={v}" for k, v in t.items()):
           round((step_us(model, M, shape, t) - base) / blocks, 2)
           for t, runs in zip(some, able, strict=True) if runs}
     best = min(us, key=us.get)
-    return {"shape": name, "fmt": args.format, "lora_rank": args.rank, "M": M, "blocks": blocks,
+    return {"shape": name, "fmt": args.format, "lora_rank": RANK, "M": M, "blocks": blocks,
             "step_us": base, "us": us, "best": best, "gain": -us[best]}
 
 
@@ -125,12 +128,12 @@ def tiles(args):
     columns = {"shape": "11", "M": "d", "step_us": ".1f", "gain": ".2f", "best": "60"}
     bench.show(columns)
     # processes, since Triton compiles one kernel at a time
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
         for size in args.sizes:
             c = bench.config(size)
-            c = dataclasses.replace(c, num_hidden_layers=min(args.blocks, c.num_hidden_layers))
+            c = dataclasses.replace(c, num_hidden_layers=min(BLOCKS, c.num_hidden_layers))
             model, _ = bench.build(c, args.format)
-            bench.adapt(model, args.rank)
+            bench.adapt(model, RANK)
             engine.engine_for(model, max(args.rows), 512, 1.0)
             for M in args.rows:
                 bench.draw(model, bench.random_prompts(1, 256), M, 2)  # compiles
@@ -149,16 +152,12 @@ def parse_args(argv=None):
     p.add_argument("--layers", **some, choices=bench.LAYERS, default=bench.LAYERS, help="linears")
     p.add_argument("--rows", **some, type=int, default=[8, 64], help="values of M")
     p.add_argument("--format", choices=FORMATS, default="nvfp4", help="of the weight")
-    p.add_argument("--rank", type=int, default=16, help="of the adapter (0: none)")
-    p.add_argument("--blocks", type=int, default=10, help="of the model, at most")
-    p.add_argument("--jobs", type=int, default=8, help="processes that compile")
     p.add_argument("--out", type=Path, help="JSON list that the rows are merged into "
                    "(default: tiles_CARD.json in results/)")
     args = p.parse_args(argv)
     if not torch.cuda.is_available():
         p.error("needs a CUDA device")
-    if args.out is None:
-        args.out = bench.RESULTS / f"tiles_{bench.card()}.json"
+    args.out = args.out or bench.RESULTS / f"tiles_{bench.card()}.json"
     return args
 
 
