@@ -30,7 +30,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import checkpoint, command
-from plumbing.files import whole
 
 import torch
 import triton
@@ -44,8 +43,20 @@ import sample
 from fast import batches, engine, memory
 from fast import gemm as fast_gemm
 from fast.layout import tile
-from lab.bench_report import LAYERS, RESULTS, ROWS, SHAPES, SIZES, card, config, parsers, show
-from nvfp4 import FORMATS
+from lab.bench_report import (
+    LAYERS,
+    RESULTS,
+    ROWS,
+    SHAPES,
+    SIZES,
+    card,
+    config,
+    floor_bytes,
+    linear,
+    merge_rows,
+    parsers,
+    show,
+)
 
 ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvfp4:32:8 "
             "7b:nvfp4:64:8 7b:mxfp4:16:8 7b:nf4:16:8 7b:none:16:1,2,8,32,64,128 14b:nvfp4:16:1,8 "
@@ -142,19 +153,6 @@ def read_ceiling():
     return data.nbytes / us / 1e3
 
 
-def merge_rows(path, rows, key):
-    """Write `rows`, floats to four significant digits, into the JSON list at `path`; they replace
-    old rows with the same values of `key`. The row of what did not fit lacks some of them."""
-    rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-            for row in rows]
-    old = json.loads(path.read_text()) if path.is_file() else []
-    new = [[r.get(k) for k in key] for r in rows]
-    kept = [r for r in old if [r.get(k) for k in key] not in new]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as part:
-        part.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept + rows) + "\n]\n")
-
-
 def kernels(args):
     """The FP4 GEMM against cuBLAS."""
     ceiling, results = read_ceiling(), []
@@ -166,7 +164,7 @@ def kernels(args):
         # more weights than L2 holds
         dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
                  for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
-        for fmt in FORMATS if name in ("7b.gate_up", "7b.down") else ["nvfp4"]:
+        for fmt in nvfp4.FORMATS if name in ("7b.gate_up", "7b.down") else ["nvfp4"]:
             weights = [tile(nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt))
                        for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
             for M, back in [(M, False) for M in args.rows] + [(2048, True)]:
@@ -174,12 +172,6 @@ def kernels(args):
                 results.append(row)
                 show(columns, row)
     merge_rows(args.out, results, ("fmt", "shape", "pass", "M"))
-
-
-def linear(name):
-    """(N, K) of a layer, named as in "0.5b.down"."""
-    size, layer = name.rsplit(".", 1)
-    return memory.linears(config(size))[f"{layer}_proj"][:2]
 
 
 def gemm(weights, dense, M, back, ceiling):
@@ -228,15 +220,6 @@ def rollout(args):
                 profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
         engine.release(model)
     merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "rows", "kind"))
-
-
-def floor_bytes(c, quant, rank, rows, length):
-    """Bytes that one decode step must read, by part: weights, LM head, adapter in 16 bits, keys and
-    values of `length` tokens."""
-    w = memory.weights(c, quant)
-    return {"linear": w["attention"] + w["mlp"], "head": w["lm_head"] or w["embeddings"],
-            "lora": 2 * memory.lora_parameters(c, rank),
-            "kv": rows * length * memory.kv_per_token(c)}
 
 
 def adapt(model, rank):

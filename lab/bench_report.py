@@ -1,16 +1,14 @@
 """
 The part of the benchmarks that needs no GPU: their shapes, others' figures, tables of what
-lab/bench.py left in results/, and a step on many cards, on paper.
+lab/bench.py left in results/, and the speed of runs.
 
     python lab/bench_report.py tables      # Markdown, others' figures in brackets
     python lab/bench_report.py cards runs/one runs/two    # completions/s by number of cards
-    python lab/bench_report.py scale       # a step of the 7B on 1 to 512 cards, on paper
 
 results/peers.json has others' figures, and how they were measured.
 """
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
@@ -21,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from plumbing import command
 from plumbing.command import cell
 from plumbing.curves import read
-from plumbing.files import saved
+from plumbing.files import saved, whole
 
-import numpy as np
 import torch
 
 import model as qwen
@@ -50,6 +47,21 @@ def config(size):
     return qwen.Config(V, C, F, L, H, kv, C // H, rope_theta=1e6, tie_word_embeddings=tied)
 
 
+def linear(name):
+    """(N, K) of a layer, named as in "0.5b.down"."""
+    size, layer = name.rsplit(".", 1)
+    return memory.linears(config(size))[f"{layer}_proj"][:2]
+
+
+def floor_bytes(c, quant, rank, rows, length):
+    """Bytes that one decode step must read, by part: weights, LM head, adapter in 16 bits, keys and
+    values of `length` tokens."""
+    w = memory.weights(c, quant)
+    return {"linear": w["attention"] + w["mlp"], "head": w["lm_head"] or w["embeddings"],
+            "lora": 2 * memory.lora_parameters(c, rank),
+            "kv": rows * length * memory.kv_per_token(c)}
+
+
 def card(name=None):
     """A card's name in the names of its results, this machine's by default: "NVIDIA H100 80GB HBM3"
     -> h100."""
@@ -63,6 +75,19 @@ def show(columns, row=None):
     cells = columns if row is None else [cell(row.get(key), columns[key]) for key in columns]
     widths = [max(9, len(key) + 2) for key in columns]
     print("".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)), flush=True)
+
+
+def merge_rows(path, rows, key):
+    """Write `rows`, floats to four significant digits, into the JSON list at `path`; they replace
+    old rows with the same values of `key`. The row of what did not fit lacks some of them."""
+    rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+            for row in rows]
+    old = json.loads(path.read_text()) if path.is_file() else []
+    new = [[r.get(k) for k in key] for r in rows]
+    kept = [r for r in old if [r.get(k) for k in key] not in new]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as part:
+        part.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept + rows) + "\n]\n")
 
 
 def parsers(description, functions):
@@ -153,61 +178,13 @@ def speed(run, skip):
             "per_second": group * prompts / step}
 
 
-def scale(args):
-    """A step of the 7B on many cards, on paper, from decode steps and updates of one H100, and
-    lengths drawn from a log-normal cut at --new."""
-    decode = [r for r in json.loads((RESULTS / "rollout_h100.json").read_text())
-              if (r["size"], r["quant"], r["lora_rank"], r["kind"]) == ("7b", "nvfp4", 16, "rows")]
-    if args.rows > (most := max(r["rows"] for r in decode)):
-        raise ValueError(f"--rows {args.rows}: a decode step is measured up to {most} rows")
-    ms = np.interp(np.arange(args.rows + 1), *zip(*sorted(
-        (r["rows"], r["replay_ms"]) for r in decode), strict=True))  # of a step, by live rows
-    adapter = 4 * memory.lora_parameters(config("7b"), 16)  # bytes of its gradient
-    rng = np.random.default_rng(0)
-    columns = {"cards": "d", "rollout": ".1f", "wait": ".1f", "exchange": ".2f", "update": ".1f",
-               "by_rows": ".1f", "reduce": ".3f", "step": ".1f", "linear": ".0%"}
-    show(columns)
-    alone = None
-    for cards in args.cards:
-        steps = []
-        for _ in range(max(4, 64 // cards)):
-            lengths = np.exp(rng.normal(math.log(args.median), args.spread, (cards, args.rows)))
-            lengths = np.sort(lengths.clip(1, args.new))  # (cards, rows): the shortest end first
-            spans = np.diff(lengths, prepend=0.0) * ms[:0:-1]  # live rows: all, all but one, ...
-            rollouts = spans.sum(1) / 1e3  # (cards,) seconds
-            tokens = lengths.sum(1) + args.prompt * args.rows
-            exchange = lengths.sum() * (cards > 1) * (args.pickle_ns + 12 / args.gather_gb) / 1e9
-            reduce = 2 * (cards - 1) / cards * adapter * args.updates / args.reduce_gb / 1e9
-            update, by_rows = tokens.mean() / args.update_tok_s, tokens.max() / args.update_tok_s
-            steps.append((rollouts.mean(), rollouts.max() - rollouts.mean(), exchange, update,
-                          by_rows - update, reduce, rollouts.max() + exchange + update + reduce))
-        row = dict(zip(columns, (cards, *np.mean(steps, 0)), strict=False))
-        alone = alone or row["step"]
-        show(columns, row | {"linear": alone / row["step"]})
-    print(f"seconds; the adapter's gradient is {adapter / 1e6:.0f} MB")
-
-
 def parse_args(argv=None):
-    parser, each = parsers("Benchmarks without a GPU.", (tables, cards, scale))
-    count, positive = command.number(1, 1e9), command.number(1e-9, 1e18, float)
+    parser, each = parsers("Benchmarks without a GPU.", (tables, cards))
     add = each["cards"].add_argument
     add("runs", nargs="+", metavar="RUN", help="folder that train.py wrote, or a quoted pattern of "
         "rows in results/runs.jsonl")
-    add("--skip", type=count, default=8, help="steps at the start that do not count: they compile "
-        "kernels and capture batch sizes")
-    add = each["scale"].add_argument
-    add("--cards", nargs="+", type=count, default=[1, 2, 8, 64, 512], help="the first: alone")
-    add("--rows", type=count, default=128, help="completions a card, all decoding at once")
-    add("--prompt", type=count, default=128, help="tokens of a prompt")
-    add("--median", type=positive, default=1000, help="tokens of a completion")
-    add("--spread", type=command.number(0, 100, float), default=0.7,
-        help="standard deviation of their logarithm")
-    add("--new", type=count, default=4096, help="tokens a completion is cut at")
-    add("--updates", type=count, default=4, help="of a rollout")
-    add("--update-tok-s", type=positive, default=18400, help="of one card (step_h100.json)")
-    add("--reduce-gb", type=positive, default=25, help="GB/s of an all-reduce, each way")
-    add("--gather-gb", type=positive, default=1, help="GB/s at which a rank takes objects in")
-    add("--pickle-ns", type=positive, default=150, help="to unpickle a token, measured")
+    add("--skip", type=command.number(1, 1e9), default=8, help="steps at the start that do not "
+        "count: they compile kernels and capture batch sizes")
     return parser.parse_args(argv)
 
 

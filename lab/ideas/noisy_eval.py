@@ -28,12 +28,13 @@ def noisy(model):
     aqn.clear(model)
 
 
-def generate(model, prompts, n=1, *rest, seed=0, **options):
+def generate(model, prompts, n, limits, temperature, top_p, eos_ids, seed, *rest, **options):
     each = []
     for j in range(n):  # the j-th sample of each prompt
         own = aqn.noise_seed(seed, j)
         aqn.set_noise(model, float(sys.argv[1]), own)
-        each.append(together(model, prompts, 1, *rest, seed=own, **options))
+        each.append(together(model, prompts, 1, limits, temperature, top_p, eos_ids, own, *rest,
+                             **options))
     return [[*chain(*group)] for group in zip(*each, strict=True)]
 
 
