@@ -40,8 +40,8 @@ def stop(*_):
 
 def script(argv, name="train.py"):
     """What was started, and what else it was told: the words of the command line except argv, the
-    flags of `name`; this project's folder is left off. ["train.py"]; ["lab/experiments.py",
-    "two-copies"]; ["mine.py", "--tau", "5"] if mine.py has a flag of its own."""
+    flags of `name`; this project's folder is left off. ["train.py"]; ["mine.py", "--tau",
+    "5"] if mine.py has a flag of its own."""
     own = typed(argv) or [name]
     path = Path(own[0]).resolve()
     return [str(path.relative_to(HOME)) if path.is_relative_to(HOME) else own[0], *own[1:]]

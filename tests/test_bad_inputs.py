@@ -130,7 +130,6 @@ READ = {  # file: the command that reads it
     "run/summary.json": "plot run",
     "run/config.json": "plot run",
     "old/config.json": "train --resume --out old",
-    "q.json": "bench_quantization --model model --data set --out q.json --device cpu",
 }
 # a tokenizer is read by a library of its own, which takes numbers as they come
 JSON = [(file, bad) for file in READ for bad in BAD if (file, bad) not in {("model/tokenizer.json", "digits")}]
@@ -273,8 +272,6 @@ FIELDS = [
     ("train --resume --out old", config("old/config.json", command="python 'mine.py"), "old/config.json|command cannot be read"),
     ("train --resume --out old", config("old/config.json", no_such_flag=1), "old/config.json|no-such-flag is gone"),
     ("eval --data d.jsonl --out rows.jsonl", config("rows.jsonl", data="d", model="base", run="0"), "--out rows.jsonl"),
-    ("bench_quantization --model model --data set --out q.json --device cpu", config("q.json", table=[1]), "q.json"),
-    ("bench_quantization --model model --data set --out q.json --device cpu", config("q.json", table=[{"format": 1}]), "q.json|missing"),
     # data: the file and the row
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": 5, "answer": "1"}\n'), "d.jsonl, row 2"),
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q", "answer": true}\n'), "d.jsonl, row 2"),
@@ -390,7 +387,6 @@ FLAGS = limits(
     ("nvfp4 --plan model", "rank", "0 1000000000 x"), ("nvfp4 --plan model", "tokens", "0 -1 99999999999"),
     ("nvfp4 --model model --out new", "device", "tpu"), ("plot run", "smooth", "0 -1 99999999999 x"),
     ("bench_quantization --model model --data set --out new", "documents", "0 99999999999"),
-    ("bench_quantization --model model --data set --out new", "length", "1 x"),
     ("experiments gradient --data d.jsonl --out new", "steps", "0"),
 )
 OTHERS = [

@@ -4,7 +4,6 @@ import math
 import re
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
 from plumbing import checkpoint, datasets, flags, policy
@@ -447,27 +446,6 @@ def test_a_merge_that_cannot_be_done_exits_with_2(tmp_path, change, message, cap
     flags = {"--merge": "", "--model": str(BASE), "--adapter": str(FIXTURES / "peft_all"), "--out": str(tmp_path / "m")} | change
     assert convert.main("merge", [x for k, v in flags.items() if v is not None for x in (k, v) if x]) == 2
     assert re.search(message, capsys.readouterr().err) and not list(tmp_path.iterdir())
-
-
-def test_the_documented_orders_of_rounding(monkeypatch):
-    """lab/ideas/rounding.py: the modules, in float32; in 16 bits an adapter's small part moves a sum only if that has not been rounded yet."""
-    monkeypatch.setattr(lora.LoRALinear, "forward", lora.LoRALinear.forward)  # put back afterwards
-    monkeypatch.setattr(M.Block, "forward", M.Block.forward)
-    m = with_random_adapter()
-    with disabled(m):
-        plain = m(IDS)
-    want, found = m(IDS), runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "rounding.py"))
-    assert torch.allclose(m(IDS), want, atol=1e-5) and not torch.allclose(want, plain, atol=1e-2)
-    with disabled(m):
-        assert m(IDS).equal(plain)
-    ends = []
-    for order in ("once", "twice"):
-        found["add"].__globals__["ORDER"] = order
-        ends.append(found["add"](*torch.tensor([[3.02], [5.0], [0.02]])).bfloat16().item())
-    assert ends == [8.0625, 8.0]
-    monkeypatch.setattr(sys, "argv", ["rounding.py", "--steps", "1"])
-    with pytest.raises(SystemExit, match="once or twice"):
-        runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "rounding.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
