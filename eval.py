@@ -19,7 +19,6 @@ Left out: few-shot prompts.
 import hashlib
 import json
 import math
-import shlex
 import sys
 import time
 from functools import partial
@@ -27,7 +26,7 @@ from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean, stdev
 
-from plumbing import checkpoint, command, flags, policy, ranks
+from plumbing import checkpoint, flags, policy, ranks
 from plumbing.command import number, numbers
 from plumbing.files import check, check_out, file_digest, read_jsonl, write_jsonl
 from plumbing.flags import Flag
@@ -38,7 +37,6 @@ import torch
 import aqn
 import data
 import lora
-import nvfp4
 import sample
 
 FLAGS = (
@@ -225,15 +223,15 @@ def plain(args):
 
 
 def digests(args, sets, script):
-    """{(set, model): digest} of what a row depends on: script (the command line's words before
-    the flags, and the text of the user's own script), flags, questions, the model's weights and
-    tokenizer, the files of --reward and --calib, the adapter."""
+    """{(set, model): digest} of what a row depends on: script (the command line's words that are
+    no flags of eval.py), flags, questions, the model's weights and tokenizer, the files of --reward
+    and --calib, the adapter."""
     free = ("out", "run", "adapter", "device", "engine", "card_share", "max_rows", "k", "data",
             "trained_with")
-    read, found = [policy.base_of(args, nvfp4.FORMATS)], {}
+    read, found = [policy.base_of(args)], {}
     folder = checkpoint.fetch(args.model)
     read += [file_digest(f) for f in map(folder.joinpath, checkpoint.BESIDE) if f.is_file()]
-    read += command.own_code(args).values()
+    read += [file_digest(args.reward.rpartition(":")[0])] if args.reward else []
     for name, rows in sets:
         # the user's own reward sees all columns
         what = [Path(script[0]).name, *script[1:],
@@ -300,8 +298,7 @@ def run(args, argv):
               f"{args.prompt_style}; add --reward to compare with the run's own accuracy",
               file=sys.stderr)
     score = data.scorer(args.prompt_style, args.reward)
-    script = command.script(argv, "eval.py")
-    saved = SavedRows(args, sets, script)
+    saved = SavedRows(args, sets, [word for word in sys.argv if word not in argv])
     model, tok = sample.load_policy(args)
     sample.set_engine(model, args.engine)
     room = model.config.max_position_embeddings
@@ -348,7 +345,7 @@ def run(args, argv):
     rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
             for name, arm, r in results]
     print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
-                      "command": shlex.join([*ranks.launcher(), *script, *argv])}))
+                      "command": ranks.command_line(argv, "eval.py")}))
 
 
 def main(argv=None):

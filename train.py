@@ -33,7 +33,6 @@ import eval as evaluation
 import grpo
 import lora
 import model as qwen
-import nvfp4
 import sample
 
 # name, type or choices, default, meaning, the embedded model's own default
@@ -347,7 +346,7 @@ def train(args, argv):
     optimizer = grpo.AdamW(params, args.lr)
     plan_update(model, args, params)
 
-    base = policy.base_of(args, nvfp4.FORMATS)
+    base = policy.base_of(args)
     with Run(COMMAND, args, argv, base, lambda folder: save_weights(model, args, folder)) as run:
         if not run.open(optimizer, [*rows, *held_out]):  # the run is over and not extended
             return 0

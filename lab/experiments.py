@@ -56,7 +56,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import command, curves, flags, ranks
+from plumbing import ALONE, command, curves, flags, ranks
 from plumbing.command import IDLE, MINOR
 from plumbing.files import check_out, read_jsonl, saved, whole
 
@@ -198,7 +198,7 @@ def trainings(name, seeds, jobs, args, argv):
         other = "--seeds" if twice[0] == "seed" else "another experiment"
         raise ValueError(f"--{twice[0].replace('_', '-')}: is what the arms of {name} differ in; "
                          f"leave it out, or take {other}")
-    if jobs > 1 and not command.ALONE:
+    if jobs > 1 and not ALONE:
         raise ValueError(f"--jobs {jobs}: starts train.py, without what the caller "
                          "may have changed; start lab/experiments.py itself, or leave it out")
     every = [(arm, [*argv, *ARMS[name][arm], "--seed", str(seed)], folder(args.out, arm, seed))

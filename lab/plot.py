@@ -9,7 +9,9 @@ steps that all of them have. The legend names the flags that differ.
     python lab/plot.py runs/bf16 runs/nvfp4 runs/nvfp4_aqn --x seconds --out compare.png
 """
 import argparse
+import shlex
 import sys
+from itertools import dropwhile, takewhile
 from os.path import commonprefix
 from pathlib import Path
 
@@ -47,6 +49,15 @@ def shown(flag, value):
     return files.shown(value).strip("'").rstrip("/").split("/")[-1]
 
 
+def script_of(line, flags):
+    """The script of a run's command line, and its own words before the first of `flags`, as text:
+    "mine.py --tau 5"."""
+    ours = {f"--{no}{name.replace('_', '-')}" for name in flags for no in ("", "no-")}
+    words = dropwhile(lambda word: not word.endswith(".py"), shlex.split(line))
+    own = [*takewhile(lambda word: word.partition("=")[0] not in ours, words)] or ["train.py"]
+    return " ".join([Path(own[0]).name, *own[1:]])
+
+
 def told(run):
     """{flag: value} of the flags that a run's numbers depend on, and its script as "script"; {}
     without config.json."""
@@ -58,7 +69,7 @@ def told(run):
         flags.pop("overlong_buffer", None)  # an eighth of the limit now
     line = had.get("command") or saved(run, "summary.json").get("command") or "train.py"
     try:
-        script = command.script_of(str(line), had)
+        script = script_of(str(line), had)
     except ValueError as e:
         raise ValueError(f"{run}: config.json: {e}") from None
     return CONSTANTS | flags | {"script": script}

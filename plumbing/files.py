@@ -1,6 +1,6 @@
 """
-Files of others, read with suspicion, and our own files, written whole or not at all; a lock that is
-released when its process dies.
+Reading files (text, JSON, with errors that name file and row), and writing them whole or not at
+all; a lock that is released when its process dies.
 
     rope = read_json("config.json", {"rope_theta": (float, 0, 1e12)})["rope_theta"]
     write_json("runs/x/metrics.json", metrics)
@@ -21,7 +21,7 @@ KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
          list: "a list", dict: "an object"}
 
 
-# ---- in
+# ---- reading
 
 
 def decode(raw, where):
@@ -45,17 +45,10 @@ def lines(path):
 
 def parse_json(text, where, fields=None, needs=()):
     """text -> the JSON object in it, `check`ed. ValueError naming `where` for anything else, for
-    NaN, for numbers too large for a float, for half a surrogate pair."""
+    NaN and for numbers too large for a float."""
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError(f"{where}: not JSON that can be read (nested too deep)") from None
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}: not JSON that can be read (half a surrogate pair, which is no "
-                         "character)") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({e})") from None
     return check(value, where, fields or {}, needs)
 
@@ -76,11 +69,12 @@ def check(value, where, fields, needs=()):
         if value.get(name) is None:
             raise ValueError(f"{where}: the field {name!r} is missing")
     for name, kind in fields.items():
-        found = value.get(name)
-        kind, *bounds = kind if isinstance(kind, tuple) else (kind,)
+        found, (kind, *bounds) = value.get(name), kind if isinstance(kind, tuple) else (kind,)
+        if found is None:
+            continue
         fits = type(found) in ((int, float) if kind is float else (kind,))
-        if found is not None and not (fits and (not bounds or bounds[0] <= found <= bounds[1])):
-            limits = f" of at least {bounds[0]} and at most {bounds[1]}" if bounds else ""
+        if not fits or bounds and not bounds[0] <= found <= bounds[1]:
+            limits = f" from {bounds[0]} to {bounds[1]}" if bounds else ""
             raise ValueError(f"{where}: {name} {shown(found)} must be {KINDS[kind]}{limits}")
     return value
 
@@ -136,7 +130,7 @@ def read_log(path, fields):
         yield text, found
 
 
-# ---- out
+# ---- writing
 
 
 @contextmanager

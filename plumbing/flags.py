@@ -18,7 +18,6 @@ from pathlib import Path
 from plumbing import command as commands
 from plumbing import policy, ranks
 from plumbing.command import number
-from plumbing.files import shown
 from plumbing.tokenizer import SUFFIX
 
 import torch
@@ -129,18 +128,15 @@ def parser(command, tiny=False, only_given=False):
 
 
 def from_file(command, values, where):
-    """The Namespace of `values`, (flag name, value) pairs read from the file `where`, as if they
-    were on the command line; ValueError for what could not be there."""
-    known, argv = {f.name: f for f in command.flags}, []
-    for name, value in values:
-        if value is None:
-            continue
-        text = ",".join(map(str, value)) if name == "levels" and isinstance(value, list) else value
-        kind = known[name].kind if name in known else None
-        fits = type(text) is bool if kind is bool else type(text) in (str, int, float)
-        if kind is None or not fits:
-            raise ValueError(f"{where}: {name} {shown(value)} is not a value of --{name}")
-        argv.append(f"--{name}={text}" if kind is not bool else f"--{'' if text else 'no-'}{name}")
+    """The Namespace of `values`, {flag: value} as read from the file `where`, as if they were on
+    the command line; ValueError for what could not be there."""
+    argv = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            argv.append(f"--{'' if value else 'no-'}{name}")
+        elif value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            argv.append(f"--{name}={text}")
     try:
         return parser(command).parse_args(argv)
     except ValueError as e:
@@ -155,8 +151,8 @@ def given(command, argv):
 def parse(command, argv):
     """The flags of a command as a Namespace, checked against each other; the embedded model gets
     the demo's defaults. ValueError for what is refused; nothing is loaded or written."""
-    named = given(command, argv).get("model", "tiny")
-    args = parser(command, tiny=command.trains and named == "tiny").parse_args(argv)
+    model = given(command, argv).get("model", "tiny")
+    args = parser(command, tiny=command.trains and model == "tiny").parse_args(argv)
     for name, value in vars(args).items():
         if value == "" and name != "calib":  # --run $UNSET; an empty --calib undoes the adapter's
             raise ValueError(f"--{name.replace('_', '-')}: is empty; give a value or leave it out")
@@ -175,8 +171,8 @@ def read_policy(command, folder):
     """The policy.json in `folder`, {} where there is none; ValueError for what is no value of the
     command's flags."""
     found = policy.read(folder)
-    kept = [(f.name, found.get(f.dest)) for f in command.flags if f.kept or f.name == "dtype"]
-    from_file(command, kept, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
+    values = {f.name: found.get(f.dest) for f in command.flags if f.kept or f.name == "dtype"}
+    from_file(command, values, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
               "that script, else delete the file to choose --model, --quant and --prompt-style by "
               "hand")
     return found

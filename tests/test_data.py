@@ -3,7 +3,6 @@ import json
 import random
 import re
 import sys
-import threading
 from datetime import date
 from pathlib import Path
 
@@ -652,15 +651,6 @@ def test_settings_may_name_tokens_and_templates_in_full(checkpoint):
     edit(checkpoint / "tokenizer_config.json", chat_template=named[:1])
     with pytest.raises(ValueError, match="no chat_template"):
         data.Tokenizer(checkpoint)
-
-
-def test_a_prompt_may_be_made_in_any_thread():
-    """Only the main one can be interrupted by a timer."""
-    tok, made = data.Tokenizer(TINY), []
-    t = threading.Thread(target=lambda: made.append(tok.prompt_ids("1+1?")))
-    t.start()
-    t.join()
-    assert made == [tok.prompt_ids("1+1?")]
 
 
 def test_a_template_may_lie_in_a_file_of_its_own(checkpoint):

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import command, flags
+from plumbing import flags
 
 import pytest
 import torch
@@ -213,7 +213,7 @@ def test_rows_belong_to_every_flag_that_they_follow_from(shallow):
     assert {run_of(**{name: "other"}) for name in ("max_rows", "k", "device", "engine", "card_share", "data", "adapter")} == {run_of()}
 
 
-def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path, monkeypatch):
+def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path):
     """A reward that was mended told the accuracy of before; it also sees columns that are no question and no answer."""
     reward, text = tmp_path / "r.py", tmp_path / "c.txt"
     args = flags.parse(evaluation.COMMAND, ["--reward", f"{reward}:score", "--awq", "--calib", str(text), "--out", str(tmp_path / "out.jsonl")])
@@ -224,13 +224,7 @@ def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path, 
         return evaluation.SavedRows(args, [("s", [{"question": "q", "answer": "1", "worth": worth}])], ["eval.py"]).runs["s", "base"]
 
     assert len({run_of("1", "1", 1), run_of("2", "1", 1), run_of("1", "2", 1), run_of("1", "1", 2)}) == 4
-    first = run_of("1", "1", 1)
-    assert first == run_of("1", "1", 1)
-    monkeypatch.setattr(command, "OWN", True)  # a script of one's own, which was edited
-    script = tmp_path / "mine.py"
-    monkeypatch.setattr(command, "MAIN", str(script))
-    mine = [run_of("1", "1", 1) for code in "aab" if script.write_text(code)]
-    assert mine[0] == mine[1] and len({first, *mine}) == 3
+    assert run_of("1", "1", 1) == run_of("1", "1", 1)
 
 
 def test_files_of_one_name_are_two_sets(tmp_path):
