@@ -24,6 +24,9 @@ import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
+from pathlib import Path
+
+from plumbing import ALONE
 
 import torch
 import torch.distributed as dist
@@ -38,13 +41,16 @@ PATIENCE = 10  # seconds that rank 0 has to raise the same error before this ran
 
 
 def command_line(argv, name="train.py"):
-    """This process's command line, if its flags are `argv`, as text for a shell; where a test or a
-    notebook has called main(argv), that of `name`. Without the two dashes torchrun takes eval.py's
-    --run and --n for its own."""
-    ours = sys.argv[len(sys.argv) - len(argv) :] == [*argv] and sys.argv[0].endswith(".py")
+    """The command line of this process, as text for a shell; where the flags `argv` were not typed
+    there but given to main(argv), that of the user's own script with them, else that of `name`.
+    Without the two dashes torchrun takes eval.py's --run and --n for its own."""
+    words, script = sys.argv, Path(sys.argv[0])
+    if not {*argv} <= {*words}:
+        own = not ALONE and script.suffix == ".py" and script.stem != "__main__"
+        words = [sys.argv[0] if own else name, *argv]
     here = os.environ.get("LOCAL_WORLD_SIZE", world)
     launcher = ["python"] if world == 1 else ["torchrun", f"--nproc-per-node={here}", "--"]
-    return shlex.join([*launcher, *(sys.argv if ours else [name, *argv])])
+    return shlex.join([*launcher, *words])
 
 
 def start(args):

@@ -1810,6 +1810,8 @@ MUTANTS = {
          "flags::the_line_to_continue_with_starts_as_many_ranks"),
         ("every rank tells what is refused", "                time.sleep(PATIENCE)",
          "                pass", "ranks::bad_input_is_refused_once"),
+        ("a script that gives flags is train.py", "words = [sys.argv[0] if own else name", "words = [name",
+         "train::the_line_to_continue_with_continues"),
     ],
     "plumbing/flags.py": [
         ("--model beside a whole run is passed over", "elif args.model is not None:", "elif False:",

@@ -1021,15 +1021,16 @@ def test_scattered_skips_do_not_end_a_run(tmp_path):
 def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
     """Without --resume it is refused, since the folder holds a run; in another folder than the project's there is no train.py."""
     monkeypatch.setattr(Run, "save", lambda *a: None)
-    for line, argv in (("../qerl/train.py --out x", ["--out", "x"]), ("mine.py --tau 5 --lr 0.1", ["--lr", "0.1"]),
+    for line, argv in (("../qerl/train.py --out x", ["--out", "x"]), ("mine.py --lr 0.1 --tau 5", ["--lr", "0.1"]),
                        ("train.py --resume --lr 0.1", ["--resume", "--lr", "0.1"])):
         monkeypatch.setattr(sys, "argv", line.split())
         assert a_run(tmp_path, argv=argv).stop(None) == 130
         again = f"python {line}" + " --resume" * ("--resume" not in line)
         assert capsys.readouterr().out.splitlines()[-1] == f"stopped after 0 steps; continue with: {again}"
-    monkeypatch.setattr(sys, "argv", ["pytest", "-q"])
-    a_run(tmp_path, argv=["--lr", "0.1"]).stop(None)
-    assert capsys.readouterr().out.splitlines()[-1].endswith("continue with: python train.py --lr 0.1 --resume")
+    for caller, script in (("pytest", "train.py"), ("mine.py", "mine.py")):  # flags that nobody typed
+        monkeypatch.setattr(sys, "argv", [caller, "-q"])
+        a_run(tmp_path, argv=["--lr", "0.1"]).stop(None)
+        assert capsys.readouterr().out.splitlines()[-1].endswith(f"continue with: python {script} --lr 0.1 --resume")
 
 
 @pytest.mark.parametrize("name", ["model", "checkpoint", "adapter"])
