@@ -55,6 +55,7 @@ FLAGS = (
     Flag("k", numbers(1, 1e4), None, "also pass@k and the majority of k, for these, as in 1,4,8"),
     Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
     Flag("out", str, None, "a row per question, to this .jsonl; one that was begun goes on"),
+    Flag("json", bool, False, "print the results as a line of JSON, too"),
     *flags.SAMPLING_FLAGS,
     *flags.ENGINE_FLAGS,
 )
@@ -227,7 +228,7 @@ def digests(args, sets, script):
     no flags of eval.py), flags, questions, the model's weights and tokenizer, the files of --reward
     and --calib, the adapter."""
     free = ("out", "run", "adapter", "device", "engine", "card_share", "max_rows", "k", "data",
-            "trained_with")
+            "trained_with", "json")
     read, found = [policy.base_of(args)], {}
     folder = checkpoint.fetch(args.model)
     read += [file_digest(f) for f in map(folder.joinpath, checkpoint.BESIDE) if f.is_file()]
@@ -342,10 +343,11 @@ def run(args, argv):
         if r["format"] == 0:
             print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
                   "fit the model?")
-    rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
-            for name, arm, r in results]
-    print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
-                      "command": ranks.command_line(argv, "eval.py")}))
+    if args.json:
+        rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
+                for name, arm, r in results]
+        print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
+                          "command": ranks.command_line(argv, "eval.py")}))
 
 
 def main(argv=None):

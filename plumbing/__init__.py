@@ -22,9 +22,9 @@ def leave(*_):
 
 
 def loads_slowly(words):
-    """Whether someone at a terminal waits for one of the slow commands, without --help. torchrun
-    starts many processes; the first of them prints."""
-    slow = ALONE and Path(MAIN).name in ("train.py", "eval.py", "sample.py")
+    """Whether someone at a terminal waits for one of the commands that need PyTorch, without
+    --help. torchrun starts many processes; the first of them prints."""
+    slow = ALONE and Path(MAIN).name != "plot.py"
     asked = not {"-h", "--help"}.isdisjoint(words)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     return slow and not asked and first and sys.stderr is not None and sys.stderr.isatty()

@@ -155,11 +155,12 @@ def beside(path):
 @contextmanager
 def whole(path):
     """Yields a temporary Path beside `path` to write to; it becomes `path` when the block ends well
-    and is removed when not.
+    and is removed when not. Of a link, the file that it points to is replaced, not the link.
 
     The temporary file is created exclusively, under a new name, so that it never hits a file of the
     user's; it has reached the disk (fsync) before it is renamed."""
-    path = Path(path)
+    path = Path(path).resolve()
+    check_regular(path, path)
     part = beside(path)
     with writing(path):
         try:
@@ -194,6 +195,12 @@ def write_jsonl(path, rows, **options):
         f.writelines(json.dumps(row, **options) + "\n" for row in rows)
 
 
+def check_regular(path, name):
+    """ValueError for a device or a pipe: renaming a finished file to its name would destroy it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{name}: is a device or a pipe, not a file; choose another name")
+
+
 def append(path, rows):
     """Append `rows` to the file as JSON, a line each."""
     with writing(path), open(path, "a", encoding="utf-8") as f:
@@ -202,11 +209,21 @@ def append(path, rows):
 
 def check_out(out, folder=False):
     """ValueError unless `out`, a file or a `folder`, can be written; called before the work."""
-    out = Path(out)
+    name, out = f"--out {out}", Path(out)
     try:
+        os.fsencode(out).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"--out {ascii(str(out))}: is not UTF-8, as other programs' names are; "
+                         "choose another name") from None
+    try:
+        for link in (out, *out.parents):
+            if link.is_symlink() and not link.exists():
+                raise ValueError(f"{name}: {link} is a link to {os.readlink(link)}, which is not "
+                                 "there; make that, or choose another name")
+        check_regular(out, name)
+        out = out.resolve()
         if out.exists() and out.is_dir() != folder:
-            raise ValueError(f"--out {out}: is a {'file' if folder else 'folder'}; choose another "
-                             "name")
+            raise ValueError(f"{name}: is a {'file' if folder else 'folder'}; choose another name")
         place = out / "probe" if out.is_dir() else out
         while folder and not place.parent.exists():
             place = place.parent
@@ -216,7 +233,7 @@ def check_out(out, folder=False):
         finally:
             probe.unlink(missing_ok=True)
     except OSError as e:
-        raise ValueError(f"--out {out}: cannot be written ({e.strerror}); choose another place"
+        raise ValueError(f"{name}: cannot be written ({e.strerror}); choose another place"
                          ) from None
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from plumbing import command as commands
 from plumbing import policy, ranks
 from plumbing.command import number
+from plumbing.files import TINY, file_digest
 from plumbing.tokenizer import SUFFIX
 
 import torch
@@ -148,11 +149,18 @@ def given(command, argv):
     return vars(parser(command, only_given=True).parse_args(argv))
 
 
+def is_tiny(model):
+    """Whether --model is the embedded model, by its name or as a copy of its folder."""
+    weights, ours = Path(model, "model.safetensors"), TINY / "model.safetensors"
+    return model == "tiny" or (weights.is_file() and weights.stat().st_size == ours.stat().st_size
+                               and file_digest(weights) == file_digest(ours))
+
+
 def parse(command, argv):
     """The flags of a command as a Namespace, checked against each other; the embedded model gets
     the demo's defaults. ValueError for what is refused; nothing is loaded or written."""
     model = given(command, argv).get("model", "tiny")
-    args = parser(command, tiny=command.trains and model == "tiny").parse_args(argv)
+    args = parser(command, tiny=command.trains and is_tiny(model)).parse_args(argv)
     for name, value in vars(args).items():
         if value == "" and name != "calib":  # --run $UNSET; an empty --calib undoes the adapter's
             raise ValueError(f"--{name.replace('_', '-')}: is empty; give a value or leave it out")
@@ -198,7 +206,7 @@ def take_policy(command, args):
     args.trained_with = read_policy(command, folder) if folder else {}
     for f in command.flags:
         if f.kept and getattr(args, f.dest) is None:
-            default = f.tiny if args.model == "tiny" and f.tiny is not None else f.default
+            default = f.tiny if f.tiny is not None and is_tiny(args.model) else f.default
             if command.name == "sample" and f.name == "prompt-style":
                 default = "plain"  # a chat with a base model asks for nothing in particular
             if f.name != "calib" or args.awq:  # its text is no use to plain rounding
@@ -236,6 +244,8 @@ def run_command(command, body, argv=None, name=None):
     def parsed():
         try:
             args = parse(command, argv)
+            if sys.stderr.isatty():
+                print(f"loading {args.model} ...", file=sys.stderr, flush=True)
             ranks.start(args)
             code = body(args, argv)
             ranks.end()

@@ -18,13 +18,14 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import resource
 import sys
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from time import time  # by name: a reward that replaces time.time leaves the run's clock alone
 
 from plumbing import command, console, files, flags, policy, ranks
 from plumbing.command import IDLE, MINOR
@@ -108,11 +109,11 @@ class Run(ExitStack):
 
     def __init__(self, spec, args, argv, base, save_weights):
         super().__init__()  # the folder's lock, the signals, the collector: held to the end
-        self.spec, self.args, self.out = spec, args, Path(args.out)
-        self.save_weights = save_weights
+        self.spec, self.args, self.save_weights = spec, args, save_weights
+        self.out = Path(args.out).absolute()  # a reward may change the working directory
         self.state = State(command=ranks.command_line(argv), base=base)
         self.again = f"{self.state.command}{' --resume' * ('--resume' not in argv)}"
-        self.started = time.time()
+        self.started = time()
         self.clock = {}  # seconds of each phase of a step
         self.current = None  # the phase
         self.drawn = 0  # tokens sampled in this step, replaced groups included
@@ -170,14 +171,14 @@ class Run(ExitStack):
 
     def seconds(self):
         """Seconds of the run so far, those before a resume included."""
-        return time.time() - self.started
+        return time() - self.started
 
     def phase(self, name):
         """Begin a phase of the step (evaluate, rollout, reward, update, log; then None), and count
         the seconds of the one before it."""
         if self.interrupted and name in ("rollout", "evaluate"):
             raise KeyboardInterrupt  # it came during an exchange with other ranks
-        now = time.time()
+        now = time()
         if self.current:
             self.clock[self.current] = self.clock.get(self.current, 0.0) + now - self.since
         self.current, self.since = name, now
@@ -331,8 +332,10 @@ class Run(ExitStack):
             optimizer.load_state_dict(state.pop("optimizer"))
             return State(**state)
         except Exception as e:  # torch's unpickler raises many kinds
-            raise ValueError(f"{path}: cannot be resumed ({cause(e)}); start anew in another "
-                             "--out") from None
+            # torch's own message advises to load it without safety
+            why = "not a checkpoint" if isinstance(e, pickle.UnpicklingError) else cause(e)
+            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
+                             ) from None
 
     @ranks.first
     def cut(self, path):

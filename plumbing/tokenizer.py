@@ -49,7 +49,9 @@ class Tokenizer:
         config = read_json(self.settings)
         model, generation = (read_json(file, SIZES) if file.is_file() else {} for file in
                              (folder / "config.json", folder / "generation_config.json"))
-        if not 0 < self.size <= model.get("vocab_size", self.size):
+        if not self.size:
+            raise ValueError(f"{path}: has no vocabulary; download it again")
+        if self.size > model.get("vocab_size", self.size):
             raise ValueError(f"{path} has {self.size} ids but {folder / 'config.json'} says "
                              f"vocab_size {model.get('vocab_size')}: the tokenizer is another "
                              "model's")
@@ -115,6 +117,11 @@ class Tokenizer:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:  # half a character: what bytes of another encoding become
             raise ValueError(f"{shown(text)}: is not UTF-8; write it in that") from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # a panic in the library's Rust is no Exception
+            raise ValueError(f"{self.folder / 'tokenizer.json'}: cannot encode {shown(text)} ({e})"
+                             ) from None
 
     def decode(self, ids):
         """Text of a completion without special tokens (<|im_end|>, padding); <think> is not one."""
@@ -132,9 +139,27 @@ class Tokenizer:
             raise ValueError(f"{self.source}: chat_template renders nothing for a question")
         return text
 
+    def chat_ids(self, messages):
+        """Ids of `chat`'s text. Special tokens are the template's to write: in a message, text
+        that reads like one is encoded as the text that it is."""
+        found = self.tokenizer.get_added_tokens_decoder().values()
+        special = sorted((t.content for t in found if t.special), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, special)) or "(?!)"
+        if not any(re.search(pattern, m["content"]) for m in messages):
+            return self.encode(self.chat(messages))
+        # a mark stands in its place while the template is rendered
+        marked = [{**m, "content": re.sub(pattern, lambda t: f"\ue000{special.index(t[0])}\ue001",
+                                          m["content"])} for m in messages]
+        ids = []
+        for i, part in enumerate(re.split("\ue000([0-9]+)\ue001", self.chat(marked))):
+            self.tokenizer.encode_special_tokens = i % 2 == 1
+            ids += self.encode(special[int(part)] if i % 2 else part)
+        self.tokenizer.encode_special_tokens = False
+        return ids
+
     def prompt_ids(self, question, style="tags", max_prompt=None):
         """Ids of a question with the style's instruction; None if more than max_prompt."""
-        ids = self.encode(self.chat([{"role": "user", "content": styled(question, style)}]))
+        ids = self.chat_ids([{"role": "user", "content": styled(question, style)}])
         return None if max_prompt is not None and len(ids) > max_prompt else ids
 
 

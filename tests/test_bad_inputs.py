@@ -64,8 +64,8 @@ def sound(tmp_path_factory):
 
 def seen(home):
     """What is there and when it was last written, in the order of the names."""
-    found = {str(p.relative_to(home)): p.stat() for p in sorted(home.rglob("*"))}
-    return {name: (s.st_ino, s.st_mtime_ns, s.st_size) if stat.S_ISREG(s.st_mode) else None for name, s in found.items()}
+    found = {str(p.relative_to(home)): p.lstat() for p in sorted(home.rglob("*"))}
+    return {name: (s.st_ino, s.st_mtime_ns, s.st_size) if stat.S_ISREG(s.st_mode) else s.st_mode for name, s in found.items()}
 
 
 @pytest.fixture
@@ -321,7 +321,8 @@ FIELDS = [
     (MERGE, raw("adapter/adapter_model.safetensors", b"\xff" * 100), "adapter_model.safetensors"),
     (ASK, raw("model/model.safetensors", b"\xff" * 100), "model.safetensors|download it again"),
     (ASK, raw("model/model.safetensors", b""), "model.safetensors|download it again"),
-    (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "tokenizer.json"),
+    (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "tokenizer.json: has no vocabulary"),
+    (ASK, raw("model/tokenizer.json", '{"model": {"type": "Unigram", "unk_id": null, "vocab": [["a", -1.0]]}}'), "tokenizer.json: cannot encode"),
     (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'), "tokenizer.json"),
 ]
 
@@ -341,6 +342,14 @@ def folder(name):
 def limits(*flags):
     """Rows of one flag each: below, above, no number, NaN and infinity."""
     return [(f"{line} --{flag}={value}", nothing, f"--{flag}") for line, flag, values in flags for value in values.split()]
+
+
+def pipe(home):
+    os.mkfifo(home / "pipe")
+
+
+def dangling(home):
+    (home / "link").symlink_to("gone")
 
 
 FLAGS = limits(
@@ -410,6 +419,14 @@ OTHERS = [
     ("lora --merge --model model --adapter adapter --out mine.txt/x", nothing, "--out mine.txt/x"),
     ("lora --merge --model model --adapter adapter --out set", nothing, "--out set|exists"),
     ("plot run --out set", nothing, "--out set"),
+    ("plot run --out /dev/null", nothing, "--out /dev/null: is a device or a pipe"),
+    ("eval --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
+    ("sample --file p.txt --out pipe", pipe, "--out pipe: is a device or a pipe"),
+    ("train --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
+    *((f"{line} --out {name}", dangling, f"--out {name}: link is a link to gone") for line, name in (
+        ("train --data d.jsonl", "link"), ("train --data d.jsonl", "link/new"), ("eval --data d.jsonl", "link"), ("plot run", "link"))),
+    *((f"{line} --out x\udcff", nothing, "is not UTF-8") for line in (
+        "train --data d.jsonl", "eval --data d.jsonl", "sample --file p.txt", "nvfp4 --model model", "plot run")),
     ("plot run --out no/where.png", nothing, "--out no/where.png"),
     ("experiments gradient --data d.jsonl --out no/where.json", nothing, "--out no/where.json"),
     ("bench_quantization --model model --data set --out set --device cpu", nothing, "--out set"),

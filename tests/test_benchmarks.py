@@ -54,7 +54,7 @@ def test_where_right_samples_name_no_answer_there_is_no_majority():
 def cli(*argv):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = evaluation.main(list(argv))
+        code = evaluation.main([*argv, "--json"])
     return code, out.getvalue().splitlines()
 
 

@@ -54,7 +54,7 @@ def cli(*argv):
     """stdout lines of `python eval.py ...`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        evaluation.main(list(argv))
+        evaluation.main([*argv, "--json"])
     return out.getvalue().splitlines()
 
 
@@ -227,6 +227,14 @@ def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path):
     assert run_of("1", "1", 1) == run_of("1", "1", 1)
 
 
+def test_json_is_printed_when_asked_for(shallow, capsys):
+    """A line of a thousand characters below each table."""
+    argv = ["--model", str(shallow), "--data", "arithmetic", "--limit", "1", "--n", "1", "--max-new-tokens", "1", "--quant", "none"]
+    for more, lines in (([], 0), (["--json"], 1)):
+        assert evaluation.main([*argv, *more]) == 0
+        assert sum(line.startswith("{") for line in capsys.readouterr().out.splitlines()) == lines
+
+
 def test_files_of_one_name_are_two_sets(tmp_path):
     """Two folders' test.jsonl: the second's rows were taken for the first's."""
     for name in "ab":
@@ -331,7 +339,7 @@ def test_rows_of_a_run_that_went_on_are_refused(tmp_path, capsys, shallow, flag)
     argv = [f"--{flag}", str(folder.parent if flag == "run" else folder), "--data", str(file), "--quant", "none", "--n", "1", "--max-new-tokens", "2", "--out", str(out)]
     assert evaluation.main(argv) == evaluation.main(argv) == 0
     named = "trained" if flag == "run" else "base"  # which the run began from
-    assert capsys.readouterr().out.count(f'"model": "{named}"') == 2
+    assert capsys.readouterr().out.count(f" {named} ") == 2
     before, tensors = out.read_bytes(), load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -234,6 +234,18 @@ COMMANDS = {
 }
 
 
+def test_what_a_link_points_to_is_written(tmp_path):
+    """--out results.jsonl, a link to a larger disk: the link became a file on the small one."""
+    file, link = tmp_path / "disk" / "file", tmp_path / "link"
+    file.parent.mkdir()
+    file.write_text("old")
+    link.symlink_to(file)
+    with whole(link) as part:
+        assert part.parent == file.parent
+        part.write_text("new")
+    assert link.is_symlink() and file.read_text() == "new"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE])
 def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeypatch, name, number):
@@ -302,7 +314,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
 
 @pytest.mark.parametrize(("script", "words", "env", "seen"), [
     ("train.py", [], {}, True), ("eval.py", ["--run", "x"], {"LOCAL_RANK": "0"}, True), ("sample.py", [], {}, True),
-    ("train.py", ["--help"], {}, False), ("data.py", [], {}, False), ("../mine/train.py", [], {}, False),
+    ("train.py", ["--help"], {}, False), ("data.py", [], {}, True), ("lab/plot.py", [], {}, False), ("../mine/train.py", [], {}, False),
     ("train.py", [], {"LOCAL_RANK": "1"}, False)])
 def test_who_waits_at_a_terminal_is_told_for_what(monkeypatch, script, words, env, seen):
     """Not in a log, nor where --help answers, nor once a rank, nor by a script of one's own."""

@@ -419,7 +419,7 @@ def test_times_and_speeds_are_those_of_the_step(monkeypatch, tmp_path):
     """A phase that is entered twice counts twice, and no step has the last one's seconds in it; tokens a second are of all that was
     drawn, groups that were replaced among them, and of all that was trained on."""
     clock = [100.0]
-    monkeypatch.setattr(run, "time", SimpleNamespace(time=lambda: clock[0]))
+    monkeypatch.setattr(run, "time", lambda: clock[0])
     r = a_run(tmp_path)
     for _ in range(2):
         for name, seconds in (("evaluate", 50), ("rollout", 3), ("reward", 1), ("rollout", 2), ("update", 4)):
