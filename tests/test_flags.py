@@ -353,6 +353,7 @@ def test_gradients_of_sixteen_bits_are_summed_in_thirty_two(monkeypatch):
 
 def test_the_line_to_continue_with_starts_as_many_ranks(monkeypatch):
     """Without the dashes torchrun takes --run and --n for its own."""
+    monkeypatch.setattr(sys, "argv", ["pytest"])
     assert ranks.command_line(["--lr", "1"]) == "python train.py --lr 1"
     monkeypatch.setattr(ranks, "world", 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -215,13 +215,13 @@ def test_a_closed_stdout_stops_a_run_where_it_can_go_on(flags, straight, tmp_pat
     """python train.py | head: BrokenPipeError was an error of the user's, with nothing saved."""
     out = tmp_path / "run"
     read, write = os.pipe()
-    pid = start(train.main, [*flags, "--out", str(out)], tmp_path / "log", (read, write))
+    pid = start(train.main, [*flags, "--save-every", "99", "--out", str(out)], tmp_path / "log", (read, write))
     os.close(write)
     with os.fdopen(read) as f:
         for line in f:
             if "| reward" in line:
                 break
-    assert end(pid) == 130 and "Traceback" not in (tmp_path / "log").read_text()
+    assert end(pid) == 130 and "Traceback" not in (tmp_path / "log").read_text() and (out / "checkpoint" / "state.pt").is_file()
     assert train.main(go_on(flags, out)) == 0 and learned(out) == straight[0]
 
 

@@ -214,10 +214,11 @@ def copy_of(straight, tmp_path):
     return Path(shutil.copytree(straight, tmp_path / "copy"))
 
 
-def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path):
+def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path, monkeypatch):
     """A run that ended can go on: its rows stay, new ones follow, its flags are kept but for --steps."""
     out = copy_of(straight, tmp_path)
-    assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 0
+    monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "--out", str(out), "--steps", "6"])
+    assert train.main() == 0
     assert rows_of(out)[:4] == rows_of(straight) and [r["step"] for r in rows_of(out)] == [0, 1, 2, 3, 4, 5]
     began = [json.loads((folder / "summary.json").read_text())["command"] for folder in (straight, out)]
     assert began[1] == f"{began[0]} && python train.py --resume --out {out} --steps 6"  # it was the resume's, which says nothing of the run
@@ -769,11 +770,12 @@ def test_a_reward_that_stops_the_clock_stops_no_run(tmp_path, monkeypatch):
     assert all(json.loads(row)["seconds_step"] > 0 for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
 
 
-def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys):
+def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
     """Before told as after, an error as the gain, a question that was unlearned as learned, rows of before in eval_after.jsonl."""
     def rows(when, accuracies):
         return [{"question": f"q{i}", "answer": "7", "accuracy": a, "samples": [{"text": f"{when}{i}"}]} for i, a in enumerate(accuracies)]
 
+    monkeypatch.setattr(sys, "argv", ["pytest"])
     r = a_run(tmp_path, "--eval-every", "0", argv=["--lr", "1"])
     after = {"accuracy": 2 / 3, "stderr": 0.2, "rows": rows("after", (0.0, 1.0, 1.0))}
     r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))})
