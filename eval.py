@@ -44,7 +44,7 @@ FLAGS = (
     *flags.ADAPTER_FLAGS,
     "questions",
     Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, a .jsonl or "
-         ".parquet, a folder, a hub id; several with commas", "arithmetic", kept=True),
+         ".parquet, a folder, a hub id; several with commas", "arithmetic", in_policy=True),
     Flag("levels", numbers(1, 1e4), None, "ask rows of these, 5 the hardest, as in 3,4,5"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
     *flags.PROMPT_FLAGS,

@@ -50,7 +50,7 @@ FLAGS = (
          "where the noise is on: rollouts alone, or the update as well"),
     "data and prompt",
     Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a "
-         ".jsonl or .parquet, a folder, a hub id", "arithmetic", kept=True),
+         ".jsonl or .parquet, a folder, a hub id", "arithmetic", in_policy=True),
     Flag("levels", numbers(1, 1e4), None,
          "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),

@@ -8,7 +8,7 @@ import textwrap
 from plumbing.command import cell, width
 
 # columns of a step's line in the order in which a narrow terminal does without them
-LEFT_OUT = ("GiB", "sigma", "tok/s", "dlogp", "trunc", "grad", "seconds", "ent", "len", "eta",
+DROP_ORDER = ("GiB", "sigma", "tok/s", "dlogp", "trunc", "grad", "seconds", "ent", "len", "eta",
             "held-out")
 SHOW_EVERY = 10  # steps between samples
 GAP_BOUND = 0.05  # nats a token between sampler and trainer to warn at
@@ -53,7 +53,7 @@ def step_line(row, args, wide=None):
     if row["eval_accuracy"] is not None:
         columns["held-out"] = f"held-out {row['eval_accuracy']:.1%}"
     columns["eta"] = f"eta {eta / 60:.0f} min"
-    for name in LEFT_OUT:
+    for name in DROP_ORDER:
         if wide is None or len(" | ".join(columns.values())) <= wide:
             break
         columns.pop(name, None)

@@ -4,7 +4,7 @@ Flags of the commands: a table at the top of each command's file, read here.
 A table is a tuple of titles (str) and Flags. The embedded model (`--model tiny`, which trains in
 minutes on a CPU) has its own defaults in a column beside the others. What an adapter was trained
 with is written beside it (plumbing/policy.py) and is the default of eval.py and sample.py when they
-are given the adapter or its run: flags that are `kept`.
+are given the adapter or its run: flags that are `in_policy`.
 
     COMMAND = Command("train", "QeRL training.", FLAGS, check)
     args = parse(COMMAND, argv)
@@ -34,7 +34,7 @@ class Flag:
     default: object
     help: str
     tiny: object = None
-    kept: bool = False
+    in_policy: bool = False
 
     @property
     def dest(self):
@@ -64,11 +64,11 @@ class Command:
 def model_flags(quants):
     return (
         "model",
-        Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", kept=True),
+        Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", in_policy=True),
         Flag("quant", quants, "nvfp4", "number format of the frozen base; none is 16 bits",
-             kept=True),
-        Flag("awq", bool, False, "scales chosen by activations, not by rounding", kept=True),
-        Flag("calib", str, None, "text for --awq (default: arithmetic problems)", kept=True),
+             in_policy=True),
+        Flag("awq", bool, False, "scales chosen by activations, not by rounding", in_policy=True),
+        Flag("calib", str, None, "text for --awq (default: arithmetic problems)", in_policy=True),
         Flag("device", ("auto", "cpu", "cuda"), "auto", "auto is cuda where there is one"),
         Flag("dtype", ("auto", "bfloat16", "float32"), "auto",
              "auto is bfloat16 on cuda, else float32"),
@@ -81,7 +81,7 @@ ADAPTER_FLAGS = (
     Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
 )
 PROMPT_FLAGS = (
-    Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
+    Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", in_policy=True),
 )
 SAMPLING_FLAGS = (
     "sampling",
@@ -112,13 +112,13 @@ def parser(command, tiny=False, only_given=False):
         defaults = [] if f.default is None else [str(f.default)]
         if f.tiny is not None:
             defaults.append(f"tiny: {f.tiny}")
-        if f.kept and not command.trains:
+        if f.in_policy and not command.trains:
             defaults.append("an adapter's own")
         how = {"help": f.help + (f" [{'; '.join(defaults)}]" if defaults else "")}
         how["default"] = f.tiny if tiny and f.tiny is not None else f.default
         if only_given:
             how["default"] = argparse.SUPPRESS
-        elif f.kept and not command.trains:
+        elif f.in_policy and not command.trains:
             how["default"] = None  # take_policy fills it
         if f.kind is bool:
             how["action"] = argparse.BooleanOptionalAction
@@ -179,7 +179,7 @@ def read_policy(command, folder):
     """The policy.json in `folder`, {} where there is none; ValueError for what is no value of the
     command's flags."""
     found = policy.read(folder)
-    values = {f.name: found.get(f.dest) for f in command.flags if f.kept or f.name == "dtype"}
+    values = {f.name: found.get(f.dest) for f in command.flags if f.in_policy or f.name == "dtype"}
     from_file(command, values, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
               "that script, else delete the file to choose --model, --quant and --prompt-style by "
               "hand")
@@ -205,7 +205,7 @@ def take_policy(command, args):
             folder = args.model = str(model)
     args.trained_with = read_policy(command, folder) if folder else {}
     for f in command.flags:
-        if f.kept and getattr(args, f.dest) is None:
+        if f.in_policy and getattr(args, f.dest) is None:
             default = f.tiny if f.tiny is not None and is_tiny(args.model) else f.default
             if command.name == "sample" and f.name == "prompt-style":
                 default = "plain"  # a chat with a base model asks for nothing in particular

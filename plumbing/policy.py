@@ -34,11 +34,11 @@ def base_of(args):
     return found
 
 
-def content(args, base, kept):
+def content(args, base, names):
     """What goes into policy.json beside an adapter. base: base_of(args), as it was when training
-    began; kept: the names of the flags that go there."""
+    began; names: of the flags that go there."""
     dtype = str(place(args.device, args.dtype)[1]).removeprefix("torch.")
-    return {name: getattr(args, name) for name in kept} | {"dtype": dtype} | base
+    return {name: getattr(args, name) for name in names} | {"dtype": dtype} | base
 
 
 def read(folder):
@@ -56,7 +56,7 @@ def merged(folder):
 def check(args):
     """ValueError if the adapter was trained on another base, or is merged into this one; a warning
     where the format, or AWQ's text, differs."""
-    had, now = args.trained_with, base_of(args)
+    trained, now = args.trained_with, base_of(args)
     weights = Path(args.adapter) / "adapter_model.safetensors"
     if weights.is_file() and file_digest(weights) in merged(checkpoint.fetch(args.model)):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} is merged into it "
@@ -65,23 +65,23 @@ def check(args):
     def stored(of):  # the format it is stored in: none, nvfp4, ...
         return (of.get("weights") or "").partition(":")[0]
 
-    same = stored(had) == stored(now)  # only then can the digests of all weights be compared
+    same = stored(trained) == stored(now)  # only then can the digests of all weights be compared
     known = "weights" if same else "base"
-    if had.get(known) not in (None, now[known]):
+    if trained.get(known) not in (None, now[known]):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} was trained on another "
-                         f"base, {had.get('model')}; an adapter only fits its own")
+                         f"base, {trained.get('model')}; an adapter only fits its own")
     scaled_here = args.awq and stored(now) == "none"
-    if not same and had.get("norms") and not scaled_here:
+    if not same and trained.get("norms") and not scaled_here:
         # one of the two was rounded beforehand; if by AWQ, its norms hold the scales
-        scaled = had["norms"] != now["norms"]
-        if scaled != bool(had.get("awq")):
+        scaled = trained["norms"] != now["norms"]
+        if scaled != bool(trained.get("awq")):
             raise ValueError(f"--model {args.model}: was rounded by other scales (AWQ's, or "
                              f"without AWQ) than the adapter {args.adapter} was trained with; give "
-                             f"its own base, {had.get('model')}")
+                             f"its own base, {trained.get('model')}")
     for name in ("quant", "awq"):
-        if had.get(name, getattr(args, name)) != getattr(args, name):
+        if trained.get(name, getattr(args, name)) != getattr(args, name):
             print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "
-                  f"{had[name]}", file=sys.stderr)
-    if same and args.awq and had.get("text") != now.get("text"):
+                  f"{trained[name]}", file=sys.stderr)
+    if same and args.awq and trained.get("text") != now.get("text"):
         print(f"warning: --calib {args.calib or 'by default'}: the adapter was trained with scales "
               "by another text", file=sys.stderr)

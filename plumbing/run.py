@@ -295,7 +295,7 @@ class Run(ExitStack):
     def write_weights(self, name):
         """Write what is trained, and its policy.json, to the folder `name`."""
         self.save_weights(self.out / name)
-        flags = [f.dest for f in self.spec.flags if f.kept]
+        flags = [f.dest for f in self.spec.flags if f.in_policy]
         content = policy.content(self.args, self.state.base, [*flags, "reward"])
         files.write_json(self.out / name / "policy.json", content)
 
@@ -341,9 +341,9 @@ class Run(ExitStack):
     def cut(self, path):
         """Drop a log's rows of steps that will be done again, and an incomplete last row."""
         rows = files.read_log(path, {}) if path.exists() else ()
-        kept = [text + "\n" for text, row in rows if row["step"] < self.state.step]
+        rows = [text + "\n" for text, row in rows if row["step"] < self.state.step]
         with whole(path) as part:
-            part.write_text("".join(kept))
+            part.write_text("".join(rows))
 
     # ---- the end
 

@@ -29,7 +29,7 @@ COMMANDS = {c.name: c for c in (train.COMMAND, evaluation.COMMAND, sample.COMMAN
 
 def policy_of(args, base):
     """What train.py writes beside an adapter of these flags."""
-    return policy.content(args, base, [*(f.dest for f in train.COMMAND.flags if f.kept), "reward"])
+    return policy.content(args, base, [*(f.dest for f in train.COMMAND.flags if f.in_policy), "reward"])
 
 
 @pytest.mark.parametrize(("name", "argv", "says"), [

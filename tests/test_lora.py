@@ -31,7 +31,7 @@ IDS = torch.randint(0, 48, (2, 10), generator=torch.Generator().manual_seed(3))
 
 def policy_of(args):
     """What train.py would write into policy.json."""
-    kept = [f.dest for f in train.COMMAND.flags if f.kept]
+    kept = [f.dest for f in train.COMMAND.flags if f.in_policy]
     return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
