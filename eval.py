@@ -17,13 +17,12 @@ Left out: few-shot prompts, majority votes.
 """
 import json
 import math
-import shlex
 import sys
 import time
 from pathlib import Path
 from statistics import fmean, stdev
 
-from plumbing import checkpoint, command, flags, ranks
+from plumbing import checkpoint, flags, ranks
 from plumbing.command import number, numbers
 from plumbing.files import check_out, write_jsonl
 from plumbing.flags import Flag
@@ -40,7 +39,7 @@ FLAGS = (
     *flags.ADAPTER_FLAGS,
     "questions",
     Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, a .jsonl or "
-         ".parquet, a folder, a hub id; several with commas", "arithmetic", kept=True),
+         ".parquet, a folder, a hub id; several with commas", "arithmetic", in_policy=True),
     Flag("levels", numbers(1, 1e4), None, "ask rows of these, 5 the hardest, as in 3,4,5"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
     *flags.PROMPT_FLAGS,
@@ -51,6 +50,7 @@ FLAGS = (
     Flag("k", numbers(1, 1e4), None, "also pass@k for these, as in 1,4,8"),
     Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
     Flag("out", str, None, "a row a question with all its samples, to this new .jsonl"),
+    Flag("json", bool, False, "print the results as a line of JSON, too"),
     *flags.SAMPLING_FLAGS,
     *flags.ENGINE_FLAGS,
 )
@@ -267,11 +267,11 @@ def run(args, argv):
             r = measure(name, rows, "adapter")
             r["gain"], r["stderr_gain"] = gain(base, r)
     print("\n".join(report(results, args.reward)))
-    rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
-            for name, arm, r in results]
-    script = command.script(argv, "eval.py")
-    print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
-                      "command": shlex.join([*ranks.launcher(), *script, *argv])}))
+    if args.json:
+        rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
+                for name, arm, r in results]
+        print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
+                          "command": ranks.command_line(argv, "eval.py")}))
 
 
 def main(argv=None):

@@ -342,7 +342,7 @@ def load_policy(args):
         torch.cuda.set_per_process_memory_fraction(args.card_share)
     folder = checkpoint.fetch(args.model)
     if getattr(args, "adapter", None):
-        policy.check(args, nvfp4.FORMATS)  # before the slow part
+        policy.check(args)  # before the slow part
     stored = checkpoint.read_config(folder)["quantization"]
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "

@@ -33,7 +33,6 @@ import eval as evaluation
 import grpo
 import lora
 import model as qwen
-import nvfp4
 import sample
 
 # name, type or choices, default, meaning, the embedded model's own default
@@ -51,7 +50,7 @@ FLAGS = (
          "where the noise is on: rollouts alone, or the update as well"),
     "data and prompt",
     Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a "
-         ".jsonl or .parquet, a folder, a hub id", "arithmetic", kept=True),
+         ".jsonl or .parquet, a folder, a hub id", "arithmetic", in_policy=True),
     Flag("levels", numbers(1, 1e4), None,
          "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
@@ -323,7 +322,7 @@ def train(args, argv):
     optimizer = grpo.AdamW(params, args.lr)
     plan_update(model, args, params)
 
-    base = policy.base_of(args, nvfp4.FORMATS)
+    base = policy.base_of(args)
     with Run(COMMAND, args, argv, base, lambda folder: save_weights(model, args, folder)) as run:
         if not run.open(optimizer, [*rows, *held_out]):  # the run is over and not extended
             return 0

@@ -22,10 +22,12 @@ lab/experiments.py compare, lab/plot.py and lab/bench_report.py cards take patte
 import argparse
 import base64
 import json
+import shlex
 import sys
 import tempfile
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,6 +43,15 @@ CONSTANTS = {"aqn_stages": 10, "tis_cap": 2.0, "beta1": 0.9, "beta2": 0.99, "wei
              "max_resample": 2}
 # flags that change no number of a run; on --card-share its last digits may depend
 LEFT_OUT = {*command.IDLE, "command", "seed"} - {"card_share"}
+
+
+def script_of(line, flags):
+    """The script of a run's command line, and its own words before the first of `flags`, as text:
+    "mine.py --tau 5"."""
+    ours = {f"--{no}{name.replace('_', '-')}" for name in flags for no in ("", "no-")}
+    words = dropwhile(lambda word: not word.endswith(".py"), shlex.split(line))
+    own = takewhile(lambda word: word.partition("=")[0] not in ours, words)
+    return " ".join(own) or "train.py"
 
 
 def read():
@@ -136,7 +147,7 @@ def row_of(run, group, columns, commit, defaults):
     flags = {k: v for k, v in (CONSTANTS | had).items() if k not in LEFT_OUT}
     row = {"group": group, "name": Path(run).resolve().name, "seed": had.get("seed"),
            "flags": {k: v for k, v in flags.items() if v != defaults.get(k)}}
-    if (script := command.script_of(str(had.get("command")), had)) != "train.py":
+    if (script := script_of(str(had.get("command")), had)) != "train.py":
         row["script"] = script
     summary = {k: v for k, v in saved(run, "summary.json").items() if k != "command"}
     if (summary.get("best") or {}).get("step") == summary.get("steps"):

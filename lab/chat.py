@@ -96,7 +96,7 @@ def answer(model, tok, args, texts):
             print(text[len(shown) :], end="", flush=True)
             shown = text
 
-    prompt = tok.encode(tok.chat(turns(args, *texts)))
+    prompt = tok.chat_ids(turns(args, *texts))
     most = sample.limit(model, prompt, args.max_new_tokens)
     [[drawn]] = sample.generate(model, [prompt], 1, most, args.temperature,
                           args.top_p, tok.eos_ids, args.seed, on_token=show)
@@ -132,7 +132,7 @@ def chat(model, tok, args):
 
 def batch(model, tok, args, prompts):
     """--file -> --out: one JSON row a sample, in order, written whole at the end."""
-    ids = [tok.encode(tok.chat(turns(args, text))) for text in prompts]
+    ids = [tok.chat_ids(turns(args, text)) for text in prompts]
     limits = [sample.limit(model, p, args.max_new_tokens) for p in ids]
     groups = sample.generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids,
                       args.seed, args.max_rows, progress=sys.stderr.isatty())

@@ -285,7 +285,7 @@ def merge_body(argv):
         raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
     args.calib = (args.calib or had.get("calib")) if calibrate else None
     args.dtype = had.get("dtype", "bfloat16") if calibrate else "bfloat16"
-    policy.check(args, FORMATS)  # before the slow part
+    policy.check(args)  # before the slow part
     ids = datasets.calibration(args.calib, folder) if calibrate else None
     device, dtype = policy.place(args.device, args.dtype)
     r = merge(folder, args.adapter, args.out, device, args.quant, ids, dtype)

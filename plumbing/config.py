@@ -14,15 +14,14 @@ from plumbing.files import check, read_json
 FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False},
             "llama": {"qkv_bias": False, "qk_norm": False},
             "qwen3": {"qkv_bias": False, "qk_norm": True}}
-# config.json's fields: their types, and bounds that no model of these families exceeds
-SIZES = {"vocab_size": (int, 1, 1 << 22), "hidden_size": (int, 1, 1 << 17),
-         "intermediate_size": (int, 1, 1 << 20), "num_hidden_layers": (int, 1, 1024),
-         "num_attention_heads": (int, 1, 4096)}
-FIELDS = {**SIZES, "num_key_value_heads": (int, 1, 4096), "head_dim": (int, 2, 4096),
-          "max_position_embeddings": (int, 1, 1 << 30), "rms_norm_eps": (float, 0, 1),
-          "rope_theta": (float, 1e-3, 1e12), "tie_word_embeddings": bool, "rope_parameters": dict,
-          "rope_scaling": dict, "layer_types": list, "quantization_config": dict,
-          "model_type": str, "hidden_act": str}
+# config.json's fields and their types
+SIZE = (int, 1, 1 << 23)
+SIZES = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                       "num_attention_heads"), SIZE)
+FIELDS = {**SIZES, "num_key_value_heads": SIZE, "head_dim": SIZE, "max_position_embeddings": SIZE,
+          "rms_norm_eps": (float, 0, 1), "rope_theta": (float, 1e-3, 1e12),
+          "tie_word_embeddings": bool, "rope_parameters": dict, "rope_scaling": dict,
+          "layer_types": list, "quantization_config": dict, "model_type": str, "hidden_act": str}
 
 
 def read_config(folder):
@@ -49,7 +48,7 @@ def read_config(folder):
                          "key-value heads")
     family, room = raw["model_type"], 2048 if raw["model_type"] == "llama" else 32768
     head_dim = raw.get("head_dim", 128 if family == "qwen3" else raw["hidden_size"] // heads)
-    if head_dim < 2 or head_dim % 2:
+    if head_dim % 2 or not head_dim:
         raise ValueError(f"{path}: a head_dim of {head_dim} must be even, for rotary positions")
     return {
         **{k: raw[k] for k in SIZES}, "num_key_value_heads": kv_heads, "head_dim": head_dim,
@@ -98,33 +97,30 @@ def packed_format(raw, where, formats=None):
     """The name of the format that a `quantization_config` declares, as in nvfp4-pack-quantized;
     ValueError for what cannot be honoured, and for what is not in `formats`, nvfp4.FORMATS."""
     known = [f"{fmt}-pack-quantized" for fmt in formats or ("nvfp4", "mxfp4", "nf4")]
-
-    def refuse(what):
-        raise ValueError(f"{where}/config.json: quantization_config has {what}; checkpoints with "
-                         f"{', '.join(known)} and weights only (W4A16) can be read")
-
     path = f"{where}/config.json: quantization_config"
     check(raw, path, {"config_groups": dict, "format": str, "quant_method": str})
     groups = [check(g, path, {"format": str, "weights": dict})
               for g in (raw.get("config_groups") or {}).values()]
-    found = {raw.get("format"), *(g.get("format") for g in groups)} - {None}
-    if raw.get("quant_method") not in ("compressed-tensors", "qerl"):
-        refuse(f"quant_method {raw.get('quant_method')!r}")
-    layout = " and ".join(sorted(found))
+    layout = " and ".join(sorted({raw.get("format"), *(g.get("format") for g in groups)} - {None}))
     fmt = layout.removesuffix("-pack-quantized")
-    if fmt == layout or formats and fmt not in formats:
-        refuse(f"format {layout or None}")
-    if len(groups) != 1:
-        refuse(f"{len(groups)} config_groups")
-    weights = groups[0].get("weights") or {}
-    block = formats and formats[fmt].block
-    for field, want in (("num_bits", 4), ("type", "float"), ("group_size", block),
-                        ("symmetric", True)):
-        if weights.get(field, want) != (want or weights.get(field)):
-            refuse(f"{field} {weights[field]!r}")
-    for what in ("input_activations", "output_activations"):
-        if groups[0].get(what):
-            refuse(what)
-    if raw.get("kv_cache_scheme"):
-        refuse("kv_cache_scheme")
+    group = groups[0] if groups else {}
+    weights = group.get("weights") or {}
+    wanted = {"num_bits": 4, "type": "float", "symmetric": True}
+    if formats and fmt in formats:
+        wanted["group_size"] = formats[fmt].block
+    refused = {
+        f"quant_method {raw.get('quant_method')!r}":
+            raw.get("quant_method") not in ("compressed-tensors", "qerl"),
+        f"format {layout or None}": fmt == layout or formats and fmt not in formats,
+        f"{len(groups)} config_groups": len(groups) != 1,
+        **{f"{field} {weights.get(field)!r}": weights.get(field, want) != want
+           for field, want in wanted.items()},
+        "input_activations": group.get("input_activations"),
+        "output_activations": group.get("output_activations"),
+        "kv_cache_scheme": raw.get("kv_cache_scheme"),
+    }
+    for what, bad in refused.items():
+        if bad:
+            raise ValueError(f"{path} has {what}; checkpoints with {', '.join(known)} and weights "
+                             "only (W4A16) can be read")
     return fmt

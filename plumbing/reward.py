@@ -1,13 +1,17 @@
 """
 --reward file.py:function: a reward of the user's own, loaded and guarded.
 """
+import copy
 import importlib.util
 import numbers
+import os
 import sys
 import traceback
 from pathlib import Path
 
 from plumbing.files import cause
+
+import torch
 
 
 def own_reward(spec):
@@ -20,14 +24,22 @@ def own_reward(spec):
     ValueError when the function raises, or returns no number within +-1e9.
     """
     function, flag = _function(spec), f"--reward {spec}"
+    file = str(Path(spec.rpartition(":")[0]).resolve())
 
     def grade(text, row):
+        folder, gradients = os.getcwd(), torch.is_grad_enabled()
         try:
-            value = function(text, dict(row))
-        except (Exception, SystemExit) as e:  # the user's own code, or a completion that it ran
-            place = traceback.extract_tb(e.__traceback__)[-1]
-            raise ValueError(f"{flag}: raised {cause(e)} ({place.filename}, line {place.lineno})"
-                             ) from e
+            value = function(text, copy.deepcopy(row))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # the user's own code, or a completion that it ran
+            frames = traceback.extract_tb(e.__traceback__)
+            place = [f for f in frames if f.filename == file][-1:] or frames[-1:]
+            raise ValueError(f"{flag}: raised {cause(e)} ({place[0].filename}, line "
+                             f"{place[0].lineno})") from e
+        finally:  # what it may have changed for all
+            os.chdir(folder)
+            torch.set_grad_enabled(gradients)
         score = value if isinstance(value, dict) else {"reward": value}
         r = _plain(score.get("reward"))
         if not isinstance(r, numbers.Real) or not abs(r) <= 1e9:  # its square must fit float32
@@ -58,11 +70,14 @@ def _function(spec):
         raise FileNotFoundError(f"--reward {path}: not found; name a Python file that defines "
                                 f"{name}(text, row)")
     sys.path.append(str(Path(path).resolve().parent))  # its folder, as `python path` does
-    loader = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    loader = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}",
+                                                    Path(path).resolve())
     module = sys.modules[loader.name] = importlib.util.module_from_spec(loader)
     try:
         loader.loader.exec_module(module)
-    except (Exception, SystemExit) as e:  # the user's own code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # the user's own code
         raise ValueError(f"--reward {path}: import fails with {cause(e)}; `python {path}` shows "
                          "where") from e
     if not callable(function := getattr(module, name, None)):

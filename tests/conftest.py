@@ -16,11 +16,8 @@ def pytest_configure(config):
     """Without a GPU, Triton's kernels run in its interpreter; that is decided when they are defined, so before any test file is
     imported."""
     if config.getoption("dist", "no") == "no":  # here tests will run
-        from plumbing import command
-
         import torch
 
-        command.OWN = False  # what runs the tests is no script of one's own
         # side by side, more threads than cores wait for each other: three tests took minutes so
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))

@@ -27,8 +27,8 @@ IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
 
 def policy_of(args):
     """What train.py would write into policy.json."""
-    kept = [f.dest for f in train.COMMAND.flags if f.kept]
-    return policy.content(args, policy.base_of(args, nvfp4.FORMATS), [*kept, "reward"])
+    kept = [f.dest for f in train.COMMAND.flags if f.in_policy]
+    return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
 def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512, **options):

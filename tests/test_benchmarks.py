@@ -33,7 +33,7 @@ def test_pass_at_k_is_unbiased_and_not_the_share_of_questions_with_a_right_sampl
 def cli(*argv):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = evaluation.main(list(argv))
+        code = evaluation.main([*argv, "--json"])
     return code, out.getvalue().splitlines()
 
 

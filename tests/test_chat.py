@@ -99,11 +99,8 @@ def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, c
     class Bytes:
         eos_ids = [7]
 
-        def chat(self, messages):
-            return messages[-1]["content"]
-
-        def encode(self, text):
-            return [*text.encode()]
+        def chat_ids(self, messages):
+            return [*messages[-1]["content"].encode()]
 
         def decode(self, ids):
             return bytes(ids).decode("utf-8", errors="replace")

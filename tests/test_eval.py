@@ -52,7 +52,7 @@ def cli(*argv):
     """stdout lines of `python eval.py ...`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        evaluation.main(list(argv))
+        evaluation.main([*argv, "--json"])
     return out.getvalue().splitlines()
 
 
@@ -196,6 +196,14 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
         f"d, base: {many}", f"d, adapter: {many}", "d: the adapter adds +25.0 points (s.e. 14.4)",
         "d, base: 2 questions skipped, longer than --max-prompt",
         "warning: d, base: no completion follows the format; does --prompt-style fit the model?"]
+
+
+def test_json_is_printed_when_asked_for(shallow, capsys):
+    """A line of a thousand characters below each table."""
+    argv = ["--model", str(shallow), "--data", "arithmetic", "--limit", "1", "--n", "1", "--max-new-tokens", "1", "--quant", "none"]
+    for more, lines in (([], 0), (["--json"], 1)):
+        assert evaluation.main([*argv, *more]) == 0
+        assert sum(line.startswith("{") for line in capsys.readouterr().out.splitlines()) == lines
 
 
 def test_files_of_one_name_are_two_sets(tmp_path):

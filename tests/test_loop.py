@@ -183,11 +183,11 @@ def test_questions_follow_the_seed_and_the_limit():
         assert all((hashlib.sha256(row["chain"].encode()).digest()[0] < 26) == tested for row in rows)
 
 
-def test_the_loop_gets_one_pass_and_the_style_that_was_asked_for(tmp_path, monkeypatch):
+def test_the_loop_gets_one_pass_and_the_style_that_was_asked_for(tmp_path, monkeypatch, shallow):
     """The number of steps when none is given; prompts that ask for one format and a reward for another are zeros for good."""
     given = []
     monkeypatch.setattr(train, "learn", lambda *a: given.extend(a))
-    r = record(tmp_path, "--model", str(TINY), "--prompts-per-step", "5", "--prompt-style", "boxed")
+    r = record(tmp_path, "--model", str(shallow), "--prompts-per-step", "5", "--prompt-style", "boxed")
     this, _, tok, _, prompts, score, _ = given
     [row] = prompts.take(1)
     assert r.code == [0] and this.args.steps == 48 // 5
@@ -195,7 +195,7 @@ def test_the_loop_gets_one_pass_and_the_style_that_was_asked_for(tmp_path, monke
     assert score([(f"\\boxed{{{row['answer']}}}", row)])[0]["reward"] == 1.2
 
 
-def test_a_pass_is_of_the_prompts_that_fit_and_at_least_a_step(tmp_path, monkeypatch, capsys):
+def test_a_pass_is_of_the_prompts_that_fit_and_at_least_a_step(tmp_path, monkeypatch, capsys, shallow):
     """Counted with those that --max-prompt skips, a pass goes on into the next; of fewer prompts than a step takes, it had no step."""
     tok, given = Tokenizer(TINY), []
     lengths = sorted(len(tok.prompt_ids(row["question"])) for row in shortest()[:48])
@@ -203,7 +203,7 @@ def test_a_pass_is_of_the_prompts_that_fit_and_at_least_a_step(tmp_path, monkeyp
     monkeypatch.setattr(train, "learn", lambda this, *_: given.append(this.args.steps))
     for name, prompts in (("a", "1"), ("b", "64")):
         (tmp_path / name).mkdir()
-        record(tmp_path / name, "--model", str(TINY), "--prompts-per-step", prompts, "--updates-per-rollout", "1", "--max-prompt",
+        record(tmp_path / name, "--model", str(shallow), "--prompts-per-step", prompts, "--updates-per-rollout", "1", "--max-prompt",
                str(lengths[24]))
     assert given == [fit, 1] and fit < 48
     assert f"{fit} training prompts ({48 - fit} longer than --max-prompt), {fit} steps" in capsys.readouterr().out
@@ -421,7 +421,7 @@ def test_times_and_speeds_are_those_of_the_step(monkeypatch, tmp_path):
     """A phase that is entered twice counts twice, and no step has the last one's seconds in it; tokens a second are of all that was
     drawn, groups that were replaced among them, and of all that was trained on."""
     clock = [100.0]
-    monkeypatch.setattr(run, "time", SimpleNamespace(time=lambda: clock[0]))
+    monkeypatch.setattr(run, "time", lambda: clock[0])
     r = a_run(tmp_path)
     for _ in range(2):
         for name, seconds in (("evaluate", 50), ("rollout", 3), ("reward", 1), ("rollout", 2), ("update", 4)):
