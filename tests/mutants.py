@@ -694,7 +694,7 @@ MUTANTS = {
         ("a plane's first scale is that of all its words", "tl.reshape(tl.join(s, s), (BN, 2 * s.shape[1]))",
          "tl.reshape(tl.permute(tl.join(s, s), (0, 2, 1)), (BN, 2 * s.shape[1]))",
          "gemm::kernels_take_a_codebook_of_ones_own"),
-        ("another codebook in PTX", "lookup(decode)", "lookup(tuple(range(16)), dtype)",
+        ("another codebook in PTX", "lookup(decode)", "lookup(tuple(range(16)))",
          "gemm::what_the_ptx_makes_of_a_word"),
         ("NF4's signs change places", "0xd9c8", "0xc8d9",
          "gemm::what_the_ptx_makes_of_a_word"),
