@@ -61,7 +61,8 @@ def card(head_dim=64, **weight):
 @pytest.mark.parametrize(("model", "capability", "says"), [
     (card(is_cuda=False), (9, 0), "not on a CUDA device"), (card(), (7, 5), "an Ampere card"),
     (card(dtype=torch.float32), (9, 0), "in torch.float32"), (card(head_dim=80), (9, 0), "heads of 32, 64 or 128 numbers, not 80"),
-    (card(requires_grad=True), (9, 0), "train adapters alone"), (card(), (8, 0), "a hook"), (card(dtype=torch.float16), (9, 0), "a hook")])
+    (card(requires_grad=True), (9, 0), "train adapters alone"), (card(), (8, 0), "a hook"),
+    (card(dtype=torch.float16), (9, 0), "in torch.float16")])
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason(monkeypatch, capsys, model, capability, says):
     """The weights of Qwen3's head norms would get no gradient, heads of 80 an error from a compiler; with auto it is one line."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
