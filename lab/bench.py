@@ -351,12 +351,13 @@ def step(args):
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.card_gib * memory.GIB / total)
     columns = {"size": "", "quant": "", "tokens": "d", "micro_batch": "d", "checkpointing": "",
-               "rollout_s": ".2f", "logprob_s": ".3f", "update_s": ".3f", "optimizer_s": ".4f",
+               "capture_s": ".1f", "rollout_s": ".2f", "first_update_s": ".1f",
+               "logprob_s": ".3f", "update_s": ".3f", "optimizer_s": ".4f",
                "share": ".0%", "launches": "d", "busy_s": ".3f", "weights_gib": ".2f",
                "update_gib": ".1f", "peak_gib": ".1f"}
     show(columns)
     for size, quant in ((s, q) for s in args.sizes for q in args.quants):
-        row = {"size": size, "quant": quant, "dtype": "bfloat16", "lora_rank": 16,
+        row = {"size": size, "quant": quant, "dtype": "bfloat16", "lora_rank": args.rank,
                "prompt": args.prompt, "completions": args.completions, "group": args.group,
                "new": args.new, "card_gib": args.card_gib}
         try:
@@ -373,7 +374,7 @@ def phases(row, c, ceiling, args):
     """Measure one size and format and add the figures to its row."""
     model, made = build(c, row["quant"])
     row |= made
-    optimizer = grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6)
+    optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6)
     length, rows = args.prompt + args.new, args.completions
     row["micro_batch"], row["checkpointing"] = memory.fit_update(
         c, engine.free_bytes() * args.share, length)
@@ -381,7 +382,7 @@ def phases(row, c, ceiling, args):
     if args.rollout:
         prompts = random_prompts(rows, args.prompt)
         torch.cuda.reset_peak_memory_stats()
-        draw(model, prompts, 1, 2)  # compiles and captures
+        row["capture_s"], _ = draw(model, prompts, 1, 2)  # compiles and captures
         row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
         row["rollout_gib"] = peak_gib()
         engine.UPDATES[model] = sum(memory.update_bytes(
@@ -392,7 +393,8 @@ def phases(row, c, ceiling, args):
     # a prompt's states are computed once for several of its completions
     row["tokens"] = sum(map(batches.size, batches.families(completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
-    grpo.update(model, optimizer, completions, settings)  # compiles
+    row["first_update_s"], _ = timed(  # compiles
+        lambda: grpo.update(model, optimizer, completions, settings))
     row["logprob_s"], _ = timed(
         lambda: grpo.record_trainer_logprobs(model, completions, settings))
     row["update_s"] = statistics.median(
@@ -475,6 +477,7 @@ def parse_args(argv=None):
     add = each["step"].add_argument
     add("--sizes", **some, choices=SIZES, default=["3b", "7b", "14b", "32b"], help="models")
     add("--quants", **some, choices=memory.BITS, default=["none", "nvfp4"], help="formats")
+    add("--rank", type=int, default=16, help="of the adapter")
     add("--completions", type=int, default=8, help="of an update")
     add("--group", type=int, default=1, help="completions of a prompt")
     add("--prompt", type=int, default=256, help="tokens of a prompt")
