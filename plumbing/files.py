@@ -95,9 +95,8 @@ def read_json(path, fields=None, needs=()):
 
 
 def saved(run, name):
-    """The JSON object in the file `name` of a run's folder (or beside its metrics.jsonl, if that is
-    given); {} where there is none."""
-    path = (Path(run).parent if Path(run).is_file() else Path(run)) / name
+    """The JSON object in the file `name` of a run's folder; {} where there is none."""
+    path = Path(run) / name
     share = (float, 0, 1)
     fields = {"accuracy_before": share, "accuracy_after": share, "seed": (int, 0, 1 << 63)}
     return read_json(path, fields) if path.is_file() else {}

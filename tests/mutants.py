@@ -1371,9 +1371,6 @@ MUTANTS = {
          "kill::a_file_is_on_the_disk_before_it_has_its_name_and_whoever_may_can_read_it"),
         ("the last rows are all", 'with writing(path), open(path, "a"', 'with writing(path), open(path, "w"',
          "train::a_run_leaves_every_file_it_promises"),
-        ("the flags beside a file are not read", "path = (Path(run).parent if Path(run).is_file() else Path(run)) / name",
-         "path = Path(run) / name",
-         "plot::labels_are_the_flags_that_differ"),
         ("a link is replaced", "path = Path(path).resolve()", "path = Path(path)", "kill::what_a_link_points_to_is_written"),
         ("a pipe is replaced", "        check_regular(out, name)\n", "", "bad_inputs::flags_and_places_are_checked_before_the_work"),
         ("a link to nothing is met after the work", "if link.is_symlink() and not link.exists():", "if False:",
@@ -2043,8 +2040,6 @@ MUTANTS = {
          "", "plot::any_folder_may_be_named_in_the_legend"),
     ],
     "fast/layout.py": [
-        ("codes of any type are packed", "if codes.dim() != 2 or codes.dtype != torch.uint8:", "if False:",
-         "formats::shapes_that_do_not_fit_and_unknown_formats_are_refused"),
     ],
     "lab/ideas/rloo.py": [
         ('the mean of all', '(rewards.shape[1] - 1)',
