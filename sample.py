@@ -26,7 +26,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plumbing import checkpoint, flags, policy, ranks
+from plumbing import checkpoint, flags, layouts, policy, ranks
 from plumbing.command import number
 from plumbing.files import check_out, lines, read_jsonl, write_jsonl
 from plumbing.flags import Flag
@@ -385,7 +385,7 @@ def load_policy(args):
     stored = checkpoint.read_config(folder)["quantization"]
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
-                         f"--quant {checkpoint.packed_format(stored, folder)}")
+                         f"--quant {layouts.packed_format(stored, folder)}")
     tok, text = data.Tokenizer(folder), None
     # a quantized one already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):

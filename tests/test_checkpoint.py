@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from plumbing import checkpoint
+from plumbing import checkpoint, layouts
 from plumbing.files import read_json
 
 import pytest
@@ -42,7 +42,7 @@ def test_packing_by_hand():
     codes = torch.tensor([[1, 2, 15, 0] + [0] * 11 + [8]], dtype=torch.uint8)
     scale = torch.tensor([[1.5]]).to(torch.float8_e4m3fn)
     q = Quantized("nvfp4", (1, 16), pack(codes), scale, torch.tensor([0.25]))
-    out = dict(checkpoint.packed_tensors("model.layers.0.self_attn.o_proj", q, slice(0, 1)))
+    out = dict(layouts.tensors("model.layers.0.self_attn.o_proj", q, slice(0, 1)))
     name = "model.layers.0.self_attn.o_proj.weight"
     assert out[f"{name}_packed"].tolist() == [[0x21, 0x0F, 0, 0, 0, 0, 0, 0x80]]
     assert out[f"{name}_scale"].view(torch.uint8).tolist() == [[0x3C]]
@@ -74,14 +74,15 @@ def test_a_width_that_is_no_whole_number_of_blocks_is_named():
     """Its last weights would have no scale."""
     source = checkpoint.Checkpoint(FIXTURES / "compressed_nvfp4")
     with pytest.raises(ValueError, match="compressed_nvfp4: o_proj has K = 24, not divisible by nvfp4's block of 16"):
-        source.packed("o_proj", 8, 24, "nvfp4", FORMATS["nvfp4"], "cpu")
+        source.check_format("none", FORMATS)
+        source.packed({"o_proj": 8}, 24, "cpu")
 
 
 @pytest.mark.parametrize("name,fmt", [("compressed_nvfp4", "nvfp4"), ("compressed_mxfp4", "mxfp4")])
 def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
     """Serving engines pick their kernel by these fields."""
     theirs = json.loads((FIXTURES / name / "config.json").read_text())["quantization_config"]
-    ours = checkpoint.quantization_config(fmt, FORMATS[fmt])
+    ours = layouts.quantization_config(fmt, FORMATS[fmt])
     for field in ("quant_method", "format", "ignore", "quantization_status", "kv_cache_scheme"):
         assert ours[field] == theirs[field]
     a, b = ours["config_groups"]["group_0"], theirs["config_groups"]["group_0"]
@@ -367,7 +368,7 @@ def test_a_quant_that_contradicts_the_checkpoint_is_an_error(tmp_path):
 
 def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
     """Killed half-way (nothing cleans up), or stopped by an error: no folder of that name, and the partial one does not load."""
-    folder, real = base(tmp_path), checkpoint.packed_tensors
+    folder, real = base(tmp_path), layouts.tensors
     calls = []
 
     def stop(q, parts, where):
@@ -376,7 +377,7 @@ def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         yield from real(q, parts, where)
 
-    monkeypatch.setattr(checkpoint, "packed_tensors", stop)
+    monkeypatch.setattr(layouts, "tensors", stop)
     with pytest.raises(KeyboardInterrupt):
         convert.convert(folder, tmp_path / "q", shard_bytes=5_000)
     assert len(calls) == 5 and sorted(p.name for p in tmp_path.iterdir()) == ["base"]

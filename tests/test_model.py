@@ -148,7 +148,7 @@ def test_angles_far_into_a_sequence_are_exact():
     """Places in 16 bits are right up to 256."""
     places = torch.tensor([[1, 257], [4001, 32767]])
     angle = places[..., None].double() * 1e6 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
-    for got, want in zip(M.rope_tables(places, 32, 1e6), (angle.cos(), angle.sin()), strict=True):
+    for got, want in zip(M.rope_tables(places, M.Config(1, 1, 1, 1, 1, 1, 32, rope_theta=1e6)), (angle.cos(), angle.sin()), strict=True):
         assert (got - want).abs().max() < 5e-3
 
 
