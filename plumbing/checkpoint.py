@@ -45,6 +45,9 @@ def fetch(path_or_hub_id, weights=True):
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        raise ValueError(f"--model {name}: a GGUF file; make a checkpoint folder of it first: "
+                         f"python lab/convert.py {name} --out DIR")
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
                                 "hub id")
@@ -52,10 +55,11 @@ def fetch(path_or_hub_id, weights=True):
         return DOWNLOADED[name, weights]
     from huggingface_hub import snapshot_download
 
-    wanted = ["config.json", "hf_quant_config.json"]
+    wanted = ["config.json"]
     if weights:
-        wanted += ["generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                   "chat_template.jinja", "model*.safetensors", "model.safetensors.index.json"]
+        wanted += ["hf_quant_config.json", "generation_config.json", "tokenizer.json",
+                   "tokenizer_config.json", "chat_template.jinja", "model*.safetensors",
+                   "model.safetensors.index.json"]
     try:
         DOWNLOADED[name, weights] = Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as e:  # the client raises many kinds: no network, no repository, no access
@@ -84,6 +88,11 @@ class Checkpoint:
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
+            for other in sorted([*self.folder.glob("pytorch_model*.bin"),
+                                 *self.folder.glob("*.gguf")]):
+                what = other if other.suffix == ".gguf" else self.folder
+                raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; make a "
+                                 f"folder of those first: python lab/convert.py {what} --out DIR")
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
                                     "there; is the download complete?")
         for shard in sorted(set(self.where.values())):

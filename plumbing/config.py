@@ -85,7 +85,7 @@ def rope_scaling(rope, theta, D, room, path):
     if kind is None:
         return None, room
     fields = SCALINGS[kind]
-    check(rope, path, fields, {"factor", "low_freq_factor", "high_freq_factor"} & {*fields})
+    check(rope, path, fields, sorted({"factor", "low_freq_factor", "high_freq_factor"} & {*fields}))
     other = {*rope} - {*fields, "rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if other:
         raise ValueError(f"{path}: {kind} with {min(other)} is not supported")
