@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 
 from plumbing.checkpoint import Checkpoint
-from plumbing.files import cause, parse_json, read_json, write_json
+from plumbing.files import cause, read_json, write_json
 
 import torch
 

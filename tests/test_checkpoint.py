@@ -511,7 +511,7 @@ def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
 
 @pytest.mark.parametrize("fmt,suffix,bad", [
     ("nvfp4", "scale", torch.tensor(0x7F, dtype=torch.uint8)), ("nvfp4", "scale", torch.tensor(0xB8, dtype=torch.uint8)),
-    ("mxfp4", "scale", torch.tensor(255, dtype=torch.uint8)), ("mxfp4", "scale", torch.tensor(253, dtype=torch.uint8)), 
+    ("mxfp4", "scale", torch.tensor(255, dtype=torch.uint8)), ("mxfp4", "scale", torch.tensor(253, dtype=torch.uint8)),
     ("nf4", "absmax", torch.tensor(float("nan"))), ("nf4", "absmax", torch.tensor(float("inf"))),
     ("nvfp4", "global_scale", torch.tensor(0.0)), ("nvfp4", "global_scale", torch.tensor(-2.0)),
     ("nvfp4", "global_scale", torch.tensor(float("inf"))),
