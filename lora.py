@@ -114,13 +114,33 @@ def disabled(model):
     """The base model inside the `with`: every adapter off, restored on the way out."""
     layers = [m for _, m in lora_layers(model)]
     before = [m.enabled for m in layers]
+    norms = [(m, m.weight) for _, m in norms_of(model) if hasattr(m, "of_base")]
     for m in layers:
         m.enabled = False
+    for m, _ in norms:
+        m.weight = m.of_base[0]
     try:
         yield
     finally:
         for m, on in zip(layers, before, strict=True):
             m.enabled = on
+        for m, weight in norms:
+            m.weight = weight
+
+
+def norms_of(model):
+    """[(PEFT's name, norm)] of the two norms of each block, which an adapter may replace."""
+    return [(f"base_model.model.model.layers.{i}.{name}.weight", block.get_submodule(name))
+            for i, block in enumerate(model.layers) for name in peft.NORMS]
+
+
+def own_norm(norm, weight=None):
+    """Give a norm a float32 weight (C,) of the adapter's, by default a copy of its own; the base's
+    is kept for `disabled`, in a tuple, so that it is no parameter."""
+    if not hasattr(norm, "of_base"):
+        norm.of_base = (norm.weight,)
+    weight = (norm.weight if weight is None else weight).detach().to(norm.weight.device)
+    norm.weight = nn.Parameter(weight.float().clone(), norm.weight.requires_grad)
 
 
 # ---- PEFT's files
@@ -134,9 +154,10 @@ def names(path, part):
 
 def adapter_state(model):
     """PEFT's names -> the A (R, K) and B (N_p, R) of each original projection, as views of the
-    parameters."""
-    return {name: t for path, m in lora_layers(model) for part, pair in m.by_part().items()
-            for name, t in zip(names(path, part), pair, strict=True)}
+    parameters, and the norms that are the adapter's."""
+    state = {name: m.weight.detach() for name, m in norms_of(model) if hasattr(m, "of_base")}
+    return state | {name: t for path, m in lora_layers(model) for part, pair in m.by_part().items()
+                    for name, t in zip(names(path, part), pair, strict=True)}
 
 
 def save_adapter(model, folder, base_model=""):
@@ -159,6 +180,7 @@ def read_adapter(model, folder):
                          f"adapter has rank {has[0][1].rank}; set --lora-rank {rank}")
     shapes = {names(path, part): ((rank, m.shape[1]), (n, rank))
               for path, m in projections(model) for part, n in m.parts.items()}
+    shapes |= {(name, name): (tuple(m.weight.shape),) * 2 for name, m in norms_of(model)}
     peft.check(folder, state, shapes)
     return rank, scaling, state
 
@@ -186,6 +208,9 @@ def load_adapter(model, folder):
     for path, m in lora_layers(model):
         m.scaling = scaling
         take_tensors(path, m, state)
+    for name, m in norms_of(model):
+        if name in state or hasattr(m, "of_base"):
+            own_norm(m, state.get(name, getattr(m, "of_base", (None,))[0]))
     return model
 
 

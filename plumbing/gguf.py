@@ -1,6 +1,6 @@
 """
-Checkpoints that are no safetensors: GGUF files (llama.cpp's, through the `gguf` package) and folders
-of PyTorch's .bin files. lab/convert.py writes them as folders that every command reads.
+Checkpoints that are no safetensors: GGUF files (llama.cpp's, by the package gguf) and folders of
+PyTorch's .bin files. lab/convert.py writes them as folders that every command reads.
 
 A GGUF file holds everything: sizes, tokenizer and weights, most of them rounded to few bits, which
 come back as what llama.cpp multiplies by, in bfloat16. Of Llama's q and k it keeps the rows of a
