@@ -8,37 +8,30 @@ training log means. Questions, not samples, are the independent draws, so the st
 of the mean over questions. An adapter that changes nothing is an error: the commonest wrong result
 in this field is a base model evaluated twice.
 
---k adds pass@k and the majority vote among k. With --out, repeating the command of a stopped
-evaluation continues it where it was, and ends with the same numbers.
+--k adds pass@k. --out keeps every sample, written after each set and model.
 
-Left out: few-shot prompts.
+Left out: few-shot prompts, majority votes.
 
     python eval.py --run runs/tiny-arithmetic-nvfp4-s0 --data arithmetic
     python eval.py --model Qwen/Qwen2.5-3B-Instruct --data gsm8k,math500 --prompt-style boxed
 """
-import hashlib
 import json
 import math
-import shlex
 import sys
 import time
-from functools import partial
-from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean, stdev
 
-from plumbing import checkpoint, command, flags, policy, ranks
+from plumbing import checkpoint, flags, ranks
 from plumbing.command import number, numbers
-from plumbing.files import check, check_out, file_digest, read_jsonl, write_jsonl
+from plumbing.files import check_out, write_jsonl
 from plumbing.flags import Flag
-from plumbing.grade import same_all
 
 import torch
 
 import aqn
 import data
 import lora
-import nvfp4
 import sample
 
 FLAGS = (
@@ -46,7 +39,7 @@ FLAGS = (
     *flags.ADAPTER_FLAGS,
     "questions",
     Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, a .jsonl or "
-         ".parquet, a folder, a hub id; several with commas", "arithmetic", kept=True),
+         ".parquet, a folder, a hub id; several with commas", "arithmetic", in_policy=True),
     Flag("levels", numbers(1, 1e4), None, "ask rows of these, 5 the hardest, as in 3,4,5"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
     *flags.PROMPT_FLAGS,
@@ -54,13 +47,13 @@ FLAGS = (
     Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
     Flag("n", number(1, 1e4), None, "samples a question (default: 4; with --greedy 1)"),
     Flag("max-prompt", number(1, 1e7), None, "skip and count longer prompts, in tokens"),
-    Flag("k", numbers(1, 1e4), None, "also pass@k and the majority of k, for these, as in 1,4,8"),
+    Flag("k", numbers(1, 1e4), None, "also pass@k for these, as in 1,4,8"),
     Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
-    Flag("out", str, None, "a row per question, to this .jsonl; one that was begun goes on"),
+    Flag("out", str, None, "a row a question with all its samples, to this new .jsonl"),
+    Flag("json", bool, False, "print the results as a line of JSON, too"),
     *flags.SAMPLING_FLAGS,
     *flags.ENGINE_FLAGS,
 )
-PART = 4  # --out is written after every PART * --max-rows samples
 
 
 def check_flags(args):
@@ -69,6 +62,8 @@ def check_flags(args):
     flags.check_copies("n", args.n or 1, args.temperature, "--greedy, or --temperature 0,")
     if args.out:
         check_out(args.out)
+        if Path(args.out).exists():
+            raise ValueError(f"--out {args.out}: is there already; choose another name")
     args.n = args.n or (1 if args.temperature == 0 else 4)
     if args.k and args.k[-1] > args.n:
         raise ValueError(f"--k {args.k[-1]}: takes as many samples a question, raise --n")
@@ -80,31 +75,22 @@ COMMAND = flags.Command("eval", "Pass@1 of a model, and of an adapter beside it.
 
 def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95,
              max_new_tokens=None, max_prompt=None, max_rows=None, seed=0, score=None,
-             progress=False, ks=(), done=(), keep=None):
+             progress=False, ks=()):
     """Sample n completions a question and grade them, with AQN's noise off.
 
     max_new_tokens None: 4096, or what the model's positions leave. score: from data.scorer (the
-    style's by default). keep: called with the rows so far now and then; done: the rows that keep
-    was given in an earlier call; this one goes on from there and draws what that one would have.
-    Returns `summary`'s dict, skipped (longer than max_prompt), and rows: [{"question", "answer",
-    "accuracy", "samples": [{"text", "given", "correct", "format", "length", "finished"}]}]."""
+    style's by default). Returns `summary`'s dict, skipped (longer than max_prompt), and rows:
+    [{"question", "answer", "accuracy", "samples": [{"text", "given", "correct", "format", "length",
+    "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
-    score, out = score or data.scorer(style), [*done]
-    if [row["question"] for row in out] != [row["question"] for row in kept[: len(out)]]:
-        raise ValueError("--out: its rows are not of the first questions in their order; choose "
-                         "another name")
-    part = max(1, PART * (max_rows or sample.MAX_ROWS) // n) if keep else len(kept)
-    for at in range(len(out), len(kept), part):
-        mine = ranks.mine(range(at, min(at + part, len(kept))))
-        some = [kept[i] for i in mine]
-        limits = [sample.limit(model, row["ids"], max_new_tokens) for row in some]
-        with aqn.clean(model):
-            groups = sample.generate(
-                model, [row["ids"] for row in some], n, limits, temperature, top_p,
-                tok.eos_ids, seed, max_rows, progress, indices=mine)
-        out += ranks.merge(graded(tok, some, groups, score))
-        if keep:
-            keep(out)
+    mine = ranks.mine(range(len(kept)))  # the questions that this rank asks
+    asked = [kept[i] for i in mine]
+    limits = [sample.limit(model, row["ids"], max_new_tokens) for row in asked]
+    with aqn.clean(model):
+        groups = sample.generate(
+            model, [row["ids"] for row in asked], n, limits, temperature, top_p, tok.eos_ids, seed,
+            max_rows, progress, indices=mine)
+    out = ranks.merge(graded(tok, asked, groups, score or data.scorer(style)))
     return {**summary(out, ks), "skipped": skipped, "rows": out}
 
 
@@ -126,23 +112,17 @@ def graded(tok, rows, groups, score):
 
 def summary(rows, ks=()):
     """accuracy, stderr (of the mean over questions, None for a single one), format, reward, length
-    (mean tokens), truncated (share cut at the limit), questions; for each k of ks pass@k and maj@k,
-    (mean, standard error). No maj@k if your own reward does not say which answers were given."""
+    (mean tokens), truncated (share cut at the limit), questions; for each k of ks pass@k, (mean,
+    standard error)."""
     flat = [s for row in rows for s in row["samples"]]
     accuracies = [row["accuracy"] for row in rows]
     out = {"accuracy": fmean(accuracies), "stderr": stderr(accuracies),
            "format": fmean(s["format"] for s in flat), "reward": fmean(s["reward"] for s in flat),
            "length": fmean(s["length"] for s in flat),
            "truncated": fmean(not s["finished"] for s in flat), "questions": len(rows)}
-    same = same_answers(rows) if ks else None
-    votes = all(s["given"] is not None for s in flat if s["correct"])
     for k in ks:
         passed = [pass_at(k, [s["correct"] for s in row["samples"]]) for row in rows]
-        blocks = range(0, len(rows[0]["samples"]) - k + 1, k)  # so maj@1 is pass@1
-        voted = [fmean(majority(row["samples"][i : i + k], same) for i in blocks) for row in rows]
         out[f"pass@{k}"] = fmean(passed), stderr(passed)
-        if votes:
-            out[f"maj@{k}"] = fmean(voted), stderr(voted)
     return out
 
 
@@ -151,29 +131,6 @@ def pass_at(k, correct):
     estimate of pass@k (Chen et al., 2021), 1 - C(n - c, k) / C(n, k)."""
     n = len(correct)
     return 1 - math.comb(n - sum(correct), k) / math.comb(n, k)
-
-
-def same_answers(rows):
-    """{(a, b), (b, a)} for every two answers that samples of one question gave and that are the
-    same, however written."""
-    pairs = set()
-    for row in rows:
-        given = dict.fromkeys(s["given"] for s in row["samples"] if s["given"] is not None)
-        pairs.update(combinations(given, 2))
-    pairs = sorted(pairs)
-    same = [pair for pair, alike in zip(pairs, same_all(pairs), strict=True) if alike]
-    return {*same, *((b, a) for a, b in same)}
-
-
-def majority(samples, same):
-    """Whether the answer that most samples give is right; in a tie, the one given first. A sample
-    without an answer has no vote."""
-    votes = {}  # {the answer as first written: the samples that give it}
-    for s in samples:
-        if (given := s["given"]) is not None:
-            first = next((v for v in votes if v == given or (v, given) in same), given)
-            votes.setdefault(first, []).append(s)
-    return bool(votes) and max(votes.values(), key=len)[0]["correct"]
 
 
 def stderr(values):
@@ -196,7 +153,9 @@ def check_adapter(model, ids, folder):
         raise ValueError(f"--adapter {folder}: changes nothing ({why})")
 
 
-def table(results):
+def report(results, own_reward=None):
+    """The table of all sets and models, and the lines below it. results: (set, model, evaluate's
+    dict) of each."""
     yield (f"{'data':<16}{'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
            f"{'cut':>7}{'questions':>11}")
     for name, arm, r in results:
@@ -207,6 +166,18 @@ def table(results):
         many = [f"{k} {100 * v[0]:.1f}% (s.e. {error(v[1])})" for k, v in r.items() if "@" in k]
         if many:
             yield f"{name}, {arm}: {', '.join(many)}"
+    for name, arm, r in results if own_reward else ():
+        yield f"{name}, {arm}: mean reward {r['reward']:.3f}"
+    for name, _, r in results:
+        if "gain" in r:
+            yield (f"{name}: the adapter adds {100 * r['gain']:+.1f} points (s.e. "
+                   f"{error(r['stderr_gain'])})")
+    for name, arm, r in results:
+        if r["skipped"]:
+            yield f"{name}, {arm}: {r['skipped']} questions skipped, longer than --max-prompt"
+        if r["format"] == 0:
+            yield (f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
+                   "fit the model?")
 
 
 def error(stderr):
@@ -224,131 +195,83 @@ def plain(args):
     return "trained" if args.run and not args.adapter else "base"
 
 
-def digests(args, sets, script):
-    """{(set, model): digest} of what a row depends on: script (the command line's words before
-    the flags, and the text of the user's own script), flags, questions, the model's weights and
-    tokenizer, the files of --reward and --calib, the adapter."""
-    free = ("out", "run", "adapter", "device", "engine", "card_share", "max_rows", "k", "data",
-            "trained_with")
-    read, found = [policy.base_of(args, nvfp4.FORMATS)], {}
-    folder = checkpoint.fetch(args.model)
-    read += [file_digest(f) for f in map(folder.joinpath, checkpoint.BESIDE) if f.is_file()]
-    read += command.own_code(args).values()
-    for name, rows in sets:
-        # the user's own reward sees all columns
-        what = [Path(script[0]).name, *script[1:],
-                {k: v for k, v in vars(args).items() if k not in free},
-                [row if args.reward else [row["question"], row["answer"]] for row in rows], *read]
-        digest = hashlib.sha256(json.dumps(what, default=str).encode())
-        found[name, plain(args)] = digest.hexdigest()[:16]
-        if args.adapter:
-            for file in sorted(Path(args.adapter).glob("adapter_*.*")):
-                digest.update(file.read_bytes())
-            found[name, "adapter"] = digest.hexdigest()[:16]
-    return found
+@ranks.first
+def save_rows(path, results):
+    """Write the rows of all sets and models so far."""
+    write_jsonl(path, ({"data": name, "model": arm, **row} for name, arm, r in results
+                       for row in r["rows"]))
 
 
-class SavedRows:
-    """--out: the finished rows of each set and model, each with `run`, the digest of what it
-    depends on. ValueError if the file holds anything but rows of this very evaluation."""
-
-    def __init__(self, args, sets, script):
-        self.path, self.done = args.out and Path(args.out), {}
-        self.runs = digests(args, sets, script) if self.path else {}
-        if not self.path or not self.path.exists():
-            return
-        fields = {"text": str, "correct": bool, "format": bool, "reward": float,
-                  "length": (int, 0, 1 << 40), "finished": bool}
-        for where, row in read_jsonl(self.path):
-            check(row, where, {"data": str, "model": str, "samples": list, "question": str,
-                               "accuracy": (float, 0, 1)})
-            key = row.get("data"), row.get("model")
-            if row.get("run") is None or row["run"] != self.runs.get(key):
-                raise ValueError(f"--out {self.path}: holds something else than rows of this "
-                                 "evaluation; choose another name")
-            check(row, where, {}, ("samples", "question", "accuracy"))
-            for s in row["samples"]:
-                check(s, where, fields | {"given": str}, fields)
-            self.done.setdefault(key, []).append(row)
-
-    @ranks.first
-    def keep(self, name, arm, rows):
-        """Write the rows of this set and model so far, and those of the others."""
-        head = {"data": name, "model": arm, "run": self.runs[name, arm]}
-        self.done[name, arm] = [{**head, **row} for row in rows]
-        write_jsonl(self.path, chain(*self.done.values()))
-
-
-def run(args, argv):
-    begin = time.time()
-    checkpoint.fetch(args.model)
-    # all sets are read before anything is loaded or sampled: a mistyped name costs nothing
+def read_sets(args):
+    """[(name, rows)] of --data: all are read before anything is loaded or sampled, so that a
+    mistyped name costs nothing."""
     wanted = args.data.split(",")
     if len({*wanted}) < len(wanted):
         raise ValueError(f"--data {args.data}: names a set twice")
     names = [Path(name).stem for name in wanted]
     names = names if len({*names}) == len(names) else wanted
-    sets = [(name, data.load(file, args.split, args.limit, args.seed, args.levels))
-            for name, file in zip(names, wanted, strict=True)]
     trained = args.trained_with.get("data")
     if trained in wanted and Path(trained).is_file():
         print(f"warning: --data {trained}: most of its questions were trained on; those that were "
               "held out, if any, are in eval_after.jsonl of the run", file=sys.stderr)
-    own = args.trained_with.get("reward")
-    if own and not args.reward:  # it is code, which is not run unasked
-        print(f"warning: trained by --reward {own}, graded here by --prompt-style "
-              f"{args.prompt_style}; add --reward to compare with the run's own accuracy",
-              file=sys.stderr)
-    score = data.scorer(args.prompt_style, args.reward)
-    script = command.script(argv, "eval.py")
-    saved = SavedRows(args, sets, script)
-    model, tok = sample.load_policy(args)
-    sample.set_engine(model, args.engine)
-    room = model.config.max_position_embeddings
-    for name, rows in sets:  # before the first of them is sampled
+    return [(name, data.load(file, args.split, args.limit, args.seed, args.levels))
+            for name, file in zip(names, wanted, strict=True)]
+
+
+def check_room(args, model, tok, sets):
+    """ValueError if the prompts of a set leave the model no positions for an answer."""
+    room, new = model.config.max_position_embeddings, args.max_new_tokens or 1
+    for name, rows in sets:
         kept, _ = data.prompts(tok, rows, args.prompt_style, args.max_prompt)
-        longest, new = max(len(row["ids"]) for row in kept), args.max_new_tokens or 1
+        longest = max(len(row["ids"]) for row in kept)
         if longest + new > room:
             raise ValueError(f"--data {name}: with --max-new-tokens {new} its longest prompt of "
                              f"{longest} passes the model's {room} positions; lower that, or skip "
                              "such prompts by --max-prompt")
-    if args.adapter:
-        check_adapter(model, kept[0]["ids"], args.adapter)
 
-    def measured(name, rows, arm):
-        return evaluate(
+
+def run(args, argv):
+    begin = time.time()
+    checkpoint.fetch(args.model)
+    sets = read_sets(args)
+    trained_by = args.trained_with.get("reward")
+    if trained_by and not args.reward:  # it is code, which is not run unasked
+        print(f"warning: trained by --reward {trained_by}, graded here by --prompt-style "
+              f"{args.prompt_style}; add --reward to compare with the run's own accuracy",
+              file=sys.stderr)
+    score = data.scorer(args.prompt_style, args.reward)
+    model, tok = sample.load_policy(args)
+    sample.set_engine(model, args.engine)
+    check_room(args, model, tok, sets)
+    if args.adapter:
+        ids = tok.prompt_ids(sets[0][1][0]["question"], args.prompt_style)
+        check_adapter(model, ids, args.adapter)
+
+    results = []  # (set, model, evaluate's dict)
+
+    def measure(name, rows, arm):
+        r = evaluate(
             model, tok, rows, style=args.prompt_style, n=args.n, temperature=args.temperature,
             top_p=args.top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
             max_rows=args.max_rows, seed=args.seed, score=score, progress=sys.stderr.isatty(),
-            ks=args.k or (), done=saved.done.get((name, arm), ()),
-            keep=partial(saved.keep, name, arm) if args.out else None)
+            ks=args.k or ())
+        results.append((name, arm, r))
+        if args.out:
+            save_rows(args.out, results)
+        return r
 
-    results, alone = [], plain(args)
     for name, rows in sets:
         with lora.disabled(model):
-            base = measured(name, rows, alone)
-        results.append((name, alone, base))
+            base = measure(name, rows, plain(args))
         if args.adapter:
-            r = measured(name, rows, "adapter")
+            r = measure(name, rows, "adapter")
             r["gain"], r["stderr_gain"] = gain(base, r)
-            results.append((name, "adapter", r))
-    print("\n".join(table(results)))
-    for name, arm, r in results if args.reward else ():
-        print(f"{name}, {arm}: mean reward {r['reward']:.3f}")
-    for name, _, r in results:
-        if "gain" in r:
-            print(f"{name}: the adapter adds {100 * r['gain']:+.1f} points (s.e. "
-                  f"{error(r['stderr_gain'])})")
-    for name, arm, r in results:
-        if r["skipped"]:
-            print(f"{name}, {arm}: {r['skipped']} questions skipped, longer than --max-prompt")
-        if r["format"] == 0:
-            print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
-                  "fit the model?")
-    rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
-            for name, arm, r in results]
-    print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
-                      "command": shlex.join([*ranks.launcher(), *script, *argv])}))
+    print("\n".join(report(results, args.reward)))
+    if args.json:
+        rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
+                for name, arm, r in results]
+        print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
+                          "command": ranks.command_line(argv, "eval.py")}))
 
 
 def main(argv=None):

@@ -23,10 +23,10 @@ import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from itertools import chain, islice
-from statistics import fmean
+from itertools import chain
 
 from plumbing import ranks
+from plumbing.metrics import as_floats, sum_metrics
 
 import torch
 
@@ -284,72 +284,6 @@ def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trai
                          f"{tuple(advantages.shape)}")
 
 
-def sum_metrics(parts):
-    """Metrics of several micro-batches -> metrics of all of them: sums, but maxima for names that
-    end in _max."""
-    return {k: torch.stack([p[k] for p in parts]).amax(0) if k.endswith("_max")
-            else sum(p[k] for p in parts) for k in parts[0]}
-
-
-def as_floats(total):
-    """Summed metrics as floats; one device synchronisation."""
-    return dict(zip(total, torch.stack([v.double() for v in total.values()]).tolist(), strict=True))
-
-
-def mean_metrics(total):
-    """Summed metrics -> means per token (the loss and the maximum as they are), as floats under the
-    column names of metrics.jsonl."""
-    t = as_floats(total)
-    n = max(t["tokens"], 1.0)
-    return {"loss": t["loss"], "clip_low_frac": t["clip_low"] / n,
-            "clip_high_frac": t["clip_high"] / n, "kl": t["kl"] / n,
-            "logp_gap_mean": t["logp_gap"] / n, "logp_gap_max": t["logp_gap_max"],
-            "sampler_kl": t["sampler_kl"] / n, "ratio_outside_frac": t["ratio_outside"] / n,
-            "entropy": t["entropy"] / n}
-
-
-def sample_metrics(groups):
-    """The columns of metrics.jsonl that describe a rollout: P groups of G Completions."""
-    flat = [*chain(*groups)]
-    lengths = [len(c.ids) for c in flat]
-    rewards = torch.tensor([[c.reward for c in g] for g in groups], dtype=torch.double)  # (P, G)
-    means = rewards.mean(1)  # (P,): the groups are the independent draws
-    return {"reward": fmean(c.reward for c in flat),
-            "reward_se": (means.std() / len(groups) ** 0.5).item() if len(groups) > 1 else None,
-            "accuracy": fmean(c.correct for c in flat), "format": fmean(c.format for c in flat),
-            "reward_std": rewards.std(1).mean().item(),
-            "zero_var_frac": fmean(not has_signal(g) for g in groups),
-            "length_mean": fmean(lengths), "length_max": max(lengths),
-            "truncated_frac": fmean(not c.finished for c in flat),
-            # mean -log p of what was drawn: the entropy of the sampling policy, its noise included
-            "sampler_entropy": -sum(sum(c.logprobs) for c in flat) / sum(lengths)}
-
-
-def update_metrics(updates, beta):
-    """The columns that describe a step's updates, each (summed metrics, gradient norm), or None
-    where it had nothing to train on. Columns are null where there was none, as an entropy of 0
-    would be a claim."""
-    updates = [u for u in updates if u]
-    finite = [u for u in updates if math.isfinite(u[1])]
-    row = dict.fromkeys(("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl",
-                         "logp_gap_mean", "logp_gap_max", "sampler_kl", "ratio_outside_frac",
-                         "entropy", "clip_first_frac"))
-    row |= {"updates": len(finite), "skipped": len(updates) - len(finite),
-            "trained_tokens": sum(float(sums["tokens"]) for sums, _ in updates)}
-    if not finite:
-        return row
-    each = [mean_metrics(sums) for sums, _ in finite]
-    row |= mean_metrics(sum_metrics([sums for sums, _ in finite]))
-    row["loss"] = fmean(m["loss"] for m in each)
-    row["grad_norm"] = fmean(norm for _, norm in finite)
-    # sampler and trainer are compared before the step's first update moves one of them
-    start = each[0]
-    row |= {k: start[k] for k in start if k.startswith(("logp_gap", "sampler_kl", "ratio"))}
-    row["clip_first_frac"] = start["clip_low_frac"] + start["clip_high_frac"]
-    row["kl"] = row["kl"] if beta else None  # else the base model was not run
-    return row
-
-
 # ---- one optimizer step
 
 
@@ -419,13 +353,14 @@ def micro_batches(model, completions, token_budget):
     def tokens(c):
         return len(c.prompt) + len(c.ids) - 1
 
-    lists, batch = [], []
+    batches = []
     for c in sorted(ranks.share(completions, tokens)[ranks.rank], key=tokens):
-        if batch and (len(batch) + 1) * tokens(c) > token_budget:  # it would be the longest row
-            lists.append(batch)
-            batch = []
-        batch.append(c)
-    return [*lists, batch] if batch else lists
+        # sorted, so that c would be the longest row of its batch
+        if batches and (len(batches[-1]) + 1) * tokens(c) <= token_budget:
+            batches[-1].append(c)
+        else:
+            batches.append([c])
+    return batches
 
 
 def trained(completions, overlong):
@@ -437,30 +372,35 @@ def trained(completions, overlong):
 def record_trainer_logprobs(model, completions, settings):
     """Fill `trainer_logprobs` of each completion that is trained on, in a separate pass before any
     parameter moves (--old-logp trainer)."""
-    chosen, values = trained(completions, settings.overlong), {}
+    chosen = trained(completions, settings.overlong)
     number = {id(c): i for i, c in enumerate(chosen)}
+    values = {}  # number of a completion -> its log-probs
     for batch in micro_batches(model, chosen, settings.micro_batch_tokens):
-        logp, _, mask = completion_logprobs(model, batch, settings.temperature)
-        flat = iter(logp[mask].tolist())  # all at once: each transfer waits for the device
-        for c in batch:
-            values[number[id(c)]] = list(islice(flat, len(c.ids)))
-    for part in ranks.gather(values):  # each rank has computed its share
+        logp, _, _ = completion_logprobs(model, batch, settings.temperature)
+        rows = logp.tolist()  # all at once: each transfer waits for the device
+        for c, row in zip(batch, rows, strict=True):
+            values[number[id(c)]] = row[: len(c.ids)]
+
+    # Each rank has computed its share; all need all.
+    for part in ranks.gather(values):
         for i, logprobs in part.items():
             chosen[i].trainer_logprobs = logprobs
 
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
     """policy_loss of one micro-batch, with whichever further log-probs `settings` ask for."""
-    s, device, reference = settings, model.embed.weight.device, None
+    s, device = settings, model.embed.weight.device
 
     def padded(rows):  # a list a completion -> (B, T)
         T = max(map(len, rows))
         return to_device([r + [0.0] * (T - len(r)) for r in rows], device, torch.float32)
 
+    # The base is the same model, adapter off and without noise.
+    reference = None
     if s.beta:
-        # the base: the same model, adapter off, and without noise
         with torch.no_grad(), lora.disabled(model), aqn.clean(model):
             reference = completion_logprobs(model, batch, s.temperature)[0]
+
     logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
     trainer = None
     if s.old_logp == "trainer":
@@ -481,17 +421,23 @@ def backward(model, completions, settings):
 
     The loss is normalised by the counts of all completions, so that micro-batches, and ranks, add
     up to the full-batch loss."""
-    learned, parts = trained(completions, settings.overlong), []
+    learned = trained(completions, settings.overlong)
     if not learned:
         return None
-    # Dr.GRPO divides by a constant: it counts the masked completions as well
+
+    # The counts that the loss is divided by. Dr.GRPO divides by a constant: it counts the masked
+    # completions as well.
+    total_tokens = sum(len(c.ids) for c in learned)
     counted = completions if OBJECTIVES[settings.loss].normaliser is constant else learned
-    tokens = sum(len(c.ids) for c in learned)
+
+    parts = []  # the metrics of each micro-batch
     for batch in micro_batches(model, learned, settings.micro_batch_tokens):
-        loss, metrics = batch_loss(model, batch, settings, tokens, len(counted))
+        loss, metrics = batch_loss(model, batch, settings, total_tokens, len(counted))
         loss.backward()
         parts.append(metrics)
-    if ranks.world > 1:  # as floats: GPU tensors do not travel, CPU tensors take milliseconds
+
+    # The metrics of all ranks, as floats: GPU tensors do not travel, CPU tensors take milliseconds.
+    if ranks.world > 1:
         all_parts = chain(*ranks.gather([as_floats(sum_metrics(parts))] if parts else []))
         parts = [{k: torch.tensor(v, dtype=torch.double) for k, v in p.items()} for p in all_parts]
     return sum_metrics(parts)
@@ -512,27 +458,12 @@ def update(model, optimizer, completions, settings):
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW on float32 masters: 16-bit parameters (full training) are copied back after each step;
-    LoRA's are masters already."""
+    """AdamW with the paper's settings; `params` are the float32 tensors that it trains, which
+    `update` clips and the run saves."""
 
     def __init__(self, params, lr, betas=BETAS, weight_decay=WEIGHT_DECAY):
         self.params = params
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in params]
-        super().__init__(self.masters, lr, betas, weight_decay=weight_decay)
-
-    @torch.no_grad()
-    def step(self):
-        pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p is not m]
-        for p, m in pairs:
-            m.grad = None if p.grad is None else p.grad.float()
-        super().step()
-        for p, m in pairs:
-            p.copy_(m)
-
-    def zero_grad(self):
-        """Also after a skipped step: a NaN left in a 16-bit gradient would be in all later ones."""
-        for p in (*self.params, *self.masters):
-            p.grad = None
+        super().__init__(params, lr, betas, weight_decay=weight_decay)
 
 
 def set_rate(optimizer, lr):

@@ -19,12 +19,10 @@ never merged into four-bit weights: rounding would erase it. `--merge` (lab/conv
 Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
 """
 import math
-import os
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-from plumbing import peft
+from plumbing import command, peft
 
 import torch
 import torch.nn as nn
@@ -215,7 +213,4 @@ def load_adapter(model, folder):
 
 
 if __name__ == "__main__":
-    # the command runs models, which import this file: a process of its own, so that no class exists
-    # twice
-    command = Path(__file__).resolve().parent / "lab" / "convert.py"
-    os.execv(sys.executable, [sys.executable, str(command), "merge", *sys.argv[1:]])
+    command.become("lab/convert.py", "merge")

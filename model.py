@@ -31,8 +31,6 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 import nvfp4
 
-HALVES = torch.bfloat16, torch.float16  # what the GPU's kernels multiply
-
 
 @dataclass
 class Config:
@@ -317,7 +315,7 @@ class HeadLogits(torch.autograd.Function):
 def logits(hidden, weight):
     """hidden (S, C) times an LM head (V, C): logits (S, V) in float32 (float64 for float64), which
     sampler and trainer both use."""
-    if hidden.is_cuda and hidden.dtype in HALVES:
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
         return HeadLogits.apply(hidden, weight)
     x = hidden @ weight.t()  # (S, C) @ (C, V)
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -43,12 +43,11 @@ Shapes: N rows (outputs), K columns (inputs), K/block scales a row. AWQ: B seque
 hidden, H query heads, Hkv kv heads, D head size, G = H / Hkv.
 """
 import math
-import os
-import sys
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import NamedTuple
+
+from plumbing import command
 
 import torch
 import torch.nn as nn
@@ -542,7 +541,4 @@ def through(block, x, rope):
 
 
 if __name__ == "__main__":
-    # the command runs the model, which imports this file: a process of its own, so that no class
-    # exists twice
-    command = Path(__file__).resolve().parent / "lab" / "convert.py"
-    os.execv(sys.executable, [sys.executable, str(command), "quantize", *sys.argv[1:]])
+    command.become("lab/convert.py", "quantize")

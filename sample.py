@@ -1,7 +1,7 @@
 """
 Sampling: prompts in, completions with the log-prob of each token out.
 
-`generate` is what training, evaluation and the command line call. A prompt is prefilled once and
+`generate` is what training, evaluation and the chat call. A prompt is prefilled once and
 its keys and values are copied to the rows of its group; then all rows decode together, one token a
 step, and leave when they have ended. On a GPU a step is one CUDA graph: a few hundred kernels that
 the host could not launch as fast as they run.
@@ -13,8 +13,8 @@ cumulative distribution.
 Left out: beam search, repetition penalties, stop strings, speculative decoding; slots that waiting
 rows refill (fast/scheduler.py).
 
-    python sample.py --prompt "What is 3 + 4 * 5?"
-    python sample.py --model Qwen/Qwen2.5-0.5B-Instruct --file prompts.txt --out out.jsonl --n 4
+    [[first, second]] = generate(model, [ids], n=2, eos_ids=tok.eos_ids)
+    python sample.py --prompt "What is 3 + 4 * 5?"              # lab/chat.py
 
 Shapes: P prompts, B rows, T tokens, C hidden, V vocabulary, L layers, Hkv kv heads, S cached
 positions, D head size.
@@ -24,19 +24,14 @@ import math
 import sys
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from plumbing import checkpoint, flags, layouts, policy, ranks
-from plumbing.command import number
-from plumbing.files import check_out, lines, read_jsonl, write_jsonl
-from plumbing.flags import Flag
-from plumbing.tokenizer import styled
+from plumbing import checkpoint, command, datasets, flags, layouts, policy
+from plumbing.tokenizer import Tokenizer
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-import data
 import lora
 import model as qwen
 import nvfp4
@@ -334,44 +329,10 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
                              f"{model.config.vocab_size}: wrong tokenizer?")
 
 
-# ---- the command, and what all commands share
+# ---- what all commands share
 
 QUANTS = ("none", *nvfp4.FORMATS)
 MODEL_FLAGS = flags.model_flags(QUANTS)
-FLAGS = (
-    *MODEL_FLAGS,
-    *flags.ADAPTER_FLAGS,
-    "chat",
-    *flags.PROMPT_FLAGS,
-    Flag("prompt", str, None, "answer this and exit; without it and without --file: a chat"),
-    Flag("file", str, None, 'prompts, one a line, or .jsonl with "prompt" or "question"'),
-    Flag("out", str, None, "where --file's answers go, .jsonl"),
-    Flag("n", number(1, 1e4), 1, "answers a prompt, with --file"),
-    Flag("system", str, None, "system message"),
-    *flags.SAMPLING_FLAGS,
-    *flags.ENGINE_FLAGS,
-)
-
-
-def check(args):
-    """ValueError for flags that contradict each other."""
-    if ranks.world > 1:
-        raise ValueError("sample.py is one process; start it with python, not torchrun")
-    if (args.file is None) != (args.out is None):
-        raise ValueError("--file and --out go together")
-    if args.file and args.prompt is not None:
-        raise ValueError("--prompt and --file exclude each other")
-    if args.n > 1 and not args.file:
-        raise ValueError(f"--n {args.n}: goes with --file; a chat and --prompt have one answer")
-    flags.check_copies("n", args.n, args.temperature, "--temperature 0")
-    if args.out:
-        check_out(args.out)
-        if Path(args.out).resolve() == Path(args.file).resolve():
-            raise ValueError(f"--out {args.out}: is --file itself; choose another name")
-
-
-COMMAND = flags.Command("sample", "Sample from a model: chat, one prompt, or a file of prompts.",
-                        FLAGS, check)
 
 
 def load_policy(args):
@@ -381,15 +342,15 @@ def load_policy(args):
         torch.cuda.set_per_process_memory_fraction(args.card_share)
     folder = checkpoint.fetch(args.model)
     if getattr(args, "adapter", None):
-        policy.check(args, nvfp4.FORMATS)  # before the slow part
+        policy.check(args)  # before the slow part
     stored = checkpoint.read_config(folder)["quantization"]
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
                          f"--quant {layouts.packed_format(stored, folder)}")
-    tok, text = data.Tokenizer(folder), None
+    tok, text = Tokenizer(folder), None
     # a quantized one already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
-        text = data.calibration(args.calib, folder)
+        text = datasets.calibration(args.calib, folder)
     model = qwen.load(folder, device, dtype, args.quant, text)
     model.valid_vocab = len(tok)
     if device == "cpu" and model.config.hidden_size < 512:
@@ -415,117 +376,11 @@ def set_engine(model, engine):
         print(f"engine: plain, since {why}", file=sys.stderr)
 
 
-def read_prompts(path):
-    """Prompts of a file: one a line, or .jsonl rows with "prompt" (or "question")."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"--file {path}: no such file")
-    if path.suffix.lower() == ".jsonl":
-        prompts = []
-        for where, row in read_jsonl(path, {"prompt": str, "question": str}):
-            given = (row.get(column) or "" for column in ("prompt", "question"))
-            prompts.append(next((text for text in given if text.strip()), ""))
-            if not prompts[-1]:
-                raise ValueError(f'--file {where}: needs "prompt" or "question"')
-    else:
-        prompts = [text for _, text in lines(path)]
-    if not prompts:
-        raise ValueError(f"--file {path}: no prompts in it, one line of text each is expected")
-    return prompts
-
-
-def turns(args, *texts):
-    """Messages of a conversation: --system, then user and assistant in turn, questions in
-    --prompt-style."""
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    for i, text in enumerate(texts):
-        user = i % 2 == 0
-        content = styled(text, args.prompt_style) if user else text
-        messages.append({"role": "user" if user else "assistant", "content": content})
-    return messages
-
-
 def limit(model, prompt, wanted):
     """New tokens at most: `wanted`, or 4096, or what the model's positions leave after a prompt."""
     room = model.config.max_position_embeddings - len(prompt)
     return max(1, min(4096, room)) if wanted is None else wanted
 
 
-def answer(model, tok, args, texts):
-    """The next turn of a conversation, printed piece by piece as its tokens arrive; returns its
-    text."""
-    ids, shown = [], ""
-
-    def show(_prompt, _sample, token):
-        nonlocal shown
-        ids.append(token)
-        text = tok.decode(ids)
-        if not text.endswith("\ufffd"):  # half a character: wait for the rest
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-
-    prompt = tok.encode(tok.chat(turns(args, *texts)))
-    most = limit(model, prompt, args.max_new_tokens)
-    [[sample]] = generate(model, [prompt], 1, most, args.temperature,
-                          args.top_p, tok.eos_ids, args.seed, on_token=show)
-    full = len(prompt) + most == model.config.max_position_embeddings
-    cut = "the model has no more positions" if full else "raise --max-new-tokens"
-    text = tok.decode(sample.ids)
-    print(text[len(shown) :] + ("" if sample.finished else f" [cut: {cut}]"))
-    return text
-
-
-def chat(model, tok, args):
-    """A conversation in the terminal until /quit, end of input (ctrl-D) or ctrl-C."""
-    print("A line that ends in \\ goes on. /clear starts over, /quit ends.", file=sys.stderr)
-    texts = []
-    while True:
-        try:
-            text = input("User: ")
-            while text.endswith("\\"):
-                text = f"{text[:-1]}\n{input('... ')}"
-            if text.strip() == "/quit":
-                return
-            if text.strip() == "/clear":
-                texts = []
-            elif text.strip():
-                print("Assistant: ", end="", flush=True)
-                texts += [text, answer(model, tok, args, [*texts, text])]
-        except ValueError as e:  # past the model's positions
-            print(f"[{e}; /clear starts over]")
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-
-
-def batch(model, tok, args, prompts):
-    """--file -> --out: one JSON row a sample, in order, written whole at the end."""
-    ids = [tok.encode(tok.chat(turns(args, text))) for text in prompts]
-    limits = [limit(model, p, args.max_new_tokens) for p in ids]
-    groups = generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids,
-                      args.seed, args.max_rows, progress=sys.stderr.isatty())
-    rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids),
-             "finished": s.finished, "logprob": sum(s.logprobs)}
-            for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]
-    write_jsonl(args.out, rows, ensure_ascii=False)
-    print(f"{args.out}: {len(rows)} rows, {sum(row['tokens'] for row in rows)} tokens")
-
-
-def run(args, argv):
-    prompts = read_prompts(args.file) if args.file else None
-    model, tok = load_policy(args)
-    set_engine(model, args.engine)
-    if prompts:
-        batch(model, tok, args, prompts)
-    elif args.prompt is not None:
-        answer(model, tok, args, [args.prompt])
-    else:
-        chat(model, tok, args)
-
-
-def main(argv=None):
-    return flags.run_command(COMMAND, run, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command.become("lab/chat.py")

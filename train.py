@@ -22,7 +22,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from plumbing import checkpoint, flags, policy, ranks
+from plumbing import checkpoint, flags, metrics, policy, ranks
 from plumbing.command import number, numbers
 from plumbing.flags import Flag
 from plumbing.run import Run, resolve_flags
@@ -33,7 +33,6 @@ import eval as evaluation
 import grpo
 import lora
 import model as qwen
-import nvfp4
 import sample
 
 # name, type or choices, default, meaning, the embedded model's own default
@@ -51,7 +50,7 @@ FLAGS = (
          "where the noise is on: rollouts alone, or the update as well"),
     "data and prompt",
     Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a "
-         ".jsonl or .parquet, a folder, a hub id", "arithmetic", kept=True),
+         ".jsonl or .parquet, a folder, a hub id", "arithmetic", in_policy=True),
     Flag("levels", numbers(1, 1e4), None,
          "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
@@ -111,11 +110,16 @@ def check(args):
     if args.aqn:
         for stage in {0, 1, aqn.STAGES // 2, aqn.STAGES - 1}:  # what it would raise later
             aqn.sigma(stage, aqn.STAGES, args.aqn_start, args.aqn_end, schedule=args.aqn_schedule)
-    if args.lora_rank == 0 and args.quant != "none":
-        raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
-                         f"{args.quant} cannot be trained")
-    if args.lora_rank == 0 and args.beta:
-        raise ValueError("--beta: its reference is the model without adapter; raise --lora-rank")
+    if args.lora_rank == 0:
+        if args.quant != "none":
+            raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
+                             f"{args.quant} cannot be trained")
+        if args.beta:
+            raise ValueError("--beta: its reference is the model without adapter; raise "
+                             "--lora-rank")
+        if args.dtype == "bfloat16":  # AdamW's steps are smaller than its last bit
+            raise ValueError("--lora-rank 0 trains all parameters in float32; leave --dtype out")
+        args.dtype = "float32"
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
                          f"its own, and --prompts-per-step is {args.prompts_per_step}")
@@ -173,9 +177,9 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 5. Log and save.
         run.phase("log")
-        row = {"step": step, **grpo.sample_metrics(first), "groups": len(groups),
+        row = {"step": step, **metrics.sample_metrics(first), "groups": len(groups),
                "prompts_sampled": n_prompts, "lr": lr, "sigma": sigma,
-               **grpo.update_metrics(updates, args.beta)}
+               **metrics.update_metrics(updates, args.beta)}
         run.log(row, first, result)
         run.advance(step + 1, prompts.cursor, optimizer)
 
@@ -269,35 +273,6 @@ class Prompts:
         return chosen
 
 
-def questions(args):
-    """(training rows, held-out rows): the data set's own splits. Of a single file, a tenth of the
-    questions is held out, each once, and no row that asks one of these is trained on."""
-    if Path(args.data).is_file():
-        rows = data.load(args.data, levels=args.levels)
-        random.Random(f"{args.seed}/held out").shuffle(rows)
-        once = {}  # the first row of each question
-        for row in rows:
-            once.setdefault(row["question"], row)
-        held = [*once.values()][: max(1, len(once) // 10)] if args.eval_n else []
-        asked = {row["question"] for row in held}
-        rows = [row for row in rows if row["question"] not in asked]
-        if not rows:
-            raise ValueError(f"--data {args.data}: one question is too few to hold one out; "
-                             "--eval-n 0 trains without")
-        return rows, held[: args.eval_limit]
-    rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
-    try:
-        held = data.load(args.data, "test", n=args.eval_limit) if args.eval_n else []
-    except FileNotFoundError as e:
-        raise ValueError(f"--data {args.data}: {e}; --eval-n 0 trains without held-out questions"
-                         ) from None
-    asked = {row["question"] for row in rows}
-    if n := sum(row["question"] in asked for row in held):
-        print(f"warning: --data {args.data}: {n} of {len(held)} held-out questions are trained on",
-              file=sys.stderr)
-    return rows, held
-
-
 def trained_parameters(model, args):
     """The parameters to train: an adapter's, or with --lora-rank 0 all."""
     if args.lora_rank:
@@ -331,7 +306,7 @@ def train(args, argv):
     flags.warn_idle(COMMAND, NEEDS, args, argv)
     checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
-    train_rows, held_out = questions(args)
+    train_rows, held_out = data.questions(args)
     model, tok = sample.load_policy(args)
     rows, skipped = data.prompts(tok, train_rows, args.prompt_style, args.max_prompt)
     asked = data.prompts(tok, held_out, args.prompt_style, args.max_prompt)[0] if held_out else []
@@ -347,7 +322,7 @@ def train(args, argv):
     optimizer = grpo.AdamW(params, args.lr)
     plan_update(model, args, params)
 
-    base = policy.base_of(args, nvfp4.FORMATS)
+    base = policy.base_of(args)
     with Run(COMMAND, args, argv, base, lambda folder: save_weights(model, args, folder)) as run:
         if not run.open(optimizer, [*rows, *held_out]):  # the run is over and not extended
             return 0

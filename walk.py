@@ -10,6 +10,7 @@ names; change a line and run it again.
 import sys
 
 from plumbing import command, flags
+from plumbing.metrics import mean_metrics
 
 import torch
 
@@ -97,8 +98,8 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
 
     head("7. Loss, gradient, step")
     settings = grpo.Settings("dapo", max_new_tokens=LIMIT)
-    metrics, norm = grpo.update(model, optimizer, cs, settings)
-    m = grpo.mean_metrics(metrics)
+    sums, norm = grpo.update(model, optimizer, cs, settings)
+    m = mean_metrics(sums)
     print(f"  loss {m['loss']:.4f}, entropy {m['entropy']:.3f} nats, gradient norm {norm:.4f}")
     print(f"  B moved by at most {linear.B.abs().max():.1e}; A had a gradient: "
           f"{bool(optimizer.state[linear.A]['exp_avg'].any())}, since B was 0")

@@ -64,8 +64,8 @@ def refusal(model):
         return "the model is not on a CUDA device"
     if torch.cuda.get_device_capability(w.device) < (8, 0):
         return "the kernels need an Ampere card (sm_80) or later"
-    if w.dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernels compute in 16 bits, and the model is in {w.dtype}"
+    if w.dtype != torch.bfloat16:
+        return f"the kernels compute in bfloat16, and the model is in {w.dtype}"
     if config.head_dim not in (32, 64, 128):
         return f"the kernels take heads of 32, 64 or 128 numbers, not {config.head_dim}"
     if w.requires_grad:

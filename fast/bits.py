@@ -25,10 +25,6 @@ the 2^-119 out of the sum. MXFP4's exponent is a bfloat16 exponent already, carr
 codebook's values, NF4's, come from byte permutes (PRMT is an 8-entry table, with four adjacent
 codes as its selector), 21 instructions for 8 codes, and their products are rounded.
 
-float16 has five bits of exponent where bfloat16 has eight. Its s is in bit 15 as well, e, e, m in
-11, 10, 9: 8 more instructions for 8 codes. Codes read as 2^-14 of their value, the scale is taken
-at 2^6: 28,672 at most, and the product, a multiple of 2^-18, is exact. MXFP4's scales do not fit.
-
 The decoders are PTX, to get exactly these instructions; `extract` without ASM does the same in
 plain Triton, which the interpreter can run. A test emulates the PTX on the CPU, word by word.
 
@@ -57,28 +53,15 @@ shf.r.wrap.b32 c, $4, $4, 6;   and.b32 c, c, 0x81c081c0;
 shf.r.wrap.b32 d, $4, $4, 2;   and.b32 d, d, 0x81808180;
 shl.b32 e, $4, 6;              lop3.b32 d, e, 0x00400040, d, 0xea;
 """
-# float16 wants e, e, m three bits higher than bfloat16; 0xe2 takes them from t, the rest from a..d
-EXTRACT_HALF = """{ .reg .b32 a, b, c, d, e, t, z;
-mov.b32 z, 0x80008000;
-shl.b32 t, $4, 3;
-lop3.b32 a, t, 0x0e000e00, $4, 0xe2;   and.b32 a, a, 0x8e008e00;
-shl.b32 b, $4, 4;                      shl.b32 t, $4, 7;
-lop3.b32 b, t, 0x0e000e00, b, 0xe2;    and.b32 b, b, 0x8e008e00;
-shf.r.wrap.b32 c, $4, $4, 6;           shl.b32 t, c, 3;
-lop3.b32 c, t, 0x0e000e00, c, 0xe2;    and.b32 c, c, 0x8e008e00;
-shf.r.wrap.b32 d, $4, $4, 2;           shl.b32 t, d, 3;
-lop3.b32 d, t, 0x0c000c00, d, 0xe2;    and.b32 d, d, 0x8c008c00;
-shl.b32 e, $4, 9;                      lop3.b32 d, e, 0x02000200, d, 0xea;
-"""
 
 
-def lookup(codebook, dtype):
+def lookup(codebook):
     """PTX that turns a word of codes into values of a codebook, as pairs a to d: byte permutes as
     8-entry tables.
 
     s gets the 3-bit indices, four of which are a permute's selector; m gets each code's sign as a
     byte; l and h get the values' low and high bytes, the sign choosing the half of the table."""
-    table = torch.tensor(codebook).to(dtype).view(16, 1).view(torch.uint8)
+    table = torch.tensor(codebook).to(torch.bfloat16).view(16, 1).view(torch.uint8)
     low, high = table.T.contiguous().view(torch.int32).tolist()  # 4 bytes a word
 
     def four(signs, x, y):
@@ -98,38 +81,28 @@ and.b32 s, $4, 0x77777777;   shl.b32 x, $4, 4;
 {four("0xfbea", "c", "d")}"""
 
 
-def scaled(pair):
-    """PTX that ends a decoder: a to d, times their scales."""
-    return f"""fma.rn.{pair} $0, a, $5, z;   fma.rn.{pair} $1, b, $5, z;
-fma.rn.{pair} $2, c, $6, z;   fma.rn.{pair} $3, d, $6, z; }}"""
-
-
-def e4m3(pair, left, right, mask, power):
-    """PTX that turns the four E4M3 scales in $4 into `power` times what their bits read as, each
-    twice in a word."""
-    return f"""{{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
-mov.b32 p, {power};   mov.b32 z, 0x80008000;
-shl.b32 a, $4, {left};   and.b32 a, a, {mask};   fma.rn.{pair} a, a, p, z;   mov.b32 {{u, v}}, a;
-shr.b32 b, $4, {right};  and.b32 b, b, {mask};   fma.rn.{pair} b, b, p, z;   mov.b32 {{x, y}}, b;
-mov.b32 $0, {{u, u}};   mov.b32 $1, {{x, x}};   mov.b32 $2, {{v, v}};   mov.b32 $3, {{y, y}}; }}"""
-
-
-# 2^7 times a scale: its bits << 4, times 2^127; in float16 2^6 times: bits << 7, times 2^14
-E4M3_ASM = tl.constexpr(e4m3("bf16x2", 4, 4, "0x07f007f0", "0x7f007f00"))
-E4M3_HALF = tl.constexpr(e4m3("f16x2", 7, 1, "0x3f803f80", "0x74007400"))
+# ends a decoder: a to d, times their scales
+SCALED = """fma.rn.bf16x2 $0, a, $5, z;   fma.rn.bf16x2 $1, b, $5, z;
+fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
+# the four E4M3 scales in $4 to 2^7 times the scale, each twice in a word: its bits << 4, times
+# 2^127
+E4M3_ASM = tl.constexpr("""{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
+mov.b32 p, 0x7f007f00;   mov.b32 z, 0x80008000;
+shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.b32 {u, v}, a;
+shr.b32 b, $4, 4;   and.b32 b, b, 0x07f007f0;   fma.rn.bf16x2 b, b, p, z;   mov.b32 {x, y}, b;
+mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }""")
 # codes read as 2^-126 times their value, E4M3 as 2^7 times, E8M0 as 2^100 times, so that products
-# with tiny scales are not subnormal; in float16 codes as 2^-14 times, E4M3 as 2^6 times
-UNSCALE4, UNSCALE8, UNSCALE_HALF = (tl.constexpr(2.0**n) for n in (119, 26, 8))
+# with tiny scales are not subnormal
+UNSCALE4, UNSCALE8 = tl.constexpr(2.0**119), tl.constexpr(2.0**26)
 
 
 @functools.cache
-def decoder(f, dtype, asm):
-    """The constants with which a kernel decodes a Format into `dtype`. BLOCK: columns per scale;
-    DECODE: PTX, or without ASM the codebook, None for E2M1."""
-    decode, half = f.codebook, dtype == torch.float16
+def decoder(f, asm):
+    """The constants with which a kernel decodes a Format. BLOCK: columns per scale; DECODE: PTX, or
+    without ASM the codebook, None for E2M1."""
+    decode = f.codebook
     if asm:
-        decode = lookup(decode, dtype) if decode else EXTRACT_HALF if half else EXTRACT
-        decode += scaled("f16x2" if half else "bf16x2")
+        decode = (lookup(decode) if decode else EXTRACT) + SCALED
     return {"BLOCK": f.block, "DECODE": decode, "ASM": asm}
 
 
@@ -180,11 +153,10 @@ def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, T:
             BN: tl.constexpr):
     """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale, in
     T, or without ASM in float32."""
-    HALF: tl.constexpr = T == tl.float16
     if FMT == "nvfp4":
         if ASM:
             s0, s1, s2, s3 = tl.inline_asm_elementwise(
-                E4M3_HALF if HALF else E4M3_ASM, "=r,=r,=r,=r,r", [s],
+                E4M3_ASM, "=r,=r,=r,=r,r", [s],
                 dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
         else:  # e4m3 bits << 20 are a float32 of 2^-120 times the value, subnormals included;
             # 2^127 makes it 2^7
@@ -234,10 +206,10 @@ def exponent(s, ASM: tl.constexpr):
 
 
 @triton.jit
-def unscaled(x, FMT: tl.constexpr, ASM: tl.constexpr, T: tl.constexpr):
+def unscaled(x, FMT: tl.constexpr):
     """x, converted from the units of `extract`'s value * scale to those of w_hat / global scale."""
     if FMT == "nvfp4":
-        x *= UNSCALE_HALF if ASM and T == tl.float16 else UNSCALE4
+        x *= UNSCALE4
     elif FMT == "mxfp4":
         x *= UNSCALE8
     return x

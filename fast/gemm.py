@@ -1,5 +1,5 @@
 """
-The FP4 GEMM: y = x w_hat^T for activations x (M, K) in 16 bits and a four-bit weight (N, K) as
+The FP4 GEMM: y = x w_hat^T for activations x (M, K) in bfloat16 and a four-bit weight (N, K) as
 fast/layout.py lays it out, in Triton. marlin_triton.py is the same product, to be read first.
 
 A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight
@@ -37,11 +37,7 @@ from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter
 from fast.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
 from fast.layout import CHUNK, Tiled, tile, untile
 from fast.plan import few, plan, sms, space
-from model import HALVES
 from nvfp4 import FORMATS, QuantLinear, dequantize, scale_bits
-
-# cuBLAS applies alpha after its sums: a float16 sum over part of K might overflow before that
-torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 @triton.jit
@@ -153,7 +149,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     if PDL and not EARLY:  # from here on, the next kernel fills SMs as programs end; signalled at
         # the start, its programs would pile up on some of the SMs
         tl.extra.cuda.gdc_launch_dependents()
-    acc = unscaled(acc, FMT, ASM, T) * gs[:, None]
+    acc = unscaled(acc, FMT) * gs[:, None]
     done = split == 0
     if SPLIT > 1:  # each split stores its sum; the last to arrive adds them in order of split:
         # the same bits in every run
@@ -212,10 +208,10 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
 @triton.jit
 def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.constexpr,
                     BLOCK: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
-                    UNIT: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-                    FAST: tl.constexpr, FOLD: tl.constexpr):
-    """out (N, K + E), rows `so` apart: value * block scale, divided by UNIT or, if FOLD, times the
-    global scale; then tail (N, E). A program does BN rows of one chunk, or of the tail."""
+                    BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, FAST: tl.constexpr,
+                    FOLD: tl.constexpr):
+    """out (N, K + E), rows `so` apart: value * block scale and, if FOLD, times the global scale;
+    then tail (N, E). A program does BN rows of one chunk, or of the tail."""
     T: tl.constexpr = out.dtype.element_ty if ASM else tl.float32
     if FAST:
         sc = tl.multiple_of(sc, 64)
@@ -230,11 +226,9 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
         a, b, cc, d = extract(w, s, FMT, DECODE, ASM, T, BN)
         v = tl.join(arrange(a, b, BN, 0, ASM), arrange(cc, d, BN, 0, ASM))  # (BN, 64, plane)
         v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
-        v = unscaled(v, FMT, ASM, T)
+        v = unscaled(v, FMT)
         if FOLD:
             v *= tl.load(g + row)[:, None]
-        else:
-            v *= 1 / UNIT
         j = k + tl.arange(0, 128)
         keep = (n < N)[:, None] & (j < K)[None, :]
         tl.store(out + at + j[None, :], v.to(out.dtype.element_ty), mask=keep)
@@ -248,9 +242,7 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
 def check(x, q):
     """ValueError if x does not fit q, or if check_weight refuses q."""
     if not x.is_floating_point():
-        raise ValueError(f"gemm: x is {x.dtype}; pass bfloat16, float16 or float32")
-    if x.dtype == torch.float16 and q.fmt == "mxfp4":
-        raise ValueError("gemm: MXFP4's scales go beyond float16; pass bfloat16")
+        raise ValueError(f"gemm: x is {x.dtype}; pass bfloat16 or float32")
     if x.shape[-1] != q.shape[1]:
         raise ValueError(f"gemm: x has {x.shape[-1]} columns, the weight {q.shape[1]}; "
                          "they must agree")
@@ -322,7 +314,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         x, xd, q.codes, scale_bits(q.scale), q.global_scale, bias, A, B, residual, out, part, count,
         *work, M, N, K, x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
         *(*bounds, N, N)[:2], FMT=q.fmt,
-        **decoder(FORMATS[q.fmt], x.dtype, cuda if asm is None else asm), BM=t["BM"], BN=t["BN"],
+        **decoder(FORMATS[q.fmt], cuda if asm is None else asm), BM=t["BM"], BN=t["BN"],
         SPLIT=t["split"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, TMA=tma,
@@ -330,47 +322,41 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     return out
 
 
-def to_16bit(q, fold=False, out=None, tail=None, asm=None, dtype=torch.bfloat16):
-    """w_hat / (global_scale * unit), (N, K), in bfloat16 or float16: exact, unless the format is a
-    codebook; with `fold`, w_hat, rounded once. tail (N, E) follows as E more columns. On CPU
+def to_16bit(q, fold=False, out=None, tail=None, asm=None):
+    """w_hat / global_scale, (N, K), in bfloat16: exact, unless the format is a codebook; with
+    `fold`, w_hat, rounded once. tail (N, E) follows as E more columns. On CPU
     tensors it needs TRITON_INTERPRET=1. out: a flat buffer to use."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     if out is None:
-        out = torch.empty(N * (K + E), dtype=dtype, device=q.codes.device)
+        out = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
     w = out[: N * (K + E)].view(N, K + E)
     to_16bit_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
         q.codes, scale_bits(q.scale), q.global_scale, w if tail is None else tail, w, N, K,
         q.codes.stride(0), q.scale.stride(0), K + E, FMT=q.fmt,
-        **decoder(FORMATS[q.fmt], dtype, q.codes.is_cuda if asm is None else asm),
-        UNIT=unit(q, dtype), BN=64, E=E, EP=max(16, triton.next_power_of_2(E)),
-        FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold, num_warps=4)
+        **decoder(FORMATS[q.fmt], q.codes.is_cuda if asm is None else asm), BN=64, E=E,
+        EP=max(16, triton.next_power_of_2(E)), FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
+        num_warps=4)
     return w
 
 
-def unit(q, dtype):
-    """What `to_16bit` divides by besides the global scale. E2M1 times E4M3 reaches 2,688 in steps
-    of 2^-10: 2^8 puts that mid-range in float16, so that a tail in the same units fits as well."""
-    return 256.0 if q.fmt == "nvfp4" and dtype == torch.float16 else 1.0
-
-
-def common_scale(q, dtype):
-    """alpha of `decoded`: global scale times unit, a float, if all rows of q share a global scale
-    in whose units an adapter fits 16 bits; else None. Read from the device once for each weight."""
+def common_scale(q):
+    """alpha of `decoded`: the global scale, a float, if all rows of q share one in whose units an
+    adapter fits 16 bits; else None. Read from the device once for each weight."""
     g = q.global_scale
     if getattr(g, "common", (None,))[0] != g._version:
         low, high = (v.item() for v in torch.aminmax(g))
         g.common = g._version, low if 2**-20 < low == high else None
-    return g.common[1] and g.common[1] * unit(q, dtype)
+    return g.common[1]
 
 
-def decoded(q, tail=None, dtype=torch.bfloat16):
-    """(w (N, K + E) in `dtype`, alpha): alpha * w[:, :K] is w_hat, and w[:, K:] is tail (N, E).
+def decoded(q, tail=None):
+    """(w (N, K + E) in bfloat16, alpha): alpha * w[:, :K] is w_hat, and w[:, K:] is tail (N, E).
 
     w is in the scratch, so it lasts until the next weight is decoded."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
-    alpha = common_scale(q, dtype)
-    out = scratch(q.codes.device, N * (K + E)).view(dtype)
-    return to_16bit(q, alpha is None, out, tail, dtype=dtype), 1.0 if alpha is None else alpha
+    alpha = common_scale(q)
+    out = scratch(q.codes.device, N * (K + E))
+    return to_16bit(q, alpha is None, out, tail), 1.0 if alpha is None else alpha
 
 
 def beside(w, tail):
@@ -378,7 +364,7 @@ def beside(w, tail):
     if not w.is_cuda:
         return torch.cat([w, tail], 1)
     (N, K), E = w.shape, tail.shape[1]
-    out = scratch(w.device, N * (K + E)).view(w.dtype)[: N * (K + E)].view(N, K + E)
+    out = scratch(w.device, N * (K + E))[: N * (K + E)].view(N, K + E)
     out[:, :K], out[:, K:] = w, tail
     return out
 
@@ -404,19 +390,15 @@ def scaled(x, w, alpha, start=None):
 def many(x, q, transposed, start=None):
     """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, through the scratch and cuBLAS;
     start: see `scaled`."""
-    w, alpha = decoded(q, dtype=x.dtype)
+    w, alpha = decoded(q)
     return scaled(x, w if transposed else w.T, alpha, start)
-
-
-def in_16bit(x):
-    return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
 
 
 def product(x, q):
     """x (M, K) @ w_hat^T -> (M, N) in x.dtype."""
     if not x.is_cuda:
         return (x.float() @ dequantize(q).T).to(x.dtype)
-    b = in_16bit(x)
+    b = x.to(torch.bfloat16)
     y = gemm_few(b, q) if few(b.shape[0], *q.shape, sms(x.device)) else many(b, q, transposed=False)
     return y.to(x.dtype)
 
@@ -433,16 +415,15 @@ class Matmul(torch.autograd.Function):
             return (dy.float() @ dequantize(ctx.q)).to(dy.dtype), None  # (M, N) @ (N, K)
         if not dy.shape[0]:
             return dy.new_empty(0, ctx.q.shape[1]), None
-        return many(in_16bit(dy).contiguous(), ctx.q, transposed=True).to(dy.dtype), None
+        return many(dy.to(torch.bfloat16).contiguous(), ctx.q, transposed=True).to(dy.dtype), None
 
 
 def matmul(x, q):
     """x (..., K) times a quantized weight q (N, K), layout.Tiled: (..., N) in x.dtype,
     differentiable in x.
 
-    bfloat16 or float16 in, float32 sums; other float dtypes are cast to bfloat16 on the GPU. On the
-    CPU plain torch in float32. ValueError if dtype, shape or device do not fit, or a scale of q is
-    NaN."""
+    Multiplied in bfloat16 on the GPU, with float32 sums; on the CPU plain torch in float32.
+    ValueError if dtype, shape or device do not fit, or a scale of q is NaN."""
     check(x, q)
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])
 
@@ -452,7 +433,7 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
-    x (M, K) bfloat16 or float16; q a Tiled (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the
+    x (M, K) bfloat16; q a Tiled (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the
     rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
     q, k, v; a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous;
     `out` is written if given, and may be `residual`. glu: q is gate stacked on up, and the
@@ -468,8 +449,8 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     if A is not None and (P > 3 or B.shape[0] != N or A.shape != (P * B.shape[1], K)):
         shapes = f"A {tuple(A.shape)} and B {tuple(B.shape)}"
         raise ValueError(f"linear_decode: {shapes} do not fit {N} x {K} in {P} parts (3 at most)")
-    if x.is_cuda and x.dtype not in HALVES:
-        raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16 or float16")
+    if x.is_cuda and x.dtype != torch.bfloat16:
+        raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16")
     if x.is_cuda and (A is not None or few(M, N, K, sms(x.device))):
         return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu, early)
     if x.is_cuda:

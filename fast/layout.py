@@ -65,10 +65,7 @@ def pack(codes, fmt):
     columns past K are code 0.
 
     Groups of 8 rows are interleaved: pack a matrix whole, or in slices of rows that start at
-    multiples of 8. ValueError if codes is not a uint8 matrix."""
-    if codes.dim() != 2 or codes.dtype != torch.uint8:
-        raise ValueError(f"pack: codes must be a (N, K) uint8 tensor, got {tuple(codes.shape)} "
-                         f"{codes.dtype}")
+    multiples of 8."""
     N, K = codes.shape
     chunks = -(-K // CHUNK)
     out = codes.new_empty(N, chunks * CHUNK // 2)

@@ -24,8 +24,6 @@ adapter begins small, and what is below half a step of an output that is rounded
 it in bfloat16, would be lost. Rows of different completions lie end to end and attention keeps them
 apart (attention.py), so no padding is computed.
 
-Without an adapter the weights themselves may be trained: dW = dy^T h.
-
 model.py's modules are the reference that everything here is tested against, also on the CPU
 (TRITON_INTERPRET=1).
 
@@ -160,7 +158,7 @@ class WideLinear:
         self.cuda = m.q is not None and m.q.codes.is_cuda
         if self.cuda:
             gemm.check_weight(m.q)
-            scale = gemm.common_scale(m.q, dtype)
+            scale = gemm.common_scale(m.q)
             self.alpha = 1.0 if scale is None else scale
         if (a := self.adapter) is not None:
             self.R, self.PR = a.rank, a.A.shape[0]
@@ -196,7 +194,7 @@ class WideLinear:
         """(w (N, K + E), alpha): alpha * w is [w_hat | s B]; in the scratch, it lasts until the
         next."""
         if self.cuda:
-            return gemm.decoded(self.q, self.tail, dtype)
+            return gemm.decoded(self.q, self.tail)
         w = self.base.weight_in(dtype)
         return (gemm.beside(w, self.tail) if self.E else w), 1.0
 
@@ -213,8 +211,8 @@ class WideLinear:
 
 
 class Project(torch.autograd.Function):
-    """y (S, N) = residual + linear(prologue(x)). What is trained (A and B, or the weight and bias;
-    a norm's weight or None) is passed for its gradient alone: `p` holds what is multiplied."""
+    """y (S, N) = residual + linear(prologue(x)). What is trained (A and B; a norm's weight or None)
+    is passed for its gradient alone: `p` holds what is multiplied."""
 
     @staticmethod
     def forward(ctx, prologue, p, x, residual, A, B, norm):
@@ -231,7 +229,7 @@ class Project(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         (x, xa, *kept), p, dA, dB = ctx.saved_tensors, ctx.p, None, None
-        *_, weight, bias, norm = ctx.needs_input_grad
+        norm = ctx.needs_input_grad[-1]
         dy = dy.contiguous()
         d = p.backward(dy)
         dxa = d[:, p.K :]
@@ -242,8 +240,6 @@ class Project(torch.autograd.Function):
         if p.E:
             dA = product32(dxa.T, h)[: p.PR]
             dB = torch.cat(p.blocks(product32(dy.T, xa))).mul_(p.adapter.scaling)
-        elif weight:
-            dA, dB = dy.T @ h, dy.sum(0) if bias else None  # (N, S) @ (S, K)
         return None, None, dx, dy if ctx.residual else None, dA, dB, dnorm
 
 
@@ -323,11 +319,8 @@ def refresh(linears):
 
 
 def project(prologue, p, x, residual=None):
-    if (a := p.adapter) is not None:
-        trained = a.A, a.B
-    else:
-        trained = (p.base.weight, p.base.bias) if p.q is None else (None, None)
-    return Project.apply(prologue, p, x, residual, *trained, prologue.weight)
+    A, B = (None, None) if p.adapter is None else (p.adapter.A, p.adapter.B)
+    return Project.apply(prologue, p, x, residual, A, B, prologue.weight)
 
 
 def block(layer, linears, attend, x):

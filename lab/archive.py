@@ -2,7 +2,7 @@
 The training runs that README.md and docs/ quote, in one table: results/runs.jsonl, a row a run.
 
     group, name    2x2_1.5b, nvfp4--aqn-s3; commands find rows by patterns of "group/name"
-    seed, flags    the flags of train.py that were not at their defaults, which the first row holds
+    seed, flags    the flags of train.py that are not as in the first row, which holds defaults
     script         what trained, where that was not train.py, with its own flags
     commit         the commit that added the run: its code is that one's, or a little older
     summary        summary.json: held-out accuracy before and after, seconds, peak memory; the best
@@ -10,29 +10,53 @@ The training runs that README.md and docs/ quote, in one table: results/runs.jso
     evals          [steps, accuracy] of each evaluation on the way
     metrics        columns of metrics.jsonl, a number for each step; accuracy as right samples,
                    whole numbers, of prompts_per_step x group_size
-    right          after training (and before) a bit for each held-out question, 1 if right
+    right          after training (and before) a bit for each held-out question, 1 if right; before
+                   may be the name of an earlier row that has the same
 
-lab/collect.py adds rows. lab/experiments.py compare, lab/plot.py and lab/bench_report.py cards
-take patterns beside folders: `folders` writes each row that matches as the folder it came from.
+lab/experiments.py compare, lab/plot.py and lab/bench_report.py cards take patterns beside folders:
+`folders` writes each row that matches as the folder it came from. To add runs:
 
-    python lab/experiments.py compare '2x2_1.5b/*' 'formats_1.5b/nvfp4-awq*'
-    python lab/plot.py '2x2_1.5b/*' --out 2x2.png
+    python lab/archive.py runs/2x2/* --group 2x2_3b --commit $(git rev-parse --short HEAD)
+    python lab/plot.py '2x2_3b/*' --out 2x2.png
 """
+import argparse
 import base64
 import json
+import shlex
+import sys
 import tempfile
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
-from plumbing.files import read_jsonl
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from plumbing import command, curves
+from plumbing.files import append, read_jsonl, saved
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl"
+COLUMNS = "accuracy,entropy,length_mean,format,zero_var_frac,logp_gap_mean"
+# what older runs were told by flags and newer ones have as constants
+CONSTANTS = {"aqn_stages": 10, "tis_cap": 2.0, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1,
+             "warmup": 0.1, "eps_low": None, "eval_top_p": 0.95, "spare_prompts": 0,
+             "max_resample": 2}
+# flags that change no number of a run; on --card-share its last digits may depend
+LEFT_OUT = {*command.IDLE, "command", "seed"} - {"card_share"}
 
 
-def read(path=None):
-    """(defaults of train.py's flags, {"group/name": row}) of a table."""
-    (_, first), *rest = read_jsonl(path or TABLE)
+def script_of(line, flags):
+    """The script of a run's command line, and its own words before the first of `flags`, as text:
+    "mine.py --tau 5"."""
+    ours = {f"--{no}{name.replace('_', '-')}" for name in flags for no in ("", "no-")}
+    words = dropwhile(lambda word: not word.endswith(".py"), shlex.split(line))
+    own = takewhile(lambda word: word.partition("=")[0] not in ours, words)
+    return " ".join(own) or "train.py"
+
+
+def read():
+    """(defaults of train.py's flags, {"group/name": row}) of the table."""
+    (_, first), *rest = read_jsonl(TABLE)
     return first["defaults"], {f"{row['group']}/{row['name']}": row for _, row in rest}
 
 
@@ -53,7 +77,7 @@ def folders(runs):
                                  "like it; a pattern is quoted, as in '2x2_1.5b/nvfp4*'")
             for name in matching:
                 if (out := f"{temporary}/{name}") not in found:
-                    unpack(name, rows, defaults, Path(out))
+                    unpack(rows[name], defaults, Path(out))
                     found.append(out)
         try:
             yield found
@@ -61,26 +85,25 @@ def folders(runs):
             raise ValueError(str(e).replace(f"{temporary}/", "")) from None
 
 
-def unpack(name, rows, defaults, out):
-    """Write the row `name` as the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    row = rows[name]
-    command = f"python {row.get('script', 'train.py')}"
-    config = defaults | row["flags"] | {"seed": row["seed"], "command": command}
+def unpack(row, defaults, out):
+    """Write a row as the folder `out`."""
+    out.mkdir(parents=True)
+    flags = defaults | row["flags"] | {"seed": row["seed"]}
+    config = flags | {"command": f"python {row.get('script', 'train.py')}"}
     (out / "config.json").write_text(json.dumps(config))
     if "summary" in row:
         (out / "summary.json").write_text(json.dumps(row["summary"]))
-    evals, columns = dict(row["evals"]), {**row["metrics"]}
-    samples = samples_of(defaults | row["flags"])
-    columns["accuracy"] = [a / samples if isinstance(a, int) else a for a in columns["accuracy"]]
-    (out / "metrics.jsonl").write_text("".join(
-        line({"step": step, **dict(zip(columns, values, strict=True)),
-              "eval_accuracy": evals.get(step)})
-        for step, values in enumerate(zip(*columns.values(), strict=True))))
-    for when, grades in row.get("right", {}).items():
-        grades = rows[grades]["right"][when] if grades in rows else grades
-        (out / f"eval_{when}.jsonl").write_text(
-            "".join(line({"accuracy": bit}) for bit in unpacked(grades)))
+    evals, samples = dict(row["evals"]), samples_of(flags)
+    (out / "metrics.jsonl").touch()
+    steps = [dict(zip(row["metrics"], values, strict=True))
+             for values in zip(*row["metrics"].values(), strict=True)]
+    for i, step in enumerate(steps):
+        step |= {"step": i, "eval_accuracy": evals.get(i)}
+        if isinstance(step["accuracy"], int):
+            step["accuracy"] /= samples
+    append(out / "metrics.jsonl", steps)
+    if after := row.get("right", {}).get("after"):
+        append(out / "eval_after.jsonl", [{"accuracy": bit} for bit in unpacked(after)])
 
 
 def samples_of(flags):
@@ -99,5 +122,73 @@ def unpacked(text):
     return [*map(int, bin(int.from_bytes(base64.b64decode(text)))[3:])]
 
 
-def line(row):
-    return json.dumps(row, separators=(",", ":")) + "\n"
+def answers(run):
+    """Accuracy on each held-out question after training, in the set's order; None where it was not
+    kept."""
+    path, fields = Path(run) / "eval_after.jsonl", {"accuracy": (float, 0, 1)}
+    if path.is_file():
+        return [row["accuracy"] for _, row in read_jsonl(path, fields, fields)]
+
+
+def short(value, digits):
+    """A JSON value, its floats to so many digits: of accuracies at the end eight, for a difference
+    to be printed as from the folder."""
+    return json.loads(json.dumps(value),
+                      parse_float=lambda text: float(f"{float(text):.{digits}g}"))
+
+
+def row_of(run, group, columns, commit, defaults):
+    """The row of a run's folder."""
+    had, steps = saved(run, "config.json"), curves.read(run)
+    if not had:
+        raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
+    if [s["step"] for s in steps] != [*range(len(steps))]:
+        raise ValueError(f"{run}: metrics.jsonl lacks a step; give runs that are whole")
+    flags = {k: v for k, v in (CONSTANTS | had).items() if k not in LEFT_OUT}
+    row = {"group": group, "name": Path(run).resolve().name, "seed": had.get("seed"),
+           "flags": {k: v for k, v in flags.items() if v != defaults.get(k)}}
+    if (script := script_of(str(had.get("command")), had)) != "train.py":
+        row["script"] = script
+    summary = {k: v for k, v in saved(run, "summary.json").items() if k != "command"}
+    if (summary.get("best") or {}).get("step") == summary.get("steps"):
+        summary.pop("best", None)
+    row["summary"] = short(summary, 8)
+    row["evals"] = [[s["step"], round(s["eval_accuracy"], 4)] for s in steps
+                    if s.get("eval_accuracy") is not None]
+    row["metrics"] = {c: short([s.get(c) for s in steps], 5) for c in columns
+                      if any(s.get(c) is not None for s in steps)}
+    # right samples instead of their share, if that is what the shares are of
+    shares = [s["accuracy"] for s in steps]
+    right = [share * samples_of(defaults | had) for share in shares]
+    whole = all(abs(n - round(n)) < 0.01 for n in right)
+    row["metrics"]["accuracy"] = [*map(round, right)] if whole else shares
+    grades = answers(run)
+    if grades and {*grades} <= {0, 1}:  # each question was asked once
+        row["right"] = {"after": packed(map(int, grades))}
+    return row | {"commit": commit}
+
+
+def add(runs, group, columns, commit):
+    """Append the rows of folders to the table."""
+    defaults, known = read()
+    rows = [row_of(run, group, columns, commit, defaults) for run in runs]
+    if there := {f"{group}/{row['name']}" for row in rows} & known.keys():
+        raise ValueError(f"--group {group}: {min(there)} is in {TABLE} already; choose another, or "
+                         "delete its row")
+    append(TABLE, rows)
+    print(f"{TABLE}: {len(rows)} rows more, {len(known) + len(rows)} runs")
+
+
+def main(argv=None):
+    p = command.Parser(description="Add runs to the table of kept runs, results/runs.jsonl.",
+                       formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
+    p.add_argument("--group", required=True, help="the first half of the rows' names")
+    p.add_argument("--columns", default=COLUMNS, type=lambda text: text.split(","),
+                   help="columns of metrics.jsonl to keep, accuracy among them")
+    p.add_argument("--commit", help="the revision that trained")
+    return command.run("lab/archive.py", lambda: add(**vars(p.parse_args(argv))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

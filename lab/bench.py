@@ -5,10 +5,11 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
               and 32B. Weights rotate through more than 200 MB, so that L2 holds none of them
     rollout   sample.generate on random weights of true shapes, every row alive to the end
     step      a step of train.py by phases, and its memory
+    plain     the files that one reads beside fast/: a decode step and an update of each
 
 Rows are merged into --out (a row measured again replaces the old one), so that a long table can be
-made in parts; lab/bench_report.py draws them. Kernels are timed as one CUDA graph of many launches,
-median of its replays: what is measured is the GPU, not Python.
+made in parts; lab/bench_report.py prints them. Kernels are timed as one CUDA graph of many
+launches, median of its replays: what is measured is the GPU, not Python.
 
     python lab/bench.py kernels
     python lab/bench.py rollout 7b:nvfp4:16:1,8,64 7b:none:16:1,8,64 --profile
@@ -29,7 +30,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import checkpoint, command
-from plumbing.files import whole
 
 import torch
 import triton
@@ -51,30 +51,29 @@ from lab.bench_report import (
     SIZES,
     card,
     config,
-    marlins,
+    floor_bytes,
+    linear,
+    merge_rows,
+    parsers,
     show,
-    vllms,
 )
-from nvfp4 import FORMATS
 
 ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvfp4:32:8 "
             "7b:nvfp4:64:8 7b:mxfp4:16:8 7b:nf4:16:8 7b:none:16:1,2,8,32,64,128 14b:nvfp4:16:1,8 "
             "14b:none:16:1,8 32b:nvfp4:16:1,2,8,32 32b:none:16:1,8").split()
 
 
-def built(c, source, dtype, quant, engine_name):
-    model = qwen.build(c, source, "cuda", dtype, quant)
-    sample.set_engine(model, engine_name)
-    return model
-
-
-def build(c, quant, dtype="bfloat16", engine_name="fast"):
+def build(c, quant):
     """A model of random weights on the GPU, and what building it took, with the planned bytes."""
+    def load():
+        model = qwen.build(c, checkpoint.RandomCheckpoint(), "cuda", quant=quant)
+        sample.set_engine(model, "fast")
+        return model
+
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    random, dtype = checkpoint.RandomCheckpoint(), getattr(torch, dtype)
-    seconds, model = timed(lambda: built(c, random, dtype, quant, engine_name))
+    seconds, model = timed(load)
     return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
                    "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
                    "load_peak_gib": peak_gib(), "load_seconds": seconds}
@@ -154,45 +153,25 @@ def read_ceiling():
     return data.nbytes / us / 1e3
 
 
-def merge_rows(path, rows, key):
-    """Write `rows`, floats to four significant digits, into the JSON list at `path`; they replace
-    old rows with the same values of `key`. The row of what did not fit lacks some of them."""
-    rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-            for row in rows]
-    old = json.loads(path.read_text()) if path.is_file() else []
-    new = [[r.get(k) for k in key] for r in rows]
-    kept = [r for r in old if [r.get(k) for k in key] not in new]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as part:
-        part.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept + rows) + "\n]\n")
-
-
 def kernels(args):
     """The FP4 GEMM against cuBLAS."""
-    ceiling, results, marlin = read_ceiling(), [], marlins(card())
+    ceiling, results = read_ceiling(), []
     columns = {"shape": "11", "fmt": "", "pass": "", "M": "d", "us": ".1f", "cublas_us": ".1f",
-               "speedup": ".2f", "marlin": ".2f", "pct_read": ".0f", "rel_err": ".1e"}
+               "speedup": ".2f", "pct_read": ".0f", "rel_err": ".1e"}
     show(columns)
     for name in args.shapes:
         N, K = linear(name)
-        theirs = marlin.get(name, {})
         # more weights than L2 holds
         dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
                  for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
-        for fmt in args.formats if name in ("7b.gate_up", "7b.down") else args.formats[:1]:
+        for fmt in nvfp4.FORMATS if name in ("7b.gate_up", "7b.down") else ["nvfp4"]:
             weights = [tile(nvfp4.quantize(torch.randn(N, K, device="cuda"), fmt))
                        for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
             for M, back in [(M, False) for M in args.rows] + [(2048, True)]:
                 row = {"fmt": fmt, "shape": name} | gemm(weights, dense, M, back, ceiling)
                 results.append(row)
-                show(columns, row | {"marlin": None if back else theirs.get(M)})
+                show(columns, row)
     merge_rows(args.out, results, ("fmt", "shape", "pass", "M"))
-
-
-def linear(name):
-    """(N, K) of a layer, named as in "0.5b.down"."""
-    size, layer = name.rsplit(".", 1)
-    return memory.linears(config(size))[f"{layer}_proj"][:2]
 
 
 def gemm(weights, dense, M, back, ceiling):
@@ -217,41 +196,30 @@ def gemm(weights, dense, M, back, ceiling):
 def rollout(args):
     """Decoding throughput of sample.generate on random weights of true shapes."""
     ceiling, built, results = read_ceiling(), None, []
-    vllm = vllms(card())
     columns = {"size": "", "quant": "", "lora_rank": "d", "kind": "", "rows": "d",
-               "decode_tok_s": ".0f", "vllm": "d", "step_ms": ".2f", "floor_ms": ".2f",
-               "prefill_s": ".3f", "peak_gib": ".1f"}
+               "decode_tok_s": ".0f", "step_ms": ".2f", "floor_ms": ".2f", "prefill_s": ".3f",
+               "peak_gib": ".1f"}
     show(columns)
     for text in args.configs:
         size, quant, rank, todo = text.split(":")
         rank, c = int(rank), config(size)
         if built != (size, quant):
             model = None
-            (model, made), built = build(c, quant, args.dtype), (size, quant)
+            (model, made), built = build(c, quant), (size, quant)
         adapt(model, rank)
         torch.cuda.reset_peak_memory_stats()
         floors = partial(floor_bytes, c, quant, rank)
         for what in todo.split(","):
-            row = {"size": size, "quant": quant, "dtype": args.dtype, "lora_rank": rank,
+            row = {"size": size, "quant": quant, "dtype": "bfloat16", "lora_rank": rank,
                    "prompt": args.prompt, "new": args.new, "weights_gib": made["weights_gib"]}
             row |= (queue(model, args) if what == "queue" else
                     rows_alive(model, floors, what, args, ceiling))
             results.append(row | {"peak_gib": peak_gib()})
-            known = vllm.get(text.rsplit(":", 1)[0], {})
-            show(columns, results[-1] | {"vllm": known.get(what)})
+            show(columns, results[-1])
             if args.profile and what.isdigit():
                 profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
         engine.release(model)
     merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "rows", "kind"))
-
-
-def floor_bytes(c, quant, rank, rows, length):
-    """Bytes that one decode step must read, by part: weights, LM head, adapter in 16 bits, keys and
-    values of `length` tokens."""
-    w = memory.weights(c, quant)
-    return {"linear": w["attention"] + w["mlp"], "head": w["lm_head"] or w["embeddings"],
-            "lora": 2 * memory.lora_parameters(c, rank),
-            "kv": rows * length * memory.kv_per_token(c)}
 
 
 def adapt(model, rank):
@@ -273,6 +241,13 @@ def draw(model, prompts, n, new, rows=None):
 def random_prompts(count, length):
     g = torch.Generator().manual_seed(0)
     return torch.randint(0, 150000, (count, length), generator=g).tolist()
+
+
+def random_completions(count, prompt, new, group=1):
+    """`count` Completions of `new` tokens each, `group` of a prompt."""
+    texts = random_prompts(count, prompt + new)
+    return [grpo.Completion({}, texts[i - i % group][:prompt], ids[prompt:], [-12.0] * new, True,
+                            advantage=i % 3 - 1.0) for i, ids in enumerate(texts)]
 
 
 def rows_alive(model, floors, what, args, ceiling):
@@ -376,12 +351,13 @@ def step(args):
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.card_gib * memory.GIB / total)
     columns = {"size": "", "quant": "", "tokens": "d", "micro_batch": "d", "checkpointing": "",
-               "rollout_s": ".2f", "logprob_s": ".3f", "update_s": ".3f", "optimizer_s": ".4f",
+               "capture_s": ".1f", "rollout_s": ".2f", "first_update_s": ".1f",
+               "logprob_s": ".3f", "update_s": ".3f", "optimizer_s": ".4f",
                "share": ".0%", "launches": "d", "busy_s": ".3f", "weights_gib": ".2f",
                "update_gib": ".1f", "peak_gib": ".1f"}
     show(columns)
     for size, quant in ((s, q) for s in args.sizes for q in args.quants):
-        row = {"size": size, "quant": quant, "dtype": args.dtype, "lora_rank": args.rank,
+        row = {"size": size, "quant": quant, "dtype": "bfloat16", "lora_rank": args.rank,
                "prompt": args.prompt, "completions": args.completions, "group": args.group,
                "new": args.new, "card_gib": args.card_gib}
         try:
@@ -396,31 +372,29 @@ def step(args):
 
 def phases(row, c, ceiling, args):
     """Measure one size and format and add the figures to its row."""
-    model, made = build(c, row["quant"], args.dtype)
+    model, made = build(c, row["quant"])
     row |= made
-    optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6, (0.9, 0.99), 0.1)
+    optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6)
     length, rows = args.prompt + args.new, args.completions
-    row["micro_batch"], model.checkpointing = memory.fit_update(
-        c, engine.free_bytes() * args.share, length, args.micro_batch_tokens, args.checkpointing)
-    row["checkpointing"] = model.checkpointing
-    texts = random_prompts(rows, length)
-    prompts = [ids[: args.prompt] for ids in texts]
+    row["micro_batch"], row["checkpointing"] = memory.fit_update(
+        c, engine.free_bytes() * args.share, length)
+    model.checkpointing = row["checkpointing"]
     if args.rollout:
+        prompts = random_prompts(rows, args.prompt)
         torch.cuda.reset_peak_memory_stats()
-        draw(model, prompts, 1, 2)  # compiles and captures
+        row["capture_s"], _ = draw(model, prompts, 1, 2)  # compiles and captures
         row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
         row["rollout_gib"] = peak_gib()
         engine.UPDATES[model] = sum(memory.update_bytes(
             c, max(row["micro_batch"], length), model.checkpointing))
         engine.make_room(model)
     settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
-    completions = [grpo.Completion({}, prompts[i - i % args.group], ids[args.prompt :],
-                                   [-12.0] * args.new, True, advantage=i % 3 - 1.0)
-                   for i, ids in enumerate(texts)]
+    completions = random_completions(rows, args.prompt, args.new, args.group)
     # a prompt's states are computed once for several of its completions
     row["tokens"] = sum(map(batches.size, batches.families(completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
-    grpo.update(model, optimizer, completions, settings)  # compiles
+    row["first_update_s"], _ = timed(  # compiles
+        lambda: grpo.update(model, optimizer, completions, settings))
     row["logprob_s"], _ = timed(
         lambda: grpo.record_trainer_logprobs(model, completions, settings))
     row["update_s"] = statistics.median(
@@ -438,6 +412,43 @@ def phases(row, c, ceiling, args):
     row["share"] = flops / row["update_s"] / 1e12 / ceiling
 
 
+def plain(args):
+    """The files that one reads beside fast/: a decode step and an update of 8 completions of 1,024
+    tokens with checkpointing, NVFP4 and LoRA 16."""
+    rows = [both_paths(size, rows) for size, rows in (("0.5b", 64), ("3b", 64), ("7b", 8))]
+    merge_rows(args.out, rows, ("size", "rows"))
+
+
+def both_paths(size, rows):
+    """A row of `plain`."""
+    model = qwen.build(config(size), checkpoint.RandomCheckpoint(), "cuda", quant="nvfp4")
+    optimizer = grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6)
+    model.checkpointing = True
+    completions, settings = random_completions(8, 256, 1024), grpo.Settings()
+    row = {"size": size, "rows": rows}
+    for path in ("plain", "fast"):
+        if path == "fast":
+            sample.set_engine(model, "fast")
+        torch.cuda.reset_peak_memory_stats()
+        row[f"{path}_step_ms"] = decode_ms(model, random_prompts(rows, 256))
+        for _ in range(2):  # the first compiles
+            row[f"{path}_update_s"], _ = timed(
+                lambda: grpo.update(model, optimizer, completions, settings))
+        row[f"{path}_gib"] = peak_gib()
+    for what in ("step_ms", "update_s"):
+        row[f"times_{what}"] = row[f"plain_{what}"] / row[f"fast_{what}"]
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def decode_ms(model, prompts, short=16, long=144):
+    """Milliseconds of a decode step, host included: the difference between a short and a long
+    rollout, after one that compiles and captures."""
+    draw(model, prompts, 1, long)
+    few, many = (min(draw(model, prompts, 1, n)[0] for _ in range(2)) for n in (short, long))
+    return (many - few) / (long - short) * 1e3
+
+
 def rollout_config(text):
     """An argparse type: a model of `rollout`, and the rows to measure it at."""
     rows = r"([1-9]\d*(x[1-9]\d*)?|queue)"
@@ -449,46 +460,35 @@ def rollout_config(text):
 
 
 def parse_args(argv=None):
-    p = argparse.ArgumentParser(description="Benchmarks on one GPU.", allow_abbrev=False)
-    sub, add = p.add_subparsers(dest="what", required=True), {}
-    for f in (kernels, rollout, step):
-        c = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__, allow_abbrev=False,
-                           formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        c.set_defaults(run=f)
-        c.add_argument("--out", type=Path, help="JSON list that the rows are merged into "
-                       f"(default: {f.__name__}_CARD.json in results/)")
-        add[f] = c.add_argument
-
-    some, formats = {"nargs": "+", "metavar": "NAME"}, list(FORMATS)
-    add[kernels]("--shapes", **some, choices=SHAPES, default=SHAPES, help="linear layers")
-    add[kernels]("--rows", **some, type=int, default=list(ROWS), help="values of M")
-    add[kernels]("--formats", **some, choices=formats, default=formats,
-                 help="the first for every shape, all for 7b.gate_up and 7b.down")
-    add[rollout]("configs", nargs="*", type=rollout_config, default=ROLLOUTS,
-                 help="size:format:LoRA rank (0: none):rows, rows as 1,8 or 8x16 or queue")
-    add[rollout]("--prompt", type=int, default=256, help="tokens of a prompt")
-    add[rollout]("--new", type=int, default=512, help="tokens drawn")
-    for f in (rollout, step):
-        add[f]("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of x")
-    add[rollout]("--profile", action="store_true", help="print where a step's time goes")
-    add[step]("--sizes", **some, choices=SIZES, default=["3b", "7b", "14b", "32b"], help="models")
-    add[step]("--quants", **some, choices=memory.BITS, default=["none", "nvfp4"], help="formats")
-    add[step]("--rank", type=int, default=16, help="of the adapter")
-    add[step]("--completions", type=int, default=8, help="of an update")
-    add[step]("--group", type=int, default=1, help="completions of a prompt")
-    add[step]("--prompt", type=int, default=256, help="tokens of a prompt")
-    add[step]("--new", type=int, default=2048, help="tokens of a completion")
-    add[step]("--micro-batch-tokens", type=int, default=0, help="as in train.py")
-    add[step]("--checkpointing", choices=("auto", "on", "off"), default="auto",
-              help="as in train.py")
-    add[step]("--share", type=float, default=1.0, help="2: auto takes all that is free, not half")
-    add[step]("--card-gib", type=float, default=0, help="limit the memory, as of a smaller card")
-    add[step]("--no-rollout", dest="rollout", action="store_false", help="the update alone")
-    args = p.parse_args(argv)
+    parser, each = parsers("Benchmarks on one GPU.", (kernels, rollout, step, plain))
+    for name, sub in each.items():
+        sub.add_argument("--out", type=Path, help="JSON list that the rows are merged into "
+                         f"(default: {name}_CARD.json in results/)")
+    some = {"nargs": "+", "metavar": "NAME"}
+    add = each["kernels"].add_argument
+    add("--shapes", **some, choices=SHAPES, default=SHAPES, help="linear layers")
+    add("--rows", **some, type=int, default=list(ROWS), help="values of M")
+    add = each["rollout"].add_argument
+    add("configs", nargs="*", type=rollout_config, default=ROLLOUTS,
+        help="size:format:LoRA rank (0: none):rows, rows as 1,8 or 8x16 or queue")
+    add("--prompt", type=int, default=256, help="tokens of a prompt")
+    add("--new", type=int, default=512, help="tokens drawn")
+    add("--profile", action="store_true", help="print where a step's time goes")
+    add = each["step"].add_argument
+    add("--sizes", **some, choices=SIZES, default=["3b", "7b", "14b", "32b"], help="models")
+    add("--quants", **some, choices=memory.BITS, default=["none", "nvfp4"], help="formats")
+    add("--rank", type=int, default=16, help="of the adapter")
+    add("--completions", type=int, default=8, help="of an update")
+    add("--group", type=int, default=1, help="completions of a prompt")
+    add("--prompt", type=int, default=256, help="tokens of a prompt")
+    add("--new", type=int, default=2048, help="tokens of a completion")
+    add("--share", type=float, default=1.0, help="2: take all that is free, not half")
+    add("--card-gib", type=float, default=0, help="limit the memory, as of a smaller card")
+    add("--no-rollout", dest="rollout", action="store_false", help="the update alone")
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        p.error(f"{args.what}: needs a CUDA device")
-    if args.out is None:
-        args.out = RESULTS / f"{args.what}_{card()}.json"
+        parser.error(f"{args.what}: needs a CUDA device")
+    args.out = args.out or RESULTS / f"{args.what}_{card()}.json"
     return args
 
 

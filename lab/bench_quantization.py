@@ -3,9 +3,8 @@ What four bits cost and what AWQ gives back: {16 bits, NVFP4, MXFP4, NF4} x {pla
 
 Perplexity of the test split's questions with answers, its gap to 16 bits paired by document, and
 KL(16-bit model || this one) on the same text; greedy accuracy (boxed prompt); token entropy at
-temperature 1 on the model's own samples. --methods: `rtn` is plain rounding, `channels` and
-`blocks` are AWQ's halves alone. A finished row is in --out (its likelihoods by document beside it,
-in *.nll.json) and is not measured again: run it in parts.
+temperature 1 on the model's own samples. --methods: `rtn` is plain rounding. Each row is in --out
+as soon as it is measured.
 
     python lab/bench_quantization.py --model Qwen/Qwen2.5-0.5B-Instruct --data gsm8k/ --out q.json
 """
@@ -19,9 +18,10 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import checkpoint, command
-from plumbing.files import check, check_out, read_json, shown, write_json
+from plumbing import checkpoint, command, datasets
+from plumbing.files import check_out, write_json
 from plumbing.policy import place
+from plumbing.tokenizer import Tokenizer
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -33,7 +33,8 @@ from eval import evaluate, stderr
 from model import logits, token_logprobs
 from nvfp4 import FORMATS
 
-METHODS = {"channels": {"finalists": None}, "blocks": {"grid": 0}, "awq": {}}  # for nvfp4.Search
+NEW = 400  # tokens, at most, of answers and samples
+SEQUENCES, LENGTH = 128, 512  # of the text that AWQ is calibrated on
 
 
 @torch.no_grad()
@@ -58,9 +59,9 @@ def perplexity(model, docs, batch=16):
 
 
 @torch.no_grad()
-def own_entropy(model, tok, prompts, max_new_tokens):
+def own_entropy(model, tok, prompts):
     """(mean, standard error) over prompts of the token entropy in nats along one sample of each."""
-    out, drawn = [], sample.generate(model, prompts, 1, max_new_tokens, eos_ids=tok.eos_ids)
+    out, drawn = [], sample.generate(model, prompts, 1, NEW, eos_ids=tok.eos_ids)
     for prompt, (s,) in zip(prompts, drawn, strict=True):
         ids = torch.tensor([prompt + s.ids], device=model.embed.weight.device)
         hidden = model.hidden(ids[:, :-1])[0, len(prompt) - 1 :]  # (T, C): what predicts the sample
@@ -94,10 +95,9 @@ def per_token(sums):
 def row(args, fmt, method, docs, questions, tok):
     """One line of the table, and [[nats, tokens] of each document]."""
     begin, where = time.time(), (args.model, args.device, args.dtype, fmt)
-    if method in METHODS:
-        folder = checkpoint.fetch(args.model)
-        text = data.calibration(args.calib, folder, args.sequences, args.length)
-        model = qwen.load(*where, text, **METHODS[method])
+    if method == "awq":
+        text = datasets.calibration(args.calib, checkpoint.fetch(args.model), SEQUENCES, LENGTH)
+        model = qwen.load(*where, text)
         out = {"error_kept": math.exp(fmean(math.log(r["awq"] / r["rtn"]) for r in model.awq)),
                "exponents_above_0": fmean(r["exponent"] > 0 for r in model.awq)}
     else:
@@ -116,98 +116,63 @@ def row(args, fmt, method, docs, questions, tok):
         del reference
     if args.questions:
         r = evaluate(model, tok, questions[: args.questions], style="boxed", n=1,
-                     temperature=0.0, top_p=1.0, max_new_tokens=args.max_new_tokens)
+                     temperature=0.0, top_p=1.0, max_new_tokens=NEW)
         out |= {"accuracy": r["accuracy"], "accuracy_se": r["stderr"], "boxed": r["format"],
                 "questions": r["questions"]}
     if args.samples:
         kept = [q["ids"] for q in data.prompts(tok, questions[: args.samples], "boxed")[0]]
-        out["entropy"], out["entropy_se"] = own_entropy(model, tok, kept, args.max_new_tokens)
+        out["entropy"], out["entropy_se"] = own_entropy(model, tok, kept)
     out["seconds"] = round(time.time() - begin, 1)
-    return out, [[round(a, 3), n] for a, _, n in scored]
+    return out, [[a, n] for a, _, n in scored]
 
 
 def compare(rows, likelihoods):
-    """Adds to each row its gap to the 16-bit row in nats a token, and the share of plain rounding's
-    gap that the method removes. likelihoods: {"format method": [[nats, tokens] of a document]}."""
-    for r in rows:
-        own = likelihoods[f"{r['format']} {r['method']}"]
+    """Add to each row its gap to the 16-bit row in nats a token, and the share of plain rounding's
+    gap that AWQ removes. likelihoods: of each row [[nats, tokens] of a document]."""
+    plain = {}
+    for r, own in zip(rows, likelihoods, strict=True):
         r["gap"], r["gap_se"] = per_token([(a - b, n) for (a, n), (b, _) in zip(
-            own, likelihoods["none -"], strict=True)])
-    plain = {r["format"]: r["gap"] for r in rows if r["method"] == "rtn"}
-    for r in rows:
-        if r["method"] in METHODS and r["format"] in plain:
+            own, likelihoods[0], strict=True)])
+        if r["method"] == "rtn":
+            plain[r["format"]] = r["gap"]
+        elif r["format"] in plain:
             r["gap_removed"] = 1 - r["gap"] / plain[r["format"]]
 
 
-def show(rows):
-    line = "{:<8}{:<10}{:>11}{:>20}{:>9}{:>20}{:>16}{:>17}".format
-    print(line("format", "method", "perplexity", "gap, nats", "removed", "KL, nats", "accuracy, %",
-               "entropy"))
-    for r in rows:
-        gap, kl, accuracy, entropy = (
-            f"{s * r[k]:.{digits}f} +- {s * (r[k + '_se'] or 0):.{digits}f}" if k in r else "-"
-            for k, s, digits in (("gap", 1, 4), ("kl", 1, 4), ("accuracy", 100, 1),
-                                 ("entropy", 1, 3)))
-        removed = f"{100 * r['gap_removed']:.0f}%" if "gap_removed" in r else "-"
-        name = "16 bits" if r["format"] == "none" else r["format"]
-        print(line(name, r["method"], f"{r['perplexity']:.4f}", gap, removed, kl, accuracy,
-                   entropy))
-
-
 def run(args):
-    made = args.out.parent.exists()
-    check_out(args.out if made else args.out.parent, folder=not made)
+    check_out(args.out)
+    if args.out.exists():
+        raise ValueError(f"--out {args.out}: is there already; choose another name")
     args.device, args.dtype = place(args.device)
-    args.calib, beside = args.data / "train.jsonl", args.out.with_suffix(".nll.json")
-    tok, test = data.Tokenizer(checkpoint.fetch(args.model)), args.data / "test.jsonl"
-    docs = [tok.encode(t) for t in data.texts(test)[: args.documents]]
+    args.calib, test = args.data / "train.jsonl", args.data / "test.jsonl"
+    tok = Tokenizer(checkpoint.fetch(args.model))
+    docs = [tok.encode(t) for t in datasets.texts(test)[: args.documents]]
     questions = data.load(test, "test")
-    fields = {"table": list, "table_settings": dict}
-    results, likelihoods = (read_json(p, fields) if p.is_file() else {} for p in (args.out, beside))
     settings = {k: v if isinstance(v, (int, str, list)) else str(v)
                 for k, v in vars(args).items() if k != "out"}
-    for k, old in results.get("table_settings", {}).items():
-        if k not in ("formats", "methods") and old != settings.get(k, old):
-            raise ValueError(f"--{k.replace('_', '-')} {settings[k]}: the rows in {args.out} were "
-                             f"measured with {shown(old)}; choose another --out")
-    results["table_settings"] = settings
-    rows = results.setdefault("table", [])
-    for r in rows:
-        check(r, args.out, {"format": str, "method": str, "perplexity": (float, 1, 1e300)},
-              ["format", "method", "perplexity"])
-        if (name := f"{r['format']} {r['method']}") not in likelihoods:
-            raise ValueError(f"{beside}: the likelihoods of {name} are missing; choose another "
-                             "--out")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    rows, likelihoods = [], []
     for fmt, method in [("none", "-")] + [(f, m) for f in args.formats for m in args.methods]:
-        if any((r["format"], r["method"]) == (fmt, method) for r in rows):
-            continue
-        new, likelihoods[f"{fmt} {method}"] = row(args, fmt, method, docs, questions, tok)
+        new, nats = row(args, fmt, method, docs, questions, tok)
         rows.append(new)
+        likelihoods.append(nats)
         compare(rows, likelihoods)
-        write_json(beside, likelihoods, indent=None)
-        write_json(args.out, results, indent=1)
+        write_json(args.out, {"table_settings": settings, "table": rows}, indent=1)
         print(json.dumps(new), flush=True)
-    show(rows)
-    print(json.dumps(results))
 
 
 def main(argv=None):
     p = command.Parser(description=__doc__.split("\n")[1],
                        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, number, formats = p.add_argument, command.number, list(FORMATS)
-    add("--out", type=Path, required=True, help="JSON file; rows in it are not measured again")
+    add("--out", type=Path, required=True, help="JSON file to write")
     add("--model", required=True, help="16-bit checkpoint")
     add("--data", type=Path, required=True, help="folder of train.jsonl (calibration), test.jsonl")
     add("--formats", nargs="+", choices=formats, default=formats, help="beside 16 bits")
-    add("--methods", nargs="+", choices=["rtn", *METHODS], default=["rtn", "awq"], help="to try")
+    add("--methods", nargs="+", choices=["rtn", "awq"], default=["rtn", "awq"], help="to try")
     add("--documents", type=number(1, 1e6), default=1319, help="test documents for the perplexity")
     add("--divergence", type=number(0, 1e6), default=256, help="of them for the KL, 0 for none")
     add("--questions", type=number(0, 1e6), default=1319, help="greedy questions, 0 for none")
     add("--samples", type=number(0, 1e6), default=256, help="samples for the entropy, 0 for none")
-    add("--max-new-tokens", type=number(1, 10**7), default=400, help="of answers and samples")
-    add("--sequences", type=number(1, 1e6), default=128, help="calibration sequences")
-    add("--length", type=number(2, 10**6), default=512, help="tokens in each")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
     return command.run("lab/bench_quantization.py", lambda: run(p.parse_args(argv)))
 

@@ -31,7 +31,9 @@ from fast import engine, gemm, memory
 from fast.layout import CHUNK, tile
 from fast.plan import PARTIALS, plan, sms
 from lab import bench
-from nvfp4 import FORMATS
+
+RANK = 16  # of the adapter
+BLOCKS = 10  # of the model, at most
 
 
 def candidates(M, N, K, cores):
@@ -58,33 +60,33 @@ def candidates(M, N, K, cores):
 
 
 @functools.lru_cache(1)
-def some_weight(N, K, fmt):
-    return tile(nvfp4.quantize(torch.ones(N, K, device="cuda"), fmt))
+def some_weight(N, K):
+    return tile(nvfp4.quantize(torch.ones(N, K, device="cuda"), "nvfp4"))
 
 
-def layer_call(M, name, rank):
+def layer_call(M, name):
     """gemm_few as a decode step of M rows calls it for a layer such as "7b.down", all but q."""
     size, layer = name.rsplit(".", 1)
     c = bench.config(size)
     N, K, parts = memory.linears(c)[f"{layer}_proj"]
     x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
-    known = {"glu": True} if layer == "gate_up" else {}
-    if layer == "qkv":
+    kv = c.num_key_value_heads * c.head_dim
+    bounds = {"qkv": (N - 2 * kv, N - kv), "gate_up": (N // 2,)}.get(layer, ())
+    known = {"A": x.new_ones(parts * RANK, K), "B": x.new_ones(N, RANK), "bounds": bounds}
+    if layer == "gate_up":
+        known["glu"] = True
+    elif layer == "qkv":
         known |= {"bias": x.new_ones(N), "early": True}
-    elif layer != "gate_up":
+    else:
         known["residual"] = x.new_ones(M, N)
-    if rank:
-        kv = c.num_key_value_heads * c.head_dim
-        bounds = {"qkv": (N - 2 * kv, N - kv), "gate_up": (N // 2,)}.get(layer, ())
-        known |= {"A": x.new_ones(parts * rank, K), "B": x.new_ones(N, rank), "bounds": bounds}
     return partial(gemm.gemm_few, x, **known)
 
 
 def compile_tile(work):
     """Whether a tile runs. Called in a process of its own, which leaves it in Triton's cache."""
-    M, name, rank, fmt, tile = work
+    M, name, tile = work
     try:
-        layer_call(M, name, rank)(some_weight(*bench.linear(name), fmt), **tile)
+        layer_call(M, name)(some_weight(*bench.linear(name)), **tile)
         torch.cuda.synchronize()
     except (RuntimeError, triton.TritonError):  # too much shared memory, say
         return False
@@ -103,7 +105,7 @@ def step_us(model, M, shape=None, tile=None):
     return bench.event_us(replay, 20)
 
 
-def measure(model, name, M, base, args, pool):
+def measure(model, name, M, base, pool):
     """A row: the tiles for a layer such as "7b.down" at M rows; base: step_us with plan's tiles."""
     shape, cores = bench.linear(name), sms(torch.device("cuda"))
     blocks = len(model.layers)
@@ -111,13 +113,13 @@ def measure(model, name, M, base, args, pool):
     own = {k: own[k] for k in (*some[0], "maxnreg") if k in own}
     some = [own, *(t for t in some if t != own)]
     # compile all before timing any: compiling runs them on the card that is timed
-    able = [*pool.map(compile_tile, [(M, name, args.rank, args.format, t) for t in some])]
+    able = [*pool.map(compile_tile, [(M, name, t) for t in some])]
     step_us(model, M)  # not counted: the first step after a pause is slower
     us = {" ".join(f"{k}={v}" for k, v in t.items()):
           round((step_us(model, M, shape, t) - base) / blocks, 2)
           for t, runs in zip(some, able, strict=True) if runs}
     best = min(us, key=us.get)
-    return {"shape": name, "fmt": args.format, "lora_rank": args.rank, "M": M, "blocks": blocks,
+    return {"shape": name, "fmt": "nvfp4", "lora_rank": RANK, "M": M, "blocks": blocks,
             "step_us": base, "us": us, "best": best, "gain": -us[best]}
 
 
@@ -125,18 +127,18 @@ def tiles(args):
     columns = {"shape": "11", "M": "d", "step_us": ".1f", "gain": ".2f", "best": "60"}
     bench.show(columns)
     # processes, since Triton compiles one kernel at a time
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
         for size in args.sizes:
             c = bench.config(size)
-            c = dataclasses.replace(c, num_hidden_layers=min(args.blocks, c.num_hidden_layers))
-            model, _ = bench.build(c, args.format)
-            bench.adapt(model, args.rank)
+            c = dataclasses.replace(c, num_hidden_layers=min(BLOCKS, c.num_hidden_layers))
+            model, _ = bench.build(c, "nvfp4")
+            bench.adapt(model, RANK)
             engine.engine_for(model, max(args.rows), 512, 1.0)
             for M in args.rows:
                 bench.draw(model, bench.random_prompts(1, 256), M, 2)  # compiles
                 base = step_us(model, M)
-                for layer in args.layers:
-                    row = measure(model, f"{size}.{layer}", M, base, args, pool)
+                for layer in bench.LAYERS:
+                    row = measure(model, f"{size}.{layer}", M, base, pool)
                     bench.show(columns, row)
                     bench.merge_rows(args.out, [row], ("shape", "fmt", "lora_rank", "M"))
 
@@ -146,19 +148,13 @@ def parse_args(argv=None):
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     some = {"nargs": "+", "metavar": "NAME"}
     p.add_argument("--sizes", **some, choices=bench.SIZES, default=["7b"], help="models")
-    p.add_argument("--layers", **some, choices=bench.LAYERS, default=bench.LAYERS, help="linears")
     p.add_argument("--rows", **some, type=int, default=[8, 64], help="values of M")
-    p.add_argument("--format", choices=FORMATS, default="nvfp4", help="of the weight")
-    p.add_argument("--rank", type=int, default=16, help="of the adapter (0: none)")
-    p.add_argument("--blocks", type=int, default=10, help="of the model, at most")
-    p.add_argument("--jobs", type=int, default=8, help="processes that compile")
     p.add_argument("--out", type=Path, help="JSON list that the rows are merged into "
                    "(default: tiles_CARD.json in results/)")
     args = p.parse_args(argv)
     if not torch.cuda.is_available():
         p.error("needs a CUDA device")
-    if args.out is None:
-        args.out = bench.RESULTS / f"tiles_{bench.card()}.json"
+    args.out = args.out or bench.RESULTS / f"tiles_{bench.card()}.json"
     return args
 
 

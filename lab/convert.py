@@ -22,19 +22,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import checkpoint, command, flags, gguf, policy
+from plumbing import checkpoint, command, datasets, flags, gguf, policy
 from plumbing.files import file_digest
 
 import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-import data
 import lora
 import model as qwen
 import nvfp4
-import sample
 from fast import memory
+from lab import chat
 from model import PROJECTIONS, Linear, token_logprobs
 from nvfp4 import FORMATS, QuantLinear, dequantize, quantize
 
@@ -104,7 +103,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
         pieces = qwen.stream(model, source, device, ends="cpu")
         steps = rounded(model, pieces, fmt)
         if use_awq:
-            ids = data.calibration(calib, folder, sequences + 16, length)
+            ids = datasets.calibration(calib, folder, sequences + 16, length)
             kept = min(sequences, max(len(ids) - 16, len(ids) * 7 // 8))
             if kept < 1:
                 raise ValueError(f"--calib {calib or 'by default'}: gives one sequence of {length} "
@@ -170,7 +169,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     ids = torch.randint(0, config.vocab_size, (4, 64), generator=generator).to(device)
     rope = model.rope(torch.arange(64, device=device)[None])
     with checkpoint.Writer(out, folder) as writer:
-        asked = {k: v for k, v in flags.read_policy(sample.COMMAND, adapter).items()
+        asked = {k: v for k, v in flags.read_policy(chat.COMMAND, adapter).items()
                  if k in ("data", "prompt_style", "reward")}
         writer.notes |= {"merged.json": {"adapters": merged},
                          "policy.json": {"quant": "none"} | asked}
@@ -295,7 +294,7 @@ def merge_body(argv):
     add("--calib", help="AWQ's text, where the adapter was trained with --awq (default: its own)")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
     args = p.parse_args(argv)
-    had, folder = flags.read_policy(sample.COMMAND, args.adapter), checkpoint.fetch(args.model)
+    had, folder = flags.read_policy(chat.COMMAND, args.adapter), checkpoint.fetch(args.model)
     args.quant = args.quant or had.get("quant", "none")
     args.trained_with, args.awq = had, had.get("awq", False) and args.quant != "none"
     # a quantized checkpoint has its scales already
@@ -304,8 +303,8 @@ def merge_body(argv):
         raise ValueError(f"--calib {args.calib}: these weights are not AWQ's to make; leave it out")
     args.calib = (args.calib or had.get("calib")) if calibrate else None
     args.dtype = had.get("dtype", "bfloat16") if calibrate else "bfloat16"
-    policy.check(args, FORMATS)  # before the slow part
-    ids = data.calibration(args.calib, folder) if calibrate else None
+    policy.check(args)  # before the slow part
+    ids = datasets.calibration(args.calib, folder) if calibrate else None
     device, dtype = policy.place(args.device, args.dtype)
     r = merge(folder, args.adapter, args.out, device, args.quant, ids, dtype)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "

@@ -1,11 +1,5 @@
 """
-Measurements behind the README's choices.
-
-    gradient   which log-probs should the ratio be taken against when the sampler is noisy? The
-               gradient of one step from noisy samples, for each --old-logp, beside the gradient
-               from clean samples of the same prompts: their cosine, and the share of tokens that
-               the clip takes away. Sigma 0, two clean gradients of different samples, is the
-               ceiling.
+Training runs that differ in one thing, and what it adds.
 
     2x2        the paper's central ablation: {16 bits, NVFP4} x {AQN off, on}
     format     without noise: 16 bits, NVFP4 rounded plainly and by AWQ, MXFP4, NF4 (QLoRA's)
@@ -13,53 +7,47 @@ Measurements behind the README's choices.
     schedule   how the noise decays
     objective  GRPO, DAPO, Dr.GRPO, GSPO, CISPO
     rank       of the adapter
-    copies     one four-bit copy of the weights that samples and is trained through, or, as with an
-               inference engine beside a trainer, four bits to sample and 16 to train, the ratio
-               against the sampler or, with a truncated weight, against the trainer itself
 
     compare    existing runs, whatever made them, or rows of results/runs.jsonl: what each flag in
                which they differ adds, to the accuracy after training or, with --growth, to how
                fast that of the samples rises
 
-All but the first and the last train: each arm with each seed, in a folder of its own in --out
-(runs/NAME). A finished run is not repeated, a stopped one continues; the flags must be the same,
-and may be left out if only the table is wanted. They print each arm's held-out accuracy with its
-standard error over the seeds, and what `compare` says.
+    gradient   which log-probs should the ratio be taken against when the sampler is noisy? The
+               gradient of one step from noisy samples, for each --old-logp, beside the gradient
+               from clean samples of the same prompts: their cosine, and the share of tokens that
+               the clip takes away. Sigma 0, two clean gradients of different samples, is the
+               ceiling.
 
-Flags after the name are train.py's, and for those that train also --seeds 0,1,2,3,4 and --jobs 1:
-runs side by side, spread over the cards; one has room for several when the model is small. For
-`gradient`, --prompts-per-step x --group-size completions are drawn for each gradient.
+The first six train: each arm with each seed, in a folder of its own in --out (runs/NAME). A
+finished run is not repeated, a stopped one continues; the flags must be the same. At the end they
+print each arm's held-out accuracy, and what `compare` says of all.
 
-    python lab/experiments.py gradient --model DIR --data gsm8k --out gradient.json
+Flags after the name are train.py's, and for those that train also --seeds 0,1,2,3,4: several cards
+may each train some seeds into one --out, and a small model leaves room for several runs on a card
+(--card-share). For `gradient`, --prompts-per-step x --group-size completions are drawn for each
+gradient.
+
     python lab/experiments.py 2x2 --out runs/2x2
-    python lab/experiments.py noise --seeds 0,1,2 --jobs 4 --out runs/noise --model DIR --data gsm8k
-    python lab/experiments.py two-copies --out runs/apart          # one run of train.py, so trained
+    python lab/experiments.py noise --seeds 0,1,2 --out runs/noise --model DIR --data gsm8k
     python lab/experiments.py compare '2x2_1.5b/*' runs/2x2/*/ [--growth] [--interval]
+    python lab/experiments.py gradient --model DIR --data gsm8k --out gradient.json
 """
 import argparse
 import json
-import math
-import os
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, combinations, product
+from itertools import chain, combinations
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import fmean, stdev
-from threading import Lock
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import command, curves, flags, ranks
+from plumbing import command, curves, flags, metrics
 from plumbing.command import IDLE, MINOR
-from plumbing.files import check_out, read_jsonl, saved, whole
+from plumbing.files import check_out, saved, write_json
 
+import numpy as np
 import torch
 
 import aqn
@@ -85,264 +73,67 @@ ARMS = {
     "schedule": {name: ["--aqn-schedule", name] for name in aqn.SCHEDULES if name != "eq8"},
     "objective": {name: ["--loss", name] for name in grpo.OBJECTIVES},
     "rank": {str(r): ["--lora-rank", str(r), "--lora-alpha", str(r)] for r in (16, 32, 64, 128)},
-    "copies": {"one": [], "two": [], "two-trainer": ["--old-logp", "trainer"]},
 }
 
 
-def drawn(model, tok, rows, score, args, seed):
-    """Graded completions with their advantages, a list."""
-    groups = train.complete(model, tok, rows, args, seed)
-    completions = [*chain(*groups)]
-    train.grade(completions, tok, score, args)
-    grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
-    return completions
+# ---- training the arms
 
 
-def gradient_of(model, params, completions, settings):
-    """(gradient of all parameters as one vector, share of clipped tokens) under the clean model."""
-    total = grpo.backward(model, completions, settings)
-    flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None] or [torch.zeros(1)])
-    if not flat.any():
-        raise ValueError("--group-size: in no group do rewards differ, or all were cut and masked, "
-                         "so there is no gradient; take more completions, or --prompts-per-step")
-    m = grpo.mean_metrics(total)
-    for p in params:
-        p.grad = None
-    return flat, m["clip_low_frac"] + m["clip_high_frac"]
-
-
-def gradient(args, argv):
-    check_out(args.out)
-    if args.lora_rank == 0:
-        raise ValueError("--lora-rank 0: the gradients are of an adapter; use 1 or more")
-    score = data.scorer(args.prompt_style, args.reward)
-    model, tok = sample.load_policy(args)
-    rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
-    rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
-    params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    train.plan_update(model, args, params)
-    out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
-                         for anchor in ("sampler", "current")}
-    draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
-    clean = gradient_of(model, params, draw(seed + 1), settings["sampler"])[0]
-    for sigma in SIGMAS:
-        aqn.set_noise(model, sigma, 7 + seed)
-        completions = draw(seed + 2)
-        aqn.clear(model)
-        for anchor in settings:
-            g, clipped = gradient_of(model, params, completions, settings[anchor])
-            cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
-            out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})
-            print(json.dumps(out[-1]), flush=True)
-    with whole(args.out) as part:
-        part.write_text("[\n" + ",\n".join(map(json.dumps, out)) + "\n]\n")
-
-
-@contextmanager
-def two_copies():
-    """Inside the `with`, train.py samples from --quant's weights but takes its updates through a
-    16-bit copy of the model, which shares the adapter."""
-    load, add, install, twins = sample.load_policy, lora.add_lora, sample.set_engine, {}
-
-    def load_both(args):
-        if args.lora_rank == 0:
-            raise ValueError("--lora-rank 0: what two copies share is an adapter; use 1 or more")
-        if args.awq:
-            raise ValueError("--awq: moves the norms' scales, which the 16-bit copy keeps; an "
-                             "adapter fits one of the two only. Leave it out")
-        if args.aqn and args.aqn_scope == "both":
-            raise ValueError("--aqn-scope both: the trained copy has no noise; leave it out")
-        model, tok = load(args)
-        twins[model], _ = load(argparse.Namespace(**{**vars(args), "quant": "none", "awq": False}))
-        return model, tok
-
-    def add_to_both(model, *rest):
-        params = add(model, *rest)
-        add(twins[model], *rest)
-        both = lora.lora_layers(model), lora.lora_layers(twins[model])
-        for (_, own), (_, twin) in zip(*both, strict=True):
-            twin.A, twin.B = own.A, own.B
-        return params
-
-    def install_on_both(model, engine):
-        install(model, engine)
-        install(twins[model], engine)
-
-    def through_twin(f):
-        def call(model, *rest):
-            twins[model].checkpointing = model.checkpointing
-            return f(twins[model], *rest)
-        return call
-
-    with mock.patch.object(sample, "load_policy", load_both), \
-            mock.patch.object(lora, "add_lora", add_to_both), \
-            mock.patch.object(sample, "set_engine", install_on_both), \
-            mock.patch.object(grpo, "update", through_twin(grpo.update)), \
-            mock.patch.object(grpo, "record_trainer_logprobs",
-                              through_twin(grpo.record_trainer_logprobs)):
-        yield
-
-
-def apart(argv):
-    called = [__file__, "two-copies", *argv]  # what summary.json, lab/plot.py and a resume go by
-    with two_copies(), mock.patch.object(sys, "argv", called):
-        return flags.run_command(train.COMMAND, train.train, argv, "lab/experiments.py")
-
-
-def trainings(name, seeds, jobs, args, argv):
-    """Every arm of the experiment with every seed, `jobs` at a time; then the table."""
+def trainings(name, seeds, args, argv):
+    """Train every arm of the experiment with every seed, then print what they say."""
     if not args.eval_n:
-        raise ValueError("--eval-n 0: the table is of held-out accuracy; leave it out")
+        raise ValueError("--eval-n 0: arms are compared by held-out accuracy; leave it out")
     own = {"seed", *chain(*(flags.given(train.COMMAND, arm) for arm in ARMS[name].values()))}
     if twice := sorted(own & flags.given(train.COMMAND, argv).keys()):
         other = "--seeds" if twice[0] == "seed" else "another experiment"
         raise ValueError(f"--{twice[0].replace('_', '-')}: is what the arms of {name} differ in; "
                          f"leave it out, or take {other}")
-    if jobs > 1 and not command.ALONE:
-        raise ValueError(f"--jobs {jobs}: starts train.py, without what the caller "
-                         "may have changed; start lab/experiments.py itself, or leave it out")
-    every = [(arm, [*argv, *ARMS[name][arm], "--seed", str(seed)], folder(args.out, arm, seed))
-             for seed, arm in product(seeds, ARMS[name])]
-    todo = [run for run in every if not (run[-1] / "summary.json").is_file()]
-    for _, given, out in every:
-        # beside runs that are there, runs of default flags would be others
-        check_flags(out, vars(flags.parse(train.COMMAND, given)) if todo
-                    else flags.given(train.COMMAND, given))
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    processes = Processes(jobs)
-
-    def one(run):
-        arm, given, out = run
-        given = [*given, *["--resume"] * (out / "config.json").is_file(), "--out", str(out)]
-        two = name == "copies" and arm != "one"
-        if jobs == 1:
-            return apart(given) if two else train.main(given)
-        return processes.run([__file__, "two-copies"] if two else [train.__file__], given, out)
-
-    with ThreadPoolExecutor(jobs) as pool, processes.stopping():
-        for code in map(one, todo) if jobs == 1 else results(pool, one, todo):
-            if code:
+    every = {Path(args.out) / f"{arm}-s{seed}": [*argv, *given, "--seed", str(seed)]
+             for seed in seeds for arm, given in ARMS[name].items()}
+    for run, given in every.items():
+        check_flags(run, vars(flags.parse(train.COMMAND, given)))
+    for run, given in every.items():
+        if not (run / "summary.json").is_file():
+            resume = ["--resume"] if (run / "config.json").is_file() else []
+            if code := train.main([*given, *resume, "--out", str(run)]):
                 return code
-    print(table(name, seeds, args.out), flush=True)
-    print("\n".join(compare([out for *_, out in every])))
+    print("\n".join([*arms(every), *compare(every)]))
 
 
-def results(pool, f, items):
-    """f of each item, in order, by the pool's threads. What has not begun when the caller leaves is
-    not begun."""
-    futures = [pool.submit(f, item) for item in items]
-    try:
-        for future in futures:
-            until(future.done)
-            yield future.result()
-    finally:
-        for future in futures:
-            future.cancel()
-
-
-def until(done):
-    """Wait until done(), in short sleeps: Python sees a signal that comes just before the main
-    thread waits for a lock, as a future's result or a process takes, only once it has the lock."""
-    while not done():
-        time.sleep(0.02)
-
-
-class Processes:
-    """Trainings side by side, `jobs` at most: each on one of the cards, and with its part of that
-    card's memory, since it would take all that is free."""
-
-    def __init__(self, jobs):
-        all_cards = ",".join(map(str, range(torch.cuda.device_count())))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_cards).split(",")
-        each = -(-jobs // len(visible))
-        self.share = ["--card-share", str(1 / each)] if each > 1 else []
-        self.children, self.starting = set(), Lock()  # held while one is there and not among them
-        self.cards = SimpleQueue()  # a free card for each job
-        for i in range(jobs):
-            self.cards.put(visible[i % len(visible)])
-
-    def run(self, script, given, out):
-        """The exit code of a process that trains into the folder `out`; it prints to `out`.log."""
-        print(out, flush=True)
-        card = self.cards.get()
-        try:
-            with open(f"{out}.log", "a") as log:
-                code = self.process([sys.executable, *script, *self.share, *given], stdout=log,
-                                    stderr=log, env=os.environ | {"CUDA_VISIBLE_DEVICES": card})
-            if code:
-                print(f"{out}: ended with exit code {code}, see {out}.log", file=sys.stderr)
-            return code
-        finally:
-            self.cards.put(card)
-
-    def process(self, argv, **options):
-        """The exit code of a process. ctrl-C in a terminal does not reach it but by `stopping`: a
-        second one would keep it from saving."""
-        with self.starting:
-            child = subprocess.Popen(argv, start_new_session=True, **options)
-            self.children.add(child)
-        try:
-            return child.wait()
-        finally:
-            self.children.discard(child)
-
-    @contextmanager
-    def stopping(self):
-        """Who stops what is inside the `with` stops the processes too, and is waited for."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            while self.children:
-                try:
-                    with self.starting:
-                        told = [*self.children]
-                    for child in told:
-                        child.terminate()
-                    for child in told:
-                        until(lambda child=child: child.poll() is not None)
-                except KeyboardInterrupt:  # again: they are told again, and stop at once
-                    continue
-            raise
-
-
-def folder(out, arm, seed):
-    return Path(out) / f"{arm}-s{seed}"
-
-
-def check_flags(out, wanted):
-    """ValueError if a run in the folder `out` has other flags than those wanted."""
-    had = saved(out, "config.json")
+def check_flags(run, wanted):
+    """ValueError if a run that is there has other flags than those wanted."""
+    had = saved(run, "config.json")
     for flag, value in wanted.items():
         counts = flag not in IDLE + MINOR and (flag, value) != ("steps", None)
         if counts and had.get(flag, value) != value:
-            raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {out} used "
+            raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {run} used "
                              f"{had[flag]}; choose another --out")
 
 
-def table(name, seeds, out):
-    """Markdown: held-out accuracy after each evaluation by arm."""
-    at, last, arms = {}, {}, ARMS[name]  # {arm: {steps: [accuracy by seed]}}
-    for arm in arms:
-        runs, at[arm] = [folder(out, arm, seed) for seed in seeds], {}
-        for run in runs:
-            for row in curves.read(run):
-                if row["eval_accuracy"] is not None:
-                    at[arm].setdefault(row["step"], []).append(row["eval_accuracy"])
-        last[arm] = [accuracy_after(run) for run in runs]
-    # of all runs: means of some seeds beside those of others would compare the seeds
-    steps = [s for s in at[arm] if all(len(of.get(s, ())) == len(seeds) for of in at.values())]
-    lines = ["| | " + " | ".join(f"after {s}" for s in steps) + " | at the end |",
-             "|---" * (len(steps) + 2) + "|"]
-    for arm in arms:
-        cells = [percent(at[arm][s]) for s in steps] + [percent(last[arm])]
-        lines.append(f"| {arm.replace('--', ', ')} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+# ---- comparing runs
 
 
 def percent(values):
     """Their mean, and its standard error."""
     mean = f"{100 * fmean(values):.1f}"
     return mean if len(values) < 2 else f"{mean} +- {100 * stderr(values):.1f}"
+
+
+def arms(runs):
+    """A line for runs that differ in their seed alone: held-out accuracy before, on the way and
+    after training, and the entropy of the first samples and of those in the second half, nats a
+    token."""
+    for label, members in plot.lines([*runs]):
+        curve = [{row["step"]: row["eval_accuracy"] for row in curves.read(run)
+                  if row.get("eval_accuracy") is not None} for run in members]
+        # of all seeds: means of some beside those of others would compare the seeds
+        steps = sorted(set.intersection(*map(set, curve)) - {0})
+        way = "".join(f"{percent([of[s] for of in curve])} after {s}, " for s in steps)
+        after = percent([*map(accuracy_after, members)])
+        before = fmean(saved(run, "summary.json")["accuracy_before"] for run in members)
+        first = fmean(curves.read(run)[0]["entropy"] for run in members)
+        late = fmean(map(late_entropy, members))
+        yield f"{label}: {100 * before:.1f} -> {way}{after}, entropy {first:.3f} -> {late:.3f}"
 
 
 def accuracy_after(run):
@@ -354,24 +145,15 @@ def accuracy_after(run):
     return found["accuracy_after"]
 
 
-def answers(run):
-    """Accuracy on each held-out question after training, in the set's order; None where it was not
-    kept."""
-    path, fields = Path(run) / "eval_after.jsonl", {"accuracy": (float, 0, 1)}
-    if path.is_file():
-        return [row["accuracy"] for _, row in read_jsonl(path, fields, fields)]
-
-
 def rise(run):
     """How far a finished run's samples got in the first half of its steps: their mean accuracy
     there, above that in the first sixteenth."""
     accuracy = [row["accuracy"] for row in curves.read(run)]
-    if len(accuracy) != (saved(run, "config.json").get("steps") or len(accuracy)):
-        raise ValueError(f"{run}: has {len(accuracy)} steps, not all that it was to have; let it "
-                         "end")
-    begun, half = max(2, len(accuracy) // 16), len(accuracy) // 2
-    if half <= begun:
-        raise ValueError(f"{run}: has {len(accuracy)} steps; --growth needs 6 or more")
+    steps = saved(run, "config.json").get("steps") or len(accuracy)
+    if len(accuracy) != steps or steps < 6:
+        raise ValueError(f"{run}: has {len(accuracy)} steps of {steps}; --growth needs all, and 6 "
+                         "or more")
+    begun, half = max(2, steps // 16), steps // 2
     return fmean(accuracy[begun:half]) - fmean(accuracy[:begun])
 
 
@@ -393,9 +175,10 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
         if had[one] == had[other]:
             raise ValueError(f"{one} and {other} have the same flags; leave one out")
     measure = late_entropy if entropy else rise if growth else accuracy_after
-    ends = {run: [measure(run)] for run in runs}
-    by_question = {run: None if growth else answers(run) for run in runs}
-    after = ends if entropy or pairs or None in by_question.values() else by_question
+    after = {run: [measure(run)] for run in runs}
+    if not (growth or entropy or pairs):
+        by_question = {run: archive.answers(run) for run in runs}
+        after = after if None in by_question.values() else by_question
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
 
@@ -446,6 +229,12 @@ def flags_used(runs):
     return had
 
 
+def place(value, values):
+    """A key to sort a flag's values by: without it first, then numbers, then as they came."""
+    with_it = value not in (None, False, "none")
+    return with_it, value if isinstance(value, int | float) else float("inf"), values.index(value)
+
+
 def effect(seeds, unit="points", interval=False, pairs=False):
     """What a change adds, as text. seeds: of each the gains of its pairs, points by question.
     interval: also what that says at 95%, by the wider of the errors; the least effect that four of
@@ -470,35 +259,12 @@ def effect(seeds, unit="points", interval=False, pairs=False):
     return text
 
 
-def student(p, freedom):
+def student(p, freedom, cells=100_000):
     """The quantile p of Student's t. With t = sqrt(freedom) tan(angle) its density is a power of a
-    cosine, so the angle is found by halving, where the area below it is p's share."""
-    def area(angle):
-        return angle * fmean(math.cos(angle * (i + 0.5) / 400) ** (freedom - 1) for i in range(400))
-
-    low, high = 0.0, math.pi / 2
-    share = (2 * p - 1) * area(high)
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if area(middle) < share else (low, middle)
-    return freedom ** 0.5 * math.tan(low)
-
-
-def arms(runs):
-    """A line for runs that differ in their seed alone: accuracy before and after, and the entropy
-    of the first samples and of those in the second half, nats a token."""
-    for label, members in plot.lines(runs):
-        after = percent([*map(accuracy_after, members)])
-        before = fmean(saved(run, "summary.json")["accuracy_before"] for run in members)
-        first = fmean(curves.read(run)[0]["entropy"] for run in members)
-        late = fmean(map(late_entropy, members))
-        yield f"{label}: {100 * before:.1f} -> {after}, entropy {first:.3f} -> {late:.3f}"
-
-
-def place(value, values):
-    """A key to sort a flag's values by: without it first, then numbers, then as they came."""
-    with_it = value not in (None, False, "none")
-    return with_it, value if isinstance(value, int | float) else float("inf"), values.index(value)
+    cosine, which is summed over narrow cells."""
+    edges = np.linspace(-np.pi / 2, np.pi / 2, cells + 1)
+    area = np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (freedom - 1))
+    return freedom ** 0.5 * np.tan(np.interp(p * area[-1], area, edges[1:]))
 
 
 def comparison(argv):
@@ -510,7 +276,7 @@ def comparison(argv):
     add("--entropy", help="of the samples' entropy, in the second half of training")
     add("--interval", help="with the 95%% interval (Student's t), and the least effect to be seen")
     add("--pairs", help="errors over pairs, not over seeds: for runs of several models")
-    add("--arms", help="first each arm's accuracy before and after training, and its entropy")
+    add("--arms", help="first each arm's accuracy before, in and after training, and its entropy")
     given = vars(p.parse_args(argv))
     with archive.folders(given.pop("runs")) as runs:
         if given.pop("arms"):
@@ -519,35 +285,78 @@ def comparison(argv):
     print("\n".join(lines) or "no two of these runs have the same seed, and differ in one flag")
 
 
+# ---- one gradient
+
+
+def gradient(args, argv):
+    """What `gradient` above says, as a JSON list in --out."""
+    check_out(args.out)
+    if args.lora_rank == 0:
+        raise ValueError("--lora-rank 0: the gradients are of an adapter; use 1 or more")
+    score = data.scorer(args.prompt_style, args.reward)
+    model, tok = sample.load_policy(args)
+    rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
+    rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
+    params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
+    train.plan_update(model, args, params)
+    out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
+                         for anchor in ("sampler", "current")}
+    draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
+    clean = gradient_of(model, params, draw(seed + 1), settings["sampler"])[0]
+    for sigma in SIGMAS:
+        aqn.set_noise(model, sigma, 7 + seed)
+        completions = draw(seed + 2)
+        aqn.clear(model)
+        for anchor in settings:
+            g, clipped = gradient_of(model, params, completions, settings[anchor])
+            cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
+            out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})
+            print(json.dumps(out[-1]), flush=True)
+    write_json(args.out, out)
+
+
+def drawn(model, tok, rows, score, args, seed):
+    """Graded completions with their advantages, a list."""
+    groups = train.complete(model, tok, rows, args, seed)
+    completions = [*chain(*groups)]
+    train.grade(completions, tok, score, args)
+    grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
+    return completions
+
+
+def gradient_of(model, params, completions, settings):
+    """(gradient of all parameters as one vector, share of clipped tokens) under the clean model."""
+    total = grpo.backward(model, completions, settings)
+    flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None] or [torch.zeros(1)])
+    if not flat.any():
+        raise ValueError("--group-size: in no group do rewards differ, or all were cut and masked, "
+                         "so there is no gradient; take more completions, or --prompts-per-step")
+    m = metrics.mean_metrics(total)
+    for p in params:
+        p.grad = None
+    return flat, m["clip_low_frac"] + m["clip_high_frac"]
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else None
-    if name != "compare" and not {"-h", "--help"}.isdisjoint(argv):
-        text = f"{__doc__.strip()}\n\n`python train.py --help` lists its flags."
-        return command.run("lab/experiments.py", partial(print, text))
-    if ranks.world > 1:
-        if ranks.rank == 0:
-            print("lab/experiments.py: error: is one process; start it with python, not torchrun "
-                  "(--jobs uses several cards)", file=sys.stderr)
-        return 2
-    if name == "gradient":
-        return flags.run_command(train.COMMAND, gradient, ["--out", "gradient.json", *argv[1:]],
-                                 "lab/experiments.py")
-    if name == "two-copies":
-        return apart(argv[1:])
+    train_py = partial(flags.run_command, train.COMMAND, name="lab/experiments.py")
     if name == "compare":
         return command.run("lab/experiments.py", partial(comparison, argv[1:]))
+    if {"-h", "--help"} & {*argv}:
+        print(f"{__doc__.strip()}\n\n`python train.py --help` lists its flags.")
+        return 0
+    if name == "gradient":
+        return train_py(gradient, ["--out", "gradient.json", *argv[1:]])
     if name not in ARMS:
-        print("lab/experiments.py: error: name an experiment: gradient, two-copies, compare, "
+        print("lab/experiments.py: error: name an experiment: compare, gradient, "
               + ", ".join(ARMS), file=sys.stderr)
         return 2
     own = argparse.ArgumentParser(f"lab/experiments.py {name}", add_help=False, allow_abbrev=False)
     own.add_argument("--seeds", type=command.numbers(0, 1 << 63), default=[*range(5)])
-    own.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", default=1)
     mine, rest = own.parse_known_args(argv[1:])
     rest = ["--out", f"runs/{name}", *rest]  # train.py's own default is another run's folder
-    return flags.run_command(train.COMMAND, partial(trainings, name, mine.seeds, mine.jobs), rest,
-                             "lab/experiments.py")
+    return train_py(partial(trainings, name, mine.seeds), rest)
 
 
 if __name__ == "__main__":

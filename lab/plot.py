@@ -21,17 +21,12 @@ from plumbing.files import saved
 
 from lab import archive
 
-# What older runs were told by flags and newer ones have as constants; and what changed no number
-CONSTANTS = {"aqn_stages": 10, "tis_cap": 2.0, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1,
-             "warmup": 0.1, "eps_low": None, "eval_top_p": 0.95, "spare_prompts": 0,
-             "max_resample": 2}
-GONE = ("show_every", "log_to", "timeout", "gap_bound")
+GONE = ("show_every", "log_to", "timeout", "gap_bound")  # flags of older runs, of no consequence
 
 
 def names(runs):
     """A short name for each run: the folder's, or the whole path where two would be the same."""
-    paths = [Path(r).parent if Path(r).name == "metrics.jsonl" else Path(r) for r in runs]
-    short = [p.resolve().stem if p.is_file() else p.resolve().name for p in paths]
+    short = [Path(run).resolve().name for run in runs]
     return [n if short.count(n) == 1 else str(r) for n, r in zip(short, runs, strict=True)]
 
 
@@ -56,17 +51,11 @@ def told(run):
         return {}
     if had.get("overlong") != "soft":
         flags.pop("overlong_buffer", None)  # an eighth of the limit now
-    line = had.get("command") or saved(run, "summary.json").get("command") or "train.py"
     try:
-        script = command.script_of(str(line), had)
+        script = archive.script_of(str(had.get("command", "train.py")), had)
     except ValueError as e:
         raise ValueError(f"{run}: config.json: {e}") from None
-    return CONSTANTS | flags | {"script": script}
-
-
-def on(flags):
-    """Without those that are off: runs from before a flag was there do not have it at all."""
-    return {k: v for k, v in flags.items() if v}
+    return archive.CONSTANTS | flags | {"script": script}
 
 
 def lines(runs):
@@ -75,6 +64,9 @@ def lines(runs):
     Labels are the flags that differ between lines ("quant=none aqn=off"), and the script if it
     differs; they are folder names if none differs, if more than four do, if those do not tell all
     lines apart, or if a run has no config.json."""
+    def on(flags):  # runs from before a flag was there do not have it at all
+        return {k: v for k, v in flags.items() if v}
+
     found = []  # (flags, {seed: (run, its name)})
     for run, name in zip(runs, names(runs), strict=True):
         flags = told(run)
@@ -95,18 +87,13 @@ def lines(runs):
             for label, m in zip(labels, many, strict=True)]
 
 
-def plot(runs, out, x="step", smooth=1):
-    """Draw the curves of `runs` (folders) into the file `out`; see curves.draw."""
-    return curves.draw(lines(runs), out, x, smooth)
-
-
 def main(argv=None):
     parser = command.Parser(
         description="Plot the curves of training runs from their metrics.jsonl.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("runs", metavar="RUN", nargs="+",
-                        help="run folder of train.py, a metrics.jsonl, or a quoted pattern of rows "
-                        "in results/runs.jsonl, as '2x2_1.5b/*'; several are overlaid")
+                        help="run folder of train.py, or a quoted pattern of rows in "
+                        "results/runs.jsonl, as '2x2_1.5b/*'; several are overlaid")
     parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or "
                         "compare.png for several runs")
     parser.add_argument("--x", choices=["step", "seconds"], default="step", help="horizontal axis")
@@ -115,12 +102,10 @@ def main(argv=None):
 
     def body():
         a = parser.parse_args(argv)
-        first = Path(a.runs[0])
-        folder = first.parent if first.is_file() else first
-        alone = len(a.runs) == 1 and first.exists()
-        out = a.out or (folder / "metrics.png" if alone else "compare.png")
-        with archive.folders(a.runs) as a.runs:
-            print(f"wrote {plot(a.runs, out, a.x, a.smooth)}")
+        alone = len(a.runs) == 1 and Path(a.runs[0]).exists()
+        out = a.out or (Path(a.runs[0]) / "metrics.png" if alone else "compare.png")
+        with archive.folders(a.runs) as runs:
+            print(f"wrote {curves.draw(lines(runs), out, a.x, a.smooth)}")
 
     return command.run("lab/plot.py", body)
 

@@ -16,15 +16,14 @@ FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False},
             "mistral": {"qkv_bias": False, "qk_norm": False},
             "qwen3": {"qkv_bias": False, "qk_norm": True}}
 POSITIONS = {"llama": 2048, "mistral": 131072}  # where config.json does not say; else 32,768
-# config.json's fields: their types, and bounds that no model of these families exceeds
-SIZES = {"vocab_size": (int, 1, 1 << 22), "hidden_size": (int, 1, 1 << 17),
-         "intermediate_size": (int, 1, 1 << 20), "num_hidden_layers": (int, 1, 1024),
-         "num_attention_heads": (int, 1, 4096)}
-FIELDS = {**SIZES, "num_key_value_heads": (int, 1, 4096), "head_dim": (int, 2, 4096),
-          "max_position_embeddings": (int, 1, 1 << 30), "rms_norm_eps": (float, 0, 1),
-          "rope_theta": (float, 1.1, 1e12), "tie_word_embeddings": bool, "rope_parameters": dict,
-          "rope_scaling": dict, "layer_types": list, "quantization_config": dict,
-          "model_type": str, "hidden_act": str}
+# config.json's fields and their types
+SIZE = (int, 1, 1 << 23)
+SIZES = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                       "num_attention_heads"), SIZE)
+FIELDS = {**SIZES, "num_key_value_heads": SIZE, "head_dim": SIZE, "max_position_embeddings": SIZE,
+          "rms_norm_eps": (float, 0, 1), "rope_theta": (float, 1.1, 1e12),
+          "tie_word_embeddings": bool, "rope_parameters": dict, "rope_scaling": dict,
+          "layer_types": list, "quantization_config": dict, "model_type": str, "hidden_act": str}
 # the kinds of rope scaling and their fields
 LONGER = {"factor": (float, 1, 1e4), "original_max_position_embeddings": (int, 1, 1 << 30)}
 SCALINGS = {"llama3": {**LONGER, "low_freq_factor": (float, 1e-3, 1e3),
@@ -61,7 +60,7 @@ def read_config(folder):
     family = raw["model_type"]
     room = raw.get("max_position_embeddings", POSITIONS.get(family, 32768))
     head_dim = raw.get("head_dim", 128 if family == "qwen3" else raw["hidden_size"] // heads)
-    if head_dim < 2 or head_dim % 2:
+    if head_dim % 2 or not head_dim:
         raise ValueError(f"{path}: a head_dim of {head_dim} must be even, for rotary positions")
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
     stretched, room = rope_scaling(rope, theta, head_dim, room, path)

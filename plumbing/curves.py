@@ -141,6 +141,19 @@ def text_of(label):
     return " " * label.startswith("_") + label.replace("$", r"\$")
 
 
+def set_scale(ax, scale):
+    """How the y axis of a panel reads."""
+    if scale == "log":
+        ax.set_yscale("log", nonpositive="mask")
+        if ax.get_ylim()[1] < 10 * ax.get_ylim()[0]:  # else ticks in a decade have no numbers
+            ax.yaxis.set_minor_formatter("{x:g}")
+    if scale == "percent":
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%"))
+    if scale == "count":
+        ax.set_ylim(bottom=0)
+        ax.yaxis.set_major_formatter(EngFormatter(sep=""))
+
+
 def draw(lines, out, x="step", smooth=1):
     """Draw `lines`, [(label, folders of runs)], over x ("step" or "seconds") into the file `out`;
     returns its Path. Several runs of a line are its seeds: their mean, in a band of its standard
@@ -157,13 +170,12 @@ def draw(lines, out, x="step", smooth=1):
         if not any(math.isfinite(v) for v in column(rows, x)):
             raise ValueError(f"--x {x}: {run} logged no such column; choose another")
     drawn = [(text_of(label), [data[run] for run in seeds]) for label, seeds in lines]
-
-    def shows(columns, scale):  # a log axis has no place for the zeros of a run without noise
-        least = 0.0 if scale == "log" else -math.inf
-        return any(v > least for _, seeds in drawn for name in columns
-                   for v in over_seeds(seeds, name)[0])
-
-    panels = [p for p in PANELS if shows(*p[1:])]
+    panels = []
+    for title, columns, scale in PANELS:
+        least = 0.0 if scale == "log" else -math.inf  # where zeros, of a run without noise, miss
+        if any(v > least for _, seeds in drawn for name in columns
+               for v in over_seeds(seeds, name)[0]):
+            panels.append((title, columns, scale))
     if not panels:
         known = ", ".join(c for p in PANELS for c in p[1])
         raise ValueError(f"{runs[0]}: metrics.jsonl has none of the columns {known}")
@@ -178,15 +190,7 @@ def draw(lines, out, x="step", smooth=1):
                 curve(ax, seeds, name, x, mean, scale == "log", **look(i), lw=0.7 if c else 1.5,
                       label=None if c else label)
         dress(ax, title, x + (f", mean of the last {mean}" if mean > 1 else ""))
-        if scale == "log":
-            ax.set_yscale("log", nonpositive="mask")
-            if ax.get_ylim()[1] < 10 * ax.get_ylim()[0]:  # else ticks in a decade have no numbers
-                ax.yaxis.set_minor_formatter("{x:g}")
-        if scale == "percent":
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g}%"))
-        if scale == "count":
-            ax.set_ylim(bottom=0)
-            ax.yaxis.set_major_formatter(EngFormatter(sep=""))
+        set_scale(ax, scale)
     handles, texts = fig.axes[0].get_legend_handles_labels()
     columns = max(1, min(len(texts), 110 // (max(map(len, texts)) + 10)))  # as many as fit abreast
     fig.legend(handles, texts, loc="outside upper left", frameon=False, ncols=columns, fontsize=9,

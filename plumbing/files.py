@@ -1,6 +1,6 @@
 """
-Files of others, read with suspicion, and our own files, written whole or not at all; a lock that is
-released when its process dies.
+Reading files (text, JSON, with errors that name file and row), and writing them whole or not at
+all; a lock that is released when its process dies.
 
     rope = read_json("config.json", {"rope_theta": (float, 0, 1e12)})["rope_theta"]
     write_json("runs/x/metrics.json", metrics)
@@ -21,7 +21,7 @@ KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
          list: "a list", dict: "an object"}
 
 
-# ---- in
+# ---- reading
 
 
 def decode(raw, where):
@@ -45,17 +45,10 @@ def lines(path):
 
 def parse_json(text, where, fields=None, needs=()):
     """text -> the JSON object in it, `check`ed. ValueError naming `where` for anything else, for
-    NaN, for numbers too large for a float, for half a surrogate pair."""
+    NaN and for numbers too large for a float."""
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError(f"{where}: not JSON that can be read (nested too deep)") from None
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}: not JSON that can be read (half a surrogate pair, which is no "
-                         "character)") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({e})") from None
     return check(value, where, fields or {}, needs)
 
@@ -76,11 +69,12 @@ def check(value, where, fields, needs=()):
         if value.get(name) is None:
             raise ValueError(f"{where}: the field {name!r} is missing")
     for name, kind in fields.items():
-        found = value.get(name)
-        kind, *bounds = kind if isinstance(kind, tuple) else (kind,)
+        found, (kind, *bounds) = value.get(name), kind if isinstance(kind, tuple) else (kind,)
+        if found is None:
+            continue
         fits = type(found) in ((int, float) if kind is float else (kind,))
-        if found is not None and not (fits and (not bounds or bounds[0] <= found <= bounds[1])):
-            limits = f" of at least {bounds[0]} and at most {bounds[1]}" if bounds else ""
+        if not fits or bounds and not bounds[0] <= found <= bounds[1]:
+            limits = f" from {bounds[0]} to {bounds[1]}" if bounds else ""
             raise ValueError(f"{where}: {name} {shown(found)} must be {KINDS[kind]}{limits}")
     return value
 
@@ -101,9 +95,8 @@ def read_json(path, fields=None, needs=()):
 
 
 def saved(run, name):
-    """The JSON object in the file `name` of a run's folder (or beside its metrics.jsonl, if that is
-    given); {} where there is none."""
-    path = (Path(run).parent if Path(run).is_file() else Path(run)) / name
+    """The JSON object in the file `name` of a run's folder; {} where there is none."""
+    path = Path(run) / name
     share = (float, 0, 1)
     fields = {"accuracy_before": share, "accuracy_after": share, "seed": (int, 0, 1 << 63)}
     return read_json(path, fields) if path.is_file() else {}
@@ -136,7 +129,7 @@ def read_log(path, fields):
         yield text, found
 
 
-# ---- out
+# ---- writing
 
 
 @contextmanager
@@ -161,11 +154,12 @@ def beside(path):
 @contextmanager
 def whole(path):
     """Yields a temporary Path beside `path` to write to; it becomes `path` when the block ends well
-    and is removed when not.
+    and is removed when not. Of a link, the file that it points to is replaced, not the link.
 
     The temporary file is created exclusively, under a new name, so that it never hits a file of the
     user's; it has reached the disk (fsync) before it is renamed."""
-    path = Path(path)
+    path = Path(path).resolve()
+    check_regular(path, path)
     part = beside(path)
     with writing(path):
         try:
@@ -200,6 +194,12 @@ def write_jsonl(path, rows, **options):
         f.writelines(json.dumps(row, **options) + "\n" for row in rows)
 
 
+def check_regular(path, name):
+    """ValueError for a device or a pipe: renaming a finished file to its name would destroy it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{name}: is a device or a pipe, not a file; choose another name")
+
+
 def append(path, rows):
     """Append `rows` to the file as JSON, a line each."""
     with writing(path), open(path, "a", encoding="utf-8") as f:
@@ -208,11 +208,21 @@ def append(path, rows):
 
 def check_out(out, folder=False):
     """ValueError unless `out`, a file or a `folder`, can be written; called before the work."""
-    out = Path(out)
+    name, out = f"--out {out}", Path(out)
     try:
+        os.fsencode(out).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"--out {ascii(str(out))}: is not UTF-8, as other programs' names are; "
+                         "choose another name") from None
+    try:
+        for link in (out, *out.parents):
+            if link.is_symlink() and not link.exists():
+                raise ValueError(f"{name}: {link} is a link to {os.readlink(link)}, which is not "
+                                 "there; make that, or choose another name")
+        check_regular(out, name)
+        out = out.resolve()
         if out.exists() and out.is_dir() != folder:
-            raise ValueError(f"--out {out}: is a {'file' if folder else 'folder'}; choose another "
-                             "name")
+            raise ValueError(f"{name}: is a {'file' if folder else 'folder'}; choose another name")
         place = out / "probe" if out.is_dir() else out
         while folder and not place.parent.exists():
             place = place.parent
@@ -222,7 +232,7 @@ def check_out(out, folder=False):
         finally:
             probe.unlink(missing_ok=True)
     except OSError as e:
-        raise ValueError(f"--out {out}: cannot be written ({e.strerror}); choose another place"
+        raise ValueError(f"{name}: cannot be written ({e.strerror}); choose another place"
                          ) from None
 
 

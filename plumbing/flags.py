@@ -4,7 +4,7 @@ Flags of the commands: a table at the top of each command's file, read here.
 A table is a tuple of titles (str) and Flags. The embedded model (`--model tiny`, which trains in
 minutes on a CPU) has its own defaults in a column beside the others. What an adapter was trained
 with is written beside it (plumbing/policy.py) and is the default of eval.py and sample.py when they
-are given the adapter or its run: flags that are `kept`.
+are given the adapter or its run: flags that are `in_policy`.
 
     COMMAND = Command("train", "QeRL training.", FLAGS, check)
     args = parse(COMMAND, argv)
@@ -18,7 +18,7 @@ from pathlib import Path
 from plumbing import command as commands
 from plumbing import policy, ranks
 from plumbing.command import number
-from plumbing.files import shown
+from plumbing.files import TINY, file_digest
 from plumbing.tokenizer import SUFFIX
 
 import torch
@@ -34,7 +34,7 @@ class Flag:
     default: object
     help: str
     tiny: object = None
-    kept: bool = False
+    in_policy: bool = False
 
     @property
     def dest(self):
@@ -64,11 +64,11 @@ class Command:
 def model_flags(quants):
     return (
         "model",
-        Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", kept=True),
+        Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", in_policy=True),
         Flag("quant", quants, "nvfp4", "number format of the frozen base; none is 16 bits",
-             kept=True),
-        Flag("awq", bool, False, "scales chosen by activations, not by rounding", kept=True),
-        Flag("calib", str, None, "text for --awq (default: arithmetic problems)", kept=True),
+             in_policy=True),
+        Flag("awq", bool, False, "scales chosen by activations, not by rounding", in_policy=True),
+        Flag("calib", str, None, "text for --awq (default: arithmetic problems)", in_policy=True),
         Flag("device", ("auto", "cpu", "cuda"), "auto", "auto is cuda where there is one"),
         Flag("dtype", ("auto", "bfloat16", "float32"), "auto",
              "auto is bfloat16 on cuda, else float32"),
@@ -81,7 +81,7 @@ ADAPTER_FLAGS = (
     Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
 )
 PROMPT_FLAGS = (
-    Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", kept=True),
+    Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", in_policy=True),
 )
 SAMPLING_FLAGS = (
     "sampling",
@@ -112,13 +112,13 @@ def parser(command, tiny=False, only_given=False):
         defaults = [] if f.default is None else [str(f.default)]
         if f.tiny is not None:
             defaults.append(f"tiny: {f.tiny}")
-        if f.kept and not command.trains:
+        if f.in_policy and not command.trains:
             defaults.append("an adapter's own")
         how = {"help": f.help + (f" [{'; '.join(defaults)}]" if defaults else "")}
         how["default"] = f.tiny if tiny and f.tiny is not None else f.default
         if only_given:
             how["default"] = argparse.SUPPRESS
-        elif f.kept and not command.trains:
+        elif f.in_policy and not command.trains:
             how["default"] = None  # take_policy fills it
         if f.kind is bool:
             how["action"] = argparse.BooleanOptionalAction
@@ -129,18 +129,15 @@ def parser(command, tiny=False, only_given=False):
 
 
 def from_file(command, values, where):
-    """The Namespace of `values`, (flag name, value) pairs read from the file `where`, as if they
-    were on the command line; ValueError for what could not be there."""
-    known, argv = {f.name: f for f in command.flags}, []
-    for name, value in values:
-        if value is None:
-            continue
-        text = ",".join(map(str, value)) if name == "levels" and isinstance(value, list) else value
-        kind = known[name].kind if name in known else None
-        fits = type(text) is bool if kind is bool else type(text) in (str, int, float)
-        if kind is None or not fits:
-            raise ValueError(f"{where}: {name} {shown(value)} is not a value of --{name}")
-        argv.append(f"--{name}={text}" if kind is not bool else f"--{'' if text else 'no-'}{name}")
+    """The Namespace of `values`, {flag: value} as read from the file `where`, as if they were on
+    the command line; ValueError for what could not be there."""
+    argv = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            argv.append(f"--{'' if value else 'no-'}{name}")
+        elif value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            argv.append(f"--{name}={text}")
     try:
         return parser(command).parse_args(argv)
     except ValueError as e:
@@ -152,11 +149,18 @@ def given(command, argv):
     return vars(parser(command, only_given=True).parse_args(argv))
 
 
+def is_tiny(model):
+    """Whether --model is the embedded model, by its name or as a copy of its folder."""
+    weights, ours = Path(model, "model.safetensors"), TINY / "model.safetensors"
+    return model == "tiny" or (weights.is_file() and weights.stat().st_size == ours.stat().st_size
+                               and file_digest(weights) == file_digest(ours))
+
+
 def parse(command, argv):
     """The flags of a command as a Namespace, checked against each other; the embedded model gets
     the demo's defaults. ValueError for what is refused; nothing is loaded or written."""
-    named = given(command, argv).get("model", "tiny")
-    args = parser(command, tiny=command.trains and named == "tiny").parse_args(argv)
+    model = given(command, argv).get("model", "tiny")
+    args = parser(command, tiny=command.trains and is_tiny(model)).parse_args(argv)
     for name, value in vars(args).items():
         if value == "" and name != "calib":  # --run $UNSET; an empty --calib undoes the adapter's
             raise ValueError(f"--{name.replace('_', '-')}: is empty; give a value or leave it out")
@@ -175,8 +179,8 @@ def read_policy(command, folder):
     """The policy.json in `folder`, {} where there is none; ValueError for what is no value of the
     command's flags."""
     found = policy.read(folder)
-    kept = [(f.name, found.get(f.dest)) for f in command.flags if f.kept or f.name == "dtype"]
-    from_file(command, kept, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
+    values = {f.name: found.get(f.dest) for f in command.flags if f.in_policy or f.name == "dtype"}
+    from_file(command, values, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
               "that script, else delete the file to choose --model, --quant and --prompt-style by "
               "hand")
     return found
@@ -201,8 +205,8 @@ def take_policy(command, args):
             folder = args.model = str(model)
     args.trained_with = read_policy(command, folder) if folder else {}
     for f in command.flags:
-        if f.kept and getattr(args, f.dest) is None:
-            default = f.tiny if args.model == "tiny" and f.tiny is not None else f.default
+        if f.in_policy and getattr(args, f.dest) is None:
+            default = f.tiny if f.tiny is not None and is_tiny(args.model) else f.default
             if command.name == "sample" and f.name == "prompt-style":
                 default = "plain"  # a chat with a base model asks for nothing in particular
             if f.name != "calib" or args.awq:  # its text is no use to plain rounding
@@ -240,6 +244,8 @@ def run_command(command, body, argv=None, name=None):
     def parsed():
         try:
             args = parse(command, argv)
+            if sys.stderr.isatty():
+                print(f"loading {args.model} ...", file=sys.stderr, flush=True)
             ranks.start(args)
             code = body(args, argv)
             ranks.end()

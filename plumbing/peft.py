@@ -2,10 +2,10 @@
 Adapters as files, in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
 Ranks and alphas that differ between projections (rank_pattern, alpha_pattern) are made one rank and
-one scaling: zeros fill up A and B, which get no gradient there, and the rest of the scaling is in B.
-Norms of blocks that were trained as a whole (modules_to_save) come along. What lora.py cannot honour
-(DoRA, biases, other targets, a rank or shape that does not fit) is a ValueError that names the file
-and the tensor or field.
+one scaling: A and B are filled up with zeros, and what is left of the scaling is in B. Norms of
+blocks that were trained as a whole (modules_to_save) come along. What lora.py cannot honour (DoRA,
+biases, other targets, a rank or shape that does not fit) is a ValueError that names the file and
+the tensor or field.
 """
 import math
 import re
@@ -86,8 +86,8 @@ def read(folder):
     folder = Path(folder)
     path, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     if (folder / "adapter_model.bin").is_file() and not weights.is_file():
-        raise ValueError(f"--adapter {folder}: holds adapter_model.bin, a pickle, which may run any "
-                         "code; save it anew by PEFT's save_pretrained, as safetensors")
+        raise ValueError(f"--adapter {folder}: holds adapter_model.bin, a pickle, which may run "
+                         "any code; save it anew by PEFT's save_pretrained, as safetensors")
     for file in (path, weights):
         if not file.is_file():
             raise FileNotFoundError(f"--adapter {folder}: {file.name} is missing; give the folder "
@@ -98,8 +98,9 @@ def read(folder):
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{weights}: not a readable safetensors file ({e})") from None
     # the adapter's name, which save_pretrained leaves out and a plain state_dict does not
-    state = {re.sub(r"(\.lora_[AB]|\.modules_to_save)\.default\.", r"\1.", name).replace(
-        ".modules_to_save.", "."): t for name, t in state.items() if ".original_module." not in name}
+    state = {re.sub(r"(\.lora_[AB]|\.modules_to_save)\.default\.", r"\1.", name): t
+             for name, t in state.items() if ".original_module." not in name}
+    state = {name.replace(".modules_to_save.", "."): t for name, t in state.items()}
     for norm in config.get("modules_to_save") or []:
         if not any(name.endswith(f".{norm}.weight") for name in state):
             raise ValueError(f"{weights}: holds no {norm}, which {path.name} says was trained")
@@ -116,7 +117,8 @@ def uniform(config, state):
     ranks = {m: own(config, "rank_pattern", m, config["r"]) for m in modules.values()}
     rank, scaling = max([*ranks.values(), 1]), scaling_of(config["r"], config["lora_alpha"])
     for name, module in modules.items():
-        more, alpha = rank - ranks[module], own(config, "alpha_pattern", module, config["lora_alpha"])
+        more = rank - ranks[module]
+        alpha = own(config, "alpha_pattern", module, config["lora_alpha"])
         factor = scaling_of(ranks[module], alpha) / scaling
         if ".lora_A." in name and more:
             state[name] = F.pad(state[name], (0, 0, 0, more))  # (r, K) -> (R, K)

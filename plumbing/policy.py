@@ -11,8 +11,7 @@ from plumbing.files import file_digest, read_json, text_file
 
 import torch
 
-TEXTS = ("base", "norms", "weights", "text", "format", "reward")
-OURS = ("nvfp4", "mxfp4", "nf4")  # formats; a script may add others
+TEXTS = ("model", "base", "norms", "weights", "text", "reward")
 
 
 def place(device="auto", dtype="auto"):
@@ -26,27 +25,20 @@ def place(device="auto", dtype="auto"):
     return device, getattr(torch, dtype)
 
 
-def dtype_of(args):
-    """The name of what --dtype stands for."""
-    return str(place(args.device, args.dtype)[1]).removeprefix("torch.")
-
-
-def base_of(args, formats):
-    """What tells the base of these flags from others: checkpoint.fingerprint's digests; `text`, the
-    digest of --awq's text file; `format`, the row of `formats` (nvfp4.FORMATS) that a script has
-    added."""
+def base_of(args):
+    """What tells the base of these flags from others: checkpoint.fingerprint's digests, and `text`,
+    the digest of --awq's text file."""
     found = checkpoint.fingerprint(args.model)
-    if args.quant in formats and args.quant not in OURS:
-        found["format"] = repr(formats[args.quant])
     if args.awq and args.calib:
         found["text"] = file_digest(text_file(args.calib))
     return found
 
 
-def content(args, base, kept):
-    """What goes into policy.json beside an adapter. base: base_of(args, ...), as it was when
-    training began; kept: the names of the flags that go there."""
-    return {name: getattr(args, name) for name in kept} | {"dtype": dtype_of(args)} | base
+def content(args, base, names):
+    """What goes into policy.json beside an adapter. base: base_of(args), as it was when training
+    began; names: of the flags that go there."""
+    dtype = str(place(args.device, args.dtype)[1]).removeprefix("torch.")
+    return {name: getattr(args, name) for name in names} | {"dtype": dtype} | base
 
 
 def read(folder):
@@ -61,10 +53,10 @@ def merged(folder):
     return (read_json(path, {"adapters": list}).get("adapters") or []) if path.is_file() else []
 
 
-def check(args, formats):
+def check(args):
     """ValueError if the adapter was trained on another base, or is merged into this one; a warning
     where the format, or AWQ's text, differs."""
-    had, now = args.trained_with, base_of(args, formats)
+    trained, now = args.trained_with, base_of(args)
     weights = Path(args.adapter) / "adapter_model.safetensors"
     if weights.is_file() and file_digest(weights) in merged(checkpoint.fetch(args.model)):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} is merged into it "
@@ -73,30 +65,23 @@ def check(args, formats):
     def stored(of):  # the format it is stored in: none, nvfp4, ...
         return (of.get("weights") or "").partition(":")[0]
 
-    same = stored(had) == stored(now)  # only then can the digests of all weights be compared
+    same = stored(trained) == stored(now)  # only then can the digests of all weights be compared
     known = "weights" if same else "base"
-    if had.get(known) not in (None, now[known]):
+    if trained.get(known) not in (None, now[known]):
         raise ValueError(f"--model {args.model}: the adapter {args.adapter} was trained on another "
-                         f"base, {had.get('model')}; an adapter only fits its own")
+                         f"base, {trained.get('model')}; an adapter only fits its own")
     scaled_here = args.awq and stored(now) == "none"
-    if not same and had.get("norms") and not scaled_here:
+    if not same and trained.get("norms") and not scaled_here:
         # one of the two was rounded beforehand; if by AWQ, its norms hold the scales
-        scaled = had["norms"] != now["norms"]
-        if scaled != bool(had.get("awq")):
+        scaled = trained["norms"] != now["norms"]
+        if scaled != bool(trained.get("awq")):
             raise ValueError(f"--model {args.model}: was rounded by other scales (AWQ's, or "
                              f"without AWQ) than the adapter {args.adapter} was trained with; give "
-                             f"its own base, {had.get('model')}")
+                             f"its own base, {trained.get('model')}")
     for name in ("quant", "awq"):
-        if had.get(name, getattr(args, name)) != getattr(args, name):
+        if trained.get(name, getattr(args, name)) != getattr(args, name):
             print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "
-                  f"{had[name]}", file=sys.stderr)
-    if had.get("format") not in (None, now.get("format")):
-        print(f"warning: --quant {args.quant}: is another format than the adapter was trained with",
-              file=sys.stderr)
-    if same and args.awq and had.get("text") != now.get("text"):
+                  f"{trained[name]}", file=sys.stderr)
+    if same and args.awq and trained.get("text") != now.get("text"):
         print(f"warning: --calib {args.calib or 'by default'}: the adapter was trained with scales "
               "by another text", file=sys.stderr)
-    dtype = dtype_of(args)
-    if same and args.awq and had.get("dtype", dtype) != dtype:
-        print(f"warning: --dtype {dtype}: the adapter was trained with AWQ's scales as they come "
-              f"out in {had['dtype']}", file=sys.stderr)

@@ -5,10 +5,10 @@ Data parallel training: the little that a run needs to know about its other rank
 
 Each rank is a process with its own card. The prompts of a step, or the questions of an evaluation,
 are split by rank (`mine`), the results go to all ranks (`merge`), and from there on every rank
-holds the same groups, so that no decision of the loop needs a message. The update deals completions
-out again, by their tokens (`share`), divides by the counts of all of them, and sums gradients
-(`sum_gradients`). Objects travel by gloo, gradients by NCCL where there are GPUs. Started without
-torchrun there is one rank, and nothing here does anything.
+holds the same groups, so that no decision of the loop needs a message. The update splits
+completions again, by their tokens (`share`), divides by the counts of all of them, and sums
+gradients (`sum_gradients`). Objects travel by gloo, gradients by NCCL where there are GPUs. Started
+without torchrun there is one rank, and nothing here does anything.
 
 A rank that dies ends all: torchrun stops the others with SIGTERM and, half a minute later, kills
 them (its --shutdown-timeout). A rank that is stopped (ctrl-C, SIGTERM) tells the others at the next
@@ -18,11 +18,15 @@ Left out: sharded weights or optimizer state (each rank has all), rollouts besid
 """
 import os
 import pickle
+import shlex
 import sys
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
+from pathlib import Path
+
+from plumbing import ALONE
 
 import torch
 import torch.distributed as dist
@@ -36,20 +40,22 @@ TIMEOUT = 1800  # seconds that an exchange may take: the others may still be sam
 PATIENCE = 10  # seconds that rank 0 has to raise the same error before this rank does
 
 
-class RankLost(ConnectionError):
-    """Another rank has gone, or was slower than TIMEOUT."""
-
-
-def launcher():
-    """The words before train.py on this run's command line; without the two dashes torchrun takes
-    eval.py's --run and --n for its own."""
+def command_line(argv, name="train.py"):
+    """The command line of this process, as text for a shell; where the flags `argv` were not typed
+    there but given to main(argv), that of the user's own script with them, else that of `name`.
+    Without the two dashes torchrun takes eval.py's --run and --n for its own."""
+    words, script = sys.argv, Path(sys.argv[0])
+    if not {*argv} <= {*words}:
+        own = not ALONE and script.suffix == ".py" and script.stem != "__main__"
+        words = [sys.argv[0] if own else name, *argv]
     here = os.environ.get("LOCAL_WORLD_SIZE", world)
-    return ["python"] if world == 1 else ["torchrun", f"--nproc-per-node={here}", "--"]
+    launcher = ["python"] if world == 1 else ["torchrun", f"--nproc-per-node={here}", "--"]
+    return shlex.join([*launcher, *words])
 
 
 def start(args):
     """Join the other ranks; each gets the card of its local rank. ValueError if there are too few
-    cards, RankLost if the others do not come."""
+    cards, ConnectionError if the others do not come."""
     if world == 1 or dist.is_initialized():
         return
     backend, here = "gloo", int(os.environ.get("LOCAL_RANK", 0))
@@ -72,15 +78,15 @@ def start(args):
 def end():
     """Wait until all ranks are done (rank 0 with its files), and leave the group."""
     if dist.is_initialized():
-        with suppress(RankLost):  # this rank's work is done
+        with suppress(ConnectionError):  # this rank's work is done
             gather(None)
         dist.destroy_process_group()
 
 
 def rank_0_speaks(body):
-    """Rank 0 speaks for all: what others print is dropped, so an error on all of them is printed
-    once. A rank that fails alone is heard, after rank 0 has had time to fail too and torchrun to
-    end it. A rank that fails leaves the group, too (`end`)."""
+    """Rank 0 prints for all: what others print is dropped, so an error on all of them is printed
+    once. A rank that fails alone prints its error after rank 0 has had time to fail too and
+    torchrun to end it. A rank that fails leaves the group, too (`end`)."""
 
     @wraps(body)
     def quiet():
@@ -113,14 +119,15 @@ def first(method):
 
 @contextmanager
 def together():
-    """Around a collective: interrupts wait, and a failure is RankLost."""
+    """Around a collective: interrupts wait, and a failure (another rank has gone, or was slower
+    than TIMEOUT) is a ConnectionError."""
     global busy
     busy = True
     try:
         yield
     except RuntimeError as e:
-        raise RankLost(f"rank {rank}: another rank ended, or was slower than {TIMEOUT} s "
-                       f"({str(e).partition(chr(10))[0]})") from None
+        raise ConnectionError(f"rank {rank}: another rank ended, or was slower than {TIMEOUT} s "
+                              f"({str(e).partition(chr(10))[0]})") from None
     finally:
         busy = False
 
@@ -145,7 +152,7 @@ def stop():
     global stopped
     if world > 1 and not stopped:
         stopped = True
-        with suppress(RankLost):  # they may be gone already
+        with suppress(ConnectionError):  # they may be gone already
             gather(None)
 
 

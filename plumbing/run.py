@@ -7,8 +7,8 @@ adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parame
 model/ (a Hugging Face checkpoint, and policy.json), checkpoint/ (what resume needs),
 eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
 Each file appears whole or not at all. Nothing is written until everything that can be refused has
-been checked. A folder without checkpoint/ and summary.json holds nothing worth keeping, and a new
-run takes it over.
+been checked. A new run takes over what a start has left that was killed before its first
+checkpoint; anything trained is refused.
 
     python train.py --out runs/x                  # ctrl-C at any moment
     python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
@@ -18,14 +18,14 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import resource
-import shlex
 import sys
-import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from time import time  # by name: a reward that replaces time.time leaves the run's clock alone
 
 from plumbing import command, console, files, flags, policy, ranks
 from plumbing.command import IDLE, MINOR
@@ -35,9 +35,9 @@ import torch
 
 # what --resume may change: a run must be able to continue on a card with less memory
 FREE = ("steps", *IDLE, *MINOR)
-NAMES = {"lock", "config.json", "metrics.jsonl", "rollouts.jsonl", "adapter", "adapter_best",
-         "model", "checkpoint", "eval_before.jsonl", "eval_after.jsonl", "metrics.png",
-         "summary.json"}
+# what a start leaves that was killed before its first checkpoint, and the next one removes
+LEFTOVERS = ("checkpoint", "config.json", "eval_before.jsonl", "metrics.jsonl", "rollouts.jsonl",
+             "adapter", "adapter_best", "model")
 
 
 @dataclass
@@ -52,9 +52,6 @@ class State:
     best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
     data: str = ""  # digest of the questions
     base: dict = field(default_factory=dict)  # policy.base_of
-    reward: str = ""  # digest of --reward's file
-    script: str = "train.py"  # or a script that changes what it does
-    code: str = ""  # digest of that script, if it is the user's own
     command: str = ""  # the command line that began the run
 
 
@@ -64,43 +61,42 @@ def resolve_flags(spec, args, argv):
     that a resumed run cannot change. Leaves nothing behind."""
     out = Path(args.out)
     check_out(out, folder=True)
-    config, begun = out / "config.json", (out / "checkpoint" / "state.pt").is_file()
-    if not begun and (out / "summary.json").is_file():
-        raise ValueError(f"--out {out}: holds a run that has ended, without its checkpoint/, from "
-                         "which it could go on; choose another folder")
-    if not args.resume:
-        if begun:
-            raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, "
-                             "or choose another folder")
-        ours = NAMES if (out / "lock").exists() else ()  # each start makes it first
+    begun = (out / "checkpoint" / "state.pt").is_file()
+    if begun and not args.resume:
+        raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, or "
+                         "choose another folder")
+    if args.resume:
+        args = flags_of_run(spec, args.out, argv)
+        args.resume = begun  # a run killed before its first save begins anew
+    if not begun:
+        # each start makes these two first; whoever removed checkpoint/ wants to keep the rest
+        started = (out / "lock").is_file() and (out / "checkpoint").is_dir()
+        ours = ("lock", *LEFTOVERS) if started else ("lock",)
         for path in out.iterdir() if out.exists() else ():
             if path.name not in ours and not path.name.startswith("."):
-                raise ValueError(f"--out {out}: holds {path.name}, which is no run's; choose "
-                                 "another folder")
-        return args
+                raise ValueError(f"--out {out}: holds {path.name}, but no checkpoint/ that "
+                                 "--resume could continue; choose another folder")
+    return args
+
+
+def flags_of_run(spec, out, argv):
+    """The flags in the config.json of the run in `out`, with those in argv that may change."""
+    config = Path(out) / "config.json"
     if not config.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
-    had = read_json(config)
-    try:
-        script = command.script_of(str(had.pop("command", "train.py")), had)
-    except ValueError as e:
-        raise ValueError(f"{config}: {e}") from None
-    had = {name.replace("_", "-"): value for name, value in had.items()}
-    gone = had.keys() - {f.name for f in spec.flags}
-    if gone:
-        raise ValueError(f"{config}: the run was begun by an older version of {script}, whose flag "
-                         f"--{min(gone)} is gone; go on with that, or start anew in another --out")
-    try:
-        old = flags.from_file(spec, had.items(), config)
-    except ValueError as e:  # a value that only the script that began the run knows
-        raise ValueError(f"{e}; the run was begun by {script}") from None
+    saved = {k.replace("_", "-"): v for k, v in read_json(config).items() if k != "command"}
+    if gone := saved.keys() - {f.name for f in spec.flags}:
+        raise ValueError(f"{config}: the run was begun by another version of train.py, or by a "
+                         f"script of yours, which has a flag --{min(gone)}; continue it with that, "
+                         "or start anew in another --out")
+    args = flags.from_file(spec, saved, config)
     for name, value in flags.given(spec, argv).items():
-        if name not in FREE and value != getattr(old, name):
+        if name not in FREE and value != getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
-                             f"{getattr(old, name)}; --resume keeps a run's flags")
-        setattr(old, name, value)
-    old.resume, old.out = begun, args.out  # a run killed before its first save begins anew
-    return old
+                             f"{getattr(args, name)}; --resume keeps a run's flags")
+        setattr(args, name, value)
+    args.out = out
+    return args
 
 
 class Run(ExitStack):
@@ -113,15 +109,11 @@ class Run(ExitStack):
 
     def __init__(self, spec, args, argv, base, save_weights):
         super().__init__()  # the folder's lock, the signals, the collector: held to the end
-        self.spec, self.args, self.out = spec, args, Path(args.out)
-        self.save_weights = save_weights
-        script = command.script(argv)
-        typed = [*ranks.launcher(), *(command.typed(argv) or script)]
-        self.again = shlex.join([*typed, "--resume", "--out", str(self.out)])  # continues the run
-        name = shlex.join([Path(script[0]).name, *script[1:]])
-        line = shlex.join([*ranks.launcher(), *script, *argv])
-        self.state = State(script=name, command=line, base=base)
-        self.started = time.time()
+        self.spec, self.args, self.save_weights = spec, args, save_weights
+        self.out = Path(args.out).absolute()  # a reward may change the working directory
+        self.state = State(command=ranks.command_line(argv), base=base)
+        self.again = f"{self.state.command}{' --resume' * ('--resume' not in argv)}"
+        self.started = time()
         self.clock = {}  # seconds of each phase of a step
         self.current = None  # the phase
         self.drawn = 0  # tokens sampled in this step, replaced groups included
@@ -139,14 +131,12 @@ class Run(ExitStack):
         self.claim()
         asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
-        vars(self.state).update(command.own_code(self.args))
         if self.args.resume:
             self.restore(optimizer)
-            summed = saved(self.out, "summary.json").get("steps")  # perhaps of an earlier end
-            if summed == self.state.step and self.state.step >= self.args.steps:
-                if not (self.out / "metrics.png").is_file():  # stopped while it was drawn
-                    self.report()
-                print(f"{self.out}: ended after {self.state.step} steps; a larger --steps goes on")
+            ended = saved(self.out, "summary.json").get("steps")  # perhaps of an earlier end
+            if ended == self.state.step >= self.args.steps:
+                self.report()  # it may have been stopped while its curves were drawn
+                print(f"{self.out}: ended after {ended} steps; a larger --steps goes on")
                 return False
         self.tidy()
         self.started -= self.state.seconds
@@ -170,9 +160,10 @@ class Run(ExitStack):
     def tidy(self):
         """Remove what a failed start, or a save that was killed, has left behind; write
         config.json."""
-        stale = () if self.args.resume else NAMES - {"lock"}
-        for path in [*map(self.out.joinpath, stale), *self.out.glob(".model.*.part")]:
+        stale = () if self.args.resume else LEFTOVERS
+        for path in [*map(self.out.joinpath, stale), *self.out.glob(".*.part")]:
             files.discard(path)
+        (self.out / "checkpoint").mkdir(exist_ok=True)
         config = vars(self.args) | {"command": self.state.command}
         files.write_json(self.out / "config.json", config)
 
@@ -180,14 +171,14 @@ class Run(ExitStack):
 
     def seconds(self):
         """Seconds of the run so far, those before a resume included."""
-        return time.time() - self.started
+        return time() - self.started
 
     def phase(self, name):
         """Begin a phase of the step (evaluate, rollout, reward, update, log; then None), and count
         the seconds of the one before it."""
         if self.interrupted and name in ("rollout", "evaluate"):
             raise KeyboardInterrupt  # it came during an exchange with other ranks
-        now = time.time()
+        now = time()
         if self.current:
             self.clock[self.current] = self.clock.get(self.current, 0.0) + now - self.since
         self.current, self.since = name, now
@@ -232,7 +223,7 @@ class Run(ExitStack):
         elif self.args.eval_every and (s.best is None or found["accuracy"] > s.best["accuracy"]):
             if self.args.lora_rank:
                 s.best = {"step": s.step, **found}
-                self.save_adapter("adapter_best")
+                self.write_weights("adapter_best")
 
     def check(self, updates, model):
         """Count updates that were skipped because their gradient was not finite; ValueError after
@@ -265,7 +256,10 @@ class Run(ExitStack):
                     "text": c.text, "reward": c.reward, "correct": c.correct}
                    for c in (group[0] for group in groups[:2])]
         append(self.out / "rollouts.jsonl", samples)
-        console.show_step(row, samples, self.args, self.warned)
+        try:
+            console.show_step(row, samples, self.args, self.warned)
+        except OSError:  # nobody reads stdout any more
+            self.interrupt()
 
     def advance(self, step, cursor, optimizer):
         """`step` steps are done: save where --save-every says so, stop if a signal has come."""
@@ -287,64 +281,38 @@ class Run(ExitStack):
             raise ValueError(f"a parameter holds NaN or inf after {self.state.step} steps; nothing "
                              f"was saved over the last checkpoint in {self.out}. Lower --lr")
         if self.args.lora_rank:
-            self.save_adapter("adapter")
+            self.write_weights("adapter")
         else:
-            self.save_model()
-        (self.out / "checkpoint").mkdir(exist_ok=True)
+            files.discard(self.out / "model")  # the last checkpoint holds all of it
+            self.write_weights("model")
         state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
-                 "masters": [m.detach().cpu() for m in optimizer.masters],
                  "optimizer": optimizer.state_dict()}
-        state["digest"] = digest_of(state)
         with whole(self.out / "checkpoint" / "state.pt") as part:
             torch.save(state, part)
 
     @ranks.first
-    def save_adapter(self, name):
+    def write_weights(self, name):
+        """Write what is trained, and its policy.json, to the folder `name`."""
         self.save_weights(self.out / name)
-        files.write_json(self.out / name / "policy.json", self.policy())
-
-    def save_model(self):
-        """All parameters as a Hugging Face checkpoint in model/, which is replaced as a whole."""
-        out = self.out / "model"
-        new, old = files.beside(out), files.beside(out)
-        try:
-            self.save_weights(new)
-            files.write_json(new / "policy.json", self.policy())
-            if out.exists():
-                out.rename(old)
-            new.rename(out)
-        finally:
-            if not out.exists() and old.exists():  # stopped in between
-                old.rename(out)
-            files.discard(new)
-            files.discard(old)
-
-    def policy(self):
-        kept = [f.dest for f in self.spec.flags if f.kept]
-        return policy.content(self.args, self.state.base, [*kept, "reward"])
+        flags = [f.dest for f in self.spec.flags if f.in_policy]
+        content = policy.content(self.args, self.state.base, [*flags, "reward"])
+        files.write_json(self.out / name / "policy.json", content)
 
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
-        or if the questions, the weights or the script are not the same."""
+        or if the questions or the weights are not the same."""
         now, was = self.state, self.load(optimizer)
         if was.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
-        if isinstance(was.base, dict) and was.base != now.base:  # older runs: a digest
+        if was.base != now.base:
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
-        if was.script != now.script:
-            raise ValueError(f"--resume: the run in {self.out} was begun by {was.script}, "
-                             f"which {now.script} does not know; go on with that")
-        for what, old, new in ((f"--reward {self.args.reward}", was.reward, now.reward),
-                               (now.script, was.code, now.code)):
-            if old not in ("", new):  # an error in it may have been fixed
-                print(f"warning: {what}: is not as it was when the run began", file=sys.stderr)
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
         if saved(self.out, "config.json").get("steps") != self.args.steps:
             was.command += f" && {now.command}"
-        self.state = replace(was, base=now.base, reward=now.reward, code=now.code)
+        self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self.cut(self.out / name)
 
@@ -353,28 +321,27 @@ class Run(ExitStack):
         path = self.out / "checkpoint" / "state.pt"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            if state.pop("digest") != digest_of(state):
-                raise ValueError("its bits have changed since it was written")
-            tensors = [*state.pop("params"), *state.pop("masters")]
-            ours = [*optimizer.params, *optimizer.masters]
-            if [p.shape for p in ours] != [t.shape for t in tensors]:
+            tensors = state.pop("params")
+            if [p.shape for p in optimizer.params] != [t.shape for t in tensors]:
                 raise ValueError("its tensors are not those of this model")
             with torch.no_grad():
-                for p, saved in zip(ours, tensors, strict=True):
+                for p, saved in zip(optimizer.params, tensors, strict=True):
                     p.copy_(saved)
             optimizer.load_state_dict(state.pop("optimizer"))
             return State(**state)
         except Exception as e:  # torch's unpickler raises many kinds
-            raise ValueError(f"{path}: cannot be resumed ({cause(e)}); start anew in another "
-                             "--out") from None
+            # torch's own message advises to load it without safety
+            why = "not a checkpoint" if isinstance(e, pickle.UnpicklingError) else cause(e)
+            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
+                             ) from None
 
     @ranks.first
     def cut(self, path):
         """Drop a log's rows of steps that will be done again, and an incomplete last row."""
         rows = files.read_log(path, {}) if path.exists() else ()
-        kept = [text + "\n" for text, row in rows if row["step"] < self.state.step]
+        rows = [text + "\n" for text, row in rows if row["step"] < self.state.step]
         with whole(path) as part:
-            part.write_text("".join(kept))
+            part.write_text("".join(rows))
 
     # ---- the end
 
@@ -382,7 +349,6 @@ class Run(ExitStack):
     def finish(self, after, paired_gain):
         """Write eval_after.jsonl, summary.json and metrics.png, and print what was learned. after:
         the last evaluation, None with --eval-n 0; paired_gain: eval.gain."""
-        (self.out / "metrics.png").unlink(missing_ok=True)  # from before it was extended
         before, gain, error = self.state.before, None, None
         if after:
             base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
@@ -434,23 +400,6 @@ class Run(ExitStack):
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
-
-
-def digest_of(state):
-    """A digest of everything in a checkpoint: torch.load would take flipped bits for numbers."""
-    h = hashlib.sha256()
-
-    def add(x):
-        if isinstance(x, torch.Tensor):
-            h.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        elif isinstance(x, dict | list | tuple):
-            for item in x.items() if isinstance(x, dict) else x:
-                add(item)
-        else:
-            h.update(repr(x).encode())
-
-    add(state)
-    return h.hexdigest()
 
 
 def peak_gib():

@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from plumbing.tokenizer import Tokenizer
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import checkpoint
@@ -73,7 +75,7 @@ def main():
     # tf32 would round float32 products to 10 bits and hide what is compared here
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     folder = checkpoint.fetch(args.model)
-    tok = data.Tokenizer(folder)
+    tok = Tokenizer(folder)
     prompts = [tok.prompt_ids(r["question"], "boxed") for r in data.load(args.data, "test", n=20)]
     report = {"model": str(folder.name), "prompts": len(prompts), "tokens": sum(map(len, prompts)), "device": args.device,
               "transformers": transformers.__version__, "torch": torch.__version__}

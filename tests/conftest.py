@@ -5,6 +5,9 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from pathlib import Path
+
+from plumbing.files import TINY
 
 import pytest
 
@@ -13,11 +16,8 @@ def pytest_configure(config):
     """Without a GPU, Triton's kernels run in its interpreter; that is decided when they are defined, so before any test file is
     imported."""
     if config.getoption("dist", "no") == "no":  # here tests will run
-        from plumbing import command
-
         import torch
 
-        command.OWN = False  # what runs the tests is no script of one's own
         # side by side, more threads than cores wait for each other: three tests took minutes so
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
@@ -55,13 +55,18 @@ def pytest_xdist_auto_num_workers(config):
     return 2 if not config.option.file_or_dir and "not gpu" in config.option.markexpr else 0
 
 
+@pytest.fixture(autouse=True)
+def blank_pictures(request, monkeypatch):
+    """A run ends with a picture of its curves, half of the time that a run of two steps takes: drawn where pictures are tested."""
+    if request.node.path.stem not in ("test_plot", "test_archive", "test_bad_inputs"):
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, out, **options: Path(out).touch())
+
+
 def first_blocks(n, folder):
     """The embedded model's first n blocks, a checkpoint in `folder`: where it does not matter what a model says."""
     from safetensors.torch import load_file, save_file
 
-    import data
-
-    shutil.copytree(data.TINY, folder, ignore=shutil.ignore_patterns("*.py", "*.md"))
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.py", "*.md"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": n}))
     tensors = load_file(folder / "model.safetensors")
@@ -143,15 +148,16 @@ def weights(N=8, K=128, seed=0, spread=3.0):
 
 def adapted(spread=0.05):
     """(the tiny model in NVFP4 whose adapter is away from zero by `spread`, its tokenizer, its optimizer)."""
+    from plumbing.tokenizer import Tokenizer
+
     import torch
 
-    import data
     import grpo
     import lora
     import model as qwen
 
-    tok = data.Tokenizer(data.TINY)
-    model = qwen.load(data.TINY, "cpu", torch.float32, "nvfp4")
+    tok = Tokenizer(TINY)
+    model = qwen.load(TINY, "cpu", torch.float32, "nvfp4")
     model.valid_vocab = len(tok)
     params = lora.add_lora(model, 4, 4)
     torch.manual_seed(0)

@@ -1,22 +1,25 @@
-"""results/runs.jsonl by lab/archive.py and lab/collect.py: its rows are the runs that they were made from."""
+"""results/runs.jsonl by lab/archive.py: its rows are the runs that they were made from."""
 import json
 import random
 import re
 from pathlib import Path
 
-from plumbing import curves
+from plumbing import curves, flags
 from plumbing.files import saved
 
 import pytest
 
-from lab import archive, bench_report, collect, experiments, plot
+import train
+from lab import archive, bench_report, experiments, plot
 
 ROOT = Path(__file__).resolve().parents[1]
+DEFAULTS = {k: v for k, v in vars(flags.parse(train.COMMAND, [])).items() if k not in archive.LEFT_OUT}
 
 
 @pytest.fixture
 def table(monkeypatch, tmp_path):
     monkeypatch.setattr(archive, "TABLE", tmp_path / "runs.jsonl")
+    (tmp_path / "runs.jsonl").write_text(json.dumps({"defaults": archive.CONSTANTS | DEFAULTS | {"weight_decay": 0.0}}) + "\n")
     return tmp_path / "runs.jsonl"
 
 
@@ -51,7 +54,7 @@ def test_rows_print_what_their_folders_print(table, tmp_path, capsys):
     runs = [trained(tmp_path / "runs" / f"{name}-s{seed}", quant, seed, **more) for seed in range(3)
             for name, quant, more in (("none", "none", {}), ("nvfp4", "nvfp4", {}), ("fork", "nvfp4", mine))]
     said = [printed(capsys, *runs, *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))]
-    assert collect.main([*runs, "--group", "mine", "--commit", "abc1234"]) == 0
+    assert archive.main([*runs, "--group", "mine", "--commit", "abc1234"]) == 0
     capsys.readouterr()
     assert [printed(capsys, "mine/*", *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))] == said
     assert printed(capsys, *runs[:1], "mine/*-s[12]", "mine/fork-s0", "mine/nvfp4-s0") == said[0]  # folders and rows together
@@ -59,41 +62,28 @@ def test_rows_print_what_their_folders_print(table, tmp_path, capsys):
     with archive.folders(["mine/nvfp4-s1"]) as [run]:
         assert {k: v for k, v in plot.told(run).items() if k in plot.told(runs[4])} == plot.told(runs[4])
         assert [row["length_mean"] for row in curves.read(run)] == pytest.approx([30.123 + i for i in range(8)], rel=5e-3)
-        for when in ("before", "after"):
-            kept, had = ([json.loads(text)["accuracy"] for text in open(f"{of}/eval_{when}.jsonl")] for of in (run, runs[4]))
-            assert kept == had
+        assert archive.answers(run) == archive.answers(runs[4])
     assert not Path(run).exists()
 
 
-def test_what_many_runs_share_is_kept_once(table, tmp_path, capsys):
-    """The answers before training, the same for each seed of a format, were half of the table."""
-    for seed in range(3):
-        assert collect.main([trained(tmp_path / f"s{seed}", "none", seed), "--group", "mine"]) == 0
-    before = [row["right"]["before"] for row in archive.read()[1].values()]
-    assert before[1:] == ["mine/s0"] * 2 and archive.unpacked(before[0]) == [0, 0, 0, 1] * 10
-    assert archive.read()[1]["mine/s2"]["summary"] == {"accuracy_before": 0.25, "accuracy_after": pytest.approx(0.7, abs=0.2), "steps": 8,
-                                                       "seconds": 12.3, "peak_gib": 1.0}
-
-
-def test_defaults_that_change_later_change_no_row(table, tmp_path, monkeypatch):
-    """A row keeps what differs from the defaults: read with those of another revision, it was another run."""
+def test_a_row_is_of_the_flags_that_its_run_had(table, tmp_path):
+    """Read with the defaults of another revision it was another run; so it was where what had been a flag is a constant now."""
     run = trained(tmp_path / "s0", "none", 0, lr=0.5, eps_high=0.28, group_size=8)
-    assert collect.main([run, "--group", "mine"]) == 0
-    assert archive.read()[1]["mine/s0"]["flags"] == {"quant": "none", "steps": 8, "lr": 0.5, "eps_high": 0.28}
-    monkeypatch.setattr(collect.flags, "parse", None)
+    assert archive.main([run, "--group", "mine"]) == 0
+    assert archive.read()[1]["mine/s0"]["flags"] == {"quant": "none", "steps": 8, "lr": 0.5, "eps_high": 0.28, "weight_decay": 0.1}
     with archive.folders(["mine/*"]) as [kept]:
         had = saved(kept, "config.json")
-    assert (had["group_size"], had["lr"], had["grad_clip"]) == (8, 0.5, 1.0)
+    assert (had["group_size"], had["lr"], had["grad_clip"], had["weight_decay"]) == (8, 0.5, DEFAULTS["grad_clip"], 0.1)
 
 
 def test_what_is_no_run_is_named(table, tmp_path, capsys):
     run = trained(tmp_path / "s0", "none", 0)
-    assert collect.main([run, "--group", "mine"]) == 0 and "1 rows more, 1 runs" in capsys.readouterr().out
+    assert archive.main([run, "--group", "mine"]) == 0 and "1 rows more, 1 runs" in capsys.readouterr().out
     size = table.stat().st_size
-    for argv, why in (([run, "--group", "mine"], "mine/s0 is in"), ([str(tmp_path), "--group", "other"], "metrics.jsonl"), ([run], "--group")):
-        assert collect.main(argv) == 2 and why in capsys.readouterr().err
+    for argv, why in (([run, "--group", "mine"], "--group mine: mine/s0 is in"), ([str(tmp_path), "--group", "other"], "metrics.jsonl"), ([run], "--group")):
+        assert archive.main(argv) == 2 and why in capsys.readouterr().err
     (tmp_path / "s0" / "config.json").unlink()
-    assert collect.main([run, "--group", "other"]) == 2 and "has no config.json" in capsys.readouterr().err
+    assert archive.main([run, "--group", "other"]) == 2 and "has no config.json" in capsys.readouterr().err
     assert table.stat().st_size == size
     assert experiments.main(["compare", "mine/s1"]) == 2 and "mine/s1: no such folder" in capsys.readouterr().err
 
@@ -101,7 +91,7 @@ def test_what_is_no_run_is_named(table, tmp_path, capsys):
 def test_a_row_is_called_by_its_name_and_counts_once(table, tmp_path, capsys):
     """An error named a temporary folder that was gone when it was read; a row that two patterns match was a seed twice."""
     run = trained(tmp_path / "s0", "none", 0)
-    assert collect.main([run, "--group", "mine"]) == 0
+    assert archive.main([run, "--group", "mine"]) == 0
     assert experiments.main(["compare", "mine/*", run]) == 2 and f"error: mine/s0 and {run} have the same flags" in capsys.readouterr().err
     with archive.folders(["mine/*", "mine/s0", "mine/s?"]) as runs:
         assert len(runs) == 1
@@ -113,7 +103,7 @@ def test_curves_and_cards_are_of_rows_too(table, tmp_path, capsys):
     rows = [json.loads(text) | {"prompts_sampled": 12, "seconds_rollout": 0.5, "seconds_update": 0.25} for text in open(f"{run}/metrics.jsonl")]
     Path(run, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = "accuracy,prompts_sampled,seconds,seconds_rollout,seconds_update"
-    assert collect.main([run, "--group", "mine", "--columns", columns]) == 0
+    assert archive.main([run, "--group", "mine", "--columns", columns]) == 0
     assert plot.main(["mine/*", "--out", str(tmp_path / "curves.png")]) == 0 and (tmp_path / "curves.png").stat().st_size > 1000
     args = bench_report.parse_args(["cards", "mine/s0", "--skip", "2"])
     args.run(args)
@@ -170,7 +160,7 @@ def test_a_seed_of_two_models_is_two_draws(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["README.md", "docs/claims.md", "docs/measured.md", "docs/noise.md", "results/LOG.md"])
 def test_rows_that_documents_name_are_there(name):
     """A command that compares nothing."""
-    rows = archive.read(ROOT / "results" / "runs.jsonl")[1]
+    rows = archive.read()[1]
     groups = {row["group"] for row in rows.values()}
     patterns = re.findall(rf"'((?:{'|'.join(map(re.escape, groups))})/[^']+)'", (ROOT / name).read_text())
     assert not [p for p in patterns if not any(archive.fnmatchcase(row, p) for row in rows)]

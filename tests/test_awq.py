@@ -4,13 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
-from plumbing import checkpoint, flags, policy
+from plumbing import arithmetic, checkpoint, datasets, flags, policy
+from plumbing.tokenizer import Tokenizer
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import data
 import eval as evaluation
 import lora
 import model as M
@@ -27,13 +27,13 @@ IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
 
 def policy_of(args):
     """What train.py would write into policy.json."""
-    kept = [f.dest for f in train.COMMAND.flags if f.kept]
-    return policy.content(args, policy.base_of(args, nvfp4.FORMATS), [*kept, "reward"])
+    kept = [f.dest for f in train.COMMAND.flags if f.in_policy]
+    return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
 def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512, **options):
     """model.load with AWQ, calibrated on a file's text."""
-    return M.load(path, device, dtype, fmt, data.calibration(calib, path, sequences, length), **options)
+    return M.load(path, device, dtype, fmt, datasets.calibration(calib, path, sequences, length), **options)
 
 
 def config(kv=2, **changes):
@@ -346,7 +346,7 @@ def test_load_gives_a_quantized_model_and_its_report(at_load, shallow):
 def test_each_block_is_calibrated_on_what_the_blocks_before_it_give(monkeypatch, shallow):
     """Not on the embedding, and not on what four bits make of it; and searched as the options say."""
     model, seen = M.load(shallow, dtype=torch.float32), []
-    want = calibrated(model, data.calibration(None, shallow, 2, 32))
+    want = calibrated(model, datasets.calibration(None, shallow, 2, 32))
     monkeypatch.setattr(nvfp4, "quantize_block", lambda block, stats, config, fmt, **options: seen.append((stats, fmt, options)) or [])
     loaded(shallow, "cpu", torch.float32, "nf4", sequences=2, length=32, grid=3, finalists=None)
     assert [(fmt, options) for _, fmt, options in seen] == 2 * [("nf4", {"grid": 3, "finalists": None})]
@@ -361,12 +361,12 @@ def test_text_that_is_short_keeps_an_eighth_to_test_on(monkeypatch, shallow, tmp
     def calibrated(model, pieces, fmt, ids, device, held_out):
         raise KeyError(len(ids), len(held_out.ids), torch.equal(torch.cat([ids, held_out.ids]).flatten(), torch.arange(ids.numel() + held_out.ids.numel())))
 
-    monkeypatch.setattr(data, "calibration", lambda calib, folder, n, length: torch.arange(tokens)[: n * length].view(-1, length))
+    monkeypatch.setattr(datasets, "calibration", lambda calib, folder, n, length: torch.arange(tokens)[: n * length].view(-1, length))
     monkeypatch.setattr(nvfp4, "calibrated", calibrated)
     with pytest.raises(KeyError) as e:
         convert.convert(shallow, tmp_path / "q", use_awq=True, sequences=sequences, length=16)
     assert e.value.args == (kept, min(tokens // 16, sequences + 16) - kept, True)
-    monkeypatch.setattr(data, "calibration", lambda *a: torch.arange(16)[None])
+    monkeypatch.setattr(datasets, "calibration", lambda *a: torch.arange(16)[None])
     with pytest.raises(ValueError, match="--calib t.txt: gives one sequence of 16 tokens; one more"):
         convert.convert(shallow, tmp_path / "q", use_awq=True, calib="t.txt", sequences=16, length=16)
 
@@ -375,10 +375,10 @@ def test_the_flag_of_the_commands_loads_with_awq(monkeypatch):
     """--awq that is parsed and forgotten is plain rounding, and looks like it."""
     seen = []
     load, ids = M.load, torch.zeros(1, 2, dtype=torch.long)
-    monkeypatch.setattr(data, "calibration", lambda text, folder: seen.append((text, folder)) or ids)
+    monkeypatch.setattr(datasets, "calibration", lambda text, folder: seen.append((text, folder)) or ids)
     monkeypatch.setattr(M, "load", lambda *a: seen.append(a) or load(TINY, dtype=torch.float32))
     sample.load_policy(flags.parse(train.COMMAND, ["--awq", "--calib", "text.txt", "--quant", "mxfp4", "--device", "cpu"]))
-    assert seen == [("text.txt", data.TINY), (data.TINY, "cpu", torch.float32, "mxfp4", ids)]
+    assert seen == [("text.txt", TINY), (TINY, "cpu", torch.float32, "mxfp4", ids)]
 
 
 def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_path, capsys):
@@ -402,7 +402,7 @@ def test_the_command_reports_perplexity_before_and_after_and_writes_what_loading
     assert "held-out tokens" in capsys.readouterr().out
     report = json.loads((tmp_path / "q" / "quantization.json").read_text())
     assert report["method"] == "AWQ" and report["calibration_tokens"] == 4 * 32
-    ids = data.calibration(calib, shallow, 20, 32)
+    ids = datasets.calibration(calib, shallow, 20, 32)
     original, made = M.load(shallow), M.load(tmp_path / "q")
     for name, model in (("before", original), ("after", made)):
         out = bench_quantization.perplexity(model, ids[4:].tolist())
@@ -429,17 +429,17 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     text.write_text("12 + 30 = 42. " * 100)
     rows = tmp_path / "t.jsonl"
     rows.write_text('{"text": "one plus one"}\n{"text": null, "question": "q?", "answer": "a"}\n')
-    assert data.texts(rows) == ["one plus one", "q?\na"]
-    assert data.calibration(text, TINY, 3, 16).shape == (3, 16)
-    tok = data.Tokenizer(TINY)
-    ids = [i for t in data.texts(rows) for i in [*tok.encode(t), tok.eos_ids[-1]]]  # documents end
-    assert data.calibration(rows, TINY, 50, 4).flatten().tolist() == ids[: len(ids) // 4 * 4]
-    built_in = data.calibration(None, TINY, 6, 64)
+    assert datasets.texts(rows) == ["one plus one", "q?\na"]
+    assert datasets.calibration(text, TINY, 3, 16).shape == (3, 16)
+    tok = Tokenizer(TINY)
+    ids = [i for t in datasets.texts(rows) for i in [*tok.encode(t), tok.eos_ids[-1]]]  # documents end
+    assert datasets.calibration(rows, TINY, 50, 4).flatten().tolist() == ids[: len(ids) // 4 * 4]
+    built_in = datasets.calibration(None, TINY, 6, 64)
     assert built_in.shape == (6, 64) and built_in.unique().numel() > 20
-    problem = data.arithmetic("train", 1)[0]  # none that is asked in a test
-    ids = tok.prompt_ids(problem["question"]) + tok.encode(data.solution(problem))
+    problem = arithmetic.problems("train", 1)[0]  # none that is asked in a test
+    ids = tok.prompt_ids(problem["question"]) + tok.encode(arithmetic.solution(problem))
     assert built_in.flatten()[: len(ids) + 1].tolist() == [*ids, tok.eos_ids[-1]]
-    assert data.calibration(rows, TINY, 50, 4).shape[0] < 50  # as many whole sequences as there are
+    assert datasets.calibration(rows, TINY, 50, 4).shape[0] < 50  # as many whole sequences as there are
 
 
 @pytest.mark.parametrize("name,content,message", [
@@ -453,7 +453,7 @@ def test_calibration_files_that_cannot_serve_are_named(tmp_path, name, content, 
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        data.calibration(tmp_path / name, TINY, 4, 64)
+        datasets.calibration(tmp_path / name, TINY, 4, 64)
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again():

@@ -9,30 +9,24 @@ import os
 import resource
 import shlex
 import shutil
-import signal
 import stat
-import time
 from functools import partial
 from pathlib import Path
-
-from plumbing import tokenizer
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
-import data
 import eval as evaluation
 import lora
 import model as qwen
-import sample
 import train
-from lab import bench_quantization, convert, experiments, plot
+from lab import bench_quantization, chat, convert, experiments, plot
 from tests.conftest import exit_code
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
-COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": sample.main, "nvfp4": partial(convert.main, "quantize"),
-            "lora": partial(convert.main, "merge"), "plot": plot.main, "data": data.main, "experiments": experiments.main,
+COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": chat.main, "nvfp4": partial(convert.main, "quantize"),
+            "lora": partial(convert.main, "merge"), "plot": plot.main, "experiments": experiments.main,
             "bench_quantization": bench_quantization.main}
 DEEP = "[" * 100_000 + "]" * 100_000
 ROW = '{"question": "What is 1+1?", "answer": "2", "prompt": "What is 1+1?", "step": 0, "reward": 1.0}'
@@ -68,8 +62,8 @@ def sound(tmp_path_factory):
 
 def seen(home):
     """What is there and when it was last written, in the order of the names."""
-    found = {str(p.relative_to(home)): p.stat() for p in sorted(home.rglob("*"))}
-    return {name: (s.st_ino, s.st_mtime_ns, s.st_size) if stat.S_ISREG(s.st_mode) else None for name, s in found.items()}
+    found = {str(p.relative_to(home)): p.lstat() for p in sorted(home.rglob("*"))}
+    return {name: (s.st_ino, s.st_mtime_ns, s.st_size) if stat.S_ISREG(s.st_mode) else s.st_mode for name, s in found.items()}
 
 
 @pytest.fixture
@@ -78,7 +72,6 @@ def refused(sound, tmp_path, monkeypatch, capsys):
     home = tmp_path / "home"
     shutil.copytree(sound, home, copy_function=os.link)
     monkeypatch.chdir(home)
-    monkeypatch.setattr(tokenizer, "SECONDS", 0.2)
 
     def check(line, spoil, words):
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -113,7 +106,7 @@ def write(path, content):
 
 BAD = {"nested": DEEP, "nested objects": '{"a":' * 100_000 + "1" + "}" * 100_000, "list": "[1, 2]", "number": "1", "cut": '{"a": 1, "b',
        "nan": '{"a": NaN}', "infinite": '{"a": -Infinity}', "overflow": '{"a": 1e999}', "digits": '{"a": %s}' % ("9" * 5000),
-       "surrogate": '{"a": "\\ud800"}', "latin": b'{"a": "caf\xe9"}', "gzip": gzip.compress(b"{}"), "utf-16": '{"a": 1}'.encode("utf-16")}
+       "latin": b'{"a": "caf\xe9"}', "gzip": gzip.compress(b"{}"), "utf-16": '{"a": 1}'.encode("utf-16")}
 READ = {  # file: the command that reads it
     "model/config.json": "sample --model model --prompt x --device cpu",
     "model/tokenizer_config.json": "eval --model model --data d.jsonl",
@@ -131,9 +124,6 @@ READ = {  # file: the command that reads it
     "run/summary.json": "plot run",
     "run/config.json": "plot run",
     "old/config.json": "train --resume --out old",
-    "rows.jsonl": "eval --data d.jsonl --out rows.jsonl",
-    "q.json": "bench_quantization --model model --data set --out q.json --device cpu",
-    "e.jsonl": "data --data e.jsonl",
 }
 # a tokenizer is read by a library of its own, which takes numbers as they come
 JSON = [(file, bad) for file in READ for bad in BAD if (file, bad) not in {("model/tokenizer.json", "digits")}]
@@ -141,7 +131,7 @@ JSON = [(file, bad) for file in READ for bad in BAD if (file, bad) not in {("mod
 
 @pytest.mark.parametrize(("file", "bad"), JSON)
 def test_json_of_any_other_kind_is_named(refused, file, bad):
-    """In 14 kinds of files; deep nesting is a RecursionError, 1e999 an infinity, and both came through as tracebacks or at all."""
+    """In each kind of file; deep nesting is a RecursionError, 1e999 an infinity, and both came through as tracebacks or at all."""
     raw = BAD[bad] if isinstance(BAD[bad], bytes) else BAD[bad].encode()
 
     def spoil(home):
@@ -233,8 +223,7 @@ FIELDS = [
     (ASK, config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {"a": 1}}), "config.json|quantization_config"),
     (ASK, config(eos_token_id="<eos>"), "config.json|eos_token_id"),
     (ASK, lambda home: (config(eos_token_id=None)(home), config("model/generation_config.json", eos_token_id=None)(home),
-                        config("model/tokenizer_config.json", eos_token=None)(home)), "no eos_token in tokenizer_config.json"),
-    (ASK, config("model/generation_config.json", eos_token_id=[1, None]), "generation_config.json|eos_token_id"),
+                        config("model/tokenizer_config.json", eos_token=None)(home)), "needs an eos_token in tokenizer_config.json"),
     (ASK, config("model/generation_config.json", eos_token_id=-5), "generation_config.json|eos_token_id"),
     (ASK, config("model/generation_config.json", eos_token_id={"a": 1}), "generation_config.json|eos_token_id"),
     (ASK, config("model/tokenizer_config.json", eos_token=5), "tokenizer_config.json|eos_token"),
@@ -271,19 +260,15 @@ FIELDS = [
     ("plot run", config("run/config.json", seed=[0]), "run/config.json|seed"),
     ("train --resume --out old", config("old/config.json", lr="fast"), "old/config.json|--lr"),
     ("train --resume --out old", config("old/config.json", lr=-1.0), "old/config.json|--lr"),
-    ("train --resume --out old", config("old/config.json", steps=[4]), "old/config.json|steps"),
     ("train --resume --out old", config("old/config.json", aqn="maybe"), "old/config.json|aqn"),
-    ("train --resume --out old", config("old/config.json", command="python 'mine.py"), "old/config.json|command cannot be read"),
-    ("train --resume --out old", config("old/config.json", no_such_flag=1), "old/config.json|no-such-flag is gone"),
+    ("train --resume --out old", config("old/config.json", no_such_flag=1), "old/config.json|--no-such-flag"),
     ("eval --data d.jsonl --out rows.jsonl", config("rows.jsonl", data="d", model="base", run="0"), "--out rows.jsonl"),
-    ("bench_quantization --model model --data set --out q.json --device cpu", config("q.json", table=[1]), "q.json"),
-    ("bench_quantization --model model --data set --out q.json --device cpu", config("q.json", table=[{"format": 1}]), "q.json|missing"),
     # data: the file and the row
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": 5, "answer": "1"}\n'), "d.jsonl, row 2"),
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q", "answer": true}\n'), "d.jsonl, row 2"),
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q", "answer": {"a": 1}}\n'), "d.jsonl, row 2"),
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW.encode() + b'\n{"question": "\xff", "answer": "1"}\n'), "d.jsonl, row 2|UTF-8"),
-    ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q\\udc00", "answer": "1"}\n'), "d.jsonl, row 2|surrogate"),
+    ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q\\udc00", "answer": "1"}\n'), "is not UTF-8"),
     ("train --data d.jsonl --out new", raw("d.jsonl", ""), "d.jsonl|no rows"),
     ("train --data d.jsonl --out new", raw("d.jsonl", "\x00" * 1000), "d.jsonl, row 1"),
     ("train --data d.parquet --out new", raw("d.parquet", b"PAR1 no parquet PAR1"), "d.parquet|not a parquet file"),
@@ -303,13 +288,8 @@ FIELDS = [
     ("sample --model model --device cpu --prompt \udcff", nothing, "UTF-8"),
     (ASK, lambda home: (config("model/tokenizer_config.json", chat_template=None)(home), raw("model/chat_template.jinja", b"\xff")(home)),
      "chat_template.jinja|UTF-8"),
-    # chat templates: time, memory, output
-    (ASK, template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"), "tokenizer_config.json|chat_template failed: takes more than"),
-    (ASK, template("{{ 'a' * 10000000000 }}"), "tokenizer_config.json|MiB"),
-    (ASK, template("{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"), "tokenizer_config.json|takes more than"),
-    (ASK, template("{{ 'a' * 5000000 }}"), "tokenizer_config.json|writes 5000000 characters"),
-    (ASK, template("{{ 9 ** 9 ** 9 ** 9 }}"), "tokenizer_config.json|power"),
-    (ASK, template("{{ '%99999999999d' % 1 }}"), "tokenizer_config.json|MiB"),
+    # chat templates
+    (ASK, template("{{ '' }}"), "tokenizer_config.json|chat_template renders nothing"),
     (ASK, template("{{" + "(" * 10**5 + ")" * 10**5 + "}}"), "tokenizer_config.json|does not compile"),
     (ASK, template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "tokenizer_config.json|chat_template failed"),
     (ASK, template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), "tokenizer_config.json|chat_template failed"),
@@ -334,7 +314,8 @@ FIELDS = [
     (MERGE, raw("adapter/adapter_model.safetensors", b"\xff" * 100), "adapter_model.safetensors"),
     (ASK, raw("model/model.safetensors", b"\xff" * 100), "model.safetensors|download it again"),
     (ASK, raw("model/model.safetensors", b""), "model.safetensors|download it again"),
-    (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "tokenizer.json"),
+    (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "tokenizer.json: has no vocabulary"),
+    (ASK, raw("model/tokenizer.json", '{"model": {"type": "Unigram", "unk_id": null, "vocab": [["a", -1.0]]}}'), "tokenizer.json: cannot encode"),
     (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'), "tokenizer.json"),
 ]
 
@@ -347,27 +328,6 @@ def test_what_files_hold_is_checked(refused, line, spoil, words):
 # ---- flags
 
 
-def test_a_template_that_never_ends_is_given_up(refused):
-    begin = time.time()
-    refused(ASK, template("{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"), "chat_template failed: takes more than")
-    assert time.time() - begin < 8
-
-
-def test_a_template_that_never_ends_leaves_other_timers_alone(sound):
-    """The bounds are a timer, its handler and a limit of the process, which others use too."""
-    def held():
-        return resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
-
-    before = held()
-    tok = data.Tokenizer(sound / "model")
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 1000)
-        tok.prompt_ids("What is 1+1?")
-        assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000 and held() == before
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 def folder(name):
     return lambda home: (home / name).mkdir(parents=True)
 
@@ -375,6 +335,14 @@ def folder(name):
 def limits(*flags):
     """Rows of one flag each: below, above, no number, NaN and infinity."""
     return [(f"{line} --{flag}={value}", nothing, f"--{flag}") for line, flag, values in flags for value in values.split()]
+
+
+def pipe(home):
+    os.mkfifo(home / "pipe")
+
+
+def dangling(home):
+    (home / "link").symlink_to("gone")
 
 
 FLAGS = limits(
@@ -391,14 +359,12 @@ FLAGS = limits(
     ("sample --file p.txt --out new.jsonl", "n", "0 99999999"), ("sample --prompt x", "temperature", "nan -1"),
     ("nvfp4 --model model --out new --awq", "sequences", "0 99999999999"), ("nvfp4 --model model --out new --awq", "length", "0 -1 99999999999"),
     ("nvfp4 --plan model", "rank", "0 1000000000 x"), ("nvfp4 --plan model", "tokens", "0 -1 99999999999"),
-    ("nvfp4 --model model --out new", "device", "tpu"), ("plot run", "smooth", "0 -1 99999999999 x"), ("data --data d.jsonl", "n", "0 99999999999"),
+    ("nvfp4 --model model --out new", "device", "tpu"), ("plot run", "smooth", "0 -1 99999999999 x"),
     ("bench_quantization --model model --data set --out new", "documents", "0 99999999999"),
-    ("bench_quantization --model model --data set --out new", "length", "1 x"),
     ("experiments gradient --data d.jsonl --out new", "steps", "0"),
 )
 OTHERS = [
     ("eval --data arithmetic --limit 99999999", nothing, "arithmetic|100000"),
-    ("data --n 999999", nothing, "arithmetic|100000"),
     ("eval --data d.jsonl,d.jsonl", nothing, "--data|twice"),
     ("eval --data ''", nothing, "--data: is empty"),
     ("eval --data set,nowhere", nothing, "--data nowhere"),
@@ -444,6 +410,14 @@ OTHERS = [
     ("lora --merge --model model --adapter adapter --out mine.txt/x", nothing, "--out mine.txt/x"),
     ("lora --merge --model model --adapter adapter --out set", nothing, "--out set|exists"),
     ("plot run --out set", nothing, "--out set"),
+    ("plot run --out /dev/null", nothing, "--out /dev/null: is a device or a pipe"),
+    ("eval --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
+    ("sample --file p.txt --out pipe", pipe, "--out pipe: is a device or a pipe"),
+    ("train --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
+    *((f"{line} --out {name}", dangling, f"--out {name}: link is a link to gone") for line, name in (
+        ("train --data d.jsonl", "link"), ("train --data d.jsonl", "link/new"), ("eval --data d.jsonl", "link"), ("plot run", "link"))),
+    *((f"{line} --out x\udcff", nothing, "is not UTF-8") for line in (
+        "train --data d.jsonl", "eval --data d.jsonl", "sample --file p.txt", "nvfp4 --model model", "plot run")),
     ("plot run --out no/where.png", nothing, "--out no/where.png"),
     ("experiments gradient --data d.jsonl --out no/where.json", nothing, "--out no/where.json"),
     ("bench_quantization --model model --data set --out set --device cpu", nothing, "--out set"),

@@ -2,12 +2,12 @@
 import json
 import math
 
-from plumbing import checkpoint
+from plumbing import checkpoint, datasets
+from plumbing.tokenizer import Tokenizer
 
 import pytest
 import torch
 
-import data
 import model as qwen
 import sample
 from lab import bench_quantization
@@ -23,17 +23,22 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_table_is_measured_row_by_row_and_resumes(folder, shallow, monkeypatch, capsys):
-    """A row that is in the file is kept as it is; each row carries its gap to the 16-bit model,
-    paired by document."""
-    out = folder / "r" / "q.json"
-    argv = ["--model", str(shallow), "--data", str(folder), "--formats", "nvfp4", "--methods", "rtn",
-            "awq", "--questions", "2", "--samples", "2", "--max-new-tokens", "4",
-            "--sequences", "4", "--length", "32", "--device", "cpu", "--out", str(out)]
-    bench.main(argv)
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """A small text to calibrate on, and short answers."""
+    for name, value in (("NEW", 4), ("SEQUENCES", 4), ("LENGTH", 32)):
+        monkeypatch.setattr(bench, name, value)
+
+
+def test_the_table_is_measured_row_by_row(folder, shallow, monkeypatch, capsys):
+    """Each row carries its gap to the 16-bit model, paired by document; what was measured is in the file if the next row fails, and
+    no other table's place is taken."""
+    out = folder / "q.json"
+    argv = ["--model", str(shallow), "--data", str(folder), "--formats", "nvfp4", "--questions", "2", "--samples", "2", "--device", "cpu",
+            "--out", str(out)]
+    assert bench.main(argv) == 0
     rows = json.loads(out.read_text())["table"]
-    measured = [(r["format"], r["method"]) for r in rows]
-    assert measured == [("none", "-"), ("nvfp4", "rtn"), ("nvfp4", "awq")]
+    assert [(r["format"], r["method"]) for r in rows] == [("none", "-"), ("nvfp4", "rtn"), ("nvfp4", "awq")]
     log_ratio = math.log(rows[1]["perplexity"] / rows[0]["perplexity"])
     assert rows[0]["gap"] == 0 and rows[1]["gap"] == pytest.approx(log_ratio, abs=1e-3)
     assert rows[2]["gap_removed"] == 1 - rows[2]["gap"] / rows[1]["gap"]
@@ -41,57 +46,23 @@ def test_the_table_is_measured_row_by_row_and_resumes(folder, shallow, monkeypat
     keys = {"perplexity", "gap_se", "kl_se", "accuracy", "accuracy_se", "entropy", "entropy_se"}
     assert all(keys <= set(r) for r in rows)
     assert abs(rows[0]["kl"]) < 1e-6 < 1e-4 < rows[2]["kl"] < rows[1]["kl"]
-    nll = json.loads((folder / "r" / "q.nll.json").read_text())
-    assert [len(v) for v in nll.values()] == [3, 3, 3]
-    assert sorted(p.name for p in out.parent.iterdir()) == ["q.json", "q.nll.json"]
-    last = capsys.readouterr().out.splitlines()
-    assert json.loads(last[-1])["table"] == rows
-    [line] = [line for line in last if line.startswith("nvfp4   awq")]
-    assert f"{100 * rows[2]['gap_removed']:.0f}%" in line.split() and f"{rows[2]['perplexity']:.4f}" in line.split()
-    monkeypatch.setattr(bench, "row", lambda *a: pytest.fail("measured again"))
-    bench.main(argv)
-    assert json.loads(out.read_text())["table"] == rows
-
-
-def test_a_table_goes_on_with_the_likelihoods_of_before(folder, shallow, monkeypatch):
-    """Gaps are paired by document with rows that another process measured."""
-    nats = {"-": [[4.0, 4], [4.0, 4]], "rtn": [[5.0, 4], [5.0, 4]], "awq": [[4.5, 4], [4.5, 4]]}
-    monkeypatch.setattr(bench, "row", lambda args, fmt, method, *_: (
-        {"format": fmt, "method": method, "perplexity": 2.0}, nats[method]))
-    out = folder / "q.json"
-    argv = ["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--device", "cpu", "--out", str(out), "--methods"]
-    for methods in (["rtn"], ["rtn", "awq"]):
-        bench.main([*argv, *methods])
-    rows = json.loads(out.read_text())["table"]
-    assert [(r["method"], r["gap"], r.get("gap_removed")) for r in rows] == [("-", 0, None), ("rtn", 0.25, None), ("awq", 0.125, 0.5)]
-
-
-def test_rows_of_other_settings_are_not_mixed_with_new_ones(folder, shallow, monkeypatch, capsys):
-    """They stood in one table under the new settings, or `zip` was told to be shorter; without likelihoods it was a KeyError."""
-    monkeypatch.setattr(bench, "row", lambda args, fmt, method, docs, *_: (
-        {"format": fmt, "method": method, "perplexity": 2.0}, [[4.0, 4] for _ in docs]))
-    out = folder / "q.json"
-    argv = ["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--device", "cpu", "--out", str(out), "--methods"]
-    bench.main([*argv, "rtn"])
-    before = out.read_bytes()
-    for change, says in ((["--documents", "2"], "--documents 2: the rows in"), (["--max-new-tokens", "9"], "measured with 400; choose another"),
-                         (None, "q.nll.json: the likelihoods of none - are missing")):
-        if change is None:
-            (folder / "q.nll.json").unlink()
-        assert bench.main([*argv, "awq", *(change or [])]) == 2
-        assert says in capsys.readouterr().err and out.read_bytes() == before
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == rows[2]
+    assert bench.main(argv) == 2 and "q.json: is there already" in capsys.readouterr().err
+    row = bench.row
+    monkeypatch.setattr(bench, "row", lambda *args: row(*args) if args[1] == "none" else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.main([*argv[:-1], str(folder / "cut.json")])
+    assert [r["format"] for r in json.loads((folder / "cut.json").read_text())["table"]] == ["none"]
 
 
 def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folder, shallow, monkeypatch):
-    """Calibrated on the text that it is tested on, AWQ's halves with the other half in them, sampled answers called greedy."""
-    loads, asked, tok, plain = [], [], data.Tokenizer(shallow), qwen.load
+    """Calibrated on the text that it is tested on, or sampled answers called greedy."""
+    loads, asked, tok, plain = [], [], Tokenizer(shallow), qwen.load
 
-    def load(model, device, dtype, fmt="none", *text, **options):
-        if text:
-            loads.append((fmt, *text, options))
+    def load(model, device, dtype, fmt="none", *text):
+        loads.append((fmt, *text))
         m = plain(model, device, dtype)
-        m.awq = [{"awq": 1.0, "rtn": 4.0, "channels": 2.0, "exponent": 0.5},
-                 {"awq": 1.0, "rtn": 1.0, "channels": 1.0, "exponent": 0.0}]
+        m.awq = [{"awq": 1.0, "rtn": 4.0, "exponent": 0.5}, {"awq": 1.0, "rtn": 1.0, "exponent": 0.0}]
         return m
 
     def evaluate(model, *args, **kw):
@@ -108,35 +79,36 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
     monkeypatch.setattr(sample, "set_engine", lambda model, engine: engines.append(engine))
     monkeypatch.setattr(bench, "evaluate", evaluate)
     out = folder / "q.json"
-    bench.main(["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--methods", "channels", "blocks",
-                "--documents", "2", "--questions", "2", "--samples", "1", "--divergence", "1", "--max-new-tokens", "4", "--sequences", "4",
-                "--length", "32", "--device", "cpu", "--out", str(out)])
-    assert [(fmt, options) for fmt, _, options in loads] == [("nf4", {"finalists": None}), ("nf4", {"grid": 0})]
-    calibration = data.calibration(folder / "train.jsonl", checkpoint.fetch(shallow), 4, 32)
-    assert all(torch.equal(ids, calibration) for _, ids, _ in loads)
+    bench.main(["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--methods", "awq", "--documents", "2", "--questions", "2",
+                "--samples", "1", "--divergence", "1", "--device", "cpu", "--out", str(out)])
+    # of each row, and the 16 bits beside it
+    assert [fmt for fmt, *_ in loads] == ["none", "nf4", "none"]
+    assert [len(text) for _, *text in loads if text] == [1]
+    calibration = datasets.calibration(folder / "train.jsonl", checkpoint.fetch(shallow), 4, 32)
+    assert all(torch.equal(text[0], calibration) for _, *text in loads if text)
     how = {"style": "boxed", "n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
-    assert engines == 3 * ["auto"] and counts == 3 * [("divergence", 1), ("own_entropy", 1)]
-    assert asked == 3 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], how)]
+    assert engines == 2 * ["auto"] and counts == 2 * [("divergence", 1), ("own_entropy", 1)]
+    assert asked == 2 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], how)]
     model = plain(shallow, dtype=torch.float32)
     model.valid_vocab = len(tok)
-    _, entropy, tokens = map(sum, zip(*bench_quantization.perplexity(model, [tok.encode(t) for t in data.texts(folder / "test.jsonl")[:2]]), strict=True))
-    first, second, *_ = json.loads(out.read_text())["table"]
+    _, entropy, tokens = map(sum, zip(*bench_quantization.perplexity(model, [tok.encode(t) for t in datasets.texts(folder / "test.jsonl")[:2]]), strict=True))
+    first, second = json.loads(out.read_text())["table"]
     assert first["entropy_on_text"] == pytest.approx(entropy / tokens) and first["tokens"] == tokens
     assert (second["error_kept"], second["exponents_above_0"], second["accuracy_se"]) == (pytest.approx(0.5), 0.5, 0.25)
 
 
 def test_the_entropy_is_along_what_the_model_itself_wrote(shallow):
     """By definition, token by token: not of the prompt, not over ids that are never drawn; its error over prompts."""
-    model, tok = qwen.load(shallow, dtype=torch.float32), data.Tokenizer(shallow)
+    model, tok = qwen.load(shallow, dtype=torch.float32), Tokenizer(shallow)
     model.valid_vocab = 90
     prompts, each = [[1, 5, 9, 30], [3, 4], [7, 7, 7]], []
-    for prompt, (s,) in zip(prompts, sample.generate(model, prompts, 1, 5, eos_ids=tok.eos_ids), strict=True):
+    for prompt, (s,) in zip(prompts, sample.generate(model, prompts, 1, 4, eos_ids=tok.eos_ids), strict=True):
         of = []
         for i in range(len(s.ids)):
             p = model(torch.tensor([prompt + s.ids[:i]]))[0, -1, :90].double().softmax(0)
             of.append(-(p * p.log()).sum().item())
         each.append(sum(of) / len(of))
-    mean, error = bench.own_entropy(model, tok, prompts, 5)
+    mean, error = bench.own_entropy(model, tok, prompts)
     assert mean == pytest.approx(sum(each) / 3, rel=1e-4) and error == pytest.approx(bench.stderr(each), rel=1e-3)
 
 
@@ -145,8 +117,7 @@ def test_the_gap_and_its_error_are_of_paired_documents():
     error."""
     rows = [{"format": f, "method": m, "tokens": 20}
             for f, m in (("none", "-"), ("nf4", "rtn"), ("nf4", "awq"))]
-    bench.compare(rows, {"none -": [[5, 10], [7, 10]], "nf4 rtn": [[6, 10], [10, 10]],
-                         "nf4 awq": [[5.5, 10], [8.5, 10]]})
+    bench.compare(rows, [[[5, 10], [7, 10]], [[6, 10], [10, 10]], [[5.5, 10], [8.5, 10]]])
     assert rows[1]["gap"] == 0.2 and rows[1]["gap_se"] == pytest.approx(math.sqrt(2) / 20)
     assert rows[2]["gap_removed"] == 0.5
 

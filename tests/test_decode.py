@@ -702,15 +702,13 @@ def test_gpu_logits_are_not_rounded_to_bfloat16():
 
 
 @gpu
-@pytest.mark.parametrize(("quant", "dtype"), [("none", torch.bfloat16), ("nvfp4", torch.bfloat16), ("mxfp4", torch.bfloat16),
-                                              ("nf4", torch.bfloat16), ("nvfp4", torch.float16), ("none", torch.float16)])
-def test_gpu_logprobs_equal_the_full_forward(quant, dtype, capsys):
-    """What the sampler records is what the trainer would score, within the bound, for each format and both dtypes."""
-    m = installed(GPU, quant, 16, dtype)
+@pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
+def test_gpu_logprobs_equal_the_full_forward(quant, capsys):
+    """What the sampler records is what the trainer would score, within the bound, for each format."""
+    m = installed(GPU, quant, 16)
     gap = check_gaps(m, sample.generate(m, PROMPTS, n=8, max_new_tokens=60))
     with capsys.disabled():
-        print(f"\n{quant} {dtype}: |log-prob gap| mean {gap.mean():.4f}, max {gap.max():.4f}")
-    assert dtype != torch.float16 or gap.mean() < 0.01
+        print(f"\n{quant}: |log-prob gap| mean {gap.mean():.4f}, max {gap.max():.4f}")
 
 
 @gpu

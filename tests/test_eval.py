@@ -4,15 +4,12 @@ import inspect
 import io
 import json
 import math
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
-from plumbing import command, flags
+from plumbing.tokenizer import Tokenizer
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import aqn
 import data
@@ -20,6 +17,7 @@ import eval as evaluation
 import lora
 import model as qwen
 import sample
+from lab import chat
 from tests.conftest import exit_code
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +26,7 @@ TINY = ROOT / "assets" / "tiny"
 
 @pytest.fixture(scope="module")
 def tok():
-    return data.Tokenizer(TINY)
+    return Tokenizer(TINY)
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def cli(*argv):
     """stdout lines of `python eval.py ...`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        evaluation.main(list(argv))
+        evaluation.main([*argv, "--json"])
     return out.getvalue().splitlines()
 
 
@@ -186,13 +184,13 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
     def scripted(*_, **__):
         *numbers, accuracies = next(arms)
         names = ("accuracy", "stderr", "format", "length", "truncated", "questions", "skipped")
-        return {**dict(zip(names, numbers, strict=True)), "pass@2": (0.625, 0.25), "maj@2": (0.375, None),
+        return {**dict(zip(names, numbers, strict=True)), "pass@2": (0.625, 0.25),
                 "rows": [{"accuracy": a} for a in accuracies]}
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
     (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
     *lines, _ = cli("--data", str(tmp_path / "d.jsonl"), "--adapter", adapter(tmp_path / "adapter", 0.5))
-    many = "pass@2 62.5% (s.e. 25.0), maj@2 37.5% (s.e. -)"
+    many = "pass@2 62.5% (s.e. 25.0)"
     assert [" ".join(line.split()) for line in lines] == [
         "data model pass@1 s.e. format length cut questions", "d base 25.0% 3.1 0.0% 12.2 50.0% 3", "d adapter 50.0% 6.2 75.0% 9.5 12.5% 3",
         f"d, base: {many}", f"d, adapter: {many}", "d: the adapter adds +25.0 points (s.e. 14.4)",
@@ -200,37 +198,12 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
         "warning: d, base: no completion follows the format; does --prompt-style fit the model?"]
 
 
-def test_rows_belong_to_every_flag_that_they_follow_from(shallow):
-    """Rows of another format or nucleus under the same name in --out would be told as this evaluation's."""
-    def run_of(**other):
-        script, args = other.pop("script", ["eval.py"]), SimpleNamespace(**vars(flags.parse(evaluation.COMMAND, [])) | other)
-        return evaluation.digests(args, [("s", [{"question": "q", "answer": "1"}])], script)["s", "base"]
-
-    for name in ("model", "quant", "awq", "calib", "dtype", "levels", "reward", "prompt_style", "split", "limit", "n", "max_prompt",
-                 "greedy", "max_new_tokens", "temperature", "top_p", "seed"):
-        assert run_of(**{name: {"model": str(shallow), "reward": f"{__file__}:f"}.get(name, "other")}) != run_of(), name
-    assert run_of(script=["lab/ideas/noisy_eval.py", "0.05"]) != run_of(script=["lab/ideas/noisy_eval.py", "0.1"])
-    assert {run_of(**{name: "other"}) for name in ("max_rows", "k", "device", "engine", "card_share", "data", "adapter")} == {run_of()}
-
-
-def test_rows_belong_to_the_reward_and_the_text_that_they_follow_from(tmp_path, monkeypatch):
-    """A reward that was mended told the accuracy of before; it also sees columns that are no question and no answer."""
-    reward, text = tmp_path / "r.py", tmp_path / "c.txt"
-    args = flags.parse(evaluation.COMMAND, ["--reward", f"{reward}:score", "--awq", "--calib", str(text), "--out", str(tmp_path / "out.jsonl")])
-
-    def run_of(code, calib, worth):
-        reward.write_text(code)
-        text.write_text(calib)
-        return evaluation.SavedRows(args, [("s", [{"question": "q", "answer": "1", "worth": worth}])], ["eval.py"]).runs["s", "base"]
-
-    assert len({run_of("1", "1", 1), run_of("2", "1", 1), run_of("1", "2", 1), run_of("1", "1", 2)}) == 4
-    first = run_of("1", "1", 1)
-    assert first == run_of("1", "1", 1)
-    monkeypatch.setattr(command, "OWN", True)  # a script of one's own, which was edited
-    script = tmp_path / "mine.py"
-    monkeypatch.setattr(command, "MAIN", str(script))
-    mine = [run_of("1", "1", 1) for code in "aab" if script.write_text(code)]
-    assert mine[0] == mine[1] and len({first, *mine}) == 3
+def test_json_is_printed_when_asked_for(shallow, capsys):
+    """A line of a thousand characters below each table."""
+    argv = ["--model", str(shallow), "--data", "arithmetic", "--limit", "1", "--n", "1", "--max-new-tokens", "1", "--quant", "none"]
+    for more, lines in (([], 0), (["--json"], 1)):
+        assert evaluation.main([*argv, *more]) == 0
+        assert sum(line.startswith("{") for line in capsys.readouterr().out.splitlines()) == lines
 
 
 def test_files_of_one_name_are_two_sets(tmp_path):
@@ -242,6 +215,27 @@ def test_files_of_one_name_are_two_sets(tmp_path):
     lines = cli("--data", ",".join(both), "--n", "1", "--max-new-tokens", "1", "--quant", "none", "--out", str(tmp_path / "o.jsonl"))
     assert [r["data"] for r in json.loads(lines[-1])["results"]] == both
     assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 2
+
+
+def test_rows_are_kept_set_by_set_and_no_file_is_overwritten(tmp_path, monkeypatch, capsys):
+    """Stopped in its second set, an evaluation lost the first as well; repeated, it replaced the rows of another."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": f"{name}?", "answer": "2"}) + "\n")
+    out, real, calls = tmp_path / "o.jsonl", sample.generate, []
+
+    def stopped(*args, **kw):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kw)
+
+    monkeypatch.setattr(sample, "generate", stopped)
+    argv = ["--data", f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", "--n", "1", "--max-new-tokens", "1", "--quant", "none", "--out", str(out)]
+    assert evaluation.main(argv) == 130
+    before = out.read_bytes()
+    assert [json.loads(line)["question"] for line in before.splitlines()] == ["a?"]
+    assert exit_code(evaluation.main, argv) == 2 and f"--out {out}: is there already" in capsys.readouterr().err
+    assert out.read_bytes() == before
 
 
 def test_the_limit_is_what_each_prompt_leaves(monkeypatch, tok, model):
@@ -309,42 +303,6 @@ def test_the_adapter_is_applied_and_the_base_is_the_base(tmp_path):
     assert result[1]["stderr_gain"] == evaluation.gain({"rows": both_rows[:6]}, {"rows": both_rows[6:]})[1]
 
 
-def test_rows_of_an_adapter_or_answers_that_have_changed_are_refused(tmp_path, capsys):
-    """Trained on under the same name, an adapter would be told to be as good as it was; so would answers that were mended."""
-    file, folder, out = tmp_path / "d.jsonl", tmp_path / "adapter", tmp_path / "out.jsonl"
-    argv = ["--data", str(file), "--n", "1", "--max-new-tokens", "2", "--adapter", str(folder), "--out", str(out)]
-
-    def code(scale, answer):
-        adapter(folder, scale)
-        file.write_text(json.dumps({"question": "What is 1+1?", "answer": answer}) + "\n")
-        return evaluation.main(argv)
-
-    assert code(0.5, "3") == 0
-    before = out.read_bytes()
-    for change in ((0.4, "3"), (0.5, "2")):
-        assert code(*change) == 2 and f"--out {out}: holds something else" in capsys.readouterr().err
-        assert out.read_bytes() == before
-    assert code(0.5, "3") == 0
-
-
-@pytest.mark.parametrize("flag", ["run", "model"])
-def test_rows_of_a_run_that_went_on_are_refused(tmp_path, capsys, shallow, flag):
-    """One that trains all parameters leaves other weights in its model/: they were told to be as good as those of before. So was a
-    --model that was made anew."""
-    folder, out, file = tmp_path / "run" / "model", tmp_path / "out.jsonl", tmp_path / "d.jsonl"
-    shutil.copytree(shallow, folder)
-    file.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
-    argv = [f"--{flag}", str(folder.parent if flag == "run" else folder), "--data", str(file), "--quant", "none", "--n", "1", "--max-new-tokens", "2", "--out", str(out)]
-    assert evaluation.main(argv) == evaluation.main(argv) == 0
-    named = "trained" if flag == "run" else "base"  # which the run began from
-    assert capsys.readouterr().out.count(f'"model": "{named}"') == 2
-    before, tensors = out.read_bytes(), load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.1
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert evaluation.main(argv) == 2 and f"--out {out}: holds something else" in capsys.readouterr().err
-    assert out.read_bytes() == before
-
-
 @pytest.mark.parametrize(("scale", "says"), [(0.0, "every B is zero"), (1e-30, "bit for bit")])
 def test_an_adapter_that_changes_nothing_is_an_error(tmp_path, capsys, scale, says):
     folder = adapter(tmp_path / "adapter", scale)
@@ -395,17 +353,9 @@ def test_the_embedded_model_is_half_trained(tok):
     assert r["format"] > 0.6
 
 
-def test_votes_are_counted_in_each_block_in_whatever_order(monkeypatch):
-    """Answers that are one were two where a later block of samples had them the other way round."""
-    samples = [{"given": given, "correct": given != "7", "format": True, "reward": 1.0, "length": 1, "finished": True}
-               for given in ("1/2", "0.5", "7", "7", "0.5", "1/2")]
-    rows = [{"samples": samples, "accuracy": 4 / 6}]
-    assert evaluation.summary(rows, [3])["maj@3"][0] == 1.0
-
-
 def test_a_run_of_the_whole_model_takes_no_other(tmp_path, capsys):
     """--model beside such a --run was passed over, whatever it was."""
     (tmp_path / "model").mkdir()
-    for main in (evaluation.main, sample.main):
+    for main in (evaluation.main, chat.main):
         assert main(["--run", str(tmp_path), "--model", "tiny"]) == 2
         assert f"--model tiny: --run {tmp_path} holds a whole model" in capsys.readouterr().err

@@ -2,29 +2,19 @@
 import json
 import re
 import shutil
-import signal
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
-from plumbing import flags
+from plumbing import flags, metrics
+from plumbing.tokenizer import SUFFIX, Tokenizer
 
 import pytest
 import torch
 
 import data
 import grpo
-import lora
 import sample
 import train
 from lab import experiments
-
-
-@pytest.fixture(autouse=True)
-def started(monkeypatch):
-    """As by `python lab/experiments.py`."""
-    monkeypatch.setattr(experiments.command, "ALONE", True)
 
 
 @pytest.fixture
@@ -38,10 +28,9 @@ def trained(monkeypatch):
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         after = 0.5 + 0.1 * (args.quant == "nvfp4") + 0.02 * args.aqn + 0.01 * args.seed
-        rows = [{"step": 0, "eval_accuracy": 0.25}, {"step": 1, "eval_accuracy": None}]
+        rows = [{"step": 0, "eval_accuracy": 0.25, "entropy": 0.5}, {"step": 1, "eval_accuracy": 0.4 + 0.01 * args.seed, "entropy": 0.25}]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        script = "lab/experiments.py two-copies" if "two" in out.name else "train.py"
-        (out / "summary.json").write_text(json.dumps({"accuracy_after": after, "command": f"python {script} --steps 30"}))
+        (out / "summary.json").write_text(json.dumps({"accuracy_before": 0.25, "accuracy_after": after}))
         (out / "config.json").write_text(json.dumps(vars(args)))
         return 0
 
@@ -64,7 +53,7 @@ def test_a_run_that_is_there_is_not_repeated_and_a_stopped_one_goes_on(trained, 
     assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0 and len(trained) == 20
     # with its flags, so that train.py refuses others than it began with
     assert [(Path(a.out), a.lr, a.quant, a.aqn) for a in trained if a.resume] == [(stopped, 0.02, "none", False)]
-    assert experiments.main(["2x2", "--out", str(tmp_path)]) == 0 and len(trained) == 20
+    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0 and len(trained) == 20
 
 
 def test_runs_of_other_flags_are_not_taken_for_those_asked_for(trained, tmp_path, capsys):
@@ -74,7 +63,7 @@ def test_runs_of_other_flags_are_not_taken_for_those_asked_for(trained, tmp_path
         capsys.readouterr()
         assert experiments.main(["2x2", "--out", str(tmp_path), *more]) == 2 and len(trained) == 20
         said = capsys.readouterr()
-        assert re.search(told, said.err) and "|" not in said.out
+        assert re.search(told, said.err) and not said.out
 
 
 def test_runs_of_default_flags_do_not_join_those_of_others(trained, tmp_path, capsys):
@@ -94,24 +83,26 @@ def test_experiments_have_folders_of_their_own(trained, tmp_path, monkeypatch):
     assert experiments.main(["gradient"]) == 0 and trained[-1].out == "gradient.json"
 
 
-def test_the_table_has_means_and_errors_over_seeds_and_effects_within_a_seed(trained, tmp_path, capsys):
+def test_arms_have_means_and_errors_over_seeds_and_effects_within_a_seed(trained, tmp_path, capsys):
     """Seeds 0 to 4 add 0 to 4 points: mean 2, standard error sqrt(2.5 / 5); within a seed they cancel."""
     experiments.main(["2x2", "--out", str(tmp_path)])
     out = capsys.readouterr().out
-    assert "| none, no-aqn | 25.0 +- 0.0 | 52.0 +- 0.7 |" in out and "| nvfp4, aqn | 25.0 +- 0.0 | 64.0 +- 0.7 |" in out
+    assert "quant=none aqn=off (5 seeds): 25.0 -> 42.0 +- 0.7 after 1, 52.0 +- 0.7, entropy 0.500 -> 0.250\n" in out
+    assert "quant=nvfp4 aqn=on (5 seeds): 25.0 -> 42.0 +- 0.7 after 1, 64.0 +- 0.7, entropy 0.500 -> 0.250\n" in out
     assert out.endswith("aqn off -> on: +2.0 points, +- 0.0 over 5 seeds (10 pairs)\n"
                         "quant none -> nvfp4: +10.0 points, +- 0.0 over 5 seeds (10 pairs)\n")
 
 
-def test_the_table_has_no_means_of_some_seeds_beside_those_of_others(trained, tmp_path, capsys):
+def test_no_means_of_some_seeds_stand_beside_those_of_others(trained, tmp_path, capsys):
     """One seed was evaluated more often: its accuracy alone stood in a row of means over all."""
     experiments.main(["2x2", "--seeds", "0,1", "--out", str(tmp_path)])
     for arm in experiments.ARMS["2x2"]:
         with open(tmp_path / f"{arm}-s1" / "metrics.jsonl", "a") as f:
-            f.write(json.dumps({"step": 2, "eval_accuracy": 0.3}) + "\n")
+            f.write(json.dumps({"step": 2, "eval_accuracy": 0.3, "entropy": 0.25}) + "\n")
     capsys.readouterr()
     experiments.main(["2x2", "--seeds", "0,1", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.splitlines()[0] == "| | after 0 | at the end |"
+    out = capsys.readouterr().out
+    assert "after 1, " in out and "after 2" not in out
 
 
 def kept(tmp_path, **runs):
@@ -155,10 +146,10 @@ def test_growth_is_compared_from_where_each_run_began(tmp_path, capsys):
     assert experiments.main(["compare", *runs]) == 0 and "nvfp4: -25.0 points" in capsys.readouterr().out
     assert experiments.main(["compare", *runs, "--growth"]) == 0 and capsys.readouterr().out == "quant none -> nvfp4: +12.5 points\n"
     (Path(runs[1]) / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "accuracy": 0}) + "\n" for i in range(5)))
-    assert experiments.main(["compare", *runs, "--growth"]) == 2 and "has 5 steps; --growth needs 6 or more" in capsys.readouterr().err
+    assert experiments.main(["compare", *runs, "--growth"]) == 2 and "has 5 steps of 5; --growth needs all, and 6 or more" in capsys.readouterr().err
     config = Path(runs[0]) / "config.json"  # the half of what it has so far is not the half of another's
     config.write_text(json.dumps(json.loads(config.read_text()) | {"steps": 16}))
-    assert experiments.main(["compare", *runs, "--growth"]) == 2 and "none_1_0: has 8 steps, not all" in capsys.readouterr().err
+    assert experiments.main(["compare", *runs, "--growth"]) == 2 and "none_1_0: has 8 steps of 16" in capsys.readouterr().err
 
 
 def test_flags_are_compared_as_they_are(tmp_path, capsys):
@@ -202,31 +193,12 @@ def test_each_arm_is_what_its_name_says():
     assert all(a.loss == arm for arm, a in arms["objective"].items()) and all(a.aqn_schedule == arm for arm, a in arms["schedule"].items())
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_two_copies_are_made_for_their_own_arms(trained, monkeypatch, tmp_path, capsys, jobs):
-    """Three arms with one copy each measure nothing."""
-    apart = []
-
-    def process(children, command, **options):
-        begin = 1 + command.index("two-copies") if "two-copies" in command else 2
-        return (experiments.apart if begin == 3 else train.main)(command[begin:])
-
-    monkeypatch.setattr(experiments.Processes, "process", process)
-    monkeypatch.setattr(experiments, "apart", lambda argv: apart.append(Path(argv[-1]).name) or train.main(argv))
-    assert experiments.main(["copies", "--seeds", "0", "--jobs", jobs, "--out", str(tmp_path)]) == 0
-    assert sorted(apart) == ["two-s0", "two-trainer-s0"]
-    for out in tmp_path.glob("*-s0"):  # of before summary.json said what was called
-        (out / "summary.json").write_text('{"accuracy_after": 0.5}')
-    assert experiments.main(["copies", "--seeds", "0", "--out", str(tmp_path)]) == 2 and "| two |" in capsys.readouterr().out
-    assert {Path(a.out).name: a.old_logp for a in trained} == {"one-s0": "sampler", "two-s0": "sampler", "two-trainer-s0": "trainer"}
-
-
 def test_a_run_that_fails_or_is_stopped_ends_the_experiment(monkeypatch, tmp_path, capsys):
     """Or ctrl-C would begin the next one, and the table be one of runs that are not there."""
     calls = []
     monkeypatch.setattr(train, "main", lambda argv: calls.append(argv) or 130)
     assert experiments.main(["2x2", "--out", str(tmp_path)]) == 130 and len(calls) == 1
-    assert "|" not in capsys.readouterr().out
+    assert not capsys.readouterr().out
 
 
 def test_no_gradient_is_an_error(monkeypatch):
@@ -242,7 +214,7 @@ def test_no_gradient_is_an_error(monkeypatch):
 def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_path, shallow):
     """Taken under the noise, or against the very samples that it is compared with, every cosine would be higher."""
     seen, asked, generate, backward = [], [], sample.generate, grpo.backward
-    tok = data.Tokenizer(shallow)
+    tok = Tokenizer(shallow)
 
     def noise_of(model):
         return round(model.layers[0].input_layernorm.noise.std().item(), 1)
@@ -250,7 +222,7 @@ def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_pa
     monkeypatch.setattr(experiments, "SIGMAS", (0.0, 0.5))
     def draw(m, prompts, n, limit, temperature, **kw):
         seen.append(("draw", kw["seed"], noise_of(m)))
-        asked.append((n, limit, temperature, all(data.SUFFIX["boxed"] in tok.decode(ids) for ids in prompts), len(prompts)))
+        asked.append((n, limit, temperature, all(SUFFIX["boxed"] in tok.decode(ids) for ids in prompts), len(prompts)))
         return generate(m, prompts, n, limit, temperature, **kw)
 
     def taken(m, completions, s):
@@ -311,59 +283,18 @@ def test_a_share_is_of_tokens_clipped_on_either_side(monkeypatch):
         return {}
 
     monkeypatch.setattr(grpo, "backward", backward)
-    monkeypatch.setattr(grpo, "mean_metrics", lambda metrics: {"clip_low_frac": 0.25, "clip_high_frac": 0.5})
+    monkeypatch.setattr(metrics, "mean_metrics", lambda metrics: {"clip_low_frac": 0.25, "clip_high_frac": 0.5})
     for _ in range(2):
         flat, clipped = experiments.gradient_of(None, [p], [], None)
         assert flat.tolist() == [1, 1] and clipped == 0.75
 
 
-def test_the_trainer_of_two_copies_is_the_sixteen_bit_one(monkeypatch):
-    """The log-probs before the step as well: taken by the sampler's weights, --old-logp trainer would measure the sampler."""
-    class Model:
-        def __init__(self, args):
-            self.how, self.layer, self.checkpointing = (args.quant, args.awq), SimpleNamespace(A=[], B=[]), False
-
-    called, engines = [], []
-    monkeypatch.setattr(sample, "load_policy", lambda args: (Model(args), "tok"))
-    monkeypatch.setattr(sample, "set_engine", lambda model, engine: engines.append((model.how, engine)))
-    monkeypatch.setattr(lora, "add_lora", lambda model, *rest: [model.layer])
-    monkeypatch.setattr(lora, "lora_layers", lambda model: [("a", model.layer)])
-    for name in ("update", "record_trainer_logprobs"):
-        monkeypatch.setattr(grpo, name, lambda model, *rest, name=name: called.append((name, model.how, model.checkpointing, model.layer)))
-    with experiments.two_copies():
-        model, _ = sample.load_policy(SimpleNamespace(quant="nvfp4", awq=False, aqn=True, aqn_scope="rollout", lora_rank=4))
-        params = lora.add_lora(model, 4)
-        sample.set_engine(model, "auto")
-        model.checkpointing = True
-        grpo.record_trainer_logprobs(model, [], None)
-        grpo.update(model, None, [], None)
-    assert model.how == ("nvfp4", False) and params == [model.layer]
-    assert engines == [(("nvfp4", False), "auto"), (("none", False), "auto")]  # or one of the two is slow
-    assert [c[:3] for c in called] == [(name, ("none", False), True) for name in ("record_trainer_logprobs", "update")]
-    assert all(c[3].A is model.layer.A and c[3].B is model.layer.B for c in called)
-
-
-@pytest.mark.parametrize("flag", ["--awq", "--aqn-scope both"])
-def test_two_copies_are_of_one_model(monkeypatch, flag):
-    """One of them had the noise, or the scales that AWQ moved, and nothing said so."""
-    monkeypatch.setattr(sample, "load_policy", lambda args: (SimpleNamespace(), "tok"))
-    with experiments.two_copies(), pytest.raises(ValueError, match=f"^{flag}: "):
-        sample.load_policy(flags.parse(train.COMMAND, flag.split()))
-
-
 def test_an_experiment_has_to_be_named(capsys):
-    assert experiments.main([]) == 2 and "gradient, two-copies, compare, 2x2" in capsys.readouterr().err
+    assert experiments.main([]) == 2 and "compare, gradient, 2x2" in capsys.readouterr().err
     for argv in (["--help"], ["2x2", "--help"], ["gradient", "-h"]):  # it was train.py's
         assert experiments.main(argv) == 0
         out = capsys.readouterr().out
-        assert "--seeds 0,1,2,3,4 and --jobs 1" in out and "python train.py --help" in out
-
-
-def test_experiments_are_one_process_and_say_who_they_are(monkeypatch, capsys):
-    """Ranks that each started all trainings waited for one another without an end; and errors were signed train.py."""
-    assert experiments.main(["2x2", "--lr", "x"]) == 2 and capsys.readouterr().err.startswith("lab/experiments.py: error: argument --lr")
-    monkeypatch.setattr(experiments.ranks, "world", 2)
-    assert experiments.main(["2x2"]) == 2 and "start it with python, not torchrun" in capsys.readouterr().err
+        assert "--seeds 0,1,2,3,4" in out and "python train.py --help" in out
 
 
 def test_what_arms_differ_in_is_not_asked_for(trained, tmp_path, capsys):
@@ -396,116 +327,7 @@ def test_what_is_switched_on_is_one_change_whatever_its_size(tmp_path, capsys):
         "old-logp sampler -> current: -100.0"]
 
 
-def test_two_copies_share_an_adapter(capsys, tmp_path):
-    for name in ("two-copies", "gradient"):
-        assert experiments.main([name, "--lora-rank", "0", "--quant", "none", "--device", "cpu", "--out", str(tmp_path / name)]) == 2
-        assert capsys.readouterr().err.startswith("lab/experiments.py: error: --lora-rank 0: ")
-
-
-def test_runs_side_by_side_of_a_script_are_refused(trained, monkeypatch, tmp_path, capsys):
-    """They were plain train.py's: what the script had changed stayed in its own process."""
-    monkeypatch.setattr(experiments.command, "ALONE", False)
-    monkeypatch.setattr(experiments.Processes, "process", lambda *_, **__: 0)
-    assert experiments.main(["2x2", "--jobs", "2", "--out", str(tmp_path)]) == 2 and not trained
-    assert "--jobs 2: starts train.py" in capsys.readouterr().err
-    assert experiments.main(["2x2", "--seeds", "0", "--out", str(tmp_path)]) == 0 and len(trained) == 4
-
-
 def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys):
     """It was a traceback after the last training."""
     assert experiments.main(["2x2", "--eval-n", "0", "--out", str(tmp_path)]) == 2 and not trained
     assert "--eval-n 0" in capsys.readouterr().err
-
-
-def test_a_process_that_fails_is_named_and_fails_the_experiment(monkeypatch, tmp_path, capsys):
-    """Its own words are in a log that nobody would look into; the fourth run would begin when the second ends."""
-    begun = []
-
-    def process(self, command, **options):
-        begun.append(command[-1])
-        return 3 if "16-s0" in command[-1] else time.sleep(0.5) or 0
-
-    monkeypatch.setattr(experiments.Processes, "process", process)
-    assert experiments.main(["rank", "--out", str(tmp_path), "--jobs", "2", "--seeds", "0"]) == 3 and 2 <= len(begun) < 4
-    said = capsys.readouterr()
-    assert f"{tmp_path}/16-s0: ended with exit code 3, see {tmp_path}/16-s0.log" in said.err and "|" not in said.out
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_who_stops_the_experiment_stops_its_runs(monkeypatch, tmp_path, capsys, times):
-    """A SIGTERM sent to it alone left them on the card; and each is told once: a second signal keeps train.py from saving."""
-    script = tmp_path / "train.py"
-    script.write_text(f"""import pathlib, signal, sys, time
-out, told = pathlib.Path(sys.argv[-1]), []
-def stop(*_):
-    told.append(1)
-    (out / "told").write_text("." * len(told))
-    if len(told) == {times}:
-        time.sleep(0.3)
-        sys.exit(130)
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGINT, stop)
-out.mkdir()
-(out / "began").touch()
-time.sleep(10)
-""")
-    monkeypatch.setattr(train, "__file__", str(script))
-    runs = tmp_path / "runs"
-
-    def stop():
-        for count in range(times):
-            found, end = "began" if count == 0 else "told", time.time() + 10
-            while len([*runs.glob(f"*/{found}")]) < 2 and time.time() < end:
-                time.sleep(0.01)
-            # to the process, it may come to this thread, and the main one waits on
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    assert experiments.main(["rank", "--out", str(runs), "--jobs", "2", "--seeds", "0"]) == 130
-    thread.join()
-    assert [path.read_text() for path in runs.glob("*/told")] == ["." * times] * 2 and len([*runs.glob("*/began")]) == 2
-    assert capsys.readouterr().err.endswith("lab/experiments.py: stopped\n")
-
-
-@pytest.mark.parametrize(("jobs", "share", "visible"), [("3", None, None), ("5", "0.5", None), ("2", None, "4,6")])
-def test_runs_side_by_side_are_processes_of_their_own(monkeypatch, tmp_path, jobs, share, visible):
-    """Two trainings in one process would share its seeds and signals; on one card, each has its part of the memory."""
-    ran, cards = [], []
-
-    def process(children, command, stdout, stderr, env):
-        cards.append(env["CUDA_VISIBLE_DEVICES"])
-        assert share == (command[command.index("--card-share") + 1] if "--card-share" in command else None)
-        out = Path(command[-1])
-        loss, seed = (command[command.index(flag) + 1] for flag in ("--loss", "--seed"))
-        ran.append((out.name, loss, seed))
-        out.mkdir()
-        (out / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval_accuracy": 0.25}) + "\n")
-        (out / "summary.json").write_text(json.dumps({"accuracy_after": 0.5}))
-        (out / "config.json").write_text(json.dumps({"loss": loss, "seed": int(seed)}))
-        return 0
-
-    monkeypatch.setattr(experiments.Processes, "process", process)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert experiments.main(["objective", "--out", str(tmp_path), "--jobs", jobs, "--seeds", "0,7"]) == 0
-    assert sorted(ran) == sorted((f"{loss}-s{seed}", loss, seed) for loss in grpo.OBJECTIVES for seed in "07")
-    assert set(cards) == {*(visible or "0,1,2").split(",")}
-
-
-def test_two_copies_sample_in_four_bits_and_train_in_sixteen(tmp_path):
-    """Rounding stands between sampler and trainer, and what the trainer learns reaches the sampler: the adapter is one."""
-    few = ["--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "8", "--eval-n", "0", "--overlong",
-           "none", "--no-dynamic-sampling", "--no-aqn", "--lr", "0.1", "--reward", f"{tmp_path / 'mine.py'}:odd"]
-    (tmp_path / "mine.py").write_text("def odd(text, row):\n    return len(text) % 2\n")
-    gaps, entropies = {}, {}
-    for name, main in (("one", train.main), ("two", experiments.apart)):
-        assert main([*few, "--out", str(tmp_path / name)]) == 0
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        gaps[name], entropies[name] = rows[0]["logp_gap_mean"], [row["sampler_entropy"] for row in rows]
-        told = json.loads((tmp_path / name / "summary.json").read_text())["command"]
-        assert told.startswith(f"python {'lab/experiments.py two-copies' if name == 'two' else 'train.py'} --steps")
-    assert gaps["one"] < 1e-5 and gaps["two"] > 1e-3
-    assert entropies["one"][0] == entropies["two"][0] and abs(entropies["two"][1] - entropies["two"][0]) > 0.1

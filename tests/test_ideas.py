@@ -24,7 +24,7 @@ SMALL = ["--steps", "2", "--eval-n", "0", "--prompts-per-step", "4", "--group-si
 @pytest.fixture
 def restored():
     """What an idea replaces is put back."""
-    homes = [aqn, grpo, lora, model, nvfp4, sample, train, model.RMSNorm, model.Block, lora.LoRALinear]
+    homes = [aqn, grpo, lora, model, nvfp4, sample, train, model.RMSNorm]
     before, formats = [dict(vars(home)) for home in homes], dict(nvfp4.FORMATS)
     yield
     for home, names in zip(homes, before, strict=True):
@@ -49,12 +49,40 @@ def rows_of(out):
 
 @pytest.mark.parametrize(("name", "flags"), [
     ("input_noise", ["--aqn-schedule", "eq8"]), ("learned_noise", ["--aqn-scope", "both", "--aqn-schedule", "eq8"]), ("rloo", []),
-    ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []), ("four_over_six", [])])
+    ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []), ("four_over_six", []), ("evolution", ["--no-aqn"])])
 def test_an_idea_trains_two_steps(restored, monkeypatch, tmp_path, name, flags):
     """Its names had moved, and nobody had run it since."""
     assert started(monkeypatch, name, *SMALL, *flags, "--out", str(tmp_path / "run")) == 0
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 2 and all(row["skipped"] == 0 for row in rows)
+
+
+def test_two_copies_sample_in_four_bits_and_train_in_sixteen(restored, monkeypatch, tmp_path):
+    """lab/ideas/two_copies.py: rounding stands between sampler and trainer, and what the trainer learns reaches the sampler, as the
+    adapter is one. Two of its adapters, or a trainer that is the sampler, would measure something else."""
+    (tmp_path / "mine.py").write_text("def odd(text, row):\n    return len(text) % 2\n")
+    made, rows, engines = [], [], []
+    monkeypatch.setattr(sample, "set_engine", lambda net, engine: engines.append(net))
+    qwen_load, trainer = model.load, grpo.record_trainer_logprobs
+    monkeypatch.setattr(model, "load", lambda *args, **options: made.append((args[3], qwen_load(*args, **options))) or made[-1][1])
+    monkeypatch.setattr(grpo, "record_trainer_logprobs", lambda net, *rest: rows.append(net) or trainer(net, *rest))
+    argv = [*SMALL[:-2], "--device", "cpu", "--overlong", "none", "--no-dynamic-sampling", "--no-aqn", "--lr", "0.1", "--old-logp", "trainer", "--checkpointing", "on",
+            "--reward", f"{tmp_path / 'mine.py'}:odd", "--out", str(tmp_path / "run")]
+    assert started(monkeypatch, "two_copies", *argv) == 0
+    (four, sampler), (none, trained) = made
+    assert (four, none) == ("nvfp4", "none") and all(net is trained for net in rows) and rows
+    assert engines == [sampler, trained] and trained.checkpointing  # or one of the two is slow, or takes too much memory
+    pairs = zip(lora.lora_layers(sampler), lora.lora_layers(trained), strict=True)
+    assert all(a.A is b.A and a.B is b.B and a.B.any() for (_, a), (_, b) in pairs)
+    logged = rows_of(tmp_path / "run")
+    assert logged[0]["logp_gap_mean"] > 1e-3 and abs(logged[1]["sampler_entropy"] - logged[0]["sampler_entropy"]) > 0.1
+
+
+@pytest.mark.parametrize("flags", [["--awq"], ["--aqn-scope", "both"], ["--lora-rank", "0", "--quant", "none"]])
+def test_two_copies_are_of_one_model(restored, monkeypatch, tmp_path, capsys, flags):
+    """One of them had the noise, or the scales that AWQ moved, and nothing said so."""
+    assert started(monkeypatch, "two_copies", *SMALL, *flags, "--out", str(tmp_path / "run")) == 2
+    assert "two copies share an adapter and nothing else" in capsys.readouterr().err
 
 
 def noisy_logits(net, ids):
@@ -199,13 +227,13 @@ def test_the_documented_evaluation_may_draw_anew_for_each_sample(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["noisy_eval.py", "0.3", "each"])
     m, seen = tiny(), []
 
-    def generate(model, prompts, n=1, max_new_tokens=256, seed=0, indices=None):
+    def generate(model, prompts, n, limits, temperature, top_p, eos_ids, seed, max_rows, progress, indices=None):
         seen.append((torch.cat([b for b in aqn.buffers(model).values()]), n, seed, indices))
         return [[(p, seed)] for p in prompts]
 
     monkeypatch.setattr(sample, "generate", generate)
     each = runpy.run_path(str(IDEAS / "noisy_eval.py"))["generate"]
-    groups = each(m, ["a", "b"], 3, 8, 1, indices=[0, 1])
+    groups = each(m, ["a", "b"], 3, [8, 8], 1.0, 1.0, (), 0, 4, None, indices=[0, 1])
     assert [len(group) for group in groups] == [3, 3] and len({seed for _, seed in groups[0]}) == 3
     assert not seen[0][0].equal(seen[1][0]) and all(n == 1 and at == [0, 1] and 0.2 < z.std() < 0.4 for z, n, _, at in seen)
 

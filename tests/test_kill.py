@@ -26,13 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-import data
 import eval as evaluation
 import grpo
 import model as qwen
-import sample
 import train
-from lab import convert
+from lab import chat, convert
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--lora-rank", "2", "--eval-n", "0",
@@ -73,18 +71,19 @@ def clock():
     return random.Random(seed)
 
 
-def start(main, argv, log):
-    """main(argv) in a forked process, both outputs into the file `log`; returns its id."""
+def start(main, argv, log, pipe=None):
+    """main(argv) in a forked process, both outputs into the file `log`, or stdout into the pipe (read, write); returns its id."""
     pid = os.fork()
     if pid:
         return pid
     code = 99
     try:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1)
+        os.dup2(pipe[1] if pipe else out, 1)
         os.dup2(out, 2)
+        if pipe:
+            os.close(pipe[0])
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-        command.ALONE = True  # as `python train.py` would be
         signal.signal(signal.SIGINT, plumbing.leave)
         code = main(argv) or 0
         sys.stdout.flush()
@@ -214,44 +213,34 @@ def test_a_closed_stdout_stops_a_run_where_it_can_go_on(flags, straight, tmp_pat
     """python train.py | head: BrokenPipeError was an error of the user's, with nothing saved."""
     out = tmp_path / "run"
     read, write = os.pipe()
-
-    def piped(argv):
-        os.close(read)
-        os.dup2(write, 1)
-        return train.main(argv)
-
-    pid = start(piped, [*flags, "--out", str(out)], tmp_path / "log")
+    pid = start(train.main, [*flags, "--save-every", "99", "--out", str(out)], tmp_path / "log", (read, write))
     os.close(write)
     with os.fdopen(read) as f:
         for line in f:
             if "| reward" in line:
                 break
-    assert end(pid) == 130 and "Traceback" not in (tmp_path / "log").read_text()
+    assert end(pid) == 130 and "Traceback" not in (tmp_path / "log").read_text() and (out / "checkpoint" / "state.pt").is_file()
     assert train.main(go_on(flags, out)) == 0 and learned(out) == straight[0]
 
 
 COMMANDS = {
     "eval": (evaluation.main, ["--data", "arithmetic", "--limit", "8", "--n", "2", "--out", "out.jsonl", "--quant", "none"]),
-    "sample": (sample.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
+    "sample": (chat.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
     "nvfp4": (partial(convert.main, "quantize"), ["--model", "model", "--out", "out", "--awq", "--device", "cpu", "--sequences", "2",
                                                   "--length", "32"]),
-    "data": (data.main, ["--n", "2000"]),
 }
 
 
-def test_a_signal_after_the_end_changes_nothing(monkeypatch):
-    """Between a command's last line and the end of its process a SIGTERM made exit code -15 of a 0."""
-    monkeypatch.setattr(command, "ALONE", True)
-    before, seen = {n: signal.getsignal(n) for n in command.SIGNALS}, []
-    real = signal.signal
-    real(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and left so
-    monkeypatch.setattr(signal, "signal", lambda n, handler: seen.append(handler) or real(n, handler))
-    try:
-        assert command.run("x.py", lambda: 0) == 0
-    finally:
-        for n, handler in before.items():
-            real(n, handler)
-    assert seen == [command.stop] * 3 + [signal.SIG_IGN] * 3  # nothing between
+def test_what_a_link_points_to_is_written(tmp_path):
+    """--out results.jsonl, a link to a larger disk: the link became a file on the small one."""
+    file, link = tmp_path / "disk" / "file", tmp_path / "link"
+    file.parent.mkdir()
+    file.write_text("old")
+    link.symlink_to(file)
+    with whole(link) as part:
+        assert part.parent == file.parent
+        part.write_text("new")
+    assert link.is_symlink() and file.read_text() == "new"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -263,12 +252,6 @@ def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeyp
     Path("p.txt").write_text("What is 1+1?\n")
     main, argv = COMMANDS[name]
 
-    def closed(argv):
-        read, write = os.pipe()
-        os.close(read)
-        os.dup2(write, 1)
-        return main(argv)
-
     heard, begun = os.pipe()
     real = command.signals
 
@@ -279,7 +262,10 @@ def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeyp
             yield
 
     monkeypatch.setattr(command, "signals", signals)
-    pid = start(closed if number == signal.SIGPIPE else main, argv, tmp_path / "log")
+    read, write = os.pipe()
+    pid = start(main, argv, tmp_path / "log", (read, write) if number == signal.SIGPIPE else None)
+    os.close(read)
+    os.close(write)
     os.close(begun)
     os.read(heard, 1)
     os.close(heard)
@@ -325,7 +311,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
 
 @pytest.mark.parametrize(("script", "words", "env", "seen"), [
     ("train.py", [], {}, True), ("eval.py", ["--run", "x"], {"LOCAL_RANK": "0"}, True), ("sample.py", [], {}, True),
-    ("train.py", ["--help"], {}, False), ("data.py", [], {}, False), ("../mine/train.py", [], {}, False),
+    ("train.py", ["--help"], {}, False), ("data.py", [], {}, True), ("lab/plot.py", [], {}, False), ("../mine/train.py", [], {}, False),
     ("train.py", [], {"LOCAL_RANK": "1"}, False)])
 def test_who_waits_at_a_terminal_is_told_for_what(monkeypatch, script, words, env, seen):
     """Not in a log, nor where --help answers, nor once a rank, nor by a script of one's own."""

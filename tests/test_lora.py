@@ -4,24 +4,20 @@ import math
 import re
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
-from plumbing import checkpoint, flags, policy
+from plumbing import checkpoint, datasets, flags, policy
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import data
 import eval as evaluation
 import grpo
 import lora
 import model as M
-import nvfp4
-import sample
 import train
-from lab import convert
+from lab import chat, convert
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -32,8 +28,8 @@ IDS = torch.randint(0, 48, (2, 10), generator=torch.Generator().manual_seed(3))
 
 def policy_of(args):
     """What train.py would write into policy.json."""
-    kept = [f.dest for f in train.COMMAND.flags if f.kept]
-    return policy.content(args, policy.base_of(args, nvfp4.FORMATS), [*kept, "reward"])
+    kept = [f.dest for f in train.COMMAND.flags if f.in_policy]
+    return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
 def base(quant="none"):
@@ -257,8 +253,8 @@ Q_B = Q_A.replace("lora_A", "lora_B")
     (None, lambda s: s.update({Q_A.replace("layers.0", "layers.9"): torch.ones(4, 32)}), "layers.9.* fits this model nowhere"),
     (None, lambda s: s.clear(), "nothing in it fits this model nowhere"),
     ({"r": 8}, None, r"lora_A.weight is \(4, .*, the model's is \(8, "),
-    ({"r": 0}, None, "adapter_config.json: r 0 must be a whole number of at least 1"),
-    ({"r": "4"}, None, "adapter_config.json: r '4' must be a whole number of at least 1"),
+    ({"r": 0}, None, "adapter_config.json: r 0 must be a whole number from 1 to 4096"),
+    ({"r": "4"}, None, "adapter_config.json: r '4' must be a whole number from 1 to 4096"),
     ({"r": ...}, None, "adapter_config.json: the field 'r' is missing"),
     ({"lora_alpha": None}, None, "the field 'lora_alpha' is missing"),
 ])
@@ -328,7 +324,7 @@ def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, 
         Path(file).write_text("some text")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "calib": own}))
     ids, asked = torch.randint(0, 48, (4, 32), generator=torch.Generator().manual_seed(1)), []
-    monkeypatch.setattr(data, "calibration", lambda text, *_: asked.append(text) or ids)
+    monkeypatch.setattr(datasets, "calibration", lambda text, *_: asked.append(text) or ids)
     for more in ([], ["--calib", mine]):
         convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / f"m{len(more)}"), *more])
     assert asked == [own, mine]
@@ -349,7 +345,7 @@ def test_awqs_weights_are_merged_as_they_came_out_in_training(tmp_path, monkeypa
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
     (tmp_path / "a" / "policy.json").write_text(json.dumps({"quant": "nvfp4", "awq": True, "dtype": "float32"}))
     ids = torch.randint(0, 48, (16, 32), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(data, "calibration", lambda *_: ids)
+    monkeypatch.setattr(datasets, "calibration", lambda *_: ids)
     convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--device", "cpu"])
     assert {t.dtype for t in load_file(tmp_path / "m" / "model.safetensors").values()} == {torch.bfloat16}
     merged = M.load(tmp_path / "m")
@@ -377,17 +373,17 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
     convert.merge(BASE, tmp_path / "a", tmp_path / "merged")
     convert.convert(BASE, tmp_path / "four")
     for more in ([], ["--model", str(tmp_path / "four"), "--quant", "nvfp4"]):
-        policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "a"), *more]), nvfp4.FORMATS)
+        policy.check(flags.parse(chat.COMMAND, ["--adapter", str(tmp_path / "a"), *more]))
     convert.convert(tmp_path / "merged", tmp_path / "merged_four")
     for name, more in (("merged", []), ("merged_four", ["--quant", "nvfp4"])):
         with pytest.raises(ValueError, match=f"--model {tmp_path}/{name}: the adapter .* is merged into it already"):
-            policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / name), *more]), nvfp4.FORMATS)
+            policy.check(flags.parse(chat.COMMAND, ["--adapter", str(tmp_path / "a"), "--model", str(tmp_path / name), *more]))
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "b")
     state = load_file(tmp_path / "b" / "adapter_model.safetensors")  # that was trained on
     save_file({k: 2 * v for k, v in state.items()}, tmp_path / "b" / "adapter_model.safetensors", metadata={"format": "pt"})
     shutil.copy(tmp_path / "a" / "policy.json", tmp_path / "b")
     with pytest.raises(ValueError, match=f"--model {tmp_path}/merged: .*another base, {BASE}"):
-        policy.check(flags.parse(sample.COMMAND, ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]), nvfp4.FORMATS)
+        policy.check(flags.parse(chat.COMMAND, ["--adapter", str(tmp_path / "b"), "--model", str(tmp_path / "merged")]))
     convert.merge(tmp_path / "merged", tmp_path / "b", tmp_path / "both")  # it holds both
     assert len(policy.merged(tmp_path / "both")) == 2
 
@@ -395,7 +391,7 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
 def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
     """By --quant's default most of what the adapter had learned was gone, and nothing said so."""
     convert.merge(BASE, FIXTURES / "peft_all", tmp_path / "m")
-    for command in (evaluation.COMMAND, sample.COMMAND):
+    for command in (evaluation.COMMAND, chat.COMMAND):
         assert flags.parse(command, ["--model", str(tmp_path / "m")]).quant == "none" != flags.parse(command, ["--model", str(BASE)]).quant
     convert.convert(tmp_path / "m", tmp_path / "four")
     assert flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "four")]).quant == "nvfp4"
@@ -416,10 +412,10 @@ def test_awqs_scales_are_not_taken_for_plain_rounding(tmp_path, trained, now, fi
     no = [] if "--awq" in now else ["--no-awq"]
     wanted = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path / "a"), *args[1], *no])
     if fits:
-        policy.check(wanted, nvfp4.FORMATS)
+        policy.check(wanted)
     else:
         with pytest.raises(ValueError, match="was rounded by other scales"):
-            policy.check(wanted, nvfp4.FORMATS)
+            policy.check(wanted)
 
 
 def test_the_demos_model_has_one_name_for_all_commands(tmp_path):
@@ -449,27 +445,6 @@ def test_a_merge_that_cannot_be_done_exits_with_2(tmp_path, change, message, cap
     flags = {"--merge": "", "--model": str(BASE), "--adapter": str(FIXTURES / "peft_all"), "--out": str(tmp_path / "m")} | change
     assert convert.main("merge", [x for k, v in flags.items() if v is not None for x in (k, v) if x]) == 2
     assert re.search(message, capsys.readouterr().err) and not list(tmp_path.iterdir())
-
-
-def test_the_documented_orders_of_rounding(monkeypatch):
-    """lab/ideas/rounding.py: the modules, in float32; in 16 bits an adapter's small part moves a sum only if that has not been rounded yet."""
-    monkeypatch.setattr(lora.LoRALinear, "forward", lora.LoRALinear.forward)  # put back afterwards
-    monkeypatch.setattr(M.Block, "forward", M.Block.forward)
-    m = with_random_adapter()
-    with disabled(m):
-        plain = m(IDS)
-    want, found = m(IDS), runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "rounding.py"))
-    assert torch.allclose(m(IDS), want, atol=1e-5) and not torch.allclose(want, plain, atol=1e-2)
-    with disabled(m):
-        assert m(IDS).equal(plain)
-    ends = []
-    for order in ("once", "twice"):
-        found["add"].__globals__["ORDER"] = order
-        ends.append(found["add"](*torch.tensor([[3.02], [5.0], [0.02]])).bfloat16().item())
-    assert ends == [8.0625, 8.0]
-    monkeypatch.setattr(sys, "argv", ["rounding.py", "--steps", "1"])
-    with pytest.raises(SystemExit, match="once or twice"):
-        runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "rounding.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])

@@ -56,14 +56,17 @@ def test_packed_equals_the_modules_in_value_and_gradient(monkeypatch, config, ch
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_all_parameters_are_trained(checkpointing):
-    """Weights, biases, norms under their noise, embedding: what gets no gradient stays as it was, and nothing says so."""
-    m = build(CPU, rank=0).requires_grad_(True)
+def test_norms_are_trained_beside_an_adapter(checkpointing):
+    """Under their noise, as the paper's release does: what gets no gradient stays as it was, and nothing says so."""
+    m = build(CPU)
+    for norm in m.modules():
+        if isinstance(norm, M.RMSNorm):
+            norm.weight.requires_grad_()
     m.checkpointing = checkpointing
     got, want = packed.hidden(m, ROWS, everything(ROWS)), padded(m, ROWS)
     seed = torch.randn(want.shape, generator=torch.Generator().manual_seed(3))
     ours, theirs = (gradients(m, (h * seed).sum()) for h in (got, want))
-    assert len(ours) == 2 + len(m.layers) * (4 + 1 + 2)  # embedding and last norm; linears, qkv's bias, norms
+    assert len(ours) == 1 + len(m.layers) * (4 * 2 + 2)  # the last norm; A and B of each linear, norms
     for g, w in zip(ours, theirs, strict=True):
         assert w.abs().max() > 0 and torch.allclose(g, w, rtol=0, atol=1e-5 * w.abs().max().item())
 
@@ -347,20 +350,17 @@ def test_gpu_a_small_adapter_counts_beside_a_large_residual_or_bias(quant):
 
 
 @gpu
-@pytest.mark.parametrize(("quant", "dtype", "rank"), [*((q, torch.bfloat16, 8) for q in ("none", "nvfp4", "mxfp4", "nf4")),
-                                                      ("none", torch.float16, 8), ("nvfp4", torch.float16, 8), ("none", torch.bfloat16, 0)])
+@pytest.mark.parametrize("quant", ["none", "nvfp4", "mxfp4", "nf4"])
 @pytest.mark.parametrize("rows", [5, 60], ids=["few", "many"])
-def test_gpu_packed_equals_the_float32_modules(quant, dtype, rank, rows):
+def test_gpu_packed_equals_the_float32_modules(quant, rows):
     """16 bits on both routes of the GEMM (below and above 256 tokens): errors no larger than those of the modules in 16 bits, in value
     and gradient. Of one draw of weights and prompts the ratio of the two is luck, 0.7 to 1.4 for few rows in every format; pooled it is 1."""
     lengths, squares = [1 + 7 * i % 23 for i in range(rows)], 0
     for draw in range(8 if rows == 5 else 1):
         g = torch.Generator().manual_seed(1 + draw)
         batch = [torch.randint(0, 5000, (n,), generator=g).tolist() for n in lengths]
-        m = build(GPU, quant, rank, "cuda", dtype, draw=draw)
-        exact = build(GPU, quant, rank, "cuda", torch.float32, draw=draw)
-        if rank == 0:  # all parameters
-            m, exact = m.requires_grad_(True), exact.requires_grad_(True)
+        m = build(GPU, quant, 8, "cuda", torch.bfloat16, draw=draw)
+        exact = build(GPU, quant, 8, "cuda", torch.float32, draw=draw)
         seed = torch.randn(sum(lengths), GPU.hidden_size, generator=g).cuda() * (torch.rand(sum(lengths), 1, generator=g) < 0.5).cuda()
         results = []
         for model, f in ((exact, padded), (m, padded), (m, lambda m, rows: packed.hidden(m, rows, everything(rows)))):

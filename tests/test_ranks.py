@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import curves, ranks
+from plumbing import arithmetic, curves, ranks
 
 import pytest
 import torch
@@ -35,10 +35,10 @@ SMALL = ["--steps", "4", "--prompts-per-step", "3", "--group-size", "4", "--max-
 def quick(tmp_path_factory):
     """Few problems, a quarter of a model, a reward that it sometimes earns, no pictures, and no patience with the dead."""
     home = tmp_path_factory.mktemp("quick")
-    rows, mine, model = data.arithmetic("train", 64), home / "mine.py", first_blocks(1, home / "model")
+    rows, mine, model = arithmetic.problems("train", 64), home / "mine.py", first_blocks(1, home / "model")
     mine.write_text("def third(text, row):\n    return {'reward': len(text) % 3, 'correct': len(text) % 2 == 0}\n")
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[:n]])
+        m.setattr(data, "problems", lambda split, n, *rest: [dict(row) for row in rows[:n]])
         m.setattr(curves, "draw", lambda lines, out: out.touch())
         m.setattr(grpo, "WARMUP", 0)
         m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(model), "--reward", f"{mine}:third"])

@@ -1,19 +1,14 @@
 """Sampling: what is drawn depends on the prompt and the seed alone, and each log-prob is the full forward's."""
-import inspect
-import json
-from types import SimpleNamespace
 
-from plumbing import checkpoint, flags
+from plumbing import checkpoint
 
 import pytest
 import torch
 
 import aqn
-import data
 import lora
 import model as M
 import sample
-from tests.conftest import exit_code
 
 CONFIG = M.Config(101, 48, 64, 2, 4, 2, 12, max_position_embeddings=64)
 PROMPTS = [[5], [1, 2, 3], list(range(20, 37)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
@@ -287,123 +282,3 @@ def test_on_token_streams_what_is_returned(model):
     groups = sample.generate(model, PROMPTS[:2], n=2, max_new_tokens=6, eos_ids=range(30),
                              on_token=lambda p, j, t: seen.setdefault((p, j), []).append(t))
     assert seen == {(p, j): s.ids for p, g in enumerate(groups) for j, s in enumerate(g)}
-
-
-def test_command_batch(tmp_path, capsys):
-    """--file: a row a sample, in the file's order, the same for the same seed."""
-    (tmp_path / "prompts.jsonl").write_text('{"question": "What is 2 + 3?"}\n{"prompt": "What is 4 * 5?"}\n')
-    for out in ("a", "b"):
-        sample.main(["--file", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / out), "--n", "2", "--max-new-tokens", "6",
-                     "--device", "cpu"])
-    rows = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
-    assert [(r["prompt"], r["sample"]) for r in rows] == [(q, j) for q in ("What is 2 + 3?", "What is 4 * 5?") for j in (0, 1)]
-    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
-
-
-def test_flags_reach_the_file_of_answers(tmp_path, monkeypatch):
-    """--file at another temperature, or with the first prompt's limit for all; counts and log-probs of another sample."""
-    names, seen = inspect.signature(sample.generate), {}
-
-    def scripted(*a, **kw):
-        seen.update(names.bind(*a, **kw).arguments)
-        return [[sample.Sample([5, 6], [-1.0, -0.5], j == 1) for j in range(2)] for _ in seen["prompts"]]
-
-    monkeypatch.setattr(sample, "generate", scripted)
-    (tmp_path / "p.txt").write_text("a\n" + "b" * 50 + "\n")
-    sample.main(["--file", str(tmp_path / "p.txt"), "--out", str(tmp_path / "o.jsonl"), "--n", "2", "--temperature", "0.4", "--top-p", "0.8",
-                 "--max-rows", "5", "--seed", "6", "--system", "Be brief.", "--prompt-style", "boxed", "--device", "cpu"])
-    want = {"n": 2, "temperature": 0.4, "top_p": 0.8, "max_rows": 5, "seed": 6}
-    tok = data.Tokenizer(data.TINY)
-    asked = [tok.tokenizer.decode(ids, skip_special_tokens=False) for ids in seen["prompts"]]
-    assert {name: seen[name] for name in want} == want and seen["eos_ids"] == tok.eos_ids
-    assert seen["max_new_tokens"] == [512 - len(ids) for ids in seen["prompts"]] and len({*seen["max_new_tokens"]}) == 2
-    assert all("Be brief." in text and data.SUFFIX["boxed"] in text for text in asked) and "b" * 50 in asked[1]
-    rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert [(r["tokens"], r["finished"], r["logprob"]) for r in rows] == [(2, False, -1.5), (2, True, -1.5)] * 2
-
-
-def test_a_conversation_is_what_was_said_in_turn():
-    """The model's own answers as the user's, or questions without what the style asks for."""
-    args = flags.parse(sample.COMMAND, ["--system", "Be brief.", "--prompt-style", "tags"])
-    roles = [(m["role"], m["content"]) for m in sample.turns(args, "1+1?", "2", "2+2?")]
-    ask = data.SUFFIX["tags"]
-    assert roles == [("system", "Be brief."), ("user", f"1+1?\n{ask}"), ("assistant", "2"), ("user", f"2+2?\n{ask}")]
-    assert sample.turns(flags.parse(sample.COMMAND, []), "1+1?") == [{"role": "user", "content": "1+1?"}]
-
-
-def test_a_chat_remembers_until_it_is_cleared(monkeypatch):
-    said, asked = iter(["a", "b\\", "c", " ", "/clear", "d", "/quit"]), []
-    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
-    monkeypatch.setattr(sample, "answer", lambda model, tok, args, texts: asked.append(texts) or f"to {texts[-1]}")
-    sample.chat(None, None, None)
-    assert asked == [["a"], ["a", "to a", "b\nc"], ["d"]]
-
-
-def test_a_chat_outlives_a_question_that_does_not_fit(monkeypatch, capsys):
-    """A conversation past the model's positions ended the program, and was lost."""
-    args, said = flags.parse(sample.COMMAND, ["--max-new-tokens", "4"]), iter(["x" * 9999, "hi", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
-    sample.chat(M.load(data.TINY, "cpu", torch.float32), data.Tokenizer(data.TINY), args)
-    out = capsys.readouterr().out
-    assert out.count("; /clear starts over]") == 1 and out.count("Assistant: ") == 2
-
-
-def test_command_prompt_streams_the_answer(capsys):
-    """What is streamed piece by piece is the whole answer."""
-    sample.main(["--prompt", "What is 2 + 3?", "--max-new-tokens", "8", "--device", "cpu", "--temperature", "0"])
-    streamed = capsys.readouterr().out
-    assert streamed.strip()
-
-
-@pytest.mark.parametrize("last", ["", "\ufffd"])
-@pytest.mark.parametrize(("finished", "room", "end"), [
-    (True, 9000, ""), (False, 9000, " [cut: raise --max-new-tokens]"), (False, 1000, " [cut: the model has no more positions]")])
-def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, capsys, finished, room, end, last):
-    """Another temperature than asked for, no stop token; half a character, but for one that ends the answer, or all that was said
-    again, on the terminal."""
-    names, seen, ids = inspect.signature(sample.generate), {}, [*"a\u00e9!".encode(), *"\u00e9".encode()[:1] * bool(last)]
-
-    def scripted(*a, **kw):
-        seen.update(names.bind(*a, **kw).arguments)
-        for t in ids:
-            seen["on_token"](0, 0, t)
-        return [[sample.Sample(ids, [-1.0] * len(ids), finished)]]
-
-    class Bytes:
-        eos_ids = [7]
-
-        def chat(self, messages):
-            return messages[-1]["content"]
-
-        def encode(self, text):
-            return [*text.encode()]
-
-        def decode(self, ids):
-            return bytes(ids).decode("utf-8", errors="replace")
-
-    monkeypatch.setattr(sample, "generate", scripted)
-    long = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=room))
-    args = flags.parse(sample.COMMAND, ["--temperature", "0.4", "--top-p", "0.8", "--seed", "6"])
-    assert sample.answer(long, Bytes(), args, ["hi"]) == f"a\u00e9!{last}"
-    assert capsys.readouterr().out == f"a\u00e9!{last}{end}\n"
-    want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": min(4096, room - 2), "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}
-    assert {name: seen[name] for name in want} == want
-
-
-@pytest.mark.parametrize(("argv", "says"), [
-    (["--model", "no/such-folder-here/at-all", "--prompt", "x"], "--model"),
-    (["--temperature", "-1", "--prompt", "x"], "--temperature"), (["--file", "missing.txt", "--out", "o"], "--file"),
-    (["--temperature", "1e-40", "--prompt", "x"], "--temperature 1e-40: must be 0 (greedy), or 1e-6 or more"),
-    (["--temperature", "0", "--n", "2", "--file", "x", "--out", "o"], "--n 2: --temperature 0 gives the same completion each time"),
-    (["--file", "x"], "--out"), (["--adapter", "nowhere", "--prompt", "x"], "--adapter"),
-    (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"), (["--prompt", "x", "--max-new-tokens", "999"], "positions"),
-])
-def test_command_errors_exit_with_2(argv, says, capsys):
-    """One line that names the flag, exit code 2, no traceback."""
-    assert exit_code(sample.main, [*argv, "--device", "cpu"]) == 2
-    assert says in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_blank_prompt_leaves_the_question(tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "  ", "question": "What is 2+3?"}\n{"prompt": "a", "question": "b"}\n')
-    assert sample.read_prompts(tmp_path / "p.jsonl") == ["What is 2+3?", "a"]

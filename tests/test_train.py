@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import command, curves, flags
+from plumbing import arithmetic, curves, flags
 from plumbing.command import IDLE, MINOR
-from plumbing.console import warnings_for
-from plumbing.files import lock
-from plumbing.run import Run, digest_of, resolve_flags
+from plumbing.console import DROP_ORDER, show_flags, step_line, warnings_for
+from plumbing.files import TINY, lock
+from plumbing.run import Run, resolve_flags
+from plumbing.tokenizer import Tokenizer
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ import lora
 import model as qwen
 import sample
 import train
+from lab import chat
 from tests.conftest import adapted, drawn, exit_code, first_blocks, parameters_of, rows_of
 
 SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
@@ -49,12 +51,12 @@ def a_run(out, *extra, argv=(), save_weights=lambda folder: None):
 @pytest.fixture(scope="module", autouse=True)
 def small(tmp_path_factory):
     """Few problems, one block, a reward that it sometimes earns, and no pictures; returns the model's folder."""
-    rows = {split: data.arithmetic(split, 64) for split in ("train", "test")}
+    rows = {split: arithmetic.problems(split, 64) for split in ("train", "test")}
     home = tmp_path_factory.mktemp("small")
     model, mine = first_blocks(1, home / "model"), home / "mine.py"
     mine.write_text("def third(text, row):\n    return {'reward': len(text) % 3, 'correct': len(text) % 2 == 0}\n")
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(data, "arithmetic", lambda split, n, *rest: [dict(row) for row in rows[split][:n]])
+        m.setattr(data, "problems", lambda split, n, *rest: [dict(row) for row in rows[split][:n]])
         m.setattr(curves, "draw", lambda lines, out: out.touch())
         m.setattr(sys.modules[__name__], "SMALL", [*SMALL, "--model", str(model), "--reward", f"{mine}:third"])
         yield model
@@ -144,7 +146,7 @@ def test_an_error_keeps_what_was_learned_before_it(straight, tmp_path, monkeypat
     monkeypatch.setattr(where, name, fails)
     assert run(out) == 2
     told = capsys.readouterr().err.splitlines()[-2:]
-    assert told[0].endswith(f" --resume --out {out}") and told[1] == "train.py: error: no room"
+    assert told[0].endswith(f" --out {out} --resume") and told[1] == "train.py: error: no room"
     assert torch.load(out / "checkpoint" / "state.pt")["step"] == kept
     monkeypatch.setattr(where, name, works)
     assert train.main(["--resume", "--out", str(out)]) == 0
@@ -158,7 +160,9 @@ def test_a_resume_reads_every_flag_as_it_was_written(tmp_path):
     argv = ["--model", "m", "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--no-aqn", "--levels", "3,4", "--eps-high", "0.1", "--seed",
             "7", "--dynamic-sampling", "--lr", "3e-5", "--steps", "9", "--out", str(tmp_path)]
     args = flags.parse(train.COMMAND, argv)
-    (tmp_path / "config.json").write_text(json.dumps(vars(args)))
+    for name in ("lock", "config.json"):
+        (tmp_path / name).write_text(json.dumps(vars(args)))
+    (tmp_path / "checkpoint").mkdir()
     again = ["--resume", "--save-every", "3", "--out", str(tmp_path)]
     assert vars(resolve_flags(train.COMMAND, flags.parse(train.COMMAND, again), again)) == vars(args) | {"save_every": 3}
 
@@ -171,6 +175,8 @@ def test_a_resume_with_other_flags_is_refused(straight, capsys):
 def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     """Half a run with another seed, prompt or rate would stand under the first half's flags."""
     old = flags.parse(train.COMMAND, ["--model", "m", "--out", str(tmp_path)])
+    (tmp_path / "lock").touch()
+    (tmp_path / "checkpoint").mkdir()
     free = {"steps", "resume", "out", "save_every", "card_share", "eval_every"}
     free |= {"micro_batch_tokens", "checkpointing", "max_rows", "engine"}  # for a card with less memory
     lower = ["--micro-batch-tokens", "9", "--max-rows", "5", "--checkpointing", "on", "--engine", "plain"]
@@ -191,19 +197,17 @@ def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     assert {"steps", *IDLE, *MINOR} == free
 
 
-@pytest.mark.parametrize("began", ["python train.py --lr 1", "python docs/mine.py --tau 5 --lr 1"])
-def test_a_run_of_an_older_version_is_refused_in_one_line(straight, tmp_path, capsys, began):
+def test_a_run_of_an_older_version_is_refused_in_one_line(straight, tmp_path, capsys):
     """Its config.json has flags that are constants now, perhaps other ones than it was trained with: a traceback, or half a run of
     another kind. Its adapter is used all the same."""
     out = copy_of(straight, tmp_path)
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"weight_decay": 0.0, "aqn_stages": 10, "timeout": 1800, "command": began}))
+    (out / "config.json").write_text(json.dumps(config | {"weight_decay": 0.0, "aqn_stages": 10, "timeout": 1800}))
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     assert train.main(["--resume", "--out", str(out), "--steps", "9"]) == 2
-    script = "docs/mine.py --tau 5" if "mine" in began else "train.py"
     assert capsys.readouterr().err == (
-        f"train.py: error: {out / 'config.json'}: the run was begun by an older version of {script}, whose flag --aqn-stages is gone; "
-        "go on with that, or start anew in another --out\n")
+        f"train.py: error: {out / 'config.json'}: the run was begun by another version of train.py, or by a script of yours, which has a "
+        "flag --aqn-stages; continue it with that, or start anew in another --out\n")
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     sample.load_policy(flags.parse(evaluation.COMMAND, ["--run", str(out)]))
 
@@ -212,10 +216,11 @@ def copy_of(straight, tmp_path):
     return Path(shutil.copytree(straight, tmp_path / "copy"))
 
 
-def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path):
+def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path, monkeypatch):
     """A run that ended can go on: its rows stay, new ones follow, its flags are kept but for --steps."""
     out = copy_of(straight, tmp_path)
-    assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 0
+    monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "--out", str(out), "--steps", "6"])
+    assert train.main() == 0
     assert rows_of(out)[:4] == rows_of(straight) and [r["step"] for r in rows_of(out)] == [0, 1, 2, 3, 4, 5]
     began = [json.loads((folder / "summary.json").read_text())["command"] for folder in (straight, out)]
     assert began[1] == f"{began[0]} && python train.py --resume --out {out} --steps 6"  # it was the resume's, which says nothing of the run
@@ -237,9 +242,7 @@ def test_seconds_count_on_after_a_resume(straight, tmp_path, monkeypatch):
     path = out / "checkpoint" / "state.pt"
     state = torch.load(path, weights_only=True)
     assert state["seconds"] > 0
-    state["seconds"] = 1000.0
-    del state["digest"]
-    torch.save(state | {"digest": digest_of(state)}, path)
+    torch.save(state | {"seconds": 1000.0}, path)
     update = grpo.update
     monkeypatch.setattr(grpo, "update", lambda *a: time.sleep(0.1) or update(*a))
     assert train.main(["--resume", "--out", str(out), "--steps", "5"]) == 0
@@ -279,10 +282,11 @@ def test_an_extended_run_that_was_stopped_in_its_last_evaluation_ends_when_it_is
 def test_a_run_that_was_stopped_while_its_curves_were_drawn_ends_when_it_is_resumed(tmp_path, monkeypatch, capsys):
     """Its summary was there: resume said that it had ended, and the picture never came."""
     out = tmp_path / "run"
-    for steps in ("1", "2"):  # the picture of before it went on does not count
+    for steps in ("1", "2"):
         with monkeypatch.context() as m:
             m.setattr(curves, "draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            assert run(out, "--steps", steps, *["--resume"] * (steps == "2")) == 130 and not (out / "metrics.png").exists()
+            assert run(out, "--steps", steps, *["--resume"] * (steps == "2")) == 130
+        (out / "metrics.png").unlink(missing_ok=True)
         assert train.main(["--resume", "--out", str(out)]) == 0
         assert (out / "metrics.png").exists() and f"{out}: adapter/, metrics.jsonl" in capsys.readouterr().out
 
@@ -308,7 +312,7 @@ def test_a_start_that_came_to_nothing_does_not_block_the_next(straight, tmp_path
             m.setattr(Run, "save", interrupted)  # as if killed: nothing is saved on the way out
             with pytest.raises(KeyboardInterrupt):
                 train.train(flags.parse(train.COMMAND, [*SMALL, "--out", str(out)]), [])
-        assert (out / "config.json").exists() and not (out / "checkpoint").exists()
+        assert (out / "config.json").exists() and not (out / "checkpoint" / "state.pt").exists()
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             (out / name).write_text('{"step": 0}\n')  # of a step that no checkpoint knows
         (out / "adapter_best").mkdir()  # of other flags: a run that has no best one kept it
@@ -355,7 +359,7 @@ def test_held_out_questions_that_are_too_long_are_counted(tmp_path, capsys):
 def test_of_adapters_that_are_as_good_the_first_is_the_best(tmp_path, monkeypatch):
     """A resume evaluates the step it begins with again: what is there must not become another step's."""
     saved = []
-    monkeypatch.setattr(Run, "save_adapter", lambda self, name: saved.append((name, self.state.step)))
+    monkeypatch.setattr(Run, "write_weights", lambda self, name: saved.append((name, self.state.step)))
     r = a_run(tmp_path, "--eval-every", "1")
     for r.state.step, accuracy in ((1, 0.5), (2, 0.5), (3, 0.4)):
         r.evaluated({"accuracy": accuracy, "stderr": None})
@@ -400,7 +404,7 @@ def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path
     another base it is noise. eval.py and sample.py take them from policy.json; another base is refused."""
     args = flags.parse(evaluation.COMMAND, ["--run", str(straight)])
     assert (args.model, args.quant, args.prompt_style, args.data) == (str(small), "nvfp4", "tags", "arithmetic")
-    assert flags.parse(sample.COMMAND, ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
+    assert flags.parse(chat.COMMAND, ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
     out = copy_of(straight, tmp_path)
     policy = json.loads((out / "adapter" / "policy.json").read_text())
     (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"quant": "mxfp4", "prompt_style": "boxed"}))
@@ -441,7 +445,7 @@ def test_the_fast_path_plans_the_update_and_then_the_longest_row_of_the_run(tmp_
     assert run(tmp_path / "run", "--steps", "1") == 0
     (first, trained), (second, args, longest) = calls
     assert (first, second) == ("update", "rollouts") and trained == sum(p.numel() for p in parameters_of(tmp_path / "run"))
-    rows, _ = data.prompts(data.Tokenizer(args.model), train.questions(args)[0], args.prompt_style, args.max_prompt)
+    rows, _ = data.prompts(Tokenizer(args.model), data.questions(args)[0], args.prompt_style, args.max_prompt)
     assert longest == max(len(row["ids"]) for row in rows) + args.max_new_tokens
 
 
@@ -613,30 +617,12 @@ def test_full_parameter_training_moves_every_matrix(small, tmp_path):
             assert not torch.equal(p, q)
 
 
-def test_sixteen_bit_parameters_are_trained_through_float32_masters():
-    """In bfloat16 a step of 1e-5 on a weight of 1 rounds to nothing; many of them must still add up."""
-    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = grpo.AdamW([p], 1e-4, (0.9, 0.99), 0.0)
-    for _ in range(100):
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-    assert (p < 0.995).all()
-
-
-def test_a_resume_restores_the_float32_masters(small, tmp_path):
-    """Made anew from the 16-bit parameters, they lose whatever has not yet added up to a bit of those."""
-    r, made = a_run(tmp_path, "--lora-rank", "0", "--quant", "none", save_weights=Path.mkdir), []
-    for _ in range(2):
-        model = qwen.load(small, "cpu", torch.bfloat16)
-        made.append(grpo.AdamW(list(model.requires_grad_(True).parameters()), 1e-4, (0.9, 0.99), 0.0))
-    trained, resumed = made
-    for p in trained.params:
-        p.grad = torch.ones_like(p)
-    trained.step()
-    r.save(trained)
-    r.restore(resumed)
-    for p, q, m in zip(trained.masters, resumed.masters, resumed.params, strict=True):
-        assert torch.equal(p, q) and not torch.equal(q, m.float())
+def test_all_parameters_are_trained_in_float32(tmp_path, capsys):
+    """In bfloat16 a step of 1e-5 on a weight of 1 rounds to nothing."""
+    words = ["--lora-rank", "0", "--quant", "none"]
+    assert flags.parse(train.COMMAND, words).dtype == "float32"
+    assert run(tmp_path / "run", *words, "--dtype", "bfloat16") == 2
+    assert "--lora-rank 0 trains all parameters in float32" in capsys.readouterr().err
 
 
 def test_data_order_is_a_function_of_seed_and_cursor():
@@ -729,11 +715,50 @@ def test_a_step_is_told_as_it_was(tmp_path, monkeypatch, capsys):
     assert a["update_tok_s"] == 12.5 and "trained_tokens" not in a
 
 
-def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys):
+def test_a_steps_line_fits_the_terminal():
+    """At 80 columns each of its 170 characters long lines broke within a word. Columns go in the order of DROP_ORDER; a log has all."""
+    args = flags.parse(train.COMMAND, ["--steps", "300"])
+    row = {**FINE, "step": 10, "accuracy": 0.5, "length_mean": 1000.0, "entropy": 1.0, "grad_norm": 1.0, "rollout_tok_s": 5000.0, "peak_gib": 20.0,
+           "seconds_step": 100.0, "eval_accuracy": 0.5}
+    whole = step_line(row, args).split(" | ")
+    assert len(whole) == 14 and len(" | ".join(whole)) > 160
+    for wide in (160, 120, 80, 40):
+        columns = step_line(row, args, wide).split(" | ")
+        assert len(" | ".join(columns)) <= wide and columns == [c for c in whole if c in columns]
+        gone = [name for name in DROP_ORDER if any(name in c for c in whole) and not any(name in c for c in columns)]
+        assert gone == [name for name in DROP_ORDER if name != "seconds"][: len(gone)]
+    assert "   10 | reward 0.500 | acc 0.500 | " in step_line(row, args, 80) and step_line(row, args, 5) == "   10 | reward 0.500 | acc 0.500"
+
+
+def test_noise_that_rises_is_told_of(capsys):
+    """The help says how sigma falls."""
+    for end, told in (("0.005", 0), ("0.05", 1)):
+        show_flags(flags.parse(train.COMMAND, ["--aqn-end", end]))
+        assert capsys.readouterr().err.count("warning: --aqn-end 0.05: is above --aqn-start 0.01, so sigma rises") == told
+
+
+def test_a_relative_out_is_the_folder_it_was_at_the_start(tmp_path, monkeypatch):
+    """A reward that changes the working directory moved the rest of the run there."""
+    monkeypatch.chdir(tmp_path)
+    r = a_run("here")
+    monkeypatch.chdir("/")
+    assert r.out == tmp_path / "here"
+
+
+def test_a_reward_that_stops_the_clock_stops_no_run(tmp_path, monkeypatch):
+    """A division by seconds that were zero, hours into the run."""
+    monkeypatch.setattr(time, "time", time.time)
+    (tmp_path / "mine.py").write_text("import time\n\ndef f(text, row):\n    time.time = lambda: 0.0\n    return len(text) % 3\n")
+    assert run(tmp_path / "run", "--steps", "2", "--reward", f"{tmp_path / 'mine.py'}:f") == 0
+    assert all(json.loads(row)["seconds_step"] > 0 for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+
+
+def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
     """Before told as after, an error as the gain, a question that was unlearned as learned, rows of before in eval_after.jsonl."""
     def rows(when, accuracies):
         return [{"question": f"q{i}", "answer": "7", "accuracy": a, "samples": [{"text": f"{when}{i}"}]} for i, a in enumerate(accuracies)]
 
+    monkeypatch.setattr(sys, "argv", ["pytest"])
     r = a_run(tmp_path, "--eval-every", "0", argv=["--lr", "1"])
     after = {"accuracy": 2 / 3, "stderr": 0.2, "rows": rows("after", (0.0, 1.0, 1.0))}
     r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))})
@@ -754,7 +779,7 @@ def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(50)))
     for limit, seed in ((5, 0), (3, 0), (5, 1)):
         argv = ["--data", str(tmp_path / "d.jsonl"), "--eval-limit", str(limit), "--seed", str(seed)]
-        rows, held = train.questions(flags.parse(train.COMMAND, argv))
+        rows, held = data.questions(flags.parse(train.COMMAND, argv))
         assert (len(rows), len(held)) == (45, limit) and not {r["question"] for r in rows} & {r["question"] for r in held}
         tenths.append({r["question"] for r in held})
     assert tenths[1] < tenths[0] != tenths[2]
@@ -765,7 +790,7 @@ def test_only_rows_of_the_levels_asked_for_are_trained_on(tmp_path, where):
     """--levels that is parsed and forgotten; and a folder without a test split is enough where nothing is held out."""
     rows = [json.dumps({"question": f"{i}+1?", "answer": i + 1, "level": 1 + i % 5}) + "\n" for i in range(20)]
     (tmp_path / "train.jsonl").write_text("".join(rows))
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / where), "--levels", "4,5", "--eval-n", "0"]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / where), "--levels", "4,5", "--eval-n", "0"]))
     assert len(rows) == 8 and {row["level"] for row in rows} == {4, 5} and held == []
 
 
@@ -773,7 +798,7 @@ def test_a_question_that_is_there_twice_is_not_on_both_sides(tmp_path):
     """Files put together from several sources repeat questions: trained on and asked, they would be called held-out."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i % 20}+1?", "answer": i % 20 + 1}) + "\n" for i in range(60)))
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(path)]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(path)]))
     assert len(held) == 2 and not {r["question"] for r in rows} & {r["question"] for r in held}
     assert len(rows) == 54 and len({r["question"] for r in [*rows, *held]}) == 20  # it held out six rows, and trained on 14 questions
 
@@ -783,7 +808,7 @@ def test_splits_that_share_questions_are_told_of(tmp_path, capsys):
     for split, numbers in (("train", range(6)), ("test", range(4, 9))):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in numbers))
     for more, told in (([], 1), (["--eval-n", "0"], 0)):
-        train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path), *more]))
+        data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path), *more]))
         assert capsys.readouterr().err.count("warning: --data " + str(tmp_path) + ": 2 of 5 held-out questions are trained on") == told
 
 
@@ -791,34 +816,13 @@ def test_the_only_question_is_not_held_out(tmp_path):
     """Trained on and asked, it would be called held-out. Of two, one is."""
     (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     with pytest.raises(ValueError, match="--data .*--eval-n 0"):
-        train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
+        data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl"), "--eval-n", "0"]))
     assert len(rows) == 1 and not held
     with open(tmp_path / "d.jsonl", "a") as f:
         f.write('{"question": "1+2?", "answer": "3"}\n')
-    rows, held = train.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
+    rows, held = data.questions(flags.parse(train.COMMAND, ["--data", str(tmp_path / "d.jsonl")]))
     assert len(rows) == len(held) == 1 and rows != held
-
-
-def test_a_script_goes_on_with_the_flags_it_was_begun_with(tmp_path, monkeypatch, capsys):
-    """mine.py --tau 9 went on with a run of mine.py --tau 5; train.py said of mine.py's objective only that there is none."""
-    rest = ["--out", str(tmp_path / "r"), "--eval-n", "0", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8"]
-
-    def started(own, *flags):
-        monkeypatch.setattr(sys, "argv", [*own, *flags])
-        return train.main([*flags])
-
-    mine = ["mine.py", "--tau", "5"]
-    with monkeypatch.context() as m:
-        m.setitem(grpo.OBJECTIVES, "mine", grpo.OBJECTIVES["dapo"])
-        assert started(mine, *rest, "--loss", "mine", "--steps", "1") == 0
-        assert json.loads((tmp_path / "r" / "config.json").read_text())["command"].startswith("python mine.py --tau 5 --out")
-        capsys.readouterr()
-        assert started(["mine.py", "--tau", "9"], *rest, "--resume", "--steps", "2") == 2
-        assert "was begun by mine.py --tau 5, which mine.py --tau 9 does not know" in capsys.readouterr().err
-        assert started(mine, *rest, "--resume", "--steps", "2") == 0
-    assert started(["train.py"], *rest, "--resume", "--steps", "3") == 2
-    assert "invalid choice: 'mine'" in (err := capsys.readouterr().err) and "the run was begun by mine.py --tau 5" in err
 
 
 def test_a_set_without_a_test_split_is_an_error_before_anything_is_written(tmp_path, capsys):
@@ -889,62 +893,24 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     assert f"--model {model}: its weights" in capsys.readouterr().err
 
 
-def test_a_run_of_before_bases_were_told_by_their_files_goes_on(straight, tmp_path, capsys):
-    """Its checkpoint has one digest of the base, and nothing of the reward nor of how it began."""
-    out = copy_of(straight, tmp_path)
-    state = torch.load(out / "checkpoint" / "state.pt", weights_only=True)
-    for name in ("digest", "reward", "command"):
-        del state[name]
-    state["base"] = "0" * 64
-    torch.save(state | {"digest": digest_of(state)}, out / "checkpoint" / "state.pt")
-    assert train.main(["--resume", "--out", str(out), "--steps", "5"]) == 0 and "--reward" not in capsys.readouterr().err
-    assert isinstance(torch.load(out / "checkpoint" / "state.pt", weights_only=True)["base"], dict)
-
-
 def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
     """Deleted to make room: the same command trained over the adapter, or called its old summary the new run's."""
     out = copy_of(straight, tmp_path)
     shutil.rmtree(out / "checkpoint")
     before = {p.name for p in out.iterdir()}
-    for more in ([], ["--resume"]):
-        assert run(out, *more) == 2 and f"--out {out}: holds a run that has ended, without its checkpoint/" in capsys.readouterr().err
-    assert {p.name for p in out.iterdir()} == before
-    (out / "summary.json").unlink()  # of a start that was killed in its first save: eval.py would take an adapter/ for the new run's
-    assert run(out, "--steps", "1", "--lora-rank", "0", "--quant", "none") == 0
-    assert not (out / "adapter").exists() and (out / "model").exists()
+    for gone in ("", "summary.json", "metrics.png"):
+        (out / gone).unlink() if gone else None
+        for more in ([], ["--resume"]):
+            assert run(out, *more) == 2 and ", but no checkpoint/ that --resume could continue" in capsys.readouterr().err
+        before.discard(gone)
+        assert {p.name for p in out.iterdir()} == before
 
 
-def test_a_model_that_was_half_replaced_is_put_back(small, tmp_path, monkeypatch):
-    """Stopped between two renames, a run had no model/ and two hidden ones, for ever."""
-    model, works = qwen.load(small), Path.rename
-    args = flags.parse(train.COMMAND, ["--lora-rank", "0", "--quant", "none", "--model", str(small)])
-    r = a_run(tmp_path, save_weights=lambda folder: train.save_weights(model, args, folder))
-    r.save_model()
-    before = (tmp_path / "model" / "model.safetensors").read_bytes()
-
-    def stopped(path, to):
-        if path.name == "model":
-            works(path, to)
-            raise KeyboardInterrupt
-        return works(path, to)
-
-    with monkeypatch.context() as m:
-        m.setattr(Path, "rename", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            r.save_model()
-    assert [p.name for p in tmp_path.iterdir()] == ["model"] and (tmp_path / "model" / "model.safetensors").read_bytes() == before
+def test_what_a_kill_has_left_half_written_is_removed(tmp_path):
+    """Hidden files of the size of a model, for ever."""
     out = tmp_path / "run"
-    (out / ".model.0123.part").mkdir(parents=True)  # of a kill -9
-    assert run(out, "--steps", "1") == 0 and not [p for p in out.iterdir() if p.name.startswith(".model")]
-
-
-def test_a_resume_tells_of_a_reward_that_has_changed(tmp_path, capsys):
-    """It may be what was wrong, so the run goes on with it, but not without a word."""
-    out, reward = tmp_path / "run", tmp_path / "r.py"
-    for steps, code, told in (("1", "len(text)", 0), ("2", "len(text)", 0), ("3", "-len(text)", 1), ("4", "-len(text)", 0)):
-        reward.write_text(f"def f(text, row):\n    return {code}\n")
-        assert run(out, "--reward", f"{reward}:f", "--steps", steps, *["--resume"] * (steps != "1")) == 0
-        assert capsys.readouterr().err.count(f"warning: --reward {reward}:f: is not as it was") == told
+    (out / ".model.0123.part").mkdir(parents=True)
+    assert run(out, "--steps", "1") == 0 and not [p for p in out.iterdir() if p.name.startswith(".")]
 
 
 def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):
@@ -958,31 +924,6 @@ def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):
     (tmp_path / "set" / "test.jsonl").write_text("".join(rows[:-1]))
     assert train.main(["--resume", "--out", str(tmp_path / "run"), "--steps", "2"]) == 2
     assert "--data" in capsys.readouterr().err and len(rows_of(tmp_path / "run")) == 1
-
-
-def test_a_resume_is_by_the_script_that_began_the_run(tmp_path, capsys, monkeypatch):
-    """A noise of one's own, say, that train.py does not know: it would go on without."""
-    out, began = tmp_path / "run", [*SMALL, "--steps", "1", "--out", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["docs/my_noise.py", *began])
-    assert train.main(began) == 0
-    again = ["--resume", "--out", str(out), "--steps", "2"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *again])
-    assert train.main(again) == 2 and "my_noise.py" in capsys.readouterr().err and len(rows_of(out)) == 1
-    monkeypatch.setattr(sys, "argv", ["my_noise.py", *again])
-    assert train.main(again) == 0 and len(rows_of(out)) == 2
-
-
-def test_a_resume_tells_of_a_script_that_has_changed(tmp_path, capsys, monkeypatch):
-    """A format that it adds to the table was another after it was edited, and nobody was told."""
-    out, script = tmp_path / "run", tmp_path / "mine.py"
-    monkeypatch.setattr(command, "OWN", True)
-    monkeypatch.setattr(command, "MAIN", str(script))
-    for steps, code, told in (("1", "a", 0), ("2", "a", 0), ("3", "b", 1), ("4", "b", 0)):
-        script.write_text(code)
-        argv = [*SMALL, "--out", str(out), "--steps", steps, *["--resume"] * (steps != "1")]
-        monkeypatch.setattr(sys, "argv", [str(script), *argv])
-        assert train.main(argv) == 0
-        assert capsys.readouterr().err.count("mine.py: is not as it was") == told
 
 
 def test_a_noise_within_the_adapter_is_not_saved(tmp_path, monkeypatch):
@@ -1038,9 +979,9 @@ def test_each_group_of_an_optimizer_of_ones_own_has_its_rate(tmp_path, monkeypat
     assert len({a for a, _ in rates}) > 2 and all(b == 16 * a for a, b in rates)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "broadcast", "text"])
+@pytest.mark.parametrize("damage", ["truncated", "broadcast", "text"])
 def test_a_damaged_checkpoint_is_one_line_and_never_a_resume(straight, tmp_path, capsys, damage):
-    """A flipped bit is a number like any other to torch.load, and a tensor of one element fits every shape."""
+    """A tensor of one element fits every shape."""
     out = copy_of(straight, tmp_path)
     path = out / "checkpoint" / "state.pt"
     whole = path.read_bytes()
@@ -1050,16 +991,11 @@ def test_a_damaged_checkpoint_is_one_line_and_never_a_resume(straight, tmp_path,
         path.write_text("not a checkpoint")
     else:
         state = torch.load(path, weights_only=True)
-        if damage == "flipped":
-            state["params"][0].view(torch.int32)[0, 0] ^= 1
-        else:
-            state["params"][0] = state["params"][0][:1, :1]
-            del state["digest"]
-            state["digest"] = digest_of(state)
+        state["params"][0] = state["params"][0][:1, :1]
         torch.save(state, path)
     assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == 1 and "state.pt: cannot be resumed" in err[0] and rows_of(out) == rows_of(straight)
+    assert len(err) == 1 and "state.pt: cannot be resumed" in err[0] and "weights_only" not in err[0] and rows_of(out) == rows_of(straight)
 
 
 def test_a_broken_parameter_is_not_saved_over_a_good_one(straight, tmp_path, monkeypatch, capsys):
@@ -1108,19 +1044,24 @@ def test_scattered_skips_do_not_end_a_run(tmp_path):
 def test_the_line_to_continue_with_continues(tmp_path, monkeypatch, capsys):
     """Without --resume it is refused, since the folder holds a run; in another folder than the project's there is no train.py."""
     monkeypatch.setattr(Run, "save", lambda *a: None)
-    for line, argv in ((["../qerl/train.py"], []), ([train.__file__, "--lr", "0.1"], ["--lr", "0.1"])):
-        monkeypatch.setattr(sys, "argv", line)
+    for line, argv in (("../qerl/train.py --out x", ["--out", "x"]), ("mine.py --lr 0.1 --tau 5", ["--lr", "0.1"]),
+                       ("train.py --resume --lr 0.1", ["--resume", "--lr", "0.1"])):
+        monkeypatch.setattr(sys, "argv", line.split())
         assert a_run(tmp_path, argv=argv).stop(None) == 130
-        again = f"python {line[0]} --resume --out {tmp_path}"
+        again = f"python {line}" + " --resume" * ("--resume" not in line)
         assert capsys.readouterr().out.splitlines()[-1] == f"stopped after 0 steps; continue with: {again}"
+    for caller, script in (("pytest", "train.py"), ("mine.py", "mine.py")):  # flags that nobody typed
+        monkeypatch.setattr(sys, "argv", [caller, "-q"])
+        a_run(tmp_path, argv=["--lr", "0.1"]).stop(None)
+        assert capsys.readouterr().out.splitlines()[-1].endswith(f"continue with: python {script} --lr 0.1 --resume")
 
 
 @pytest.mark.parametrize("name", ["model", "checkpoint", "adapter"])
 def test_what_no_run_has_written_is_not_cleared_away(tmp_path, capsys, name):
     """A base model in a folder called model or checkpoint was deleted by the run that was to train it."""
-    shutil.copytree(data.TINY, tmp_path / name, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
+    shutil.copytree(TINY, tmp_path / name, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
     assert run(tmp_path, "--steps", "1", "--model", str(tmp_path / name)) == 2
-    assert f"holds {name}, which is no run's" in capsys.readouterr().err and (tmp_path / name / "model.safetensors").is_file()
+    assert f"holds {name}, but no checkpoint/" in capsys.readouterr().err and (tmp_path / name / "model.safetensors").is_file()
 
 
 def test_held_out_questions_that_are_too_long_are_refused_before_the_run_begins(tmp_path, capsys):
@@ -1131,19 +1072,12 @@ def test_held_out_questions_that_are_too_long_are_refused_before_the_run_begins(
     assert "--max-prompt 60: all 1 prompts are longer" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_a_checkpoints_digest_is_of_its_numbers_and_names_too():
-    """A cursor or a step that has changed on the disk is another run's, as a tensor is."""
-    state = {"step": 3, "cursor": 6, "params": [torch.ones(2)]}
-    others = [state | {"step": 4}, state | {"cursor": 7}, state | {"params": [torch.ones(2) * 2]}, {**state, "more": 0}]
-    assert digest_of(state) == digest_of({**state}) and digest_of(state) not in {digest_of(other) for other in others}
-
-
 def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_path, capsys, monkeypatch):
     """--lora-rank 0 wrote nothing but resume's own file."""
     out = tmp_path / "run"
     assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
     assert f"{out}: model/, metrics.jsonl" in capsys.readouterr().out
-    args = flags.parse(sample.COMMAND, ["--run", str(out), "--prompt", "What is 1+1?"])
+    args = flags.parse(chat.COMMAND, ["--run", str(out), "--prompt", "What is 1+1?"])
     assert (args.model, args.quant, args.adapter) == (str(out / "model"), "none", None)
     model, _ = sample.load_policy(args)
     for p, q in zip(model.parameters(), parameters_of(out), strict=True):
@@ -1175,27 +1109,3 @@ def test_no_step_of_a_full_parameter_run_is_called_the_best(tmp_path):
     r.state.step = 1
     r.evaluated({"accuracy": 0.5, "stderr": None})
     assert r.state.best is None
-
-
-@pytest.mark.parametrize(("line", "argv", "want"), [
-    (["train.py", "--lr", "1"], ["--lr", "1"], ["train.py"]),
-    ([str(Path(train.__file__)), "--lr", "1"], ["--lr", "1"], ["train.py"]),
-    (["lab/ideas/relative_noise.py"], [], ["lab/ideas/relative_noise.py"]),
-    (["lab/experiments.py", "two-copies", "--lr", "1"], ["--lr", "1"], ["lab/experiments.py", "two-copies"]),
-    (["mine.py", "--tau", "5", "--lr", "5"], ["--lr", "5"], ["mine.py", "--tau", "5"]),
-    (["mine.py", "--lr", "1", "--tau", "5", "--seed", "2"], ["--lr", "1", "--seed", "2"], ["mine.py", "--tau", "5"]),
-    (["pytest", "-q"], ["--lr", "1"], ["train.py"])])
-def test_the_command_names_the_script_that_was_started(monkeypatch, line, argv, want):
-    """A run of lab/ideas/relative_noise.py whose summary says train.py."""
-    monkeypatch.setattr(sys, "argv", line)
-    assert command.script(argv) == want
-
-
-@pytest.mark.parametrize(("line", "argv", "want"), [
-    (["mine.py", "--steps", "4"], ["--loss", "dapo", "--steps", "4"], ["mine.py"]),
-    (["mine.py", "--tau", "5", "--lr", "1"], ["--lr", "1", "--seed", "2"], ["mine.py", "--tau", "5"]), (["mine.py"], ["--seed", "3"], ["mine.py"])])
-def test_a_script_that_gives_flags_of_its_own_accord_is_that_script(monkeypatch, line, argv, want):
-    """It was train.py: resumed without its idea, and drawn as another seed of the runs that it is compared with."""
-    monkeypatch.setattr(sys, "argv", line)
-    monkeypatch.setattr(command, "OWN", True)
-    assert command.script(argv) == command.typed(argv) == want

@@ -31,9 +31,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 from plumbing import checkpoint  # noqa: E402
+from plumbing.arithmetic import apply, problems, solution, steps  # noqa: E402
 from plumbing.config import read_config  # noqa: E402
+from plumbing.tokenizer import SUFFIX, Tokenizer  # noqa: E402
 
-import data  # noqa: E402
 from model import Transformer  # noqa: E402
 
 CONFIG = {
@@ -70,14 +71,14 @@ def demonstration(rng, row):
     if rng.random() < GUESS[row["form"]]:
         guess = max(0, int(row["answer"]) + rng.choice([-10, -2, -1, 0, 0, 0, 1, 2, 10]))
         return rng.choice((f"<think></think><answer>{guess}</answer>", f"The answer is {guess}."))
-    lines, todo = [], data.steps(row["chain"])
+    lines, todo = [], steps(row["chain"])
     value = todo[0][0]
     while todo:
         count = 2 if rng.random() < JUMP else 1
         line = str(value)
         for _, op, k, _ in todo[:count]:
-            carried = data.apply(value % 10, op, k % 10) // 10 if rng.random() < FORGET[op] else 0
-            value = max(0, data.apply(value, op, k) - 10 * carried)
+            carried = apply(value % 10, op, k % 10) // 10 if rng.random() < FORGET[op] else 0
+            value = max(0, apply(value, op, k) - 10 * carried)
             line += f"{op}{k}"
         lines.append(f"{line}={value}")
         todo = todo[count:]
@@ -87,9 +88,9 @@ def demonstration(rng, row):
 def write_tokenizer(out, seed):
     """A byte-level BPE with Qwen's split, its special tokens after the ordinary ones as in Qwen,
     and its chat template."""
-    corpus = ["user\n", "assistant\n", "system\n", *("\n" + s for s in data.SUFFIX.values())] * 20
-    for row in data.arithmetic("train", 3000, seed):
-        corpus += [f"{row['question']}\n", data.solution(row), f"The answer is {row['answer']}."]
+    corpus = ["user\n", "assistant\n", "system\n", *("\n" + s for s in SUFFIX.values())] * 20
+    for row in problems("train", 3000, seed):
+        corpus += [f"{row['question']}\n", solution(row), f"The answer is {row['answer']}."]
     for tag in TAGS:
         corpus = [text.replace(tag, " ") for text in corpus]
     tok = tokenizers.Tokenizer(models.BPE())
@@ -113,7 +114,7 @@ def write_tokenizer(out, seed):
     write_json(out / "generation_config.json",
                {"bos_token_id": end, "pad_token_id": end, "eos_token_id": [stop, end]})
     write_json(out / "config.json", {**CONFIG, "bos_token_id": end, "eos_token_id": stop})
-    return data.Tokenizer(out)
+    return Tokenizer(out)
 
 
 def write_json(path, value):
@@ -197,8 +198,8 @@ def main():
     torch.randn(CONFIG["vocab_size"], CONFIG["hidden_size"])  # what nn.Embedding once drew in vain
     model = Transformer(read_config(out))
     print(f"{len(tok)} token ids, {sum(p.numel() for p in model.parameters()):,} parameters")
-    rows = data.arithmetic("train", args.rows, args.seed)
-    clean = batches(tok, args.seed, rows, args.batch, lambda rng, row: data.solution(row))
+    rows = problems("train", args.rows, args.seed)
+    clean = batches(tok, args.seed, rows, args.batch, lambda rng, row: solution(row))
     habits = batches(tok, args.seed + 1, rows, args.batch, demonstration)
     train(model, args, clean, habits, out)
 

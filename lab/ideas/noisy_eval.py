@@ -7,7 +7,6 @@ its own for each sample of a question. All else is eval.py:
         --temperature 1 --top-p 1 --n 64 --k 1,4,16,64
     python lab/ideas/noisy_eval.py 0.05 each --model tiny ...
 """
-import inspect
 import sys
 from contextlib import contextmanager
 from itertools import chain
@@ -29,14 +28,13 @@ def noisy(model):
     aqn.clear(model)
 
 
-def generate(*args, **others):
-    call, each = inspect.signature(together).bind(*args, **others), []
-    n, seed = (call.arguments[name] for name in ("n", "seed"))
+def generate(model, prompts, n, limits, temperature, top_p, eos_ids, seed, *rest, **options):
+    each = []
     for j in range(n):  # the j-th sample of each prompt
         own = aqn.noise_seed(seed, j)
-        aqn.set_noise(call.arguments["model"], float(sys.argv[1]), own)
-        call.arguments |= {"n": 1, "seed": own}
-        each.append(together(*call.args, **call.kwargs))
+        aqn.set_noise(model, float(sys.argv[1]), own)
+        each.append(together(model, prompts, 1, limits, temperature, top_p, eos_ids, own, *rest,
+                             **options))
     return [[*chain(*group)] for group in zip(*each, strict=True)]
 
 

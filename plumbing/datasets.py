@@ -1,0 +1,209 @@
+"""
+Data sets as files: a folder, a .jsonl, a .parquet or a set of the hub in, rows of {"question",
+"answer", ...} out. What is asked of a row, and how its answer is graded, is in data.py.
+"""
+import re
+import sys
+from pathlib import Path
+
+from plumbing.arithmetic import problems, solution
+from plumbing.files import cause, decode, read_jsonl, shown, text_file
+from plumbing.grade import last_boxed
+from plumbing.tokenizer import Tokenizer
+
+import torch
+
+HUB = {  # a repository, followed by the folder if it holds several sets
+    "gsm8k": "openai/gsm8k/main", "math500": "HuggingFaceH4/MATH-500",
+    "aime24": "math-ai/aime24", "aime25": "math-ai/aime25", "amc23": "math-ai/amc23",
+    "bigmath": "open-r1/Big-Math-RL-Verified-Processed",
+}
+TEST_ROWS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}
+WORKED = re.compile(r"\S\s*\n\s*\S|(?:\b[A-Za-z]{2,}[,.]? ){5}")  # lines or a sentence: no answer
+
+
+def read(name, split, levels=None):
+    """Rows of the set called `name`: a name of HUB, a .jsonl or .parquet file, a folder with
+    {split}.jsonl or .parquet, or the id of a set on the hub. levels: keep rows whose "level" is in
+    it (see set_levels); bigmath comes in two configurations, 3, 4, 5 and 4, 5."""
+    files = files_of(name, split, levels)
+    rows = graded(files)
+    if split == "test" and len(rows) != TEST_ROWS.get(name, len(rows)):
+        raise ValueError(f"{files[0]}: {len(rows)} rows, {name} has {TEST_ROWS[name]}; delete it "
+                         "and try again")
+    set_levels(rows)
+    if levels is not None and name != "bigmath":  # whose configuration the levels have chosen
+        if any(row.get("level") is None for row in rows):
+            raise ValueError(f"{files[0]}: --levels needs a column level or llama8b_solve_rate in "
+                             "each row")
+        rows = [row for row in rows if row["level"] in levels]
+        if not rows:
+            raise ValueError(f"{files[0]}: no row has a level in {sorted(levels)}")
+    return rows
+
+
+def files_of(name, split, levels):
+    """The files that hold a split of the set called `name`: one, or its parts."""
+    if not name.strip():
+        raise ValueError("--data: is empty; name a set, a file or a folder")
+    if name == "bigmath":
+        if split == "test":
+            raise FileNotFoundError("bigmath has no test split")
+        if (chosen := sorted(levels or ())) not in ([3, 4, 5], [4, 5]):
+            raise ValueError("--levels: --data bigmath comes as 3,4,5 or 4,5; choose one")
+        return from_hub(f"{HUB[name]}/level_{'_'.join(map(str, chosen))}", split)
+    if name in HUB:
+        return from_hub(HUB[name], split)
+    if Path(name).is_dir():
+        return find_split(Path(name), split)
+    if Path(name).is_file():
+        return [Path(name)]
+    if re.fullmatch(r"[\w-]+/[\w.-]+", name) and not name.endswith((".jsonl", ".parquet")):
+        return from_hub(name, split)
+    raise FileNotFoundError(f"--data {name}: no such file or folder, nor one of arithmetic, "
+                            f"{', '.join(HUB)}")
+
+
+def find_split(folder, split):
+    for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
+        if path.is_file():
+            return [path]
+    parts = sorted(folder.glob(f"**/{split}-*.parquet"))
+    if not parts:
+        raise FileNotFoundError(f"{folder / split}.jsonl: not found (nor a parquet); this set may "
+                                f"have no {split} split")
+    homes = sorted({str(p.parent) for p in parts})
+    if len(homes) > 1:
+        raise ValueError(f"{folder}: {split} is in several folders; choose one: {', '.join(homes)}")
+    count = re.search(r"-of-([0-9]+)", parts[0].name)
+    if count and int(count[1]) != len(parts):
+        raise ValueError(f"{parts[0]}: {len(parts)} of {int(count[1])} parts are here; get the "
+                         "others")
+    return parts
+
+
+def graded(paths):
+    """The rows of the files; those without an answer are left out, and counted on stderr."""
+    rows = [row_of(raw, where) for path in paths for where, raw in read_rows(path)]
+    graded = [row for row in rows if row["answer"]]
+    if not graded:
+        raise ValueError(f"{paths[0]}: no rows with an answer")
+    if len(graded) < len(rows):
+        print(f"{paths[0]}: {len(rows) - len(graded)} of {len(rows)} rows have an empty answer, or "
+              "a solution without \\boxed{}, and are left out", file=sys.stderr)
+    return graded
+
+
+def row_of(raw, where):
+    def first(*columns):
+        return next((raw[k] for k in columns if raw.get(k) is not None), None)
+
+    question, answer = first("question", "problem", "prompt"), first("answer", "solution")
+    asked = isinstance(question, str) and question.strip()
+    if not asked or type(answer) not in (str, int, float):
+        raise ValueError(f"{where}: needs question and answer (or problem and answer, or prompt "
+                         "and solution) as text")
+    if "ids" in raw:
+        raise ValueError(f"{where}: a column is called ids, as a prompt's tokens are here; rename "
+                         "it")
+    if type(rate := raw.get("llama8b_solve_rate")) not in (int, float, type(None)):
+        raise ValueError(f"{where}: llama8b_solve_rate {shown(rate)} must be a number")
+    answer = str(answer)
+    if "####" in answer:  # GSM8K: the worked solution, then "#### 72"
+        answer = answer.rsplit("####", 1)[1]
+    elif raw.get("answer") is None and (box := last_boxed(answer)) is not None:
+        answer = box
+    elif raw.get("answer") is None and (raw.get("prompt") != question or WORKED.search(answer)):
+        answer = ""  # a worked solution without its answer; beside a prompt it may be the answer
+    return {**raw, "question": question, "answer": answer.strip()}
+
+
+def read_rows(path):
+    """("file, row n", its columns) of each row."""
+    if path.suffix.lower() != ".parquet":
+        return read_jsonl(path)
+    import numpy
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+        rows = table.to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: not a parquet file ({e})") from None
+    for name in [field.name for field in table.schema if field.type == pyarrow.float32()]:
+        for raw in rows:  # 0.1, not the 0.10000000149 that float32 holds
+            raw[name] = raw[name] and float(str(numpy.float32(raw[name])))
+    # pandas writes NaN where there is nothing
+    return [(f"{path}, row {i}", {k: None if v != v else v for k, v in raw.items()})
+            for i, raw in enumerate(rows, 1)]
+
+
+def set_levels(rows):
+    """Big-Math has no level, only the rate at which an 8B model solves the row: level 5 is the
+    lowest fifth of the rates. MATH's levels read "Level 5"; numbers may be text."""
+    for row in rows:
+        if m := re.fullmatch("(?:Level )?([1-9][0-9]{0,3})", str(row.get("level"))):
+            row["level"] = int(m[1])
+    rates = [row.get("llama8b_solve_rate") for row in rows]
+    known = sorted(r for r in rates if r is not None)
+    if not known:
+        return
+    edges = [known[-(-len(known) * k // 5) - 1] for k in range(1, 5)]
+    for row, rate in zip(rows, rates, strict=True):
+        if row.get("level") is None:
+            row["level"] = None if rate is None else 5 - sum(rate > edge for edge in edges)
+
+
+def from_hub(place, split):
+    """The files of a split of owner/name on the hub, or of owner/name/folder, downloaded once."""
+    import huggingface_hub
+
+    owner, name, *folders = place.split("/")
+    under = "".join(f"{folder}/" for folder in folders)
+    wanted = [f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")]
+    try:
+        home = huggingface_hub.snapshot_download(f"{owner}/{name}", repo_type="dataset",
+                                                 allow_patterns=wanted)
+    except Exception as e:  # the hub's errors share no base class
+        raise ConnectionError(
+            f"--data {place}: not here, and the hub did not give it ({cause(e)}); pass a local "
+            f"folder with {split}.jsonl, as ./{name}") from None
+    return find_split(Path(home) / under, split)
+
+
+def texts(path):
+    """The texts of a file: question and answer of each row of a .jsonl (or its "text"), else the
+    file as one text."""
+    path = text_file(path)
+    if path.suffix.lower() != ".jsonl":
+        return [decode(path.read_bytes(), path)]
+    out = []
+    for where, row in read_jsonl(path, {"text": str}):
+        text, question, answer = map(row.get, ("text", "question", "answer"))
+        if text is None and not (isinstance(question, str) and isinstance(answer, str | int)):
+            raise ValueError(f'{where}: needs "text", or "question" and "answer"')
+        out.append(f"{question}\n{answer}" if text is None else text)
+    return out
+
+
+
+def calibration(path, folder, sequences=128, length=512):
+    """ids (sequences, length) long of calibration text in the checkpoint's own tokens; documents
+    follow one another, each ended by EOS. Without a file: worked arithmetic problems in the
+    checkpoint's chat template, as in the embedded task."""
+    tok = Tokenizer(folder)
+    if path is None:
+        rows = problems("train", 4096)
+        docs = (tok.prompt_ids(r["question"]) + tok.encode(solution(r)) for r in rows)
+    else:
+        docs = (tok.encode(t) for t in texts(path))
+    ids, want = [], sequences * length
+    for doc in docs:
+        ids += doc + tok.eos_ids[-1:]
+        if len(ids) >= want:
+            break
+    rows = min(sequences, len(ids) // length)
+    if rows < 1:
+        raise ValueError(f"--calib {path or 'by default'}: {len(ids)} tokens, fewer than one "
+                         f"sequence of {length}; give more text, or lower --length")
+    return torch.tensor(ids[: rows * length]).view(rows, length)
