@@ -112,7 +112,7 @@ def disabled(model):
     """The base model inside the `with`: every adapter off, restored on the way out."""
     layers = [m for _, m in lora_layers(model)]
     before = [m.enabled for m in layers]
-    norms = [(m, m.weight) for _, m in norms_of(model) if hasattr(m, "of_base")]
+    norms = [(m, m.weight) for m in model.modules() if hasattr(m, "of_base")]
     for m in layers:
         m.enabled = False
     for m, _ in norms:
@@ -126,19 +126,23 @@ def disabled(model):
             m.weight = weight
 
 
-def norms_of(model):
-    """[(PEFT's name, norm)] of the two norms of each block, which an adapter may replace."""
-    return [(f"base_model.model.model.layers.{i}.{name}.weight", block.get_submodule(name))
-            for i, block in enumerate(model.layers) for name in peft.NORMS]
+def norms_of(model, path=""):
+    """[(PEFT's name, norm)] of the two norms of each block of `model`, the module at `path`: an
+    adapter may have its own."""
+    return [(f"base_model.model.model.{at}.weight", m) for at, m in model.named_modules(prefix=path)
+            if at.rpartition(".")[2] in peft.NORMS]
 
 
 def own_norm(norm, weight=None):
-    """Give a norm a float32 weight (C,) of the adapter's, by default a copy of its own; the base's
-    is kept for `disabled`, in a tuple, so that it is no parameter."""
+    """Give a norm a weight (C,) of the adapter's, in float32, by default a copy of the base's; that
+    one is kept for `disabled`, in a tuple, so that it is no parameter. Returns the new one."""
     if not hasattr(norm, "of_base"):
         norm.of_base = (norm.weight,)
-    weight = (norm.weight if weight is None else weight).detach().to(norm.weight.device)
-    norm.weight = nn.Parameter(weight.float().clone(), norm.weight.requires_grad)
+    weight = norm.of_base[0] if weight is None else weight
+    device = norm.weight.device
+    norm.weight = nn.Parameter(weight.detach().to(device, torch.float32, copy=True),
+                               norm.weight.requires_grad)
+    return norm.weight
 
 
 # ---- PEFT's files
@@ -208,7 +212,7 @@ def load_adapter(model, folder):
         take_tensors(path, m, state)
     for name, m in norms_of(model):
         if name in state or hasattr(m, "of_base"):
-            own_norm(m, state.get(name, getattr(m, "of_base", (None,))[0]))
+            own_norm(m, state.get(name))
     return model
 
 

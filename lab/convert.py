@@ -187,9 +187,9 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
                     m = lora.LoRALinear(piece.get_submodule(name), rank, scaling)
                     lora.take_tensors(f"{path}.{name}", m, state)
                     piece.set_submodule(name, m)
-                for name, m in lora.norms_of(model):
-                    if name in state and name.split(".layers.")[1].split(".")[0] == path[7:]:
-                        lora.own_norm(m, state[name])
+                for name, norm in lora.norms_of(piece, path):
+                    if name in state:
+                        norm.weight.copy_(state[name])
                 adapted = piece(adapted, *rope)
                 for name in PROJECTIONS:
                     piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))

@@ -60,9 +60,10 @@ def read_config(path):
     config = read_json(path, {"r": (int, 1, 4096), "lora_alpha": (float, 1e-6, 1e6),
                               "use_rslora": bool, **dict.fromkeys(PATTERNS, dict),
                               "modules_to_save": list}, ["r", "lora_alpha"])
-    ours = {"modules_to_save"} * (not set(map(str, config.get("modules_to_save") or [])) - {*NORMS})
+    norms_alone = {*map(str, config.get("modules_to_save") or [])} <= {*NORMS}
+    read = {*FREE, *PATTERNS, "modules_to_save"} if norms_alone else {*FREE, *PATTERNS}
     refused = [f"{k} = {v!r:.80}" for k, v in config.items()
-               if k not in {*FREE, *PATTERNS, *ours} and v and v not in PLAIN.get(k, ())]
+               if k not in read and v and v not in PLAIN.get(k, ())]
     if refused:
         raise ValueError(f"{path}: only plain LoRA is supported, this adapter has "
                          f"{', '.join(refused)}")
