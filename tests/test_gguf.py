@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from plumbing.tokenizer import Tokenizer
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import data
 import model as M
 from lab import convert
 
@@ -163,7 +164,7 @@ def test_the_tokenizer_splits_as_the_models_own_does(tmp_path, make, pre, ids):
     tensors["token_embd.weight"] = np.zeros((263 + 9, 32), np.float32)
     fields |= tokenizer_fields(263 + 9, pre)
     convert.rewrite_body([str(make(fields, tensors)), "--out", str(tmp_path / "out")])
-    tok, (tokens, _) = data.Tokenizer(tmp_path / "out"), vocabulary(0)
+    tok, (tokens, _) = Tokenizer(tmp_path / "out"), vocabulary(0)
     assert tok.encode("12 1hel") == [tokens.index(t) for t in ids]
     assert tok.encode("<|im_start|>hel<|im_end|>") == [261, tokens.index("hel"), 262]
     assert tok.decode(tok.encode("naïve ñ 🙂\n")) == "naïve ñ 🙂\n"
