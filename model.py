@@ -2,7 +2,7 @@
 Qwen2.5 in plain PyTorch: the model that everything else swaps modules into.
 
 The forward pass is Qwen2.5's (RMSNorm, RoPE, grouped-query attention with QKV bias, SwiGLU). Two
-families differ by a flag: Llama-shaped configs drop the bias; Qwen3 drops it and normalises each
+families differ by a flag: Llama and Mistral drop the bias; Qwen3 drops it and normalises each
 head of q and k. Two things differ from the textbook: q,k,v are one matrix and gate,up are one
 matrix, for speed; and each RMSNorm carries a `noise` vector that is zero unless aqn.py writes to
 it. Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules.
@@ -10,8 +10,7 @@ it. Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules.
 From top to bottom: the modules, the KV cache, the log-probs of tokens, checkpoints in and out.
 `model.fast` is None, or what fast.install has put there: faster functions with the same results.
 
-Left out: sliding windows, rope scaling, mixture of experts. A config that asks for them is an
-error, not ignored.
+Left out: sliding windows, mixture of experts. A config that asks for them is an error, not ignored.
 
     model = load("Qwen/Qwen2.5-0.5B-Instruct", device="cuda", quant="nvfp4")
     logits = model(torch.tensor([[1, 2, 3]], device="cuda"))
@@ -22,7 +21,7 @@ size, S cached positions, V vocabulary, N and K outputs and inputs of a linear.
 import copy
 from dataclasses import dataclass
 
-from plumbing import checkpoint
+from plumbing import checkpoint, layouts
 
 import numpy as np
 import torch
@@ -52,6 +51,7 @@ class Config:
     qk_norm: bool = False
     max_position_embeddings: int = 32768
     quantization: dict | None = None
+    rope_scaling: tuple | None = None  # see rope_tables
 
 
 class RMSNorm(nn.Module):
@@ -137,11 +137,16 @@ def to_device(values, device, dtype=torch.long):
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
-def rope_tables(pos, dim, theta):
-    """cos, sin of the rotary angles at pos (any shape), float32, shape (*pos, D/2)."""
-    freq = theta ** (-torch.arange(0, dim, 2, device=pos.device, dtype=torch.float32) / dim)
+def rope_tables(pos, c):
+    """cos, sin of the rotary angles at pos (any shape), float32, shape (*pos, D/2); c: a Config."""
+    pair = torch.arange(c.head_dim // 2, device=pos.device, dtype=torch.float32)
+    freq, gain = c.rope_theta ** (-2 * pair / c.head_dim), 1.0  # (D/2,)
+    if c.rope_scaling:  # a longer context: slow pairs turn `factor` times slower, fast ones do not
+        factor, by_frequency, slow, fast, gain = c.rope_scaling
+        keep = (((freq if by_frequency else pair) - slow) / (fast - slow)).clamp(0, 1)
+        freq = freq * (keep + (1 - keep) / factor)
     angle = pos[..., None].float() * freq
-    return angle.cos(), angle.sin()
+    return angle.cos() * gain, angle.sin() * gain
 
 
 def apply_rope(x, cos, sin):
@@ -255,8 +260,7 @@ class Transformer(nn.Module):
 
     def rope(self, pos):
         """cos, sin (B, 1, T, D/2) for tokens at positions pos (B, T)."""
-        tables = rope_tables(pos, self.config.head_dim, self.config.rope_theta)
-        return [t[:, None] for t in tables]
+        return [t[:, None] for t in rope_tables(pos, self.config)]
 
     def hidden(self, ids, cache=None):
         """ids (B, T) -> final-normed hidden states (B, T, C).
@@ -415,15 +419,16 @@ def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
     projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
     so in its config.json). dtype None: as stored. ends: the device of embedding, norm and head, if
     not `device`. ValueError at the end if tensors are left that fit nowhere."""
+    fmt = source.check_format(quant, nvfp4.FORMATS)
     for piece in pieces(model.config):
         place = device if piece.startswith("layers.") else ends or device
         for path, m in list(model.get_submodule(piece).named_modules(prefix=piece)):
             if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or the user's own
                 m.noise = torch.zeros_like(noise, device=place)
             if path.endswith("_proj"):
-                model.set_submodule(path, read_linear(m, path, source, quant, dtype, place))
+                model.set_submodule(path, read_linear(m, path, source, quant, fmt, dtype, place))
             elif hasattr(m, "weight"):
-                w = source.get(weight_name(path), m.weight.shape, dtype, place)
+                w = read_weight(source, weight_name(path), m.weight.shape, dtype, place)
                 m.weight = nn.Parameter(w, requires_grad=False)
         if piece == "embed" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.embed.weight
@@ -439,29 +444,36 @@ def weight_name(path):
     return f"model.{path}.weight".replace(".attn.", ".self_attn.")
 
 
-def read_linear(m, path, source, quant, dtype, device):
+def read_weight(source, name, shape, dtype, device):
+    """The 16-bit weight `name`. A head that is stored in four bits, and a projection that is while
+    others of its fused linear are not, are dequantized."""
+    projection, (n, *K) = name.removesuffix(".weight"), shape
+    if not source.is_packed(projection):
+        return source.get(name, shape, dtype, device)
+    dtype = dtype or torch.bfloat16
+    q = source.packed({projection: n}, *K, device, into=dtype)
+    return nvfp4.Quantized(source.layout.fmt, shape, *q).dequantize().to(dtype)
+
+
+def read_linear(m, path, source, quant, fmt, dtype, device):
     """The linear for the fused projection at `path` (its shape is that of the meta Linear `m`), its
-    parts read in row order.
+    parts read in row order. fmt: the format that the checkpoint is stored in, or None.
 
     Weights are rounded to `quant` from what is stored, whatever `dtype` is: so an adapter meets the
     same four bits on all devices, in a converted checkpoint and in a merge. From a checkpoint that
     is quantized already they are taken unchanged, and a projection that it left in 16 bits stays a
     Linear."""
-    K, fmt = m.shape[1], source.check_format(quant, nvfp4.FORMATS)
+    K, bias = m.shape[1], None
     names = {f"{prefix(path)}.{part}": n for part, n in m.parts.items()}
-    bias = None
     if m.bias is not None:
         bias = torch.cat([source.get(f"{name}.bias", (n,), dtype, device)
                           for name, n in names.items()])
-    if fmt and not all(f"{name}.weight" in source for name in names):
-        parts = [source.packed(name, n, K, fmt, nvfp4.FORMATS[fmt], device)
-                 for name, n in names.items()]
-        codes, scale, top = (torch.cat(columns) for columns in zip(*parts, strict=True))
-        scale = scale.view(nvfp4.FORMATS[fmt].scale_dtype)
-        return nvfp4.QuantLinear(nvfp4.Quantized(fmt, m.shape, codes, scale, top), m.parts, bias)
+    if all(map(source.is_packed, names)):
+        q = nvfp4.Quantized(fmt, m.shape, *source.packed(names, K, device))
+        return nvfp4.QuantLinear(q, m.parts, bias)
     rounds = quant != "none" and not fmt
-    weight = torch.cat([source.get(f"{name}.weight", (n, K), None if rounds else dtype, device)
-                        for name, n in names.items()])
+    weight = torch.cat([read_weight(source, f"{name}.weight", (n, K), None if rounds else dtype,
+                                    device) for name, n in names.items()])
     if rounds:
         return nvfp4.QuantLinear(nvfp4.quantize(weight, quant, path), m.parts, bias)
     m.weight = nn.Parameter(weight, requires_grad=False)
@@ -482,7 +494,7 @@ def tensors(piece, path=""):
                 if m.q is None:
                     yield f"{name}.weight", m.base.weight[rows]
                 else:
-                    yield from checkpoint.packed_tensors(name, m.q, rows)
+                    yield from layouts.tensors(name, m.q, rows)
                 if m.bias is not None:
                     yield f"{name}.bias", m.bias[rows]
         elif isinstance(m, nn.Embedding):

@@ -25,7 +25,7 @@ import sys
 import warnings
 from dataclasses import dataclass, field
 
-from plumbing import checkpoint, command, datasets, flags, policy
+from plumbing import checkpoint, command, datasets, flags, layouts, policy
 from plumbing.tokenizer import Tokenizer
 
 import torch
@@ -346,7 +346,7 @@ def load_policy(args):
     stored = checkpoint.read_config(folder)["quantization"]
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
-                         f"--quant {checkpoint.packed_format(stored, folder)}")
+                         f"--quant {layouts.packed_format(stored, folder)}")
     tok, text = Tokenizer(folder), None
     # a quantized one already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):

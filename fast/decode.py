@@ -346,7 +346,7 @@ class Step:
         self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
         self.inverse_temperature = torch.ones(1, device=dev)
         c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
-        self.cos, self.sin = rope_tables(places, c.head_dim, c.rope_theta)  # (tokens, D/2)
+        self.cos, self.sin = rope_tables(places, c)  # (tokens, D/2)
         self.embed, self.head = model.embed.weight, model.lm_head.weight
         linears = [StepLinear(m, self.dtype) for _, m in projections(model)]  # four a block
         self.layers = [linears[i : i + 4] for i in range(0, len(linears), 4)]

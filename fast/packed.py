@@ -290,7 +290,7 @@ def end_to_end(rows, slots=None, of=None):
 
 
 def tables(config, longest, device):
-    return rope_tables(torch.arange(longest, device=device), config.head_dim, config.rope_theta)
+    return rope_tables(torch.arange(longest, device=device), config)
 
 
 LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its WideLinears}

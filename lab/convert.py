@@ -1,6 +1,6 @@
 """
 Commands that stream a checkpoint's blocks (model.stream): quantize it, plain or with AWQ; merge an
-adapter into it; count what formats cost.
+adapter into it; count what formats cost; make a folder of a GGUF file or of .bin files.
 
 All take one block at a time, from disk to the device, changed, into the new checkpoint: they need
 memory for one block, the embedding and the head, and one shard of the output. `python nvfp4.py` and
@@ -9,18 +9,20 @@ memory for one block, the embedding and the head, and one shard of the output. `
     python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --awq --out qwen-3b-nvfp4/
     python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
     python lora.py --merge --model qwen-3b-nvfp4/ --adapter runs/x/adapter --out merged/
+    python lab/convert.py qwen2.5-3b-instruct-q4_k_m.gguf --out qwen-3b/
 
 Shapes: B rows, T tokens, C hidden.
 """
 import argparse
 import math
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import checkpoint, command, datasets, flags, policy
+from plumbing import checkpoint, command, datasets, flags, gguf, policy
 from plumbing.files import file_digest
 
 import torch
@@ -185,6 +187,9 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
                     m = lora.LoRALinear(piece.get_submodule(name), rank, scaling)
                     lora.take_tensors(f"{path}.{name}", m, state)
                     piece.set_submodule(name, m)
+                for name, norm in lora.norms_of(piece, path):
+                    if name in state:
+                        norm.weight.copy_(state[name])
                 adapted = piece(adapted, *rope)
                 for name in PROJECTIONS:
                     piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))
@@ -199,6 +204,19 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     same = (logits.argmax(-1) == adapted.argmax(-1)).float().mean().item()
     return {"max": gap.max().item(), "mean": gap.mean().item(), "same_top": same,
             "adapter_max": (adapted - plain).abs().max().item()}
+
+
+def rewrite(source, folder, out, dtype=None):
+    """Write the tensors of `source`, a checkpoint.Checkpoint, in `dtype` (None: as stored) as a
+    safetensors folder `out`, with what lies beside them in `folder`. ValueError unless they are
+    those of the model that folder/config.json describes."""
+    model = qwen.skeleton(qwen.read_config(folder))
+    with checkpoint.Writer(out, folder) as writer:
+        for path in qwen.stream(model, source, dtype=dtype):
+            for name, tensor in qwen.tensors(model.get_submodule(path), path):
+                writer.add(name, tensor)
+            if path.startswith("layers."):
+                model.layers[int(path.split(".")[1])] = None
 
 
 # ---- the commands
@@ -295,12 +313,33 @@ def merge_body(argv):
           "It is used by --quant none, the default that eval.py and sample.py have for it")
 
 
+def rewrite_body(argv):
+    p = command.Parser("lab/convert.py",
+                       description="Make a checkpoint folder of a GGUF file, or of .bin files.")
+    p.add_argument("source", help="a .gguf file, or a folder with pytorch_model.bin")
+    p.add_argument("--out", required=True, help="folder to write; must not exist")
+    p.add_argument("--tokenizer", help="folder with the model's tokenizer.json, for a GGUF file "
+                                       "(default: made of what the file says)")
+    args = p.parse_args(argv)
+    if Path(args.source).is_dir():
+        rewrite(gguf.Bins(args.source), args.source, args.out)
+    else:
+        source = gguf.Gguf(args.source)
+        with tempfile.TemporaryDirectory() as folder:
+            source.write_config(Path(folder), args.tokenizer)
+            rewrite(source, folder, args.out, torch.bfloat16)
+    print(f"{args.out}: 16 bits; train.py --model {args.out} rounds it while it loads")
+
+
 def main(what, argv):
-    """`what`: quantize (the flags of nvfp4.py) or merge (of lora.py)."""
+    """`what`: quantize (the flags of nvfp4.py), merge (of lora.py) or convert (of this file)."""
     if what == "merge":
         return command.run("lora.py", lambda: merge_body(argv))
+    if what == "convert":
+        return command.run("lab/convert.py", lambda: rewrite_body(argv))
     return command.run("nvfp4.py", lambda: quantize_body(quantize_args(argv)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    other = sys.argv[1:2] in (["quantize"], ["merge"])  # nvfp4.py and lora.py start this file
+    sys.exit(main(*(sys.argv[1], sys.argv[2:]) if other else ("convert", sys.argv[1:])))

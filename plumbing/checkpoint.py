@@ -1,39 +1,23 @@
 """
-Checkpoints as files: the hub, sharded safetensors in Hugging Face layout, and how four-bit weights
-are stored in them. What config.json says is in config.py; model.py makes a model of the tensors
+Checkpoints as files: the hub, and sharded safetensors in Hugging Face layout. What config.json says
+is config.py's, how four-bit weights are stored layouts.py's; model.py makes a model of the tensors
 (`load`, `stream`) and gives them back (`tensors`).
-
-NVFP4 and MXFP4 are stored as compressed-tensors does it (formats `nvfp4-pack-quantized` and
-`mxfp4-pack-quantized`, weights only, "W4A16"), so that other engines can serve them. Each original
-projection, q, k and v apart, becomes
-
-    weight_packed        uint8 (N, K/2)   two E2M1 codes a byte, the even column in the low nibble
-    weight_scale         NVFP4: float8_e4m3fn (N, K/16); MXFP4: uint8 (N, K/32), the exponent + 127
-    weight_global_scale  NVFP4 only: float32 (1,), the *reciprocal*:
-                         w_hat = value[code] * weight_scale / weight_global_scale
-
-and config.json gets a `quantization_config`; lm_head and embeddings stay in 16 bits.
-compressed-tensors has no NF4, so the layout of formats with a codebook is our own (quant_method
-`qerl`, which makes other tools refuse rather than misread): weight_packed as above with codebook
-indices, weight_scale float32 (N, K/block), a block's absmax over the codebook's last value.
-
-Left out: quantized activations (W4A4) and KV caches; asymmetric zero points; bitsandbytes' NF4.
 
     source = Checkpoint(fetch("Qwen/Qwen2.5-3B-Instruct"))
     w = source.get("model.norm.weight", (2048,))
     with Writer("out/", folder, fmt="nvfp4", format=FORMATS["nvfp4"]) as writer:
         writer.add("model.norm.weight", w)
-
-Shapes: N rows of one projection, K columns.
 """
 import contextlib
 import hashlib
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 
-from plumbing.config import packed_format, quantization_config, read_config
+from plumbing import layouts
+from plumbing.config import read_config
 from plumbing.files import TINY, beside, cause, check_out, read_json, whole, write_json
 
 import torch
@@ -61,6 +45,9 @@ def fetch(path_or_hub_id, weights=True):
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        raise ValueError(f"--model {name}: a GGUF file; make a checkpoint folder of it first: "
+                         f"python lab/convert.py {name} --out DIR")
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
                                 "hub id")
@@ -70,8 +57,9 @@ def fetch(path_or_hub_id, weights=True):
 
     wanted = ["config.json"]
     if weights:
-        wanted += ["generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                   "chat_template.jinja", "model*.safetensors", "model.safetensors.index.json"]
+        wanted += ["hf_quant_config.json", "generation_config.json", "tokenizer.json",
+                   "tokenizer_config.json", "chat_template.jinja", "model*.safetensors",
+                   "model.safetensors.index.json"]
     try:
         DOWNLOADED[name, weights] = Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as e:  # the client raises many kinds: no network, no repository, no access
@@ -100,6 +88,11 @@ class Checkpoint:
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
+            for other in sorted([*self.folder.glob("pytorch_model*.bin"),
+                                 *self.folder.glob("*.gguf")]):
+                what = other if other.suffix == ".gguf" else self.folder
+                raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; make a "
+                                 f"folder of those first: python lab/convert.py {what} --out DIR")
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
                                     "there; is the download complete?")
         for shard in sorted(set(self.where.values())):
@@ -110,6 +103,7 @@ class Checkpoint:
             raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
                              f"older, and {index.name} if that is the shards")
         self.unused, self.files = set(self.where), {}
+        self.layout, self.dense = None, {}  # of four bits; {what was dequantized: dtype}
 
     def _open(self, shard):
         try:
@@ -136,24 +130,36 @@ class Checkpoint:
         except SafetensorError as e:
             raise ValueError(f"{self.folder / shard}: cannot read {name} ({e})") from None
 
-    def get(self, name, shape=None, dtype=None, device="cpu"):
-        """The tensor `name`, checked against `shape`, cast to `dtype` on the CPU side if that
-        makes it smaller to move."""
+    def take(self, name, shape=None):
+        """The tensor `name` as stored, checked against `shape`; it counts as used."""
         t, shard = self.read(name), self.where[name]
         if shape is not None and tuple(t.shape) != tuple(shape):
             raise ValueError(f"{self.folder / shard}: {name} has shape {tuple(t.shape)}, "
                              f"config.json asks for {tuple(shape)}")
         self.unused.discard(name)
-        weight = name.endswith((".weight", ".bias"))  # not the codes and scales of four bits
-        if weight and t.dtype not in FLOATS:
+        return t
+
+    def get(self, name, shape=None, dtype=None, device="cpu"):
+        """The weight or bias `name`, checked, cast to `dtype` on the CPU side if that makes it
+        smaller to move."""
+        t, shard = self.take(name, shape), self.where[name]
+        if t.dtype not in FLOATS:
             raise ValueError(f"{self.folder / shard}: {name} is stored as {t.dtype}; weights of 16 "
                              "or 32 bits, or of the formats of --quant, can be read")
         t = t.to(device=device, dtype=dtype or t.dtype)
         # minimum and maximum show NaN and inf, at a twentieth of the cost of testing each number
-        if weight and not torch.stack(t.aminmax()).isfinite().all():
+        if not torch.stack(t.aminmax()).isfinite().all():
             raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; the checkpoint is "
                              "damaged, download it again")
         return t
+
+    def stored(self, name, shape, dtype, device="cpu"):
+        """The codes or scales `name`, checked: casting them would change them."""
+        t = self.take(name, shape)
+        if t.dtype != dtype:
+            raise ValueError(f"{self.folder}: {name} is stored as {t.dtype}, config.json asks for "
+                             f"{dtype}")
+        return t.to(device)
 
     # ---- what model.stream asks
 
@@ -161,44 +167,32 @@ class Checkpoint:
         """The four-bit format that the weights are stored in, None for 16 bits; ValueError if
         `quant` is another one."""
         raw = read_config(self.folder)["quantization"]
-        stored = raw and packed_format(raw, self.folder, formats)
-        if stored and quant not in ("none", stored):
+        if not raw:
+            return None
+        self.layout = layouts.layout_of(raw, self.folder, formats)
+        stored = self.layout.fmt
+        self.format = formats[stored]
+        if quant not in ("none", stored):
             raise ValueError(f"--quant {quant}: {self.folder} is quantized to {stored} already; "
                              f"use --quant {stored}")
+        if layouts.quantizes_activations(raw):
+            print(f"{self.folder}: its weights are read as they are; activations and the KV cache, "
+                  "which it would quantize too, stay in 16 bits", file=sys.stderr)
         return stored
 
-    def packed(self, name, n, K, fmt, format, device):
-        """(codes (n, K/2), scale (n, K/block) as bytes or float32, global scale (n,)) of the
-        projection `name`, checked; format: what `fmt` is, an nvfp4.Format."""
-        if K % format.block:
-            raise ValueError(f"{self.folder}: {name} has K = {K}, not divisible by {fmt}'s block "
-                             f"of {format.block}")
-        codes = self.stored(f"{name}.weight_packed", (n, K // 2), torch.uint8, device)
-        scale = self.stored(f"{name}.weight_scale", (n, K // format.block), format.scale_dtype,
-                            device)
-        bits = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-        valid = {"nvfp4": bits < 127, "mxfp4": bits < 253}.get(fmt, (bits >= 0) & (bits < 1e38))
-        if not valid.all():
-            raise ValueError(f"{self.folder}: {name}.weight_scale holds negative numbers, NaN or "
-                             "inf; the checkpoint is damaged")
-        top = torch.ones((), device=device)
-        if fmt == "nvfp4":
-            name = f"{name}.weight_global_scale"
-            shape = () if name in self and self.get(name).dim() == 0 else (1,)
-            top = 1 / self.stored(name, shape, torch.float32, device).squeeze()
-            if not 0 < top < 1e34:  # 6 * 448 times that is still finite
-                raise ValueError(f"{self.folder}: {name} is not a positive number; the "
-                                 "checkpoint is damaged")
-        return codes, bits, top.expand(n)
+    def is_packed(self, name):
+        """Whether the projection or head `name` is stored in four bits. A quantized checkpoint may
+        leave some in 16."""
+        marks = {self.layout.codes, self.layout.scale} - {"weight"} if self.layout else ()
+        return any(f"{name}.{mark}" in self for mark in marks)
 
-    def stored(self, name, shape, dtype, device):
-        """`get` that also insists on the stored type: casting codes or scales would change
-        them."""
-        t = self.get(name, shape, device=device)
-        if t.dtype != dtype:
-            raise ValueError(f"{self.folder}: {name} is stored as {t.dtype}, config.json asks for "
-                             f"{dtype}")
-        return t
+    def packed(self, names, K, device, into=None):
+        """(codes, scale, global scale) of the projections names, {name: rows}, stacked, for an
+        nvfp4.Quantized. into: the dtype that they will be dequantized to, which is printed."""
+        parts = [layouts.read(self, self.layout, self.format, name, n, K, device)
+                 for name, n in names.items()]
+        self.dense |= dict.fromkeys(names, into) if into else {}
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def check_tied_head(self, embedding):
         """ValueError if a head is stored beside the embedding that it is tied to, and differs: a
@@ -210,19 +204,17 @@ class Checkpoint:
                                  "config.json ties it to; set tie_word_embeddings to false")
 
     def check_all_used(self):
-        unused = sorted(n for n in self.unused if not n.endswith("rotary_emb.inv_freq"))
+        """ValueError if tensors are left that fit nowhere; prints what was dequantized."""
+        free = ("rotary_emb.inv_freq", *layouts.OF_ACTIVATIONS * bool(self.layout))
+        unused = sorted(n for n in self.unused if not n.endswith(free))
         if unused:
             raise ValueError(f"{self.folder}: {len(unused)} tensors fit nowhere in this model, the "
                              f"first is {unused[0]}")
-
-
-def packed_tensors(name, q, rows):
-    """Yields (name, tensor) of one projection as a checkpoint stores it: `rows` of the quantized
-    weight q in which it is stacked."""
-    yield f"{name}.weight_packed", q.codes[rows]
-    yield f"{name}.weight_scale", q.scale[rows]
-    if q.fmt == "nvfp4":
-        yield f"{name}.weight_global_scale", 1 / q.global_scale[rows][:1]
+        if self.dense:
+            (name, into), *more = self.dense.items()
+            print(f"{self.folder}: {name}{f' and {len(more)} more' * bool(more)} lie in four bits "
+                  f"as the head or beside parts in 16, and are dequantized to {into}",
+                  file=sys.stderr)
 
 
 def fingerprint(path_or_hub_id):
@@ -235,6 +227,8 @@ def fingerprint(path_or_hub_id):
     folder = fetch(path_or_hub_id)
     config, source = read_config(folder), Checkpoint(folder)
     fields = config | {"quantization": None, "max_position_embeddings": 0}  # length does not matter
+    if config["rope_scaling"] is None:  # as it was before there was this field
+        del fields["rope_scaling"]
     shape = f"Config({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
 
     def some(name, few=4096):
@@ -251,7 +245,7 @@ def fingerprint(path_or_hub_id):
     C, stored = config["hidden_size"], "none"
     ends = some("model.norm.weight", C) + some("model.embed_tokens.weight", 64 * C)
     if config["quantization"]:
-        stored = packed_format(config["quantization"], folder)
+        stored = layouts.packed_format(config["quantization"], folder)
     norms = [told for name, told in each if name.endswith("layernorm.weight")]
     return {"base": digest(ends), "norms": digest(repr(norms).encode()),
             "weights": f"{stored}:{digest(f'({each!r}, {shape})'.encode())}"}
@@ -266,6 +260,9 @@ class RandomCheckpoint:
 
     def check_format(self, quant, formats):
         return None
+
+    def is_packed(self, name):
+        return False
 
     def check_tied_head(self, embedding):
         pass
@@ -355,6 +352,6 @@ class Writer:
         if self.dtype:  # other tools read the tensors as this dtype
             raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype
         if self.fmt:
-            raw["quantization_config"] = quantization_config(self.fmt, self.format)
+            raw["quantization_config"] = layouts.quantization_config(self.fmt, self.format)
         write_json(self.partial / "config.json", raw)
         self.partial.rename(self.out)

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from plumbing import checkpoint
+from plumbing import checkpoint, layouts
 from plumbing.files import read_json
 
 import pytest
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import model as M
 from lab import convert
-from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize, pack
+from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize, pack, quantize
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
@@ -42,7 +42,7 @@ def test_packing_by_hand():
     codes = torch.tensor([[1, 2, 15, 0] + [0] * 11 + [8]], dtype=torch.uint8)
     scale = torch.tensor([[1.5]]).to(torch.float8_e4m3fn)
     q = Quantized("nvfp4", (1, 16), pack(codes), scale, torch.tensor([0.25]))
-    out = dict(checkpoint.packed_tensors("model.layers.0.self_attn.o_proj", q, slice(0, 1)))
+    out = dict(layouts.tensors("model.layers.0.self_attn.o_proj", q, slice(0, 1)))
     name = "model.layers.0.self_attn.o_proj.weight"
     assert out[f"{name}_packed"].tolist() == [[0x21, 0x0F, 0, 0, 0, 0, 0, 0x80]]
     assert out[f"{name}_scale"].view(torch.uint8).tolist() == [[0x3C]]
@@ -74,14 +74,15 @@ def test_a_width_that_is_no_whole_number_of_blocks_is_named():
     """Its last weights would have no scale."""
     source = checkpoint.Checkpoint(FIXTURES / "compressed_nvfp4")
     with pytest.raises(ValueError, match="compressed_nvfp4: o_proj has K = 24, not divisible by nvfp4's block of 16"):
-        source.packed("o_proj", 8, 24, "nvfp4", FORMATS["nvfp4"], "cpu")
+        source.check_format("none", FORMATS)
+        source.packed({"o_proj": 8}, 24, "cpu")
 
 
 @pytest.mark.parametrize("name,fmt", [("compressed_nvfp4", "nvfp4"), ("compressed_mxfp4", "mxfp4")])
 def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
     """Serving engines pick their kernel by these fields."""
     theirs = json.loads((FIXTURES / name / "config.json").read_text())["quantization_config"]
-    ours = checkpoint.quantization_config(fmt, FORMATS[fmt])
+    ours = layouts.quantization_config(fmt, FORMATS[fmt])
     for field in ("quant_method", "format", "ignore", "quantization_status", "kv_cache_scheme"):
         assert ours[field] == theirs[field]
     a, b = ours["config_groups"]["group_0"], theirs["config_groups"]["group_0"]
@@ -283,6 +284,205 @@ def test_a_projection_left_in_16_bits_stays_a_plain_linear(tmp_path):
     assert (model(IDS) - M.load(folder, quant="nvfp4")(IDS)).abs().max() > 0
 
 
+# ---- the layouts of others
+
+
+EXPECTED = FIXTURES / "compressed_nvfp4" / "expected.safetensors"
+
+
+def as_modelopt(state, activations=True):
+    """compressed-tensors' NVFP4 under modelopt's names: the tensor's scale as it is, the codes in `weight`."""
+    out = {}
+    for name, t in state.items():
+        if name.endswith("weight_global_scale"):
+            out[name.replace("weight_global_scale", "weight_scale_2")] = (1 / t).squeeze()
+            if activations:
+                out[name.replace("weight_global_scale", "input_scale")] = torch.tensor(0.01)
+        else:
+            out[name.replace("weight_packed", "weight")] = t
+    if activations:
+        out |= {f"model.layers.0.self_attn.{k}_proj.{k}_scale": torch.tensor(1.0) for k in "kv"}
+    return out
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+def test_modelopts_nvfp4_is_ours_under_other_names(tmp_path, capsys, algorithm, file):
+    """Its scale of the tensor taken for compressed-tensors' reciprocal: weights 1e6 times too small. Its first exports declare
+    themselves in a file of their own."""
+    four = algorithm == "NVFP4"
+    folder = declared(tmp_path / "q", FIXTURES / "compressed_nvfp4", lambda state: as_modelopt(state, four))
+    raw = json.loads((folder / "config.json").read_text())
+    found = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8" if four else None, "group_size": 16, "exclude_modules": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(
+        raw | {"quantization_config": {**found, "quant_method": "modelopt"} if file == "config.json" else None}))
+    if file != "config.json":
+        (folder / file).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": found}))
+    expected = load_file(EXPECTED)
+    model, want = (M.load(f, dtype=torch.float32) for f in (folder, FIXTURES / "compressed_nvfp4"))
+    assert (model(expected["ids"]) - expected["logits"]).abs().max() < 1e-4
+    assert all(torch.equal(a.dense(), b.dense()) for (_, a), (_, b) in zip(M.projections(model), M.projections(want), strict=True))
+    assert ("stay in 16 bits" in capsys.readouterr().err) == four
+    assert checkpoint.fingerprint(folder)["weights"].startswith("nvfp4:")
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_four_bit_activations_stay_in_16_bits_and_a_line_says_so(tmp_path, capsys, fmt):
+    """W4A4 of compressed-tensors, with a quantized cache: its weights are the same bytes."""
+    source = FIXTURES / f"compressed_{fmt}"
+
+    def more(state):
+        names = [n.removesuffix("weight_packed") for n in state if n.endswith("weight_packed")]
+        of_cache = {f"model.layers.0.self_attn.{k}_scale": torch.ones(1) for k in "kv"}
+        return state | {f"{n}input_global_scale": torch.ones(1) for n in names if fmt == "nvfp4"} | of_cache
+
+    folder = declared(tmp_path / "q", source, more, group={"input_activations": {"num_bits": 4, "dynamic": "local"}},
+                      kv_cache_scheme={"num_bits": 8})
+    assert torch.equal(M.load(folder)(IDS), M.load(source)(IDS))
+    said = capsys.readouterr().err
+    assert said.count("stay in 16 bits") == 1 and str(folder) in said
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "bitsandbytes"])
+def test_projections_that_others_left_in_16_bits_and_a_head_in_four(tmp_path, capsys, layout):
+    """k of a fused q, k, v, exempt by a recipe, and the head in four bits: "weight_packed is missing" sounded like a bad download.
+    What is fused with it is dequantized, exactly in float32."""
+    folder = base(tmp_path)
+    raw = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(raw))
+    plain = load_file(folder / "model.safetensors")
+    head = torch.randn(48, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    save_file(plain | {"lm_head.weight": head}, folder / "model.safetensors")
+    fmt = "nf4" if layout == "bitsandbytes" else "nvfp4"
+    convert.convert(folder, tmp_path / "q", fmt)
+    file, q = tmp_path / "q" / "model.safetensors", quantize(head, fmt)
+    state, name = load_file(file), "model.layers.1.self_attn.k_proj"
+    del state["lm_head.weight"]
+    state = {k: t for k, t in state.items() if not k.startswith(f"{name}.weight")} | {f"{name}.weight": plain[f"{name}.weight"]}
+    state |= dict(layouts.tensors("lm_head", q, slice(0, 48)))
+    if layout == "modelopt":
+        state = as_modelopt(state, False)
+        config = json.loads((tmp_path / "q" / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
+        (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    save_file(state, file)
+    want, model = M.load(folder, dtype=torch.float32, quant=fmt), M.load(tmp_path / "q", dtype=torch.float32)
+    qkv, rows = model.layers[1].attn.qkv_proj, [*want.layers[1].attn.qkv_proj.parts.values()]
+    a, b, c = want.layers[1].attn.qkv_proj.dense().split(rows)
+    assert torch.equal(qkv.weight, torch.cat([a, plain[f"{name}.weight"].float(), c])) and not torch.equal(b, plain[f"{name}.weight"])
+    assert torch.equal(model.lm_head.weight, dequantize(q))
+    assert isinstance(model.layers[0].attn.qkv_proj, QuantLinear) and isinstance(model.layers[1].attn.o_proj, QuantLinear)
+    assert "lm_head and 2 more" in (said := capsys.readouterr().err) and "dequantized to torch.float32" in said
+    assert torch.equal(M.load(tmp_path / "q").layers[1].attn.qkv_proj.weight, qkv.weight.bfloat16())
+
+
+def by_hand(w, double):
+    """bitsandbytes' tensors of a weight (N, K), computed as its documentation describes them."""
+    values = torch.tensor(FORMATS["nf4"].values)
+    blocks = w.float().reshape(-1, 64)  # of the flattened matrix
+    absmax = blocks.abs().amax(1)
+    codes = (blocks / absmax[:, None]).flatten()[:, None].sub(values).abs().argmin(1).to(torch.uint8)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(w.shape)}
+    out = {"": (codes[::2] * 16 + codes[1::2])[:, None], ".quant_map": values, ".absmax": absmax}
+    if double:
+        offset, table = absmax.mean(), torch.linspace(-1, 1, 256) ** 3
+        parts = (absmax - offset).split(4)
+        top = torch.stack([p.abs().max() for p in parts])
+        index = torch.cat([(p / t).sub(table[:, None]).abs().argmin(0) for p, t in zip(parts, top, strict=True)])
+        state |= {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": offset.item()}
+        out |= {".absmax": index.to(torch.uint8), ".nested_absmax": top, ".nested_quant_map": table}
+        absmax = torch.cat([table[i] * t for i, t in zip(index.split(4), top, strict=True)]) + offset
+    out[".quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    return out, (values[codes.int()].view(-1, 64) * absmax[:, None]).view(w.shape)
+
+
+def bitsandbytes(tmp_path, double):
+    """(a checkpoint as bitsandbytes saves it, {projection: its weight})."""
+    folder = shutil.copytree(base(tmp_path), tmp_path / "bnb")
+    state, weights = load_file(folder / "model.safetensors"), {}
+    for name in [n for n in state if n.endswith("_proj.weight")]:
+        found, weights[name] = by_hand(state.pop(name), double)
+        state |= {name + suffix: t.contiguous() for suffix, t in found.items()}
+    save_file(state, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double}
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    return folder, weights
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_bitsandbytes_nf4_is_read_to_the_last_bit(tmp_path, double):
+    """Nibbles unswapped, or the offset of the double quantization forgotten, is another model."""
+    folder, weights = bitsandbytes(tmp_path, double)
+    model = M.load(folder, dtype=torch.float32)
+    for path, m in M.projections(model):
+        assert isinstance(m, QuantLinear)
+        for part, w in zip(m.parts, m.dense().split([*m.parts.values()]), strict=True):
+            assert torch.equal(w, weights[f"{M.prefix(path)}.{part}.weight"]), path
+    assert torch.equal(M.load(folder, dtype=torch.float32, quant="nf4")(IDS), model(IDS))
+    state = load_file(folder / "model.safetensors")  # as trainers that shard a model ask for it
+    wide = {n: t.flatten().view(torch.bfloat16)[:, None] if n.endswith("_proj.weight") else t for n, t in state.items()}
+    save_file(wide, folder / "model.safetensors")
+    assert torch.equal(M.load(folder, dtype=torch.float32)(IDS), model(IDS))
+
+
+def test_a_scale_that_double_quantization_left_below_zero_is_no_damage(tmp_path):
+    """A block of zeros has one about half of the time: pruned models were refused."""
+    folder, name = bitsandbytes(tmp_path, True)[0], "model.layers.0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4"
+    state = load_file(folder / "model.safetensors")
+    lower = json.loads(bytes(state[name].tolist())) | {"nested_offset": 0.0}
+    state[name] = torch.tensor([*json.dumps(lower).encode()], dtype=torch.uint8)
+    save_file(state, folder / "model.safetensors")
+    assert (M.load(folder).layers[0].attn.qkv_proj.scale < 0).any()
+
+
+def test_our_nf4_is_in_bitsandbytes_layout(tmp_path):
+    """In a layout of our own transformers loaded it with random projections, and a warning."""
+    folder, _ = bitsandbytes(tmp_path, False)
+    convert.convert(tmp_path / "base", tmp_path / "q", "nf4")
+    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "q", folder))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+def test_nf4_in_the_layout_of_before_is_still_read(tmp_path):
+    """Its checkpoints are on people's disks."""
+    convert.convert(base(tmp_path), tmp_path / "q", "nf4")
+    want, state = M.load(tmp_path / "q")(IDS), {}
+    for path, m in M.projections(M.load(tmp_path / "q")):
+        for part, codes, scale in zip(m.parts, *(t.split([*m.parts.values()]) for t in (m.codes, m.scale)), strict=True):
+            name = f"{M.prefix(path)}.{part}"
+            state |= {f"{name}.weight_packed": codes.clone(), f"{name}.weight_scale": scale.clone()}
+    rest = {n: t for n, t in load_file(tmp_path / "q" / "model.safetensors").items() if "_proj.weight" not in n}
+    save_file(state | rest, tmp_path / "q" / "model.safetensors")
+    raw = json.loads((tmp_path / "q" / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 64, "strategy": "group"}
+    raw["quantization_config"] = {"quant_method": "qerl", "format": "nf4-pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
+    (tmp_path / "q" / "config.json").write_text(json.dumps(raw))
+    assert torch.equal(M.load(tmp_path / "q")(IDS), want)
+
+
+@pytest.mark.parametrize("change,message", [
+    ({".quant_map": torch.linspace(-1, 1, 16)}, "quant_map is not NF4's"),
+    ({"": torch.zeros(100, 1, dtype=torch.uint8)}, r"q_proj.weight has shape \(100, 1\), torch.uint8; config.json asks for 8192 bytes"),
+    ({".quant_state.bitsandbytes__nf4": torch.tensor([*b'{"blocksize": 128, "shape": [128, 128]}'], dtype=torch.uint8)},
+     "quant_state says blocks of 128 in a matrix of"),
+    ({".quant_state.bitsandbytes__nf4": torch.tensor([*b'{"blocksize": 64, "shape": [64, 256]}'], dtype=torch.uint8)},
+     r"in a matrix of \[64, 256\]; blocks of 64 in \(128, 128\)"),
+    ({".quant_state.bitsandbytes__nf4": torch.tensor([123, 255], dtype=torch.uint8)}, "quant_state: not UTF-8 text"),
+    ({".nested_absmax": None}, "nested_absmax is missing"),
+])
+def test_damaged_bitsandbytes_tensors_are_named(tmp_path, change, message):
+    folder, _ = bitsandbytes(tmp_path, True)
+    state = load_file(folder / "model.safetensors")
+    for suffix, t in change.items():
+        name = f"model.layers.0.self_attn.q_proj.weight{suffix}"
+        state |= {name: t}
+    save_file({n: t for n, t in state.items() if t is not None}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        M.load(folder)
+
+
 # ---- damage
 
 
@@ -311,7 +511,8 @@ def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
 
 @pytest.mark.parametrize("fmt,suffix,bad", [
     ("nvfp4", "scale", torch.tensor(0x7F, dtype=torch.uint8)), ("nvfp4", "scale", torch.tensor(0xB8, dtype=torch.uint8)),
-    ("mxfp4", "scale", torch.tensor(255, dtype=torch.uint8)), ("mxfp4", "scale", torch.tensor(253, dtype=torch.uint8)), ("nf4", "scale", torch.tensor(float("nan"))),
+    ("mxfp4", "scale", torch.tensor(255, dtype=torch.uint8)), ("mxfp4", "scale", torch.tensor(253, dtype=torch.uint8)),
+    ("nf4", "absmax", torch.tensor(float("nan"))), ("nf4", "absmax", torch.tensor(float("inf"))),
     ("nvfp4", "global_scale", torch.tensor(0.0)), ("nvfp4", "global_scale", torch.tensor(-2.0)),
     ("nvfp4", "global_scale", torch.tensor(float("inf"))),
 ])
@@ -319,7 +520,7 @@ def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
     """A NaN byte in one block would turn every logit into NaN, far from its cause."""
     convert.convert(base(tmp_path), tmp_path / "q", fmt)
     state = load_file(tmp_path / "q" / "model.safetensors")
-    name = f"model.layers.0.self_attn.v_proj.weight_{suffix}"
+    name = f"model.layers.0.self_attn.v_proj.weight{'.' if fmt == 'nf4' else '_'}{suffix}"
     flat = state[name].view(torch.uint8) if state[name].element_size() == 1 else state[name]
     flat.flatten()[-1:] = bad
     save_file(state, tmp_path / "q" / "model.safetensors")
@@ -328,30 +529,41 @@ def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
 
 
 @pytest.mark.parametrize("change,message", [
-    ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
-    ({"format": "pack-quantized"}, "format pack-quantized"),
-    ({"format": None}, "format None"),
-    ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quant_method 'bitsandbytes' with 'int8'"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes' with 'fp4'"),
+    *(({"quant_method": method}, f"quant_method '{method}'") for method in ("awq", "gptq", "fp8", "torchao", "hqq", "qerl")),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_method 'modelopt' with 'FP8'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_method 'modelopt' with 'NVFP4_AWQ'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size 32"),
+    ({"format": "pack-quantized", "group": {"format": None}}, "'pack-quantized'"),
+    ({"format": "float-quantized", "group": {"format": None}}, "'float-quantized'"),
+    ({"format": None, "group": {"format": None}}, "with None"),
     ({"config_groups": {}}, "0 config_groups"),
-    ({"group": {"input_activations": {"num_bits": 4}}}, "input_activations"),
-    ({"group": {"output_activations": {"num_bits": 8}}}, "output_activations"),
-    ({"group": {"format": "mxfp4-pack-quantized"}}, "format mxfp4-pack-quantized and nvfp4-pack-quantized"),
+    ({"group": {"format": "mxfp4-pack-quantized"}}, "'mxfp4-pack-quantized and nvfp4-pack-quantized'"),
     ({"group": {"weights": {"num_bits": 4, "type": "int", "group_size": 16}}}, "type 'int'"),
     ({"group": {"weights": {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": False}}}, "symmetric False"),
     ({"group": {"weights": {"num_bits": 8}}}, "num_bits 8"),
     ({"group": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}}, "group_size 32"),
 ])
-def test_quantization_that_cannot_be_honoured_is_refused(tmp_path, change, message):
-    """A W4A4 checkpoint run with 16-bit activations is another model than the one its makers measured."""
-    folder = tmp_path / "q"
-    shutil.copytree(FIXTURES / "compressed_nvfp4", folder)
-    raw = json.loads((folder / "config.json").read_text())
-    raw["quantization_config"]["config_groups"]["group_0"].update(change.pop("group", {}))
-    raw["quantization_config"].update(change)
-    (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match=r"config.json: quantization_config has .*W4A16") as e:
+def test_quantization_that_cannot_be_read_is_refused_with_what_to_do(tmp_path, change, message):
+    """An AWQ or FP8 checkpoint's owner reads in the same line that the 16-bit one and --quant need no conversion."""
+    folder = declared(tmp_path / "q", FIXTURES / "compressed_nvfp4", **change)
+    with pytest.raises(ValueError, match=r"config.json: quantization_config has .*Give the 16-bit checkpoint and --quant nvfp4") as e:
         M.load(folder)
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def declared(folder, source, tensors=None, group=None, **change):
+    """A copy of a quantized checkpoint whose quantization_config is changed, and its tensors by `tensors`, a function."""
+    shutil.copytree(source, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["config_groups"]["group_0"].update(group or {})
+    raw["quantization_config"].update(change)
+    (folder / "config.json").write_text(json.dumps(raw))
+    if tensors:
+        state = load_file(folder / "model.safetensors")
+        save_file(tensors(state), folder / "model.safetensors")
+    return folder
 
 
 def test_a_quant_that_contradicts_the_checkpoint_is_an_error(tmp_path):
@@ -367,7 +579,7 @@ def test_a_quant_that_contradicts_the_checkpoint_is_an_error(tmp_path):
 
 def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
     """Killed half-way (nothing cleans up), or stopped by an error: no folder of that name, and the partial one does not load."""
-    folder, real = base(tmp_path), checkpoint.packed_tensors
+    folder, real = base(tmp_path), layouts.tensors
     calls = []
 
     def stop(q, parts, where):
@@ -376,7 +588,7 @@ def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         yield from real(q, parts, where)
 
-    monkeypatch.setattr(checkpoint, "packed_tensors", stop)
+    monkeypatch.setattr(layouts, "tensors", stop)
     with pytest.raises(KeyboardInterrupt):
         convert.convert(folder, tmp_path / "q", shard_bytes=5_000)
     assert len(calls) == 5 and sorted(p.name for p in tmp_path.iterdir()) == ["base"]

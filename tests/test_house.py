@@ -177,6 +177,16 @@ def test_what_is_linked_to_is_there(name):
     assert links and not [link for link in links if not ((ROOT / name).parent / link).exists()]
 
 
+def test_each_row_of_the_guides_formats_names_its_tests():
+    """What is said to be read is held by a test."""
+    rows = [line for line in section("docs/guide.md", "Checkpoints and adapters").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 12
+    for row in rows:
+        file, names = row.strip("| ").rpartition("| ")[2].split("::")
+        text = (ROOT / "tests" / file).read_text()
+        assert all(f"def {name}(" in text for name in names.split(", ")), row
+
+
 def test_defaults_are_what_the_guide_says():
     """Its table of differences from the paper, row by row; what is not in the table is the paper's own."""
     first = next(part for part in section("docs/guide.md", "Defaults, beside the paper's").split("\n\n") if part.lstrip().startswith("|"))

@@ -3,8 +3,7 @@ noise is drawn in these same norms, so their training may be what makes it usefu
 
     python lab/ideas/norms.py --out runs/norms-s0
 
-Each evaluation of the run is of the norms as they are then. Its adapter is saved without them: do
-not evaluate it by eval.py.
+They are saved with the adapter, as PEFT's modules_to_save.
 """
 import sys
 from pathlib import Path
@@ -18,9 +17,8 @@ add_lora = lora.add_lora
 
 
 def with_norms(model, *args):
-    norms = [norm.weight for block in model.layers
-             for norm in (block.input_layernorm, block.post_attention_layernorm)]
-    return [*add_lora(model, *args), *(w.requires_grad_() for w in norms)]
+    params = add_lora(model, *args)
+    return params + [lora.own_norm(norm).requires_grad_() for _, norm in lora.norms_of(model)]
 
 
 lora.add_lora = with_norms
