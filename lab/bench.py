@@ -415,26 +415,43 @@ def phases(row, c, ceiling, args):
 def plain(args):
     """The files that one reads beside fast/: a decode step and an update of 8 completions of 1,024
     tokens with checkpointing, NVFP4 and LoRA 16."""
-    rows = [both_paths(size, rows) for size, rows in (("0.5b", 64), ("3b", 64), ("7b", 8))]
+    rows = [both_paths(size, rows) for size, rows in (("0.5b", 64), ("3b", 64), ("7b", 8))
+            if size in args.sizes]
+    for size in args.largest:
+        row = {"size": size}
+        update_by("plain", *trainable(size), row)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     merge_rows(args.out, rows, ("size", "rows"))
+
+
+def trainable(size):
+    """(a model of random weights with an adapter, its optimizer)."""
+    model = qwen.build(config(size), checkpoint.RandomCheckpoint(), "cuda", quant="nvfp4")
+    model.checkpointing = True
+    return model, grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6)
+
+
+def update_by(path, model, optimizer, row):
+    """Add to a row of `plain` the second of two updates, and the peak since the last reset."""
+    completions, settings = random_completions(8, 256, 1024), grpo.Settings()
+    for _ in range(2):  # the first compiles
+        row[f"{path}_update_s"], _ = timed(
+            lambda: grpo.update(model, optimizer, completions, settings))
+    row[f"{path}_gib"] = peak_gib()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def both_paths(size, rows):
     """A row of `plain`."""
-    model = qwen.build(config(size), checkpoint.RandomCheckpoint(), "cuda", quant="nvfp4")
-    optimizer = grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6)
-    model.checkpointing = True
-    completions, settings = random_completions(8, 256, 1024), grpo.Settings()
+    model, optimizer = trainable(size)
     row = {"size": size, "rows": rows}
+    torch.cuda.reset_peak_memory_stats()
     for path in ("plain", "fast"):
         if path == "fast":
             sample.set_engine(model, "fast")
-        torch.cuda.reset_peak_memory_stats()
         row[f"{path}_step_ms"] = decode_ms(model, random_prompts(rows, 256))
-        for _ in range(2):  # the first compiles
-            row[f"{path}_update_s"], _ = timed(
-                lambda: grpo.update(model, optimizer, completions, settings))
-        row[f"{path}_gib"] = peak_gib()
+        update_by(path, model, optimizer, row)
     for what in ("step_ms", "update_s"):
         row[f"times_{what}"] = row[f"plain_{what}"] / row[f"fast_{what}"]
     print(json.dumps(row), flush=True)
@@ -485,6 +502,9 @@ def parse_args(argv=None):
     add("--share", type=float, default=1.0, help="2: take all that is free, not half")
     add("--card-gib", type=float, default=0, help="limit the memory, as of a smaller card")
     add("--no-rollout", dest="rollout", action="store_false", help="the update alone")
+    add = each["plain"].add_argument
+    add("--sizes", nargs="*", choices=SIZES, default=["0.5b", "3b", "7b"], help="both paths")
+    add("--largest", **some, choices=SIZES, default=[], help="an update by the plain path alone")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error(f"{args.what}: needs a CUDA device")
