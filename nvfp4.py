@@ -490,13 +490,13 @@ def foldable(weight, s):
 
 
 @torch.no_grad()
-def calibrated(model, pieces, fmt, ids, device, held_out=None, **options):
+def calibrated(model, pieces, fmt, ids, device, **options):
     """Quantize the blocks of a model as they arrive in `pieces` (model.stream); yields (path, rows
     of the report) for each piece.
 
     ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
-    calibrated on what the 16-bit model feeds it, and one pass a layer is enough. held_out (or
-    None): carried along, as lab/convert.py's HeldOut; options: grid, finalists of Search."""
+    calibrated on what the 16-bit model feeds it, and one pass a layer is enough. options: grid,
+    finalists of Search."""
     x, rope = None, model.rope(torch.arange(ids.shape[1], device=device)[None])
     for path in pieces:
         if not path.startswith("layers."):
@@ -506,14 +506,8 @@ def calibrated(model, pieces, fmt, ids, device, held_out=None, **options):
         if x is None:  # the embedding comes before the blocks, and may be stored in another dtype
             dtype = block.attn.qkv_proj.weight.dtype
             x = model.embed(ids.to(model.embed.weight.device)).to(device, dtype)  # (B, T, C)
-            if held_out:
-                held_out.begin(model, device, dtype)
         stats = gather(block, x, rope)
-        if held_out:
-            through(block, held_out.before, held_out.rope)
         rows = quantize_block(block, stats, model.config, fmt, **options)
-        if held_out:
-            through(block, held_out.after, held_out.rope)
         del block, stats  # so that the caller can free it
         yield path, rows
 

@@ -1,6 +1,7 @@
 """AWQ: folding keeps the function, the search never loses to plain rounding and wins where channels differ, text in, CLI."""
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -312,8 +313,7 @@ def test_an_embedding_in_another_dtype_than_the_blocks_is_taken(shallow, tmp_pat
     state = load_file(home / "model.safetensors")
     state = {k: v.float() if "embed" in k else v.bfloat16() for k, v in state.items()}
     save_file(state, home / "model.safetensors", metadata={"format": "pt"})
-    report = convert.convert(home, tmp_path / "q", use_awq=True, sequences=4, length=32)
-    assert 1 < report["perplexity"]["before"] < 10_000
+    convert.convert(home, tmp_path / "q", use_awq=True, sequences=4, length=32)
     assert load_file(tmp_path / "q" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.float32
 
 
@@ -355,22 +355,6 @@ def test_each_block_is_calibrated_on_what_the_blocks_before_it_give(monkeypatch,
             assert torch.allclose(got[name].H, s.H, rtol=1e-3, atol=1e-5) and torch.allclose(got[name].mean, s.mean, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("tokens", "sequences", "kept"), [(16 * 40, 16, 16), (16 * 10, 16, 8), (16 * 2, 16, 1), (16 * 200, 128, 128)])
-def test_text_that_is_short_keeps_an_eighth_to_test_on(monkeypatch, shallow, tmp_path, tokens, sequences, kept):
-    """Measured on what it was calibrated on, AWQ looks better than it is; calibrated on two of 128 fewer, its scales are not train.py's."""
-    def calibrated(model, pieces, fmt, ids, device, held_out):
-        raise KeyError(len(ids), len(held_out.ids), torch.equal(torch.cat([ids, held_out.ids]).flatten(), torch.arange(ids.numel() + held_out.ids.numel())))
-
-    monkeypatch.setattr(datasets, "calibration", lambda calib, folder, n, length: torch.arange(tokens)[: n * length].view(-1, length))
-    monkeypatch.setattr(nvfp4, "calibrated", calibrated)
-    with pytest.raises(KeyError) as e:
-        convert.convert(shallow, tmp_path / "q", use_awq=True, sequences=sequences, length=16)
-    assert e.value.args == (kept, min(tokens // 16, sequences + 16) - kept, True)
-    monkeypatch.setattr(datasets, "calibration", lambda *a: torch.arange(16)[None])
-    with pytest.raises(ValueError, match="--calib t.txt: gives one sequence of 16 tokens; one more"):
-        convert.convert(shallow, tmp_path / "q", use_awq=True, calib="t.txt", sequences=16, length=16)
-
-
 def test_the_flag_of_the_commands_loads_with_awq(monkeypatch):
     """--awq that is parsed and forgotten is plain rounding, and looks like it."""
     seen = []
@@ -394,21 +378,16 @@ def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_p
         sample.load_policy(flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "q"), "--awq"]))
 
 
-def test_the_command_reports_perplexity_before_and_after_and_writes_what_loading_makes(at_load, shallow, tmp_path, capsys):
-    """The perplexities come from hidden states streamed block by block; here they are recomputed with whole models."""
+def test_the_command_says_what_awq_gains_and_writes_what_loading_makes(at_load, shallow, tmp_path, capsys):
     loaded, calib = at_load
     convert.main("quantize", ["--model", str(shallow), "--awq", "--calib", str(calib), "--sequences", "4",
                               "--length", "32", "--device", "cpu", "--out", str(tmp_path / "q")])
-    assert "held-out tokens" in capsys.readouterr().out
+    said = re.search(r"AWQ leaves ([0-9]+)% of plain rounding's output error", capsys.readouterr().out)
+    assert 20 < int(said[1]) < 90
     report = json.loads((tmp_path / "q" / "quantization.json").read_text())
     assert report["method"] == "AWQ" and report["calibration_tokens"] == 4 * 32
-    ids = datasets.calibration(calib, shallow, 20, 32)
-    original, made = M.load(shallow), M.load(tmp_path / "q")
-    for name, model in (("before", original), ("after", made)):
-        out = bench_quantization.perplexity(model, ids[4:].tolist())
-        e = sum(a for a, _, _ in out) / sum(n for _, _, n in out)
-        assert abs(torch.tensor(e).exp().item() / report["perplexity"][name] - 1) < 0.02
-    assert torch.equal(loaded(ids), made(ids))
+    ids = datasets.calibration(calib, shallow, 4, 32)
+    assert torch.equal(loaded(ids), M.load(tmp_path / "q")(ids))
 
 
 def test_perplexity_in_padded_batches_is_perplexity_one_by_one():
