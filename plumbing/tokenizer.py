@@ -4,7 +4,7 @@ Text to token ids and back, and a question as the chat turn that a checkpoint wa
 The chat template is the checkpoint's own, rendered in jinja2's sandbox, since it is downloaded
 code. Left out: tool calls and chat histories.
 
-    python data.py --data arithmetic --n 2 --model assets/tiny
+    Tokenizer("assets/tiny").prompt_ids("What is 1+1?")
 """
 import json
 import re
