@@ -5,7 +5,7 @@ A real checkpoint beside Hugging Face transformers (not a test: transformers is 
     python tests/compare_transformers.py families
     python tests/compare_transformers.py logits --model DIR --data gsm8k --out results/logits_h100.json
 
-families: a tiny random model of each family that is read here, written by transformers; max |difference| of logits in float32.
+families: a tiny random model of each family that is read here, written by transformers; max |difference| of logits in float32 over the largest.
 logits: for each of 20 prompts both models see the same ids; max |difference| over all positions and ids, in each of two dtypes.
 """
 import argparse
@@ -14,11 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from plumbing.tokenizer import Tokenizer
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import checkpoint
+from plumbing.tokenizer import Tokenizer
 
 import torch
 
@@ -40,11 +39,15 @@ def logits(prompts, ours, theirs, device):
 
 
 def families(transformers):
-    """{family: max |difference of logits|} of tiny models with random norms, biases and large q and k."""
+    """{family: max |difference of logits| over the largest} of tiny models with random norms, biases and large q and k."""
     shape = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=128)
     report, ids = {}, torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(0))
-    for name, options in (("Qwen2", {}), ("Llama", {"head_dim": 32}), ("Qwen3", {"head_dim": 32})):
+    longer = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    llama3 = longer | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for kind, options in (("Qwen2", {}), ("Llama", {"head_dim": 32}), ("Qwen3", {"head_dim": 32}), ("Mistral", {"sliding_window": None}),
+                          ("Llama, llama3", {"rope_parameters": llama3}), ("Qwen2, yarn", {"rope_parameters": longer | {"rope_type": "yarn"}})):
+        name = kind.partition(",")[0]
         config = getattr(transformers, f"{name}Config")(**shape, **options)
         theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
         for key, p in theirs.named_parameters():
@@ -52,7 +55,8 @@ def families(transformers):
         with tempfile.TemporaryDirectory() as folder:
             theirs.save_pretrained(folder)
             ours = qwen.load(folder, dtype=torch.float32)
-        report[name] = (ours(ids) - theirs(ids).logits).abs().max().item()
+        want = theirs(ids).logits
+        report[kind] = ((ours(ids) - want).abs().max() / want.abs().max()).item()
     return report
 
 
@@ -68,7 +72,7 @@ def main():
     import transformers
 
     if args.what == "families":
-        print(json.dumps({"transformers": transformers.__version__, "max_abs_diff": families(transformers)}))
+        print(json.dumps({"transformers": transformers.__version__, "max_diff_over_largest": families(transformers)}))
         return
     if not args.model:
         p.error(f"{args.what}: --model is needed")
