@@ -36,8 +36,8 @@ import torch
 # what --resume may change: a run must be able to continue on a card with less memory
 FREE = ("steps", *IDLE, *MINOR)
 # what a start leaves that was killed before its first checkpoint, and the next one removes
-LEFTOVERS = ("checkpoint", "config.json", "eval_before.jsonl", "metrics.jsonl", "rollouts.jsonl",
-             "adapter", "adapter_best", "model")
+LEFTOVERS = ("config.json", "eval_before.jsonl", "metrics.jsonl", "rollouts.jsonl", "adapter",
+             "adapter_best", "model")
 
 
 @dataclass
@@ -71,7 +71,7 @@ def resolve_flags(spec, args, argv):
     if not begun:
         # each start makes these two first; whoever removed checkpoint/ wants to keep the rest
         started = (out / "lock").is_file() and (out / "checkpoint").is_dir()
-        ours = ("lock", *LEFTOVERS) if started else ("lock",)
+        ours = ("lock", "checkpoint", *LEFTOVERS) if started else ("lock",)
         for path in out.iterdir() if out.exists() else ():
             if path.name not in ours and not path.name.startswith("."):
                 raise ValueError(f"--out {out}: holds {path.name}, but no checkpoint/ that "
@@ -160,10 +160,11 @@ class Run(ExitStack):
     def tidy(self):
         """Remove what a failed start, or a save that was killed, has left behind; write
         config.json."""
-        stale = () if self.args.resume else LEFTOVERS
-        for path in [*map(self.out.joinpath, stale), *self.out.glob(".*.part")]:
-            files.discard(path)
+        # before all else, and never removed: it says that the files beside it are a start's
         (self.out / "checkpoint").mkdir(exist_ok=True)
+        stale = [] if self.args.resume else [self.out / name for name in LEFTOVERS]
+        for path in [*stale, *self.out.glob(".*.part"), *self.out.glob("checkpoint/.*.part")]:
+            files.discard(path)
         config = vars(self.args) | {"command": self.state.command}
         files.write_json(self.out / "config.json", config)
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import arithmetic, curves, flags
+from plumbing import arithmetic, curves, files, flags
 from plumbing.command import IDLE, MINOR
 from plumbing.console import DROP_ORDER, show_flags, step_line, warnings_for
 from plumbing.files import TINY, lock
@@ -623,6 +623,24 @@ def test_all_parameters_are_trained_in_float32(tmp_path, capsys):
     assert flags.parse(train.COMMAND, words).dtype == "float32"
     assert run(tmp_path / "run", *words, "--dtype", "bfloat16") == 2
     assert "--lora-rank 0 trains all parameters in float32" in capsys.readouterr().err
+
+
+def test_a_start_that_is_killed_while_it_tidies_is_taken_over(tmp_path, monkeypatch):
+    """It removed checkpoint/ first, and what a killed start had left beside it was called a run's: in one of some hundred kills."""
+    out, removed = tmp_path / "run", []
+    (out / "checkpoint").mkdir(parents=True)
+    for name in ("lock", "config.json", "metrics.jsonl"):
+        (out / name).touch()
+
+    def discard(path):
+        removed.append(path)
+        if len(removed) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(files, "discard", discard)
+        assert run(out) == 130
+    assert run(out) == 0
 
 
 def test_data_order_is_a_function_of_seed_and_cursor():
