@@ -42,7 +42,7 @@ CONSTANTS = {"aqn_stages": 10, "tis_cap": 2.0, "beta1": 0.9, "beta2": 0.99, "wei
              "warmup": 0.1, "eps_low": None, "eval_top_p": 0.95, "spare_prompts": 0,
              "max_resample": 2}
 # flags that change no number of a run; on --card-share its last digits may depend
-LEFT_OUT = {*command.IDLE, "command", "seed"} - {"card_share"}
+LEFT_OUT = {*command.IDLE, "command", "commits", "seed"} - {"card_share"}
 
 
 def script_of(line, flags):

@@ -46,7 +46,7 @@ def told(run):
     """{flag: value} of the flags that a run's numbers depend on, and its script as "script"; {}
     without config.json."""
     had = saved(run, "config.json")
-    flags = {k: v for k, v in had.items() if k not in (*IDLE, *MINOR, *GONE, "command")}
+    flags = {k: v for k, v in had.items() if k not in (*IDLE, *MINOR, *GONE, "command", "commits")}
     if not flags:
         return {}
     if had.get("overlong") != "soft":

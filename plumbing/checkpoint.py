@@ -16,9 +16,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from plumbing import layouts
+from plumbing import hub, layouts
 from plumbing.config import read_config
-from plumbing.files import TINY, beside, cause, check_out, read_json, whole, write_json
+from plumbing.files import TINY, beside, check_out, read_json, whole, write_json
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,17 +28,18 @@ BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
           "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
           "merges.txt", "merged.json")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unquantized weights
-
-
-DOWNLOADED = {}  # (hub id, weights) -> folder: one process uses one revision, and asks once
+# what is read of a repository; others beside it are the same weights in other precisions
+HUB_FILES = ("config.json", "hf_quant_config.json", "generation_config.json", "tokenizer.json",
+             "tokenizer_config.json", "chat_template.jinja", "model.safetensors",
+             "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 
 
 # ---- where tensors come from
 
 
 def fetch(path_or_hub_id, weights=True):
-    """A local checkpoint folder as a Path; for "tiny", the embedded model's; a hub id is downloaded
-    first (only the files this project reads, resumed; without `weights` only config.json)."""
+    """A local checkpoint folder as a Path; for "tiny", the embedded model's. A hub id, which may
+    end in @revision, is downloaded first (without `weights` only config.json)."""
     name = str(path_or_hub_id)
     if name == "tiny":
         return TINY
@@ -48,24 +49,10 @@ def fetch(path_or_hub_id, weights=True):
     if path.suffix == ".gguf" and path.is_file():
         raise ValueError(f"--model {name}: a GGUF file; make a checkpoint folder of it first: "
                          f"python lab/convert.py {name} --out DIR")
-    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+    if path.exists() or not hub.ID.fullmatch(name):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
                                 "hub id")
-    if (name, weights) in DOWNLOADED:
-        return DOWNLOADED[name, weights]
-    from huggingface_hub import snapshot_download
-
-    wanted = ["config.json"]
-    if weights:
-        wanted += ["hf_quant_config.json", "generation_config.json", "tokenizer.json",
-                   "tokenizer_config.json", "chat_template.jinja", "model*.safetensors",
-                   "model.safetensors.index.json"]
-    try:
-        DOWNLOADED[name, weights] = Path(snapshot_download(name, allow_patterns=wanted))
-    except Exception as e:  # the client raises many kinds: no network, no repository, no access
-        raise FileNotFoundError(f"--model {name}: not a local folder, and the hub did not give it "
-                                f"({cause(e)}); check id, network and login") from None
-    return DOWNLOADED[name, weights]
+    return hub.download(name, "model", HUB_FILES if weights else ("config.json",))
 
 
 class Checkpoint:

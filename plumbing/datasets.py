@@ -6,8 +6,9 @@ import re
 import sys
 from pathlib import Path
 
+from plumbing import hub
 from plumbing.arithmetic import problems, solution
-from plumbing.files import cause, decode, read_jsonl, shown, text_file
+from plumbing.files import decode, read_jsonl, shown, text_file
 from plumbing.grade import last_boxed
 from plumbing.tokenizer import Tokenizer
 
@@ -28,6 +29,7 @@ def read(name, split, levels=None):
     it (see set_levels); bigmath comes in two configurations, 3, 4, 5 and 4, 5."""
     files = files_of(name, split, levels)
     rows = graded(files)
+    name = name.partition("@")[0]  # without the revision
     if split == "test" and len(rows) != TEST_ROWS.get(name, len(rows)):
         raise ValueError(f"{files[0]}: {len(rows)} rows, {name} has {TEST_ROWS[name]}; delete it "
                          "and try again")
@@ -46,20 +48,22 @@ def files_of(name, split, levels):
     """The files that hold a split of the set called `name`: one, or its parts."""
     if not name.strip():
         raise ValueError("--data: is empty; name a set, a file or a folder")
-    if name == "bigmath":
+    local, at, revision = name.partition("@")  # the hub's; a file's name may have an @ as well
+    if local == "bigmath":
         if split == "test":
             raise FileNotFoundError("bigmath has no test split")
         if (chosen := sorted(levels or ())) not in ([3, 4, 5], [4, 5]):
             raise ValueError("--levels: --data bigmath comes as 3,4,5 or 4,5; choose one")
-        return from_hub(f"{HUB[name]}/level_{'_'.join(map(str, chosen))}", split)
-    if name in HUB:
-        return from_hub(HUB[name], split)
+        folder = f"level_{'_'.join(map(str, chosen))}"
+        return from_hub(f"{HUB[local]}/{folder}", split, at + revision)
+    if local in HUB:
+        return from_hub(HUB[local], split, at + revision)
     if Path(name).is_dir():
         return find_split(Path(name), split)
     if Path(name).is_file():
         return [Path(name)]
-    if re.fullmatch(r"[\w-]+/[\w.-]+", name) and not name.endswith((".jsonl", ".parquet")):
-        return from_hub(name, split)
+    if hub.ID.fullmatch(name) and not name.endswith((".jsonl", ".parquet")):
+        return from_hub(local, split, at + revision)
     raise FileNotFoundError(f"--data {name}: no such file or folder, nor one of arithmetic, "
                             f"{', '.join(HUB)}")
 
@@ -154,21 +158,14 @@ def set_levels(rows):
             row["level"] = None if rate is None else 5 - sum(rate > edge for edge in edges)
 
 
-def from_hub(place, split):
-    """The files of a split of owner/name on the hub, or of owner/name/folder, downloaded once."""
-    import huggingface_hub
-
+def from_hub(place, split, revision=""):
+    """The files of a split of owner/name on the hub, or of owner/name/folder, downloaded once.
+    revision: empty, or @ and a branch, tag or commit."""
     owner, name, *folders = place.split("/")
     under = "".join(f"{folder}/" for folder in folders)
-    wanted = [f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")]
-    try:
-        home = huggingface_hub.snapshot_download(f"{owner}/{name}", repo_type="dataset",
-                                                 allow_patterns=wanted)
-    except Exception as e:  # the hub's errors share no base class
-        raise ConnectionError(
-            f"--data {place}: not here, and the hub did not give it ({cause(e)}); pass a local "
-            f"folder with {split}.jsonl, as ./{name}") from None
-    return find_split(Path(home) / under, split)
+    home = hub.download(f"{owner}/{name}{revision}", "dataset", tuple(
+        f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")))
+    return find_split(home / under, split)
 
 
 def texts(path):
@@ -184,7 +181,6 @@ def texts(path):
             raise ValueError(f'{where}: needs "text", or "question" and "answer"')
         out.append(f"{question}\n{answer}" if text is None else text)
     return out
-
 
 
 def calibration(path, folder, sequences=128, length=512):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plumbing import command as commands
-from plumbing import policy, ranks
+from plumbing import hub, policy, ranks
 from plumbing.command import number
 from plumbing.files import TINY, file_digest
 from plumbing.tokenizer import SUFFIX
@@ -64,7 +64,8 @@ class Command:
 def model_flags(quants):
     return (
         "model",
-        Flag("model", str, "tiny", "folder, hub id, or tiny, the embedded model", in_policy=True),
+        Flag("model", str, "tiny", "folder, hub id (or id@revision), or tiny, the embedded model",
+             in_policy=True),
         Flag("quant", quants, "nvfp4", "number format of the frozen base; none is 16 bits",
              in_policy=True),
         Flag("awq", bool, False, "scales chosen by activations, not by rounding", in_policy=True),
@@ -212,6 +213,8 @@ def take_policy(command, args):
             if f.name != "calib" or args.awq:  # its text is no use to plain rounding
                 default = args.trained_with.get(f.dest, default)
             setattr(args, f.dest, default)
+    if args.trained_with.get("commit") and args.model == args.trained_with.get("model"):
+        hub.COMMITS.setdefault(args.model, args.trained_with["commit"])
 
 
 def check_copies(flag, n, temperature, zero):

@@ -11,6 +11,7 @@ import math
 import re
 from pathlib import Path
 
+from plumbing import hub
 from plumbing.files import check as check_fields
 from plumbing.files import read_json, whole, write_json
 
@@ -40,8 +41,11 @@ def save(folder, state, rank, scaling, targets, base_model=""):
     folder.mkdir(parents=True, exist_ok=True)
     alpha = round(scaling * rank, 9)  # as it was given: 7 / 25 * 25 is 7.000000000000001
     alpha = int(alpha) if alpha == int(alpha) else scaling * rank
+    base, commit = str(base_model), hub.COMMITS.get(str(base_model))
+    if commit:
+        base = base.partition("@")[0]
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
-              "base_model_name_or_path": str(base_model), "r": rank, "lora_alpha": alpha,
+              "base_model_name_or_path": base, "revision": commit, "r": rank, "lora_alpha": alpha,
               "lora_dropout": 0.0, "bias": "none",
               "target_modules": [t for t in TARGETS if t in targets],
               "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,

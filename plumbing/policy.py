@@ -6,12 +6,12 @@ from another base (`check`).
 import sys
 from pathlib import Path
 
-from plumbing import checkpoint
+from plumbing import checkpoint, hub
 from plumbing.files import file_digest, read_json, text_file
 
 import torch
 
-TEXTS = ("model", "base", "norms", "weights", "text", "reward")
+TEXTS = ("model", "commit", "base", "norms", "weights", "text", "reward")
 
 
 def place(device="auto", dtype="auto"):
@@ -38,7 +38,8 @@ def content(args, base, names):
     """What goes into policy.json beside an adapter. base: base_of(args), as it was when training
     began; names: of the flags that go there."""
     dtype = str(place(args.device, args.dtype)[1]).removeprefix("torch.")
-    return {name: getattr(args, name) for name in names} | {"dtype": dtype} | base
+    commit = {"commit": hub.COMMITS[args.model]} if args.model in hub.COMMITS else {}
+    return {name: getattr(args, name) for name in names} | {"dtype": dtype} | commit | base
 
 
 def read(folder):

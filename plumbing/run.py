@@ -27,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 from time import time  # by name: a reward that replaces time.time leaves the run's clock alone
 
-from plumbing import command, console, files, flags, policy, ranks
+from plumbing import command, console, files, flags, hub, policy, ranks
 from plumbing.command import IDLE, MINOR
 from plumbing.files import append, cause, check_out, lines, lock, read_json, saved, whole
 
@@ -84,7 +84,9 @@ def flags_of_run(spec, out, argv):
     config = Path(out) / "config.json"
     if not config.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
-    saved = {k.replace("_", "-"): v for k, v in read_json(config).items() if k != "command"}
+    found = read_json(config, {"commits": dict})
+    hub.COMMITS.update(found.get("commits") or {})  # it goes on with the files that it began with
+    saved = {k.replace("_", "-"): v for k, v in found.items() if k not in ("command", "commits")}
     if gone := saved.keys() - {f.name for f in spec.flags}:
         raise ValueError(f"{config}: the run was begun by another version of train.py, or by a "
                          f"script of yours, which has a flag --{min(gone)}; continue it with that, "
@@ -165,7 +167,7 @@ class Run(ExitStack):
         stale = [] if self.args.resume else [self.out / name for name in LEFTOVERS]
         for path in [*stale, *self.out.glob(".*.part"), *self.out.glob("checkpoint/.*.part")]:
             files.discard(path)
-        config = vars(self.args) | {"command": self.state.command}
+        config = vars(self.args) | {"command": self.state.command, "commits": hub.COMMITS}
         files.write_json(self.out / "config.json", config)
 
     # ---- time and signals

@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from plumbing import arithmetic, datasets, grade
+from plumbing import arithmetic, grade
 from plumbing.files import lines
 from plumbing.reward import own_reward
 from plumbing.tokenizer import SUFFIX, Tokenizer
@@ -436,53 +436,6 @@ def test_n_rows_are_drawn_by_the_seed(tmp_path):
 
     assert questions(1) == questions(1) != questions(2)
     assert len(set(questions(1))) == 9 and questions(1) == sorted(questions(1), key=int)
-
-
-def test_hub_sets_come_from_a_snapshot_of_the_hub(monkeypatch, tmp_path):
-    """math500 and "owner/name" ask the hub for the split's files only; no network is an error that
-    says what to do."""
-    import huggingface_hub
-
-    asked = []
-
-    def snapshot_download(repo, repo_type, allow_patterns):
-        asked.append((repo, repo_type, allow_patterns[0]))
-        write(tmp_path / "test.jsonl", [{"problem": "q", "answer": "p - q", "level": 3}])
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(datasets, "TEST_ROWS", {"math500": 1})
-    assert data.load("math500", "test")[0]["answer"] == "p - q"
-    assert len(data.load("owner/name", "test", levels=[3])) == 1
-    assert asked == [("HuggingFaceH4/MATH-500", "dataset", "*test.jsonl"),
-                     ("owner/name", "dataset", "*test.jsonl")]
-
-    def no_network(*_, **__):
-        raise RuntimeError("")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
-    says = r"--data HuggingFaceH4/MATH-500.*pass a local folder with test\.jsonl, as \./MATH-500"
-    with pytest.raises(ConnectionError, match=says):
-        data.load("math500", "test")
-    with pytest.raises(FileNotFoundError, match=r"--data sets/mine\.jsonl: no such file"):
-        data.load("sets/mine.jsonl")  # by its name no set of the hub
-
-
-def test_gsm8k_is_the_main_folder_of_its_repository(monkeypatch, tmp_path):
-    """Beside it lies another set, of the same questions asked step by step."""
-    import huggingface_hub
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, repo_type, allow_patterns:
-                        asked.append((repo, repo_type, allow_patterns)) or str(tmp_path))
-    for folder, work in (("main", "so"), ("socratic", "why? so")):
-        (tmp_path / folder).mkdir()
-        table = pa.table({"question": [folder], "answer": [f"{work}\n#### 1,234"]})
-        pq.write_table(table, tmp_path / folder / "train-00000-of-00001.parquet")
-    assert data.load("gsm8k", "train") == [{"question": "main", "answer": "1,234"}]
-    assert asked == [("openai/gsm8k", "dataset", ["main/*train.jsonl", "main/*train.parquet", "main/*train-*.parquet"])]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real sets are not beside the repository")
