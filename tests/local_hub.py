@@ -58,13 +58,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         hub, path = self.server, unquote(urlsplit(self.path).path)
         hub.asked.append((self.command, path, self.headers.get("Range")))
-        if hub.busy:
-            status, headers = hub.busy.pop(0)
-            return self.reply(status, b"{}", headers)
         api = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+(?:/pr/\d+)?))?", path)
         file = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if not api and not file:
-            return self.reply(404)
+            return self.reply(404)  # the library asks for more than repositories
+        if hub.busy:
+            status, headers = hub.busy.pop(0)
+            return self.reply(status, b"{}", headers)
         repo = file[1] if file else f"{'datasets/' * (api[1] == 'datasets')}{api[2]}"
         if repo in hub.refused or repo not in hub.repos:
             status, code, words = REFUSAL[hub.refused.get(repo, "private")]
