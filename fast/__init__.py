@@ -68,8 +68,6 @@ def refusal(model):
         return f"the kernels compute in bfloat16, and the model is in {w.dtype}"
     if config.head_dim not in (32, 64, 128):
         return f"the kernels take heads of 32, 64 or 128 numbers, not {config.head_dim}"
-    if w.requires_grad:
-        return "all parameters are trained, and the kernels train adapters alone"
     try:
         from fast import engine
     except ModuleNotFoundError as e:
@@ -86,11 +84,11 @@ def tile(model):
 
 def uninstall(model):
     """The plain functions again, and all that the fast ones kept is freed."""
-    from fast import engine, packed
+    from fast import engine, linears
     from fast.gemm import TiledLinear
 
     engine.release(model)
-    packed.LINEARS.pop(model, None)
+    linears.LINEARS.pop(model, None)
     model.fast = None
     replace_linears(model, TiledLinear, TiledLinear.plain)
 
@@ -136,11 +134,11 @@ class Fast:
         """Settle how much an update computes at once, by the free memory."""
         from fast import engine
 
-        engine.plan_update(args, model, params)
+        engine.plan_update(model, args, params)
 
     def plan_rollouts(self, model, args, longest):
         """Make the sampler for all rollouts and evaluations, with rows of `longest` tokens."""
         from fast import engine
 
         if self.knows(model):
-            engine.prepare(args, model, longest)
+            engine.prepare(model, args, longest)

@@ -36,7 +36,6 @@ V vocabulary; a linear has N outputs, K inputs, P parts; R rank, E = P*R rounded
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +43,12 @@ import triton
 from torch.utils.checkpoint import checkpoint
 from triton import next_power_of_2 as power
 
-from fast import attention, gemm
+from fast import attention
 from fast.adapter import product32
 from fast.decode import norm_kernel, swiglu_kernel
 from fast.fused import norm_back_kernel, rope_back_kernel, rope_kernel, swiglu_back_kernel
-from fast.plan import FEW, few, sms
-from model import projections, rope_tables, to_device
+from fast.linears import linears_of, refresh
+from model import rope_tables, to_device
 
 # ---- prologues: forward(x, E) -> (wide (S, K + E), whose first K columns are h, the others left
 # ---- for x A^T; what backward needs beside x). backward(x, kept, d) -> (the gradient of x; h, for
@@ -92,7 +91,8 @@ class SwiGLU:
         return out, ()
 
     def backward(self, x, kept, d):
-        S, width, dx = x.shape[0], x.shape[1] // 2, torch.empty_like(x)
+        S, width = x.shape[0], x.shape[1] // 2
+        dx = torch.empty_like(x)
         swiglu_back_kernel[S, triton.cdiv(width, 1024)](x, d, dx, width, d.stride(0), BLOCK=1024)
         return dx, d[:, :width]
 
@@ -105,7 +105,8 @@ class Attend:
     def __init__(self, attn, rows, cache=None):
         self.attn, self.rows, self.cache = attn, rows, cache
         self.heads = attn.heads, attn.kv_heads, attn.kv_heads
-        norms, self.normed = [rows.cos] * 4 + [0.0], attn.q_norm is not None  # never touched
+        norms = [rows.cos] * 4 + [0.0]  # never touched
+        self.normed = attn.q_norm is not None
         if self.normed:
             q, k = attn.q_norm, attn.k_norm
             norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
@@ -145,69 +146,7 @@ class Attend:
         return dx, y.flatten(1)
 
 
-# ---- a linear
-
-
-class WideLinear:
-    """A linear, and 16-bit copies of its adapter: A (E, K) and tail = s B / alpha (N, E), its parts
-    on a block diagonal. alpha: as in gemm.decoded."""
-
-    def __init__(self, m, dtype):
-        (self.N, self.K), self.base, self.adapter, self.q = m.shape, m.base, m.adapter, m.q
-        self.parts, self.alpha, self.E, self.tail = [*m.parts.values()], 1.0, 0, None
-        self.cuda = m.q is not None and m.q.codes.is_cuda
-        if self.cuda:
-            gemm.check_weight(m.q)
-            scale = gemm.common_scale(m.q)
-            self.alpha = 1.0 if scale is None else scale
-        if (a := self.adapter) is not None:
-            self.R, self.PR = a.rank, a.A.shape[0]
-            self.E = -(-self.PR // 8) * 8
-            self.A = a.A.new_zeros(self.E, self.K, dtype=dtype)
-            self.tail = a.A.new_zeros(self.N, self.E, dtype=dtype)
-            # what refresh copies, as views: (from, to) of A, and of B's parts
-            self.A_copy = a.A.detach(), self.A[: self.PR]
-            self.B_copies = [*zip(a.B.detach().split(self.parts), self.blocks(self.tail),
-                                  strict=True)]
-
-    def of(self, m):
-        """Whether this was made from m as m is now."""
-        same = self.base is m.base and self.adapter is m.adapter
-        if self.E:
-            now = m.adapter.A.data_ptr(), m.adapter.B.data_ptr()
-            same = same and now == (self.A_copy[0].data_ptr(), self.B_copies[0][0].data_ptr())
-        return same and (self.q is None or self.q.codes is m.base.codes)
-
-    def blocks(self, t):
-        """The blocks of t (N, E) where a part's outputs meet its own columns: P views (N_p, R)."""
-        return [rows[:, i * self.R : (i + 1) * self.R]
-                for i, rows in enumerate(t.split(self.parts))]
-
-    def few(self, rows):
-        """Whether this many rows are better off with a decode step's linear, which reads its weight
-        as it is."""
-        if self.q is None:
-            return rows <= FEW and self.E > 0 and self.A.is_cuda
-        return self.cuda and few(rows, self.N, self.K, sms(self.q.codes.device))
-
-    def weight(self, dtype):
-        """(w (N, K + E), alpha): alpha * w is [w_hat | s B]; in the scratch, it lasts until the
-        next."""
-        if self.cuda:
-            return gemm.decoded(self.q, self.tail)
-        w = self.base.weight_in(dtype)
-        return (gemm.beside(w, self.tail) if self.E else w), 1.0
-
-    def forward(self, wide, residual):
-        """wide [h | x A^T] (S, K + E) -> y (S, N) = h w^T + s x A^T B^T + residual or bias: no
-        linear has both."""
-        w, alpha = self.weight(wide.dtype)
-        start = self.base.bias if residual is None else residual
-        return gemm.scaled(wide, w.T, alpha, start)
-
-    def backward(self, dy):
-        """dy (S, N) -> wide [dh | d(x A^T)] (S, K + E); dh lacks what comes through x A^T."""
-        return gemm.scaled(dy, *self.weight(dy.dtype))
+# ---- a linear behind a prologue
 
 
 class Project(torch.autograd.Function):
@@ -219,7 +158,7 @@ class Project(torch.autograd.Function):
         wide, kept = prologue.forward(x, p.E)
         xa = None
         if p.E:
-            xa = wide[:, : p.K] @ p.A.T  # (S, K) @ (K, E)
+            xa = wide[:, : p.K] @ p.padded_A.T  # (S, K) @ (K, E)
             wide[:, p.K :] = xa
         ctx.prologue, ctx.p, ctx.residual = prologue, p, residual is not None
         ctx.save_for_backward(x, xa, *kept)
@@ -228,18 +167,18 @@ class Project(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        (x, xa, *kept), p, dA, dB = ctx.saved_tensors, ctx.p, None, None
-        norm = ctx.needs_input_grad[-1]
+        x, xa, *kept = ctx.saved_tensors
+        p, dA, dB = ctx.p, None, None
         dy = dy.contiguous()
         d = p.backward(dy)
         dxa = d[:, p.K :]
         if p.E:
-            d[:, : p.K].addmm_(dxa, p.A)
-        dnorm = ctx.prologue.own_gradient(x, d) if norm else None
+            d[:, : p.K].addmm_(dxa, p.padded_A)
+        dnorm = ctx.prologue.own_gradient(x, d) if ctx.needs_input_grad[-1] else None
         dx, h = ctx.prologue.backward(x, kept, d)
         if p.E:
             dA = product32(dxa.T, h)[: p.PR]
-            dB = torch.cat(p.blocks(product32(dy.T, xa))).mul_(p.adapter.scaling)
+            dB = torch.cat(p.blocks(product32(dy.T, xa))).mul_(p.scaling)
         return None, None, dx, dy if ctx.residual else None, dA, dB, dnorm
 
 
@@ -293,31 +232,6 @@ def tables(config, longest, device):
     return rope_tables(torch.arange(longest, device=device), config)
 
 
-LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its WideLinears}
-
-
-def linears_of(model):
-    """The four WideLinears of each block. They are made once, and again when a weight or an adapter
-    has been replaced."""
-    modules = [m for _, m in projections(model)]
-    kept, on = LINEARS.setdefault(model, {}), any(m.adapter is not None for m in modules)
-    if on not in kept or not all(p.of(m) for p, m in zip(kept[on], modules, strict=True)):
-        kept[on] = [WideLinear(m, model.embed.weight.dtype) for m in modules]
-    return [kept[on][i : i + 4] for i in range(0, len(modules), 4)]
-
-
-@torch.no_grad()
-def refresh(linears):
-    """Copy the adapters' current parameters into `linears`."""
-    adapted = [p for block in linears for p in block if p.E]
-    if adapted:
-        A, to_A = zip(*(p.A_copy for p in adapted), strict=True)
-        torch._foreach_copy_(to_A, A)
-    for p in adapted:
-        for B, to_B in p.B_copies:
-            torch.mul(B, p.adapter.scaling / p.alpha, out=to_B)
-
-
 def project(prologue, p, x, residual=None):
     A, B = (None, None) if p.adapter is None else (p.adapter.A, p.adapter.B)
     return Project.apply(prologue, p, x, residual, A, B, prologue.weight)
@@ -347,7 +261,8 @@ def hidden(model, rows, take, of=None):
     """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
     ids) laid end to end; differentiable in what is trained. of: the row that each row continues,
     itself if none; rows that continue another follow it directly (attention.blocks)."""
-    device, linears = model.embed.weight.device, linears_of(model)
+    device = model.embed.weight.device
+    linears = linears_of(model)
     refresh(linears)
     ids, places, _, borders = end_to_end(rows, of=of)
     blocks = attention.blocks(to_device(borders, device), len(ids), of and to_device(of, device))
@@ -370,19 +285,15 @@ class Prefill:
 
     SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 
-    def __init__(self, model, step):
-        # the model is not kept: an engine lasts as long as its model, and must not keep it alive
-        self.step, self.linears = step, linears_of(model)
-        self.graphs = {}  # size -> (graph, its input)
-
-    def refresh(self):
-        refresh(self.linears)
+    def __init__(self, step):
+        self.step, self.graphs = step, {}  # size -> (graph, its input)
 
     @torch.no_grad()
     def run(self, model, rows, slots, capture=None):
         """Prefill rows (lists of ids) into `slots`. capture(launch) returns the replay of launch()
         as a graph; None: launch directly."""
-        device, (ids, places, slot_of, borders) = self.step.cache.k.device, end_to_end(rows, slots)
+        device = self.step.cache.k.device
+        ids, places, slot_of, borders = end_to_end(rows, slots)
         size = next((s for s in self.SIZES if s >= len(ids)), None)
         most = size and max(8, size // 32)  # rows that a graph of this size takes
         if capture is None or size is None or len(rows) > most:
@@ -404,12 +315,13 @@ class Prefill:
         blocks = attention.blocks(borders, len(ids))
         rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
         x = F.embedding(ids, model.embed.weight)  # (S, C)
-        few = all(p.few(len(ids)) for p in self.linears[0])
+        linears = self.step.layers
+        few = all(p.few(len(ids)) for p in linears[0])
         for i, layer in enumerate(model.layers):
             attend = Attend(layer.attn, rows, self.step.cache)
             if i == len(model.layers) - 1:  # only its keys and values are needed
-                attend(project(Norm(layer.input_layernorm), self.linears[i][0], x))
+                attend(project(Norm(layer.input_layernorm), linears[i][0], x))
             elif few:
                 x = self.step.block(i, x, attend)
             else:
-                x = block(layer, self.linears[i], attend, x)
+                x = block(layer, linears[i], attend, x)

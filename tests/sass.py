@@ -78,7 +78,7 @@ def work(quant, dtype, config, *few):
         step.sample(scores, greedy=True)
         step.sample(scores, nucleus=(1.0, 0.9))
     prompts = [[*range(35)], [*range(200)]]
-    packed.Prefill(m, step).run(m, prompts, [0, 1])
+    packed.Prefill(step).run(m, prompts, [0, 1])
     packed.hidden(m, [*prompts, [1, 2]], [0], of=[0, 1, 1]).sum().backward()
     packed.hidden(m, [prompts[0], [*range(205)]], [0]).sum().backward()  # a multiple of 16 tokens
     fused.score(scores, torch.zeros(rows, dtype=torch.long), 1.0, 1000, dtype)
