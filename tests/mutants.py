@@ -880,7 +880,7 @@ MUTANTS = {
     "fast/linears.py": [
         ("rows of the GEMM's output at any address", "-(-self.PR // 8) * 8", "self.PR",
          "decode::a_weight_moves_above_its_adapter_and_stays_the_only_copy"),
-        ("weights are moved for each engine", "if wide is None or len(wide)", "if True or len(wide)",
+        ("weights are moved for each adapter", "if wide is None or len(wide)", "if True or len(wide)",
          "decode::a_weight_moves_above_its_adapter_and_stays_the_only_copy"),
         ("weights are copied, not moved", "        linear.weight.data = wide[:N]\n", "",
          "decode::a_weight_moves_above_its_adapter_and_stays_the_only_copy"),

@@ -394,11 +394,13 @@ def test_the_first_size_of_each_way_to_draw_has_all_compiled(monkeypatch):
 
 
 def test_a_weight_moves_above_its_adapter_and_stays_the_only_copy():
-    """One GEMM gives x W^T and x A^T; moved again for each engine, all weights would be there twice until the last one is gone."""
+    """One GEMM gives x W^T and x A^T; moved again for each adapter, all weights would be there twice until the last one is gone."""
     m = build()
     linear, before = m.layers[1].attn.qkv_proj.base, m.layers[1].attn.qkv_proj.base.weight.clone()
-    steps = [decode.Step(m, filled(m, [0])) for _ in range(2)]
-    p, q = (step.layers[1][0] for step in steps)
+    p = decode.Step(m, filled(m, [0])).layers[1][0]
+    m.layers[1].attn.qkv_proj.scaling *= 2
+    q = decode.Step(m, filled(m, [0])).layers[1][0]
+    assert p is not q
     mark = engine.fingerprint(m)
     assert p.both is q.both and linear.weight.equal(before) and p.both.data_ptr() == linear.weight.data_ptr()
     assert p.A.equal(m.layers[1].attn.qkv_proj.A) and len(p.both) % 8 == 0 and not p.both[len(before) + len(p.A) :].any()
