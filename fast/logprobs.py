@@ -11,9 +11,51 @@ forward, while the chunk's softmax is at hand: the backward is one multiplicatio
 Shapes: S tokens, c of them in a chunk, C hidden, V vocabulary.
 """
 import torch
+import triton
+import triton.language as tl
+from triton import next_power_of_2 as power
 
-from fast import fused
 from model import logits
+
+
+@triton.jit
+def score_kernel(logits, targets, logp, entropy, grad, valid, rows, inverse_temperature,
+                 BLOCK: tl.constexpr):
+    """A row of logits (c, V): log p(target), the entropy, and p - onehot(target), 0 for ids from
+    `valid` on. Each lane carries its own maximum m, the sum of exponentials of y - m, and the sum
+    of those times y - m; one reduction at the end."""
+    r, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = logits + r * rows
+    m, total, mean = tl.full((BLOCK,), -1e30, tl.float32), lane * 0.0, lane * 0.0
+    for v in range(0, valid, BLOCK):
+        y = tl.load(x + v + lane, mask=v + lane < valid, other=-1e30) * inverse_temperature
+        new = tl.maximum(m, y)
+        fade, e = tl.exp(m - new), tl.exp(y - new)
+        mean = fade * (mean + total * (m - new)) + e * (y - new)
+        total, m = total * fade + e, new
+    peak = tl.max(m, 0)
+    weight = tl.exp(m - peak)
+    mean = tl.sum(weight * (mean + total * (m - peak)), 0)
+    total = tl.sum(weight * total, 0)
+    log_total = tl.log(total)  # not added to the peak, which may be large: that would round it
+    target = tl.load(targets + r)
+    tl.store(logp + r, tl.load(x + target) * inverse_temperature - peak - log_total)
+    tl.store(entropy + r, log_total - mean / total)
+    for v in range(0, rows, BLOCK):
+        ids = v + lane
+        y = tl.load(x + ids, mask=ids < valid, other=-float("inf")) * inverse_temperature
+        p = tl.exp(y - peak - log_total) - tl.where(ids == target, 1.0, 0.0)
+        tl.store(grad + r * rows + ids, p.to(grad.dtype.element_ty), mask=ids < rows)
+
+
+def score(logits, targets, temperature, valid_vocab, dtype):
+    """model.score from logits (c, V) float32, and p - onehot (c, V) in `dtype`."""
+    c, V = logits.shape
+    logp, entropy = logits.new_empty(c), logits.new_empty(c)
+    grad = torch.empty(c, V, dtype=dtype, device=logits.device)
+    score_kernel[(c,)](logits, targets, logp, entropy, grad, valid_vocab, V, 1 / temperature,
+                       BLOCK=min(4096, power(V)), num_warps=8)
+    return logp, entropy, grad
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -25,8 +67,8 @@ class TokenLogprobs(torch.autograd.Function):
         slope = torch.empty_like(hidden) if need_hidden else None
         for i in range(0, len(hidden), chunk):
             s = slice(i, i + chunk)
-            logp[s], entropy[s], p = fused.score(logits(hidden[s], weight), targets[s], temperature,
-                                                 valid_vocab, weight.dtype)
+            logp[s], entropy[s], p = score(logits(hidden[s], weight), targets[s], temperature,
+                                           valid_vocab, weight.dtype)
             if need_hidden:
                 slope[s] = p @ weight  # (c, V) @ (V, C)
             del p  # before the next chunk allocates
