@@ -37,7 +37,7 @@ TABLE = (
     Replaced("grpo.micro_batches", "batches.micro_batches",
              "counts tokens, not padded rows; keeps a prompt's completions together",
              "test_packed.py::test_any_micro_batches_give_the_same_update"),
-    Replaced("model.token_logprobs", "logprobs.token_logprobs",
+    Replaced("model.token_logprobs", "batches.token_logprobs",
              "softmax, entropy and gradient of a chunk in one kernel",
              "test_logprobs.py::test_the_kernel_equals_the_plain_function"),
     Replaced("nvfp4.QuantLinear", "gemm.TiledLinear",

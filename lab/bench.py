@@ -391,7 +391,7 @@ def phases(row, c, ceiling, args):
     settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
     completions = random_completions(rows, args.prompt, args.new, args.group)
     # a prompt's states are computed once for several of its completions
-    row["tokens"] = sum(map(batches.size, batches.families(completions, row["micro_batch"])))
+    row["tokens"] = sum(map(batches.size, batches.by_prompt(completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
     row["first_update_s"], _ = timed(  # compiles
         lambda: grpo.update(model, optimizer, completions, settings))

@@ -26,7 +26,7 @@ import fast
 import lora
 import model as M
 import sample
-from fast import decode, gemm, logprobs, packed
+from fast import batches, decode, gemm, packed
 from fast.layout import tile
 from fast.plan import TILES
 from nvfp4 import FORMATS, quantize
@@ -81,7 +81,7 @@ def work(quant, dtype, config, *few):
     packed.Prefill(step).run(m, prompts, [0, 1])
     packed.hidden(m, [*prompts, [1, 2]], [0], of=[0, 1, 1]).sum().backward()
     packed.hidden(m, [prompts[0], [*range(205)]], [0]).sum().backward()  # a multiple of 16 tokens
-    logprobs.score(scores, torch.zeros(rows, dtype=torch.long), 1.0, 1000, dtype)
+    batches.score(scores, torch.zeros(rows, dtype=torch.long), 1.0, 1000, dtype)
 
 
 def unwaited(sass):

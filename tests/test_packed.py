@@ -238,7 +238,7 @@ def test_completion_logprobs_equal_the_plain_ones(on_fast_path):
 
 
 @pytest.mark.parametrize(("prompts", "group", "world"), [(4, 8, 8), (3, 16, 2), (1, 4, 3)])
-def test_families_leave_no_rank_idle(monkeypatch, prompts, group, world):
+def test_prompts_leave_no_rank_idle(monkeypatch, prompts, group, world):
     """Completions of few prompts go to many cards: none has nothing, none more than twice its share, and each completion one card."""
     monkeypatch.setattr(ranks, "world", world)
     cs = [grpo.Completion({}, [p] * 4, [5] * (20 + i), [0.0] * (20 + i), True) for p in range(prompts) for i in range(group)]
@@ -247,7 +247,7 @@ def test_families_leave_no_rank_idle(monkeypatch, prompts, group, world):
         monkeypatch.setattr(ranks, "rank", rank)
         lists = batches.micro_batches("model", cs, 1000)
         seen += [id(c) for batch in lists for c in batch]
-        shares.append(sum(batches.size(family) for batch in lists for family in batches.families(batch)))
+        shares.append(sum(batches.size(group) for batch in lists for group in batches.by_prompt(batch)))
     assert sorted(seen) == sorted(map(id, cs))
     assert min(shares) > 0 and max(shares) < 2 * sum(shares) / world
 
@@ -258,7 +258,7 @@ def test_micro_batches_keep_completions_of_a_prompt_together_and_count_no_paddin
     cs.append(grpo.Completion({}, [9] * 30, [5] * 20, [0.0] * 20, True))
     lists = batches.micro_batches("model", cs, 32)
     sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in lists]
-    tokens = [sum(map(batches.size, batches.families(batch))) for batch in lists]
+    tokens = [sum(map(batches.size, batches.by_prompt(batch))) for batch in lists]
     assert sorted(id(c) for batch in lists for c in batch) == sorted(map(id, cs))
     assert tokens == [30, 15, 49] and len(lists[0]) * max(sizes[0]) > 32 and len(lists[2]) == 1
     for p in range(3):
