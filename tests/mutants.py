@@ -462,6 +462,8 @@ MUTANTS = {
          'quant, calibration, device):', 'awq::each_block_is_calibrated_on_what_the_blocks_before_it_give'),
         ('one token a row attends as one head', 'q = q.view(B, self.kv_heads, -1, self.head_dim)',
          'q = q.view(B, -1, self.kv_heads, self.head_dim).transpose(1, 2)', 'sample::logprobs_equal_the_full_forward'),
+        ("codes of another order are written", 'if getattr(piece, "fast", None):', "if False:",
+         "fast::an_installed_model_is_not_written_as_a_checkpoint"),
     ],
     "plumbing/peft.py": [
         ("a module's own alpha is ignored", "alpha = own(config, \"alpha_pattern\", module, config[\"lora_alpha\"])",

@@ -137,6 +137,16 @@ def test_uninstall_gives_the_plain_model_back_bit_for_bit(on_fast_path, quant, r
     assert torch.equal(m(ids), logits)
 
 
+def test_an_installed_model_is_not_written_as_a_checkpoint(on_fast_path):
+    """Its codes lie in another order: the file would hold other weights."""
+    m = random_model(ONE, "nvfp4", rank=0)
+    want = dict(M.tensors(m))
+    with pytest.raises(ValueError, match="fast.uninstall"):
+        dict(M.tensors(on_fast_path(m)))
+    fast.uninstall(m)
+    assert all(torch.equal(t.view(torch.uint8), want[name].view(torch.uint8)) for name, t in M.tensors(m))
+
+
 # ---- code of one's own
 
 
