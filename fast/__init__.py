@@ -72,6 +72,9 @@ def refusal(model):
         from fast import engine
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
+    for path, m in projections(model):  # an E8M0 byte is the exponent plus 127
+        if m.q is not None and m.q.fmt == "mxfp4" and (nvfp4.scale_bits(m.q.scale) > 154).any():
+            return f"{path} has a block scale over 2^27, more than the kernels carry"
     return engine.own_code(model)
 
 

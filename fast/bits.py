@@ -149,10 +149,9 @@ def quarters(v, BN: tl.constexpr):
 
 
 @triton.jit
-def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, T: tl.constexpr,
-            BN: tl.constexpr):
+def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
     """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale, in
-    T, or without ASM in float32."""
+    bfloat16, or without ASM in float32."""
     if FMT == "nvfp4":
         if ASM:
             s0, s1, s2, s3 = tl.inline_asm_elementwise(
@@ -172,7 +171,7 @@ def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, T:
         lo, hi = quarters(tl.join(s, s), BN)
     else:
         if ASM:
-            s = s.to(T).to(tl.int16, bitcast=True).to(tl.int32)
+            s = s.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
             s = (s << 16) | (s & 0xFFFF)
         for _ in tl.static_range(4 // s.shape[1]):  # until each word of a plane has one
             s = tl.reshape(tl.join(s, s), (BN, 2 * s.shape[1]))
@@ -181,7 +180,7 @@ def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, T:
         a, b, c, d = tl.inline_asm_elementwise(
             DECODE, "=r,=r,=r,=r,r,r,r", [w, lo, hi],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
-        a, b, c, d = halves(a, T), halves(b, T), halves(c, T), halves(d, T)
+        a, b, c, d = halves(a), halves(b), halves(c), halves(d)
     elif DECODE is not None:
         a, b = found(w, lo, DECODE), found(w >> 8, lo, DECODE)
         c, d = found(w >> 16, hi, DECODE), found(w >> 24, hi, DECODE)
@@ -216,9 +215,9 @@ def unscaled(x, FMT: tl.constexpr):
 
 
 @triton.jit
-def halves(a, T: tl.constexpr):
-    """Words (..) to the two 16-bit numbers in each, (.., 2)."""
-    return tl.join(a.to(tl.int16), (a >> 16).to(tl.int16)).to(T, bitcast=True)
+def halves(a):
+    """Words (..) to the two bfloat16 numbers in each, (.., 2)."""
+    return tl.join(a.to(tl.int16), (a >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -372,8 +372,7 @@ class Step:
         glu: silu(gate) * up of that; early: as in linear_decode."""
         if p.q is not None and x.dtype != torch.float32:
             return gemm.linear_decode(
-                x, p.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual=residual,
-                out=residual, glu=glu, early=early)
+                x, p.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, glu, early)
         if p.A is None:
             if residual is not None:
                 return residual.addmm_(x, p.base.weight_in(x.dtype).T)  # (B, K) @ (K, N)

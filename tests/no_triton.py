@@ -47,7 +47,7 @@ def main():
     [[s]] = sample.generate(m, [[1, 2, 3]], max_new_tokens=8)
     assert len(s.ids) == 8 and m(torch.tensor([s.ids])).isfinite().all()
     weight = Made(is_cuda=True, device=0, dtype=torch.bfloat16)
-    card = Made(embed=Made(weight=weight), config=Made(head_dim=64))
+    card = Made(embed=Made(weight=weight), config=Made(head_dim=64), layers=[])
     with mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)):
         assert fast.refusal(card) == "triton is not installed"
 

@@ -121,7 +121,7 @@ def main(arch=90):
     work("none", torch.bfloat16, M.Config(1024, 512, 1536, 1, 4, 2, 64, qk_norm=True), 1, 256)  # Qwen3's
     for fmt in FORMATS:
         q = tile(quantize(torch.randn(512, 512), fmt))
-        gemm.to_16bit(q)
+        gemm.decoded(q)
         for rows in (4, 64):
             gemm.gemm_few(torch.zeros(rows, 512, dtype=torch.bfloat16), q)
     q = tile(quantize(torch.randn(512, 512), "nvfp4"))

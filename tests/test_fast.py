@@ -55,15 +55,25 @@ def test_what_the_plain_functions_hand_over_is_in_the_table():
 def card(head_dim=64, **weight):
     """What fast.refusal looks at, of a model on an H100."""
     weight = dict(is_cuda=True, device="cuda:0", dtype=torch.bfloat16) | weight
-    return SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(**weight)), config=SimpleNamespace(head_dim=head_dim), fast=None)
+    embed, config = SimpleNamespace(weight=SimpleNamespace(**weight)), SimpleNamespace(head_dim=head_dim)
+    return SimpleNamespace(embed=embed, config=config, layers=[], fast=None)
+
+
+def with_a_large_scale():
+    """A card's model with an MXFP4 scale of 2^28."""
+    m = card()
+    m.layers = random_model(ONE, "mxfp4").layers
+    m.layers[0].mlp.down_proj.base.scale[3, 1] = 155
+    return m
 
 
 @pytest.mark.parametrize(("model", "capability", "says"), [
     (card(is_cuda=False), (9, 0), "not on a CUDA device"), (card(), (7, 5), "an Ampere card"),
     (card(dtype=torch.float32), (9, 0), "in torch.float32"), (card(head_dim=80), (9, 0), "heads of 32, 64 or 128 numbers, not 80"),
-    (card(), (8, 0), "a hook"), (card(dtype=torch.float16), (9, 0), "in torch.float16")])
+    (card(), (8, 0), "a hook"), (card(dtype=torch.float16), (9, 0), "in torch.float16"),
+    (with_a_large_scale(), (9, 0), "layers.0.mlp.down_proj has a block scale over")])
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason(monkeypatch, capsys, model, capability, says):
-    """Heads of 80 would be an error from a compiler; with auto it is one line."""
+    """Heads of 80 would be an error from a compiler, a scale of 2^28 another number; with auto it is one line."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(engine, "own_code", lambda model: "a hook of your own")
     assert says in fast.install(model) and model.fast is None
