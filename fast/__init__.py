@@ -108,6 +108,14 @@ def replace_linears(model, kind, change):
 class Fast:
     """model.fast: the functions of TABLE that the plain ones hand over to."""
 
+    def __init__(self):
+        from fast import batches, engine, scheduler  # they need Triton
+
+        self.decode = scheduler.decode
+        self.micro_batches = batches.micro_batches
+        self.completion_logprobs = batches.completion_logprobs
+        self.plan_update = engine.plan_update
+
     def knows(self, model):
         """Whether the kernels still know the model; else it goes back to the plain functions."""
         from fast import engine
@@ -117,27 +125,6 @@ class Fast:
             uninstall(model)
             print(f"engine: plain from here on, since {why}", file=sys.stderr)
         return why is None
-
-    def decode(self, model, *args):
-        from fast import scheduler
-
-        scheduler.decode(model, *args)
-
-    def micro_batches(self, model, *args):
-        from fast import batches
-
-        return batches.micro_batches(model, *args)
-
-    def completion_logprobs(self, model, *args):
-        from fast import batches
-
-        return batches.completion_logprobs(model, *args)
-
-    def plan_update(self, model, args, params):
-        """Settle how much an update computes at once, by the free memory."""
-        from fast import engine
-
-        engine.plan_update(model, args, params)
 
     def plan_rollouts(self, model, args, longest):
         """Make the sampler for all rollouts and evaluations, with rows of `longest` tokens."""
