@@ -28,7 +28,7 @@ codes as its selector), 21 instructions for 8 codes, and their products are roun
 The decoders are PTX, to get exactly these instructions; `extract` without ASM does the same in
 plain Triton, which the interpreter can run. A test emulates the PTX on the CPU, word by word.
 
-    pytest tests/test_gemm.py -k "ptx or e4m3 or exact"
+    pytest tests/test_gemm.py -k "ptx or exact"
 
 Shapes: BN rows of the weight, chunks of 128 columns in two planes of 64, 16 words a chunk and row.
 """
@@ -84,8 +84,7 @@ and.b32 s, $4, 0x77777777;   shl.b32 x, $4, 4;
 # ends a decoder: a to d, times their scales
 SCALED = """fma.rn.bf16x2 $0, a, $5, z;   fma.rn.bf16x2 $1, b, $5, z;
 fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
-# the four E4M3 scales in $4 to 2^7 times the scale, each twice in a word: its bits << 4, times
-# 2^127
+# the four E4M3 scales in $4, each twice in a word, times 2^7: bits << 4 read as 2^-120 of a scale
 E4M3_ASM = tl.constexpr("""{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
 mov.b32 p, 0x7f007f00;   mov.b32 z, 0x80008000;
 shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.b32 {u, v}, a;

@@ -382,7 +382,8 @@ class Step:
             y, bias = torch.cat([p.base(x), x @ p.A.T], 1), None
         else:
             y = product32(x, p.both.T)  # (B, K) @ (K, N + E)
-        B, R, width, RB, BN = len(x), p.B.shape[1], p.N // (1 + glu), 8 if len(x) <= 8 else 16, 128
+        B, R, width = len(x), p.B.shape[1], p.N // (1 + glu)
+        RB, BN = 8 if B <= 8 else 16, 128  # rows and columns of the result that a program does
         out = x.new_empty(B, width) if residual is None else residual
         if B > 32 and triton.cdiv(B, 64) * triton.cdiv(width, 64) >= 56:  # enough programs
             RB = BN = 64

@@ -62,7 +62,8 @@ class FastLinear:
                 return False
         if self.both is not None and self.both.data_ptr() != m.base.weight.data_ptr():
             return False
-        return self.q is None or self.q.codes is m.base.codes
+        tensors = ("codes", "scale", "global_scale") if self.q is not None else ()
+        return all(getattr(self.q, name) is getattr(m.base, name) for name in tensors)
 
     def blocks(self, t):
         """The blocks of t (N, E) where a part's outputs meet its own columns: P views (N_p, R)."""

@@ -905,7 +905,7 @@ MUTANTS = {
          "        return y.addmm_(wide[:, self.K :], self.tail.T, alpha=self.alpha) if e else y\n", "packed::a_small_adapter_counts_beside_a_large_residual_or_bias"),
         ("replaced parameters live on", "            if now != (", "            if False and now != (",
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
-        ("a replaced weight lives on", "self.q.codes is m.base.codes", "True",
+        ("a replaced weight lives on", "getattr(self.q, name) is getattr(m.base, name)", "True",
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
         ("LoRA's scale is lost", "p.scaling / p.alpha", "1 / p.alpha",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
@@ -913,6 +913,8 @@ MUTANTS = {
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
         ("a replaced weight in 16 bits lives on", "self.both.data_ptr() != m.base.weight.data_ptr()", "False",
          "decode::a_weight_moves_above_its_adapter_and_stays_the_only_copy"),
+        ("replaced scales live on", '("codes", "scale", "global_scale")', '("codes",)',
+         "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
     ],
     "fast/engine.py": [
         ("each size compiles alone", "if all(known[1:] != way for known in self.graphs):", "if False:",

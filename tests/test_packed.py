@@ -177,6 +177,8 @@ def test_another_adapter_or_weight_is_what_the_next_pass_takes():
     down.codes = down.codes.flip(0)
     check()
     assert linears.linears_of(m)[0][3].q.codes is down.codes  # what the GPU multiplies with
+    down.scale = down.scale.clone()
+    assert linears.linears_of(m)[0][3].q.scale is down.scale
 
 
 def completions(n=4):
