@@ -483,7 +483,11 @@ def read_linear(m, path, source, quant, fmt, dtype, device):
 
 def tensors(piece, path=""):
     """Yields (name, tensor) for everything below `piece`, the module at `path` of a model, as a
-    checkpoint stores it. A tied head is not stored, and neither is an adapter."""
+    checkpoint stores it. A tied head is not stored, and neither is an adapter. ValueError for a
+    model whose codes the fast functions have laid out anew."""
+    if getattr(piece, "fast", None):
+        raise ValueError("the model's codes lie as the kernels read them; call "
+                         "fast.uninstall(model) first")
     embedding = None
     for at, m in piece.named_modules(prefix=path):
         if at.endswith("_proj"):

@@ -37,7 +37,7 @@ TABLE = (
     Replaced("grpo.micro_batches", "batches.micro_batches",
              "counts tokens, not padded rows; keeps a prompt's completions together",
              "test_packed.py::test_any_micro_batches_give_the_same_update"),
-    Replaced("model.token_logprobs", "logprobs.token_logprobs",
+    Replaced("model.token_logprobs", "batches.token_logprobs",
              "softmax, entropy and gradient of a chunk in one kernel",
              "test_logprobs.py::test_the_kernel_equals_the_plain_function"),
     Replaced("nvfp4.QuantLinear", "gemm.TiledLinear",
@@ -68,12 +68,13 @@ def refusal(model):
         return f"the kernels compute in bfloat16, and the model is in {w.dtype}"
     if config.head_dim not in (32, 64, 128):
         return f"the kernels take heads of 32, 64 or 128 numbers, not {config.head_dim}"
-    if w.requires_grad:
-        return "all parameters are trained, and the kernels train adapters alone"
     try:
         from fast import engine
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
+    for path, m in projections(model):  # an E8M0 byte is the exponent plus 127
+        if m.q is not None and m.q.fmt == "mxfp4" and (nvfp4.scale_bits(m.q.scale) > 154).any():
+            return f"{path} has a block scale over 2^27, more than the kernels carry"
     return engine.own_code(model)
 
 
@@ -86,11 +87,11 @@ def tile(model):
 
 def uninstall(model):
     """The plain functions again, and all that the fast ones kept is freed."""
-    from fast import engine, packed
+    from fast import engine, linears
     from fast.gemm import TiledLinear
 
     engine.release(model)
-    packed.LINEARS.pop(model, None)
+    linears.LINEARS.pop(model, None)
     model.fast = None
     replace_linears(model, TiledLinear, TiledLinear.plain)
 
@@ -107,6 +108,14 @@ def replace_linears(model, kind, change):
 class Fast:
     """model.fast: the functions of TABLE that the plain ones hand over to."""
 
+    def __init__(self):
+        from fast import batches, engine, scheduler  # they need Triton
+
+        self.decode = scheduler.decode
+        self.micro_batches = batches.micro_batches
+        self.completion_logprobs = batches.completion_logprobs
+        self.plan_update = engine.plan_update
+
     def knows(self, model):
         """Whether the kernels still know the model; else it goes back to the plain functions."""
         from fast import engine
@@ -117,30 +126,9 @@ class Fast:
             print(f"engine: plain from here on, since {why}", file=sys.stderr)
         return why is None
 
-    def decode(self, model, *args):
-        from fast import scheduler
-
-        scheduler.decode(model, *args)
-
-    def micro_batches(self, model, *args):
-        from fast import batches
-
-        return batches.micro_batches(model, *args)
-
-    def completion_logprobs(self, model, *args):
-        from fast import batches
-
-        return batches.completion_logprobs(model, *args)
-
-    def plan_update(self, model, args, params):
-        """Settle how much an update computes at once, by the free memory."""
-        from fast import engine
-
-        engine.plan_update(args, model, params)
-
     def plan_rollouts(self, model, args, longest):
         """Make the sampler for all rollouts and evaluations, with rows of `longest` tokens."""
         from fast import engine
 
         if self.knows(model):
-            engine.prepare(args, model, longest)
+            engine.prepare(model, args, longest)

@@ -1,8 +1,8 @@
 """
 LoRA in a decode step. The FP4 GEMM (fast/gemm.py) computes x A^T in the kernel that adds
-x A^T B^T. Beside 16-bit weights A lies below W in one matrix, so that one GEMM of cuBLAS gives both
-x W^T and x A^T, and `lora_kernel` adds the rest. Either way all that makes an output is added in
-float32 and rounded once, as in training (packed.py).
+x A^T B^T. Beside 16-bit weights one GEMM of cuBLAS gives both x W^T and x A^T (linears.py), and
+`lora_kernel` adds the rest. Either way all that makes an output is added in float32 and rounded
+once, as in training (packed.py).
 
 In the FP4 GEMM a separate kernel for x A^T would cost a decode step 4 to 7 us per linear. So the
 first programs of the grid compute it, in slices of K, while the others stream their weights; those
@@ -15,8 +15,6 @@ kernel takes its constants as they are.
 Shapes: M rows of x (in lora_kernel B), N outputs, K inputs, R LoRA rank, P parts of a fused
 projection, PR = P * R rows of A.
 """
-from itertools import accumulate
-
 import torch
 import triton
 import triton.language as tl
@@ -186,40 +184,11 @@ def lora_kernel(y, bias, residual, out, b, B, N, stride, split1, split2, scaling
     tl.store(out + at, acc.to(dtype), mask=ok)
 
 
-class StepLinear:
-    """A linear as the step uses it: the base weight in place, and 16-bit copies of an adapter's A
-    (P*R, K) and B (N, R). Beside a weight in 16 bits, A lies below it in one matrix, `both`."""
-
-    def __init__(self, m, dtype):
-        self.base, self.lora, self.quantized = m.base, m.adapter, m.q is not None
-        self.N, self.K = m.shape
-        self.scaling, self.A, self.B, self.bounds = 0.0, None, None, ()
-        if (a := m.adapter) is not None:
-            self.scaling = float(a.scaling)
-            self.A, self.B = torch.empty_like(a.A, dtype=dtype), torch.empty_like(a.B, dtype=dtype)
-            self.bounds = tuple(accumulate(m.parts.values()))[:-1]  # rows where later parts begin
-            if not self.quantized:
-                more = -(-len(a.A) // 8) * 8  # rows of the GEMM's output stay aligned to 16 bytes
-                self.both = with_rows(m.base, more)
-                self.A = self.both[self.N : self.N + len(a.A)]
-
-
 def product32(a, b):
-    """a b in float32, for 16-bit a and b without rounding."""
+    """a b in float32, for bfloat16 a and b without rounding."""
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-def with_rows(linear, more):
-    """(N + more, K): a 16-bit linear's weight, which is moved there and stays the only copy, and
-    rows below it."""
-    N, wide = linear.shape[0], getattr(linear, "wide", None)
-    if wide is None or len(wide) != N + more or wide.data_ptr() != linear.weight.data_ptr():
-        linear.wide = wide = linear.weight.new_zeros(N + more, linear.shape[1])
-        wide[:N] = linear.weight
-        linear.weight.data = wide[:N]
-    return wide
 
 
 NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # for kernels without one

@@ -28,7 +28,7 @@ codes as its selector), 21 instructions for 8 codes, and their products are roun
 The decoders are PTX, to get exactly these instructions; `extract` without ASM does the same in
 plain Triton, which the interpreter can run. A test emulates the PTX on the CPU, word by word.
 
-    pytest tests/test_gemm.py -k "ptx or e4m3 or exact"
+    pytest tests/test_gemm.py -k "ptx or exact"
 
 Shapes: BN rows of the weight, chunks of 128 columns in two planes of 64, 16 words a chunk and row.
 """
@@ -84,8 +84,7 @@ and.b32 s, $4, 0x77777777;   shl.b32 x, $4, 4;
 # ends a decoder: a to d, times their scales
 SCALED = """fma.rn.bf16x2 $0, a, $5, z;   fma.rn.bf16x2 $1, b, $5, z;
 fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
-# the four E4M3 scales in $4 to 2^7 times the scale, each twice in a word: its bits << 4, times
-# 2^127
+# the four E4M3 scales in $4, each twice in a word, times 2^7: bits << 4 read as 2^-120 of a scale
 E4M3_ASM = tl.constexpr("""{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
 mov.b32 p, 0x7f007f00;   mov.b32 z, 0x80008000;
 shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.b32 {u, v}, a;
@@ -149,10 +148,9 @@ def quarters(v, BN: tl.constexpr):
 
 
 @triton.jit
-def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, T: tl.constexpr,
-            BN: tl.constexpr):
+def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr):
     """Words (BN, 16) and scales of one chunk -> the pairs a, b, c, d (BN, 16, p), value * scale, in
-    T, or without ASM in float32."""
+    bfloat16, or without ASM in float32."""
     if FMT == "nvfp4":
         if ASM:
             s0, s1, s2, s3 = tl.inline_asm_elementwise(
@@ -172,7 +170,7 @@ def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, T:
         lo, hi = quarters(tl.join(s, s), BN)
     else:
         if ASM:
-            s = s.to(T).to(tl.int16, bitcast=True).to(tl.int32)
+            s = s.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
             s = (s << 16) | (s & 0xFFFF)
         for _ in tl.static_range(4 // s.shape[1]):  # until each word of a plane has one
             s = tl.reshape(tl.join(s, s), (BN, 2 * s.shape[1]))
@@ -181,7 +179,7 @@ def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, T:
         a, b, c, d = tl.inline_asm_elementwise(
             DECODE, "=r,=r,=r,=r,r,r,r", [w, lo, hi],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
-        a, b, c, d = halves(a, T), halves(b, T), halves(c, T), halves(d, T)
+        a, b, c, d = halves(a), halves(b), halves(c), halves(d)
     elif DECODE is not None:
         a, b = found(w, lo, DECODE), found(w >> 8, lo, DECODE)
         c, d = found(w >> 16, hi, DECODE), found(w >> 24, hi, DECODE)
@@ -216,9 +214,9 @@ def unscaled(x, FMT: tl.constexpr):
 
 
 @triton.jit
-def halves(a, T: tl.constexpr):
-    """Words (..) to the two 16-bit numbers in each, (.., 2)."""
-    return tl.join(a.to(tl.int16), (a >> 16).to(tl.int16)).to(T, bitcast=True)
+def halves(a):
+    """Words (..) to the two bfloat16 numbers in each, (.., 2)."""
+    return tl.join(a.to(tl.int16), (a >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -32,7 +32,6 @@ S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of 
 """
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 from unittest import mock
 
 import torch
@@ -43,9 +42,10 @@ from triton import next_power_of_2 as power
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fast import gemm
-from fast.adapter import StepLinear, lora_kernel, product32
+from fast.adapter import lora_kernel, product32
+from fast.linears import linears_of, refresh
 from fast.plan import sms
-from model import logits, projections, rope_tables
+from model import logits, rope_tables
 
 STEPS = 8  # steps between the host's reads of the tokens
 EOS_SLOTS = 128  # stop tokens that a step can compare with
@@ -348,23 +348,17 @@ class Step:
         c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
         self.cos, self.sin = rope_tables(places, c)  # (tokens, D/2)
         self.embed, self.head = model.embed.weight, model.lm_head.weight
-        linears = [StepLinear(m, self.dtype) for _, m in projections(model)]  # four a block
-        self.layers = [linears[i : i + 4] for i in range(0, len(linears), 4)]
-        norms = ((b.input_layernorm, b.post_attention_layernorm) for b in model.layers)
-        self.norms = [*chain(*norms), model.norm]
-        self.head_norms = [(b.attn.q_norm, b.attn.k_norm) for b in model.layers]
-        self.adapters = [p for p in linears if p.lora is not None]
+        self.layers = linears_of(model)
+        # not the model itself: an engine lasts as long as its model, and must not keep it alive
+        self.blocks, self.norm = [*model.layers], model.norm
         hopper = cache.k.is_cuda and torch.cuda.get_device_capability(dev)[0] >= 9
         self.launch = {"PDL": hopper} | ({"launch_pdl": True} if hopper else {})
         self.sms = sms(dev)
         self.refresh()
 
-    @torch.no_grad()
     def refresh(self):
         """Copy LoRA's float32 parameters into the 16-bit buffers that the kernels read."""
-        if self.adapters:
-            torch._foreach_copy_([t for p in self.adapters for t in (p.A, p.B)],
-                                 [t.detach() for p in self.adapters for t in (p.lora.A, p.lora.B)])
+        refresh(self.layers)
 
     def normed(self, x, norm):
         """RMSNorm of x (B, C)."""
@@ -374,26 +368,22 @@ class Step:
         return out
 
     def linear(self, p, x, residual=None, glu=False, early=False):
-        """base(x) + LoRA (+ residual, which is overwritten) for x (B, K); glu: silu(gate) * up of
-        that; early: as in linear_decode."""
-        if p.quantized and x.dtype != torch.float32:
+        """base(x) + LoRA (+ residual, which is overwritten, where there is no bias) for x (B, K);
+        glu: silu(gate) * up of that; early: as in linear_decode."""
+        if p.q is not None and x.dtype != torch.float32:
             return gemm.linear_decode(
-                x, p.base.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual=residual,
-                out=residual, glu=glu, early=early)
+                x, p.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, glu, early)
         if p.A is None:
-            if residual is None:
-                y = p.base(x)
-            elif p.quantized or p.base.bias is not None:
-                y = residual.add_(p.base(x))
-            else:
-                y = residual.addmm_(x, p.base.weight.T)  # (B, K) @ (K, N)
-            return self.silu(y) if glu else y
+            if residual is not None:
+                return residual.addmm_(x, p.base.weight_in(x.dtype).T)  # (B, K) @ (K, N)
+            return self.silu(p.base(x)) if glu else p.base(x)
         bias = p.base.bias
-        if p.quantized:  # in float32
+        if p.q is not None:  # in float32
             y, bias = torch.cat([p.base(x), x @ p.A.T], 1), None
         else:
-            y = product32(x, p.both.T)  # (B, K) @ (K, N + P*R)
-        B, R, width, RB, BN = len(x), p.B.shape[1], p.N // (1 + glu), 8 if len(x) <= 8 else 16, 128
+            y = product32(x, p.both.T)  # (B, K) @ (K, N + E)
+        B, R, width = len(x), p.B.shape[1], p.N // (1 + glu)
+        RB, BN = 8 if B <= 8 else 16, 128  # rows and columns of the result that a program does
         out = x.new_empty(B, width) if residual is None else residual
         if B > 32 and triton.cdiv(B, 64) * triton.cdiv(width, 64) >= 56:  # enough programs
             RB = BN = 64
@@ -406,7 +396,8 @@ class Step:
 
     def attention(self, layer, qkv):
         """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D); writes the cache."""
-        c, B, k, v = self.config, qkv.shape[0], self.cache.k[layer], self.cache.v[layer]
+        c, B = self.config, qkv.shape[0]
+        k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
         H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         # programs to fill the card twice, at most 32 splits
         W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)
@@ -414,16 +405,16 @@ class Step:
         parts = torch.empty(several, B, H * D, dtype=torch.float32, device=qkv.device)
         ms, ls = (torch.empty(several, B, H, dtype=torch.float32, device=qkv.device)
                   for _ in range(2))
-        q_norm, k_norm = self.head_norms[layer]
         norms = [self.embed] * 4 + [0.0]  # never touched
         if c.qk_norm:
-            norms = [q_norm.weight, q_norm.noise, k_norm.weight, k_norm.noise, q_norm.eps]
+            q, k = self.blocks[layer].attn.q_norm, self.blocks[layer].attn.k_norm
+            norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
         attend_kernel[B * HKV, W](
-            qkv, k, v, self.cache.length, self.cos, self.sin, out, parts, ms, ls, self.arrived, B,
-            k.stride(0), k.stride(1), D**-0.5 * LOG2E.value, *norms, HKV=HKV, G=H // HKV,
-            GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, SOME=min(W, 8),
-            NORM=c.qk_norm, IEEE=self.dtype == torch.float32, num_warps=4, num_stages=3,
-            **self.launch)
+            qkv, k_cache, v_cache, self.cache.length, self.cos, self.sin, out, parts, ms, ls,
+            self.arrived, B, k_cache.stride(0), k_cache.stride(1), D**-0.5 * LOG2E.value, *norms,
+            HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W,
+            BLOCK=16 if W > 16 else 64, SOME=min(W, 8), NORM=c.qk_norm,
+            IEEE=self.dtype == torch.float32, num_warps=4, num_stages=3, **self.launch)
         return out
 
     def silu(self, gate_up):
@@ -438,14 +429,14 @@ class Step:
         """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are
         in the cache after it."""
         x = F.embedding(self.token[:rows], self.embed)  # (B, C)
-        for i in range(len(self.layers)):
+        for i in range(len(self.blocks)):
             x = self.block(i, x, partial(self.attention, i))
-        return self.normed(x, self.norms[-1])
+        return self.normed(x, self.norm)
 
     def block(self, i, x, attend):
         """Block i on x (B, C), which is overwritten. attend: qkv (B, (H + 2 Hkv) D) -> (B, H*D)."""
         qkv_proj, o_proj, gate_up_proj, down_proj = self.layers[i]
-        before, between = self.norms[2 * i : 2 * i + 2]
+        before, between = self.blocks[i].input_layernorm, self.blocks[i].post_attention_layernorm
         y = attend(self.linear(qkv_proj, self.normed(x, before), early=True))
         x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
         y = self.linear(gate_up_proj, self.normed(x, between), glu=True)  # (B, C) -> (B, F)

@@ -18,13 +18,13 @@ Shapes: B rows, S slots, T tokens, C hidden, V vocabulary, L layers, Hkv kv head
 """
 import functools
 import weakref
-from itertools import accumulate
 
 from plumbing import ranks
 
 import torch
 
 import aqn
+import lora
 import model as qwen
 from fast import decode, memory, packed, plan
 from model import KVCache, projections, to_device
@@ -58,8 +58,10 @@ class Graphs:
         self.top_p = top_p  # if < 1, the memory plan has room for its sort
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
-        self.graphs, self.refresh, self.pool, self.scratch = {}, None, None, []
-        self.prompts = packed.Prefill(model, self.step)
+        self.graphs = {}  # (batch size, greedy, nucleus) -> replay
+        self.refresh = None  # the replay that copies the adapter
+        self.pool, self.scratch = None, []  # memory of the graphs, and buffers that they read
+        self.prompts = packed.Prefill(self.step)
         if self.cache.k.is_cuda:
             # steps launched ahead may outlive generate. Their memory is freed with the graphs, and
             # the allocator waits for the capture's stream, not for the replay's
@@ -72,8 +74,8 @@ class Graphs:
         if len(eos_ids) > len(st.eos):
             raise ValueError(f"{len(eos_ids)} stop tokens: the GPU engine compares with at most "
                              f"{len(st.eos)}")
-        if st.adapters:  # hundreds of small copies in one launch
-            self.refresh = self.refresh or self.capture(self.copy_adapters)
+        if any(p.E for block in st.layers for p in block):  # hundreds of copies in one launch
+            self.refresh = self.refresh or self.capture(st.refresh)
             self.refresh()
         st.inverse_temperature.fill_(1 / temperature if temperature else 1.0)
         st.eos.fill_(-1)
@@ -85,11 +87,6 @@ class Graphs:
         self.greedy = temperature == 0
         # temperature is read from memory, except by the sort for top_p
         self.nucleus = (temperature, top_p) if top_p < 1 else None
-
-    def copy_adapters(self):
-        """Copy LoRA's current parameters to where the kernels read them."""
-        self.step.refresh()
-        self.prompts.refresh()
 
     def start(self, slots, tokens, lengths, limits, keys):
         """Begin rows in `slots`: the cache holds `lengths` tokens of each, `tokens` come next, and
@@ -126,13 +123,13 @@ class Graphs:
             # same time, no rank waits for another's capture in a later step
             for smaller in self.sizes[: self.sizes.index(size)]:
                 self.launcher(smaller)
-        self.last, launch = size, self.launcher(size)
+        self.last = size
+        launch = self.launcher(size)
         st.count.zero_()
         for _ in range(steps):
             launch()
         # the next run overwrites these: copy them to the host, in stream order
-        ids, logprobs = (torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
-                         .copy_(t, non_blocking=True) for t in (st.out_ids, st.out_logp))
+        ids, logprobs = to_host(st.out_ids), to_host(st.out_logp)
         done = torch.cuda.Event() if st.out_ids.is_cuda else None
         if done:
             done.record()
@@ -147,7 +144,8 @@ class Graphs:
     def launcher(self, rows):
         """A function that decodes `rows` slots once: the replay of a graph, captured now if it is
         not there yet."""
-        st, way = self.step, (self.greedy, self.nucleus)
+        st = self.step
+        way = self.greedy, self.nucleus
         how = rows, *way
         if how in self.graphs:
             return self.graphs[how]
@@ -163,7 +161,7 @@ class Graphs:
 
     def capture(self, launch):
         """Capture launch() as a CUDA graph and return its replay (on the CPU, launch itself). It is
-        rehearsed once, to compile, check weights and make buffers, which a capture must not do."""
+        rehearsed once, to compile and make buffers, which a capture must not do."""
         device = self.cache.k.device
         if device.type != "cuda":
             return launch
@@ -178,6 +176,11 @@ class Graphs:
         self.pool = self.pool or graph.pool()
         self.scratch.append(gemm_buffers(device))
         return graph.replay
+
+
+def to_host(t):
+    """A copy in the host's memory; it is there once the stream has come this far."""
+    return torch.empty_like(t, device="cpu", pin_memory=t.is_cuda).copy_(t, non_blocking=True)
 
 
 @functools.cache
@@ -219,7 +222,7 @@ def make_room(model):
         release(model)
 
 
-def plan_update(args, model, params):
+def plan_update(model, args, params):
     """Settle train.py's --micro-batch-tokens and --checkpointing by the free memory, and print what
     takes how much. A resumed run keeps its micro-batches: others round differently."""
     longest = args.max_prompt + args.max_new_tokens
@@ -236,7 +239,7 @@ def plan_update(args, model, params):
     args.micro_batch_tokens, args.checkpointing = tokens, "on" if recompute else "off"
 
 
-def prepare(args, model, longest):
+def prepare(model, args, longest):
     """Make the engine for train.py's rollouts and evaluations, with rows of `longest` tokens. If it
     were made for the first step's rows, it would have to be captured again at the first longer
     prompt, while all other ranks wait."""
@@ -264,14 +267,25 @@ def working_bytes(model, slots, top_p):
 
 def own_code(model):
     """What of the model the kernels do not have, in a few words: a noise, a forward or a hook of
-    the user's own; None if there is none."""
+    the user's own, a parameter that gets no gradient; None if there is none."""
     for name in aqn.buffers(model):
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
             return f"{name} is a noise of your own, and the kernels read that of the norms alone"
     for name, m in model.named_modules():
         if changed(m):
             return f"{name or 'the model'} has a forward or a hook of your own"
+        trained = any(p is not None and p.requires_grad for p in m._parameters.values())
+        if trained and not has_gradient(name, m):
+            return (f"{name} has parameters that are trained, and the kernels train adapters and "
+                    "the norms of blocks alone")
     return None
+
+
+def has_gradient(name, m):
+    """Whether the kernels give a gradient to the parameters of module m: an adapter's, and those of
+    norms but for Qwen3's of heads."""
+    norm = isinstance(m, qwen.RMSNorm) and not name.endswith((".q_norm", ".k_norm"))
+    return norm or isinstance(m, lora.LoRALinear)
 
 
 def engine_for(model, slots, max_len, top_p):
@@ -305,20 +319,19 @@ def prefill(model, engine, prompts, slots):
     """Fill the cache of slots[i] with all of prompts[i] but its last token, which the first decode
     step reads; at most PREFILL_TOKENS at a time.
 
-    Prompts run laid end to end; one that is longer than that runs in parts, by the model's
-    modules."""
+    Prompts run laid end to end, the longest first; one that is longer than that runs in parts, by
+    the model's modules."""
     most = memory.PREFILL_TOKENS
-    todo = sorted(((p[:-1], s) for p, s in zip(prompts, slots, strict=True) if len(p) > 1),
-                  key=lambda t: -len(t[0]))
+    todo = [(p[:-1], slot) for p, slot in zip(prompts, slots, strict=True) if len(p) > 1]
+    todo.sort(key=lambda t: len(t[0]), reverse=True)
+    while todo and len(todo[0][0]) > most:
+        prefill_long(model, engine, *todo.pop(0))
     while todo:
-        longest = len(todo[0][0])
-        if longest <= most:
-            n = sum(tokens <= most for tokens in accumulate(len(p) for p, _ in todo))
-            engine.prompts.run(model, *zip(*todo[:n], strict=True), engine.capture)
-        else:
-            n = 1
-            prefill_long(model, engine, *todo[0])
-        todo = todo[n:]
+        batch, total = [], 0
+        while todo and total + len(todo[0][0]) <= most:
+            batch.append(todo.pop(0))
+            total += len(batch[-1][0])
+        engine.prompts.run(model, *zip(*batch, strict=True), engine.capture)
 
 
 def prefill_long(model, engine, tokens, slot):
@@ -330,7 +343,6 @@ def prefill_long(model, engine, tokens, slot):
     ids = torch.tensor([tokens], device=cache.k.device)
     # for a part that sees earlier ones, attention keeps the scores, in float32
     later = max(1, min(most, 512 * most // len(tokens)))
-    first, *parts = ids.split(most, dim=1)
-    for part in (first, *(p for t in parts for p in t.split(later, dim=1))):
+    for part in (ids[:, :most], *ids[:, most:].split(later, dim=1)):
         model.hidden(part, cache)
         cache.length += part.shape[1]

@@ -23,7 +23,8 @@ whose x A^T is fast/adapter.py's. fast/plan.py chooses tile and splits for an H1
 other cards from Ampere on run the same kernel, without dependent launch before Hopper. What was
 tried without success is in results/LOG.md.
 
-    y = matmul(x, tile(quantize(w)))                            # any M, differentiable in x
+    y = matmul(x, tile(quantize(w)))        # any M, differentiable in x; on a CPU interpreted
+    TRITON_INTERPRET=1 pytest tests/test_gemm.py
     python lab/bench.py kernels
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
@@ -37,7 +38,7 @@ from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter
 from fast.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
 from fast.layout import CHUNK, Tiled, tile, untile
 from fast.plan import few, plan, sms, space
-from nvfp4 import FORMATS, QuantLinear, dequantize, scale_bits
+from nvfp4 import FORMATS, QuantLinear, scale_bits
 
 
 @triton.jit
@@ -140,7 +141,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             xl = tl.load(xp, mask=(kc + j < K)[:, None], other=0.0)
             xh = tl.load(xp + 64, mask=(kc + 64 + j < K)[:, None], other=0.0)
         s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, BLOCK, FAST, BN)
-        a, b, cc, d = extract(w, s, FMT, DECODE, ASM, T, BN)
+        a, b, cc, d = extract(w, s, FMT, DECODE, ASM, BN)
         low, high = arrange(a, b, BN, W, ASM), arrange(cc, d, BN, W, ASM)
         acc = tl.dot(low, xl.to(T), acc, input_precision="ieee")  # (BN, 64) @ (64, BM)
         acc = tl.dot(high, xh.to(T), acc, input_precision="ieee")
@@ -212,7 +213,6 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
                     FOLD: tl.constexpr):
     """out (N, K + E), rows `so` apart: value * block scale and, if FOLD, times the global scale;
     then tail (N, E). A program does BN rows of one chunk, or of the tail."""
-    T: tl.constexpr = out.dtype.element_ty if ASM else tl.float32
     if FAST:
         sc = tl.multiple_of(sc, 64)
         ss = tl.multiple_of(ss, 128 // BLOCK)
@@ -223,7 +223,7 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
     if k < K:
         w = tl.load(words(codes, row, k, N, sc, FAST))
         s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, BLOCK, FAST, BN)
-        a, b, cc, d = extract(w, s, FMT, DECODE, ASM, T, BN)
+        a, b, cc, d = extract(w, s, FMT, DECODE, ASM, BN)
         v = tl.join(arrange(a, b, BN, 0, ASM), arrange(cc, d, BN, 0, ASM))  # (BN, 64, plane)
         v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
         v = unscaled(v, FMT)
@@ -239,53 +239,11 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
         tl.store(out + at + K + e[None, :], t, mask=inside)
 
 
-def check(x, q):
-    """ValueError if x does not fit q, or if check_weight refuses q."""
-    if not x.is_floating_point():
-        raise ValueError(f"gemm: x is {x.dtype}; pass bfloat16 or float32")
-    if x.shape[-1] != q.shape[1]:
-        raise ValueError(f"gemm: x has {x.shape[-1]} columns, the weight {q.shape[1]}; "
-                         "they must agree")
-    if x.device != q.codes.device:
-        raise ValueError(f"gemm: x is on {x.device}, the weight on {q.codes.device}; "
-                         "move one of them")
-    check_weight(q)
-
-
-def check_weight(q):
-    """ValueError if q holds what the kernels would decode wrongly (synchronizes, but only once)."""
-    if not isinstance(q, Tiled):
-        raise ValueError("gemm: the weight's codes lie as in a checkpoint; lay them out with "
-                         "fast.layout.tile")
-    if getattr(q.scale, "checked", None) == q.scale._version:
-        return
-    if q.fmt not in FORMATS:
-        raise ValueError(f"gemm: unknown format {q.fmt}, choose from "
-                         f"{', '.join(FORMATS)}")
-    (N, K), block = q.shape, FORMATS[q.fmt].block
-    codes, scale = (N, -(-K // CHUNK) * CHUNK // 2), (N, K // block)
-    if K % block or q.codes.shape != codes or q.scale.shape != scale:
-        shapes = f"codes {tuple(q.codes.shape)}, scale {tuple(q.scale.shape)}"
-        raise ValueError(f"gemm: {shapes} do not fit {q.fmt} {N} x {K}; quantize or load "
-                         "it again")
-    # NaN is 0x7F and 0xFF in E4M3, 255 in E8M0; an E8M0 scale over 2^27 would not fit bfloat16,
-    # which carries it times 2^100
-    bits = scale_bits(q.scale)
-    bad = {"nvfp4": lambda: bits & 127 == 127, "mxfp4": lambda: bits > 154}
-    if bad.get(q.fmt, lambda: ~bits.isfinite())().any() or not q.global_scale.isfinite().all():
-        raise ValueError(f"gemm: the {q.fmt} weight {N} x {K} has a NaN, infinite or too "
-                         "large scale; quantize it again")
-    if q.fmt == "nvfp4" and (bits > 128).any():
-        raise ValueError(f"gemm: the nvfp4 weight {N} x {K} has a negative block scale; "
-                         "quantize it again")
-    q.scale.checked = q.scale._version
-
-
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-             glu=False, early=False, asm=None, **override):
-    """The decoding kernel itself, for any M; the arguments are linear_decode's. On CPU tensors it
-    needs TRITON_INTERPRET=1. `asm` False takes the decoder in plain Triton; further keywords, those
-    of TILES and `split`, replace what `plan` chose."""
+             glu=False, early=False, **override):
+    """The decoding kernel itself, for any M; the arguments are linear_decode's, but for the result,
+    which is `out`, if given. Further keywords, those of TILES and `split`, replace what `plan`
+    chose."""
     (M, K), N, cuda = x.shape, q.shape[0], x.is_cuda
     out = x.new_empty(M, N // 2 if glu else N) if out is None else out
     if M == 0:
@@ -301,7 +259,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if pdl:
         extra["launch_pdl"] = True
     part, count, _ = space(x.device)
-    P, sb, work, adapter, makers = len(bounds) + 1, 0, (x, count), NONE, 0
+    P = len(bounds) + 1
+    sb, work, adapter, makers = 0, (x, count), NONE, 0  # without an adapter
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"])
@@ -314,7 +273,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         x, xd, q.codes, scale_bits(q.scale), q.global_scale, bias, A, B, residual, out, part, count,
         *work, M, N, K, x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
         *(*bounds, N, N)[:2], FMT=q.fmt,
-        **decoder(FORMATS[q.fmt], cuda if asm is None else asm), BM=t["BM"], BN=t["BN"],
+        **decoder(FORMATS[q.fmt], cuda), BM=t["BM"], BN=t["BN"],
         SPLIT=t["split"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, TMA=tma,
@@ -322,26 +281,9 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     return out
 
 
-def to_16bit(q, fold=False, out=None, tail=None, asm=None):
-    """w_hat / global_scale, (N, K), in bfloat16: exact, unless the format is a codebook; with
-    `fold`, w_hat, rounded once. tail (N, E) follows as E more columns. On CPU
-    tensors it needs TRITON_INTERPRET=1. out: a flat buffer to use."""
-    (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
-    if out is None:
-        out = torch.empty(N * (K + E), dtype=torch.bfloat16, device=q.codes.device)
-    w = out[: N * (K + E)].view(N, K + E)
-    to_16bit_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
-        q.codes, scale_bits(q.scale), q.global_scale, w if tail is None else tail, w, N, K,
-        q.codes.stride(0), q.scale.stride(0), K + E, FMT=q.fmt,
-        **decoder(FORMATS[q.fmt], q.codes.is_cuda if asm is None else asm), BN=64, E=E,
-        EP=max(16, triton.next_power_of_2(E)), FAST=K % CHUNK == 0 and N % 8 == 0, FOLD=fold,
-        num_warps=4)
-    return w
-
-
 def common_scale(q):
-    """alpha of `decoded`: the global scale, a float, if all rows of q share one in whose units an
-    adapter fits 16 bits; else None. Read from the device once for each weight."""
+    """The global scale, a float, if all rows of q share one in whose units an adapter is finite;
+    else None. Read from the device once for each weight."""
     g = q.global_scale
     if getattr(g, "common", (None,))[0] != g._version:
         low, high = (v.item() for v in torch.aminmax(g))
@@ -352,30 +294,38 @@ def common_scale(q):
 def decoded(q, tail=None):
     """(w (N, K + E) in bfloat16, alpha): alpha * w[:, :K] is w_hat, and w[:, K:] is tail (N, E).
 
-    w is in the scratch, so it lasts until the next weight is decoded."""
+    Exact, unless the format is a codebook or rows differ in their global scale: then w_hat is
+    rounded once. w is in the scratch, so it lasts until the next weight is decoded."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     alpha = common_scale(q)
-    out = scratch(q.codes.device, N * (K + E))
-    return to_16bit(q, alpha is None, out, tail), 1.0 if alpha is None else alpha
+    w = scratch(q.codes.device, N, K + E)
+    to_16bit_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
+        q.codes, scale_bits(q.scale), q.global_scale, w if tail is None else tail, w, N, K,
+        q.codes.stride(0), q.scale.stride(0), K + E, FMT=q.fmt,
+        **decoder(FORMATS[q.fmt], q.codes.is_cuda), BN=64, E=E,
+        EP=max(16, triton.next_power_of_2(E)), FAST=K % CHUNK == 0 and N % 8 == 0,
+        FOLD=alpha is None, num_warps=4)
+    return w, alpha or 1.0
 
 
 def beside(w, tail):
-    """[w | tail] (N, K + E) of a 16-bit weight w (N, K) and tail (N, E), in the scratch as well."""
+    """[w | tail] (N, K + E), in the scratch, of a bfloat16 weight w (N, K) and tail (N, E)."""
     if not w.is_cuda:
         return torch.cat([w, tail], 1)
     (N, K), E = w.shape, tail.shape[1]
-    out = scratch(w.device, N * (K + E))[: N * (K + E)].view(N, K + E)
-    out[:, :K], out[:, K:] = w, tail
+    out = scratch(w.device, N, K + E)
+    out[:, :K] = w
+    out[:, K:] = tail
     return out
 
 
-def scratch(device, n):
-    """The scratch, of n 16-bit numbers or more."""
-    buffers = space(device)
+def scratch(device, rows, columns):
+    """The first rows * columns numbers of the scratch, as a matrix in bfloat16."""
+    buffers, n = space(device), rows * columns
     if buffers[2].numel() < n:
         buffers[2] = buffers[2].new_empty(0)  # let go of the smaller one first
         buffers[2] = buffers[2].new_empty(n)
-    return buffers[2]
+    return buffers[2][:n].view(rows, columns)
 
 
 def scaled(x, w, alpha, start=None):
@@ -394,83 +344,58 @@ def many(x, q, transposed, start=None):
     return scaled(x, w if transposed else w.T, alpha, start)
 
 
-def product(x, q):
-    """x (M, K) @ w_hat^T -> (M, N) in x.dtype."""
-    if not x.is_cuda:
-        return (x.float() @ dequantize(q).T).to(x.dtype)
-    b = x.to(torch.bfloat16)
-    y = gemm_few(b, q) if few(b.shape[0], *q.shape, sms(x.device)) else many(b, q, transposed=False)
-    return y.to(x.dtype)
-
-
 class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, q):
-        ctx.q = q
-        return product(x, q)
+        """x (M, K) @ w_hat^T -> (M, N) in x.dtype."""
+        ctx.q, b = q, x.to(torch.bfloat16)
+        if few(len(b), *q.shape, sms(x.device)):
+            return gemm_few(b, q).to(x.dtype)
+        return many(b, q, transposed=False).to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        if not dy.is_cuda:
-            return (dy.float() @ dequantize(ctx.q)).to(dy.dtype), None  # (M, N) @ (N, K)
-        if not dy.shape[0]:
-            return dy.new_empty(0, ctx.q.shape[1]), None
-        return many(dy.to(torch.bfloat16).contiguous(), ctx.q, transposed=True).to(dy.dtype), None
+        dx = many(dy.to(torch.bfloat16).contiguous(), ctx.q, transposed=True)
+        return dx.to(dy.dtype), None
 
 
 def matmul(x, q):
     """x (..., K) times a quantized weight q (N, K), layout.Tiled: (..., N) in x.dtype,
     differentiable in x.
 
-    Multiplied in bfloat16 on the GPU, with float32 sums; on the CPU plain torch in float32.
-    ValueError if dtype, shape or device do not fit, or a scale of q is NaN."""
-    check(x, q)
+    bfloat16 in, float32 sums; other float dtypes are cast to bfloat16. ValueError if the shapes do
+    not fit, or q is not laid out."""
+    if not isinstance(q, Tiled):
+        raise ValueError("gemm: the weight's codes lie as in a checkpoint; lay them out with "
+                         "fast.layout.tile")
+    if x.shape[-1] != q.shape[1]:
+        raise ValueError(f"gemm: x has {x.shape[-1]} columns, the weight {q.shape[1]}; "
+                         "they must agree")
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])
 
 
-def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-                  glu=False, early=False):
+def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, glu=False,
+                  early=False):
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
     x (M, K) bfloat16; q a Tiled (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the
     rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
-    q, k, v; a row of part p takes rows p*R.. of A. residual and the result are (M, N), contiguous;
-    `out` is written if given, and may be `residual`. glu: q is gate stacked on up, and the
-    result is (M, N / 2). early: the next kernel has much to fetch before it needs the result, and
-    may begin as soon as all programs of this one run.
+    q, k, v; a row of part p takes rows p*R.. of A. residual (M, N) is contiguous, and becomes the
+    result. glu: q is gate stacked on up, and the result is (M, N / 2). early: the next kernel has
+    much to fetch before it needs the result, and may begin as soon as all programs of this one run.
 
+    Without an adapter and with more rows than `few` allows: a bias or a residual, not both.
     Deterministic, and safe in a CUDA graph after one call outside it: the first call compiles
-    kernels, makes buffers and checks weights. On the CPU plain torch. ValueError if shapes or
-    dtypes do not fit."""
-    check(x, q)
-    M, (N, K) = x.shape[0], q.shape
-    P = len(bounds) + 1
-    if A is not None and (P > 3 or B.shape[0] != N or A.shape != (P * B.shape[1], K)):
-        shapes = f"A {tuple(A.shape)} and B {tuple(B.shape)}"
-        raise ValueError(f"linear_decode: {shapes} do not fit {N} x {K} in {P} parts (3 at most)")
-    if x.is_cuda and x.dtype != torch.bfloat16:
-        raise ValueError(f"linear_decode: x is {x.dtype}; decode in bfloat16")
-    if x.is_cuda and (A is not None or few(M, N, K, sms(x.device))):
-        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, out, glu, early)
-    if x.is_cuda:
-        y = many(x, q, False, start=bias if residual is None else residual)
-        if bias is not None and residual is not None:
-            y += bias
-    else:
-        y = x.float() @ dequantize(q).T  # (M, N)
-        if A is not None:
-            edges, xa = (0, *bounds, N), (x @ A.T).float().chunk(P, 1)  # (M, K) @ (K, P*R)
-            for p in range(P):
-                rows = slice(edges[p], edges[p + 1])
-                y[:, rows].addmm_(xa[p], B[rows].float().T, alpha=scaling)  # (M, R) @ (R, N_p)
-        for last in (bias, residual):
-            y = y if last is None else y + last
-        y = y.to(x.dtype)
+    kernels and makes buffers."""
+    (M, K), N = x.shape, q.shape[0]
+    if A is not None or few(M, N, K, sms(x.device)):
+        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, residual, glu, early)
+    y = many(x, q, transposed=False, start=bias if residual is None else residual)
     if glu:
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up
-    return y if out is None else out.copy_(y)
+    return y if residual is None else residual.copy_(y)
 
 
 class TiledLinear(QuantLinear):

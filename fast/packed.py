@@ -36,20 +36,19 @@ V vocabulary; a linear has N outputs, K inputs, P parts; R rank, E = P*R rounded
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 from triton import next_power_of_2 as power
 
-from fast import attention, gemm
+from fast import attention
 from fast.adapter import product32
-from fast.decode import norm_kernel, swiglu_kernel
-from fast.fused import norm_back_kernel, rope_back_kernel, rope_kernel, swiglu_back_kernel
-from fast.plan import FEW, few, sms
-from model import projections, rope_tables, to_device
+from fast.decode import norm_kernel, norm_weight, swiglu_kernel
+from fast.linears import linears_of, refresh
+from model import rope_tables, to_device
 
 # ---- prologues: forward(x, E) -> (wide (S, K + E), whose first K columns are h, the others left
 # ---- for x A^T; what backward needs beside x). backward(x, kept, d) -> (the gradient of x; h, for
@@ -92,7 +91,8 @@ class SwiGLU:
         return out, ()
 
     def backward(self, x, kept, d):
-        S, width, dx = x.shape[0], x.shape[1] // 2, torch.empty_like(x)
+        S, width = x.shape[0], x.shape[1] // 2
+        dx = torch.empty_like(x)
         swiglu_back_kernel[S, triton.cdiv(width, 1024)](x, d, dx, width, d.stride(0), BLOCK=1024)
         return dx, d[:, :width]
 
@@ -105,7 +105,8 @@ class Attend:
     def __init__(self, attn, rows, cache=None):
         self.attn, self.rows, self.cache = attn, rows, cache
         self.heads = attn.heads, attn.kv_heads, attn.kv_heads
-        norms, self.normed = [rows.cos] * 4 + [0.0], attn.q_norm is not None  # never touched
+        norms = [rows.cos] * 4 + [0.0]  # never touched
+        self.normed = attn.q_norm is not None
         if self.normed:
             q, k = attn.q_norm, attn.k_norm
             norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
@@ -145,69 +146,7 @@ class Attend:
         return dx, y.flatten(1)
 
 
-# ---- a linear
-
-
-class WideLinear:
-    """A linear, and 16-bit copies of its adapter: A (E, K) and tail = s B / alpha (N, E), its parts
-    on a block diagonal. alpha: as in gemm.decoded."""
-
-    def __init__(self, m, dtype):
-        (self.N, self.K), self.base, self.adapter, self.q = m.shape, m.base, m.adapter, m.q
-        self.parts, self.alpha, self.E, self.tail = [*m.parts.values()], 1.0, 0, None
-        self.cuda = m.q is not None and m.q.codes.is_cuda
-        if self.cuda:
-            gemm.check_weight(m.q)
-            scale = gemm.common_scale(m.q)
-            self.alpha = 1.0 if scale is None else scale
-        if (a := self.adapter) is not None:
-            self.R, self.PR = a.rank, a.A.shape[0]
-            self.E = -(-self.PR // 8) * 8
-            self.A = a.A.new_zeros(self.E, self.K, dtype=dtype)
-            self.tail = a.A.new_zeros(self.N, self.E, dtype=dtype)
-            # what refresh copies, as views: (from, to) of A, and of B's parts
-            self.A_copy = a.A.detach(), self.A[: self.PR]
-            self.B_copies = [*zip(a.B.detach().split(self.parts), self.blocks(self.tail),
-                                  strict=True)]
-
-    def of(self, m):
-        """Whether this was made from m as m is now."""
-        same = self.base is m.base and self.adapter is m.adapter
-        if self.E:
-            now = m.adapter.A.data_ptr(), m.adapter.B.data_ptr()
-            same = same and now == (self.A_copy[0].data_ptr(), self.B_copies[0][0].data_ptr())
-        return same and (self.q is None or self.q.codes is m.base.codes)
-
-    def blocks(self, t):
-        """The blocks of t (N, E) where a part's outputs meet its own columns: P views (N_p, R)."""
-        return [rows[:, i * self.R : (i + 1) * self.R]
-                for i, rows in enumerate(t.split(self.parts))]
-
-    def few(self, rows):
-        """Whether this many rows are better off with a decode step's linear, which reads its weight
-        as it is."""
-        if self.q is None:
-            return rows <= FEW and self.E > 0 and self.A.is_cuda
-        return self.cuda and few(rows, self.N, self.K, sms(self.q.codes.device))
-
-    def weight(self, dtype):
-        """(w (N, K + E), alpha): alpha * w is [w_hat | s B]; in the scratch, it lasts until the
-        next."""
-        if self.cuda:
-            return gemm.decoded(self.q, self.tail)
-        w = self.base.weight_in(dtype)
-        return (gemm.beside(w, self.tail) if self.E else w), 1.0
-
-    def forward(self, wide, residual):
-        """wide [h | x A^T] (S, K + E) -> y (S, N) = h w^T + s x A^T B^T + residual or bias: no
-        linear has both."""
-        w, alpha = self.weight(wide.dtype)
-        start = self.base.bias if residual is None else residual
-        return gemm.scaled(wide, w.T, alpha, start)
-
-    def backward(self, dy):
-        """dy (S, N) -> wide [dh | d(x A^T)] (S, K + E); dh lacks what comes through x A^T."""
-        return gemm.scaled(dy, *self.weight(dy.dtype))
+# ---- a linear behind a prologue
 
 
 class Project(torch.autograd.Function):
@@ -219,7 +158,7 @@ class Project(torch.autograd.Function):
         wide, kept = prologue.forward(x, p.E)
         xa = None
         if p.E:
-            xa = wide[:, : p.K] @ p.A.T  # (S, K) @ (K, E)
+            xa = wide[:, : p.K] @ p.padded_A.T  # (S, K) @ (K, E)
             wide[:, p.K :] = xa
         ctx.prologue, ctx.p, ctx.residual = prologue, p, residual is not None
         ctx.save_for_backward(x, xa, *kept)
@@ -228,18 +167,18 @@ class Project(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        (x, xa, *kept), p, dA, dB = ctx.saved_tensors, ctx.p, None, None
-        norm = ctx.needs_input_grad[-1]
+        x, xa, *kept = ctx.saved_tensors
+        p, dA, dB = ctx.p, None, None
         dy = dy.contiguous()
         d = p.backward(dy)
         dxa = d[:, p.K :]
         if p.E:
-            d[:, : p.K].addmm_(dxa, p.A)
-        dnorm = ctx.prologue.own_gradient(x, d) if norm else None
+            d[:, : p.K].addmm_(dxa, p.padded_A)
+        dnorm = ctx.prologue.own_gradient(x, d) if ctx.needs_input_grad[-1] else None
         dx, h = ctx.prologue.backward(x, kept, d)
         if p.E:
             dA = product32(dxa.T, h)[: p.PR]
-            dB = torch.cat(p.blocks(product32(dy.T, xa))).mul_(p.adapter.scaling)
+            dB = torch.cat(p.blocks(product32(dy.T, xa))).mul_(p.scaling)
         return None, None, dx, dy if ctx.residual else None, dA, dB, dnorm
 
 
@@ -293,31 +232,6 @@ def tables(config, longest, device):
     return rope_tables(torch.arange(longest, device=device), config)
 
 
-LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its WideLinears}
-
-
-def linears_of(model):
-    """The four WideLinears of each block. They are made once, and again when a weight or an adapter
-    has been replaced."""
-    modules = [m for _, m in projections(model)]
-    kept, on = LINEARS.setdefault(model, {}), any(m.adapter is not None for m in modules)
-    if on not in kept or not all(p.of(m) for p, m in zip(kept[on], modules, strict=True)):
-        kept[on] = [WideLinear(m, model.embed.weight.dtype) for m in modules]
-    return [kept[on][i : i + 4] for i in range(0, len(modules), 4)]
-
-
-@torch.no_grad()
-def refresh(linears):
-    """Copy the adapters' current parameters into `linears`."""
-    adapted = [p for block in linears for p in block if p.E]
-    if adapted:
-        A, to_A = zip(*(p.A_copy for p in adapted), strict=True)
-        torch._foreach_copy_(to_A, A)
-    for p in adapted:
-        for B, to_B in p.B_copies:
-            torch.mul(B, p.adapter.scaling / p.alpha, out=to_B)
-
-
 def project(prologue, p, x, residual=None):
     A, B = (None, None) if p.adapter is None else (p.adapter.A, p.adapter.B)
     return Project.apply(prologue, p, x, residual, A, B, prologue.weight)
@@ -347,7 +261,8 @@ def hidden(model, rows, take, of=None):
     """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
     ids) laid end to end; differentiable in what is trained. of: the row that each row continues,
     itself if none; rows that continue another follow it directly (attention.blocks)."""
-    device, linears = model.embed.weight.device, linears_of(model)
+    device = model.embed.weight.device
+    linears = linears_of(model)
     refresh(linears)
     ids, places, _, borders = end_to_end(rows, of=of)
     blocks = attention.blocks(to_device(borders, device), len(ids), of and to_device(of, device))
@@ -370,19 +285,15 @@ class Prefill:
 
     SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 
-    def __init__(self, model, step):
-        # the model is not kept: an engine lasts as long as its model, and must not keep it alive
-        self.step, self.linears = step, linears_of(model)
-        self.graphs = {}  # size -> (graph, its input)
-
-    def refresh(self):
-        refresh(self.linears)
+    def __init__(self, step):
+        self.step, self.graphs = step, {}  # size -> (graph, its input)
 
     @torch.no_grad()
     def run(self, model, rows, slots, capture=None):
         """Prefill rows (lists of ids) into `slots`. capture(launch) returns the replay of launch()
         as a graph; None: launch directly."""
-        device, (ids, places, slot_of, borders) = self.step.cache.k.device, end_to_end(rows, slots)
+        device = self.step.cache.k.device
+        ids, places, slot_of, borders = end_to_end(rows, slots)
         size = next((s for s in self.SIZES if s >= len(ids)), None)
         most = size and max(8, size // 32)  # rows that a graph of this size takes
         if capture is None or size is None or len(rows) > most:
@@ -404,12 +315,137 @@ class Prefill:
         blocks = attention.blocks(borders, len(ids))
         rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
         x = F.embedding(ids, model.embed.weight)  # (S, C)
-        few = all(p.few(len(ids)) for p in self.linears[0])
+        linears = self.step.layers
+        few = all(p.few(len(ids)) for p in linears[0])
         for i, layer in enumerate(model.layers):
             attend = Attend(layer.attn, rows, self.step.cache)
             if i == len(model.layers) - 1:  # only its keys and values are needed
-                attend(project(Norm(layer.input_layernorm), self.linears[i][0], x))
+                attend(project(Norm(layer.input_layernorm), linears[i][0], x))
             elif few:
                 x = self.step.block(i, x, attend)
             else:
-                x = block(layer, self.linears[i], attend, x)
+                x = block(layer, linears[i], attend, x)
+
+
+# ---- kernels of the prologues. A matrix called wide has rows of `stride` numbers, E more than h
+# ---- needs: x A^T is stored behind h
+
+
+@triton.jit
+def norm_back_kernel(x, weight, noise, d, dx, C, stride, eps, BLOCK: tl.constexpr):
+    """d (wide): the gradient of norm(x), from which dx gets x's (S, C); then d gets norm(x)."""
+    r, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    v = tl.load(x + r * C + c, mask=c < C, other=0).to(tl.float32)
+    g = tl.load(d + r * stride + c, mask=c < C, other=0).to(tl.float32)
+    w = norm_weight(weight, noise, c, C)
+    rms = tl.rsqrt(tl.sum(v * v) / C + eps)
+    v *= rms
+    g *= w
+    grad = rms * (g - v * (tl.sum(g * v) / C))
+    tl.store(dx + r * C + c, grad.to(dx.dtype.element_ty), mask=c < C)
+    tl.store(d + r * stride + c, (v * w).to(d.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def swiglu_back_kernel(gate_up, d, dgate_up, F, stride, BLOCK: tl.constexpr):
+    """d (wide): the gradient of silu(gate) * up, from which dgate_up gets that of gate_up (S, 2F);
+    then d gets silu(gate) * up."""
+    r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = r * 2 * F + c
+    gate = tl.load(gate_up + at, mask=c < F, other=0).to(tl.float32)
+    up = tl.load(gate_up + at + F, mask=c < F, other=0).to(tl.float32)
+    g = tl.load(d + r * stride + c, mask=c < F, other=0).to(tl.float32)
+    sigmoid = 1 / (1 + tl.exp(-gate))
+    silu = gate * sigmoid
+    dgate = g * up * sigmoid * (1 + gate - silu)
+    T = d.dtype.element_ty
+    tl.store(dgate_up + at, dgate.to(T), mask=c < F)
+    tl.store(dgate_up + at + F, (g * silu).to(T), mask=c < F)
+    tl.store(d + r * stride + c, (silu.to(T).to(tl.float32) * up).to(T), mask=c < F)
+
+
+@triton.jit
+def head_weights(q_weight, q_noise, k_weight, k_noise, h, d, H, D):
+    """Qwen3's norm weights (heads, D/2) of the columns d: q's for the first H heads, then k's."""
+    q, k = norm_weight(q_weight, q_noise, d, D), norm_weight(k_weight, k_noise, d, D)
+    return tl.where(h[:, None] < H, q[None, :], k[None, :])
+
+
+@triton.jit
+def rope_kernel(qkv, out, place, cos, sin, q_weight, q_noise, k_weight, k_noise, eps, slot, k_cache,
+                v_cache, stride_b, stride_h, H, HKV, HP: tl.constexpr, HKVP: tl.constexpr,
+                D: tl.constexpr, NORM: tl.constexpr, CACHE: tl.constexpr):
+    """RoPE of the q and k heads of one token of qkv (S, (H + 2 Hkv) D) -> out, which may be qkv.
+    NORM: each head is normed first. CACHE: k and v also go to their row's slot in the cache."""
+    t = tl.program_id(0).to(tl.int64)
+    h, d, HALF = tl.arange(0, HP), tl.arange(0, D // 2), D // 2
+    live = h[:, None] < H + HKV
+    at = t * (H + 2 * HKV) * D + h[:, None] * D + d[None, :]
+    x1 = tl.load(qkv + at, mask=live, other=0).to(tl.float32)  # (HP, D/2)
+    x2 = tl.load(qkv + at + HALF, mask=live, other=0).to(tl.float32)
+    T = out.dtype.element_ty
+    if NORM:
+        rms = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        w1 = head_weights(q_weight, q_noise, k_weight, k_noise, h, d, H, D)
+        w2 = head_weights(q_weight, q_noise, k_weight, k_noise, h, d + HALF, H, D)
+        x1 = (x1 * rms * w1).to(T).to(tl.float32)
+        x2 = (x2 * rms * w2).to(T).to(tl.float32)
+    place_t = tl.load(place + t)
+    n = tl.maximum(place_t, 0)
+    co = tl.load(cos + n * HALF + d)[None, :]
+    si = tl.load(sin + n * HALF + d)[None, :]
+    y1, y2 = (x1 * co - x2 * si).to(T), (x2 * co + x1 * si).to(T)
+    tl.store(out + at, y1, mask=live)
+    tl.store(out + at + HALF, y2, mask=live)
+    if NORM or CACHE:
+        e, g = tl.arange(0, D), tl.arange(0, HKVP)
+        kv = g[:, None] < HKV
+        values = t * (H + 2 * HKV) * D + (H + HKV + g[:, None]) * D + e[None, :]
+        v = tl.load(qkv + values, mask=kv, other=0)
+        if NORM:  # out is not qkv
+            tl.store(out + values, v, mask=kv)
+        if CACHE:
+            if place_t >= 0:  # else padding
+                row = tl.load(slot + t) * stride_b + n * D
+                tl.store(v_cache + row + g[:, None] * stride_h + e[None, :], v, mask=kv)
+                key = row + (h[:, None] - H) * stride_h + d[None, :]
+                tl.store(k_cache + key, y1, mask=live & (h[:, None] >= H))
+                tl.store(k_cache + key + HALF, y2, mask=live & (h[:, None] >= H))
+
+
+@triton.jit
+def rope_back_kernel(dq, dk, dv, qkv, out, place, cos, sin, q_weight, q_noise, k_weight, k_noise,
+                     eps, H, HKV, HP: tl.constexpr, HKVP: tl.constexpr, D: tl.constexpr,
+                     NORM: tl.constexpr):
+    """The gradients of attention's q (S, H, D), k and v (S, Hkv, D) -> that of qkv in out, by the
+    opposite rotation; NORM: also through the norms of qkv's heads."""
+    t = tl.program_id(0).to(tl.int64)
+    h, d, HALF = tl.arange(0, HP)[:, None], tl.arange(0, D // 2)[None, :], D // 2
+    q, k = h < H, (h >= H) & (h < H + HKV)
+    at, ak = (t * H + h) * D + d, (t * HKV + h - H) * D + d
+    g1 = tl.load(dq + at, mask=q, other=0).to(tl.float32)
+    g1 += tl.load(dk + ak, mask=k, other=0).to(tl.float32)
+    g2 = tl.load(dq + at + HALF, mask=q, other=0).to(tl.float32)
+    g2 += tl.load(dk + ak + HALF, mask=k, other=0).to(tl.float32)
+    n = tl.load(place + t)
+    co = tl.load(cos + n * HALF + tl.arange(0, D // 2))[None, :]
+    si = tl.load(sin + n * HALF + tl.arange(0, D // 2))[None, :]
+    y1, y2 = g1 * co + g2 * si, g2 * co - g1 * si
+    row = t * (H + 2 * HKV) * D
+    if NORM:
+        x1 = tl.load(qkv + row + h * D + d, mask=q | k, other=0).to(tl.float32)
+        x2 = tl.load(qkv + row + h * D + d + HALF, mask=q | k, other=0).to(tl.float32)
+        rms = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        heads, cols = tl.arange(0, HP), tl.arange(0, D // 2)
+        y1 *= head_weights(q_weight, q_noise, k_weight, k_noise, heads, cols, H, D)
+        y2 *= head_weights(q_weight, q_noise, k_weight, k_noise, heads, cols + HALF, H, D)
+        x1 *= rms
+        x2 *= rms
+        mean = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / D)[:, None]
+        y1, y2 = rms * (y1 - x1 * mean), rms * (y2 - x2 * mean)
+    T = out.dtype.element_ty
+    tl.store(out + row + h * D + d, y1.to(T), mask=q | k)
+    tl.store(out + row + h * D + d + HALF, y2.to(T), mask=q | k)
+    g, e = tl.arange(0, HKVP)[:, None], tl.arange(0, D)[None, :]
+    v = tl.load(dv + (t * HKV + g) * D + e, mask=g < HKV, other=0)
+    tl.store(out + row + (H + HKV + g) * D + e, v, mask=g < HKV)

@@ -181,7 +181,7 @@ def gemm(weights, dense, M, back, ceiling):
     if back:
         ours, theirs = (lambda q: fast_gemm.many(x, q, transposed=True)), (lambda w: x @ w)
     else:
-        ours, theirs = (lambda q: fast_gemm.product(x, q)), (lambda w: x @ w.T)
+        ours, theirs = (lambda q: fast_gemm.matmul(x, q)), (lambda w: x @ w.T)
     calls = 8 if back else 24 if M <= 1024 else 4
     us, cublas = graph_time(ours, weights, calls), graph_time(theirs, dense, calls)
     gbps = (N * K * memory.BITS[fmt] / 8 + 2 * M * (N + K)) / us / 1e3
@@ -391,7 +391,7 @@ def phases(row, c, ceiling, args):
     settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
     completions = random_completions(rows, args.prompt, args.new, args.group)
     # a prompt's states are computed once for several of its completions
-    row["tokens"] = sum(map(batches.size, batches.families(completions, row["micro_batch"])))
+    row["tokens"] = sum(map(batches.size, batches.by_prompt(completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
     row["first_update_s"], _ = timed(  # compiles
         lambda: grpo.update(model, optimizer, completions, settings))

@@ -14,8 +14,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 # the kernels, and what measures them on a GPU
 NEED_TRITON = {"marlin_triton", "fast.adapter", "fast.attention", "fast.batches", "fast.bits",
-               "fast.decode", "fast.engine", "fast.fused", "fast.gemm", "fast.logprobs",
-               "fast.packed", "fast.scheduler", "lab.bench", "lab.bench_tiles"}
+               "fast.decode", "fast.engine", "fast.gemm", "fast.linears", "fast.packed",
+               "fast.scheduler", "lab.bench", "lab.bench_tiles"}
 sys.path.insert(0, str(ROOT))
 sys.modules["triton"] = None
 
@@ -46,8 +46,8 @@ def main():
     lora.add_lora(m, 4, 4)
     [[s]] = sample.generate(m, [[1, 2, 3]], max_new_tokens=8)
     assert len(s.ids) == 8 and m(torch.tensor([s.ids])).isfinite().all()
-    weight = Made(is_cuda=True, device=0, dtype=torch.bfloat16, requires_grad=False)
-    card = Made(embed=Made(weight=weight), config=Made(head_dim=64))
+    weight = Made(is_cuda=True, device=0, dtype=torch.bfloat16)
+    card = Made(embed=Made(weight=weight), config=Made(head_dim=64), layers=[])
     with mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)):
         assert fast.refusal(card) == "triton is not installed"
 

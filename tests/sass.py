@@ -26,7 +26,7 @@ import fast
 import lora
 import model as M
 import sample
-from fast import decode, fused, gemm, packed
+from fast import batches, decode, gemm, packed
 from fast.layout import tile
 from fast.plan import TILES
 from nvfp4 import FORMATS, quantize
@@ -78,10 +78,10 @@ def work(quant, dtype, config, *few):
         step.sample(scores, greedy=True)
         step.sample(scores, nucleus=(1.0, 0.9))
     prompts = [[*range(35)], [*range(200)]]
-    packed.Prefill(m, step).run(m, prompts, [0, 1])
+    packed.Prefill(step).run(m, prompts, [0, 1])
     packed.hidden(m, [*prompts, [1, 2]], [0], of=[0, 1, 1]).sum().backward()
     packed.hidden(m, [prompts[0], [*range(205)]], [0]).sum().backward()  # a multiple of 16 tokens
-    fused.score(scores, torch.zeros(rows, dtype=torch.long), 1.0, 1000, dtype)
+    batches.score(scores, torch.zeros(rows, dtype=torch.long), 1.0, 1000, dtype)
 
 
 def unwaited(sass):
@@ -121,7 +121,7 @@ def main(arch=90):
     work("none", torch.bfloat16, M.Config(1024, 512, 1536, 1, 4, 2, 64, qk_norm=True), 1, 256)  # Qwen3's
     for fmt in FORMATS:
         q = tile(quantize(torch.randn(512, 512), fmt))
-        gemm.to_16bit(q)
+        gemm.decoded(q)
         for rows in (4, 64):
             gemm.gemm_few(torch.zeros(rows, 512, dtype=torch.bfloat16), q)
     q = tile(quantize(torch.randn(512, 512), "nvfp4"))

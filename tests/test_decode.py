@@ -394,11 +394,13 @@ def test_the_first_size_of_each_way_to_draw_has_all_compiled(monkeypatch):
 
 
 def test_a_weight_moves_above_its_adapter_and_stays_the_only_copy():
-    """One GEMM gives x W^T and x A^T; moved again for each engine, all weights would be there twice until the last one is gone."""
+    """One GEMM gives x W^T and x A^T; moved again for each adapter, all weights would be there twice until the last one is gone."""
     m = build()
     linear, before = m.layers[1].attn.qkv_proj.base, m.layers[1].attn.qkv_proj.base.weight.clone()
-    steps = [decode.Step(m, filled(m, [0])) for _ in range(2)]
-    p, q = (step.layers[1][0] for step in steps)
+    p = decode.Step(m, filled(m, [0])).layers[1][0]
+    m.layers[1].attn.qkv_proj.scaling *= 2
+    q = decode.Step(m, filled(m, [0])).layers[1][0]
+    assert p is not q
     mark = engine.fingerprint(m)
     assert p.both is q.both and linear.weight.equal(before) and p.both.data_ptr() == linear.weight.data_ptr()
     assert p.A.equal(m.layers[1].attn.qkv_proj.A) and len(p.both) % 8 == 0 and not p.both[len(before) + len(p.A) :].any()
@@ -412,14 +414,14 @@ def test_each_call_copies_the_adapter_as_it_is_then():
     """By one graph, captured on the first: kernels of the decode step and of the prefill read copies."""
     m = build(rank=4)
     e, captured = engine.Graphs(m, 2, 64), []
-    e.prompts, e.capture = packed.Prefill(m, e.step), lambda launch: captured.append(launch) or launch
-    (_, layer), p, q = lora.lora_layers(m)[0], e.step.layers[0][0], e.prompts.linears[0][0]
+    e.prompts, e.capture = packed.Prefill(e.step), lambda launch: captured.append(launch) or launch
+    (_, layer), p = lora.lora_layers(m)[0], e.step.layers[0][0]
     for _ in range(2):
         layer.A.data.mul_(-3)
         layer.B.data.mul_(0.5)
         e.begin(1.0, 1.0, [], sample.draw)
-        assert p.A.equal(layer.A) and p.B.equal(layer.B) and q.A[: q.PR].equal(layer.A)
-        assert q.blocks(q.tail)[0].equal(layer.B[: q.parts[0]] * layer.scaling)
+        assert p.A.equal(layer.A) and p.B.equal(layer.B) and p.padded_A[: p.PR].equal(layer.A)
+        assert p.blocks(p.tail)[0].equal(layer.B[: p.parts[0]] * layer.scaling)
     assert len(captured) == 1
 
 
@@ -475,7 +477,7 @@ def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
     monkeypatch.setattr(engine.ranks, "world", 2)
     for max_rows, eval_n, temperature in ((1000, 1, 0.6), (20, 0, 0.6), (20, 1, 0.0)):
         asked = dict(eval_n=eval_n, eval_temperature=temperature)
-        engine.prepare(SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, **asked), "model", 300)
+        engine.prepare("model", SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, **asked), 300)
     # held-out questions would have it made anew for their sort
     assert made == [("model", 24, 300, 0.95), ("model", 20, 300, 1.0), ("model", 20, 300, 1.0)]
 
@@ -626,7 +628,7 @@ def test_a_weight_that_moved_makes_a_new_engine(exact):
 def test_a_longer_prompt_goes_through_the_engine_that_was_made_for_it():
     """Made anew for it, all graphs are captured again: a second in which all other ranks wait."""
     m = installed()
-    engine.prepare(SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, eval_n=0), m, 300)
+    engine.prepare(m, SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, eval_n=0), 300)
     made = engine.ENGINES[m][1]
     for length in (5, 200, 280):
         sample.generate(m, [[1] * length, [2, 3]], 2, 20, max_rows=8)

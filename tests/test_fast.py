@@ -24,9 +24,9 @@ import model as M
 import nvfp4
 import sample
 import train
-from fast import engine, gemm, layout, packed
+from fast import engine, gemm, layout, linears
 from tests.conftest import first_blocks, rows_of
-from tests.test_decode import GPU, ONE, PROMPTS, check_gaps, random_model, tokens
+from tests.test_decode import GPU, ONE, PROMPTS, check_gaps, random_model, tokens, with_head_norms
 
 gpu = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,17 +54,26 @@ def test_what_the_plain_functions_hand_over_is_in_the_table():
 
 def card(head_dim=64, **weight):
     """What fast.refusal looks at, of a model on an H100."""
-    weight = dict(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, requires_grad=False) | weight
-    return SimpleNamespace(embed=SimpleNamespace(weight=SimpleNamespace(**weight)), config=SimpleNamespace(head_dim=head_dim), fast=None)
+    weight = dict(is_cuda=True, device="cuda:0", dtype=torch.bfloat16) | weight
+    embed, config = SimpleNamespace(weight=SimpleNamespace(**weight)), SimpleNamespace(head_dim=head_dim)
+    return SimpleNamespace(embed=embed, config=config, layers=[], fast=None)
+
+
+def with_a_large_scale():
+    """A card's model with an MXFP4 scale of 2^28."""
+    m = card()
+    m.layers = random_model(ONE, "mxfp4").layers
+    m.layers[0].mlp.down_proj.base.scale[3, 1] = 155
+    return m
 
 
 @pytest.mark.parametrize(("model", "capability", "says"), [
     (card(is_cuda=False), (9, 0), "not on a CUDA device"), (card(), (7, 5), "an Ampere card"),
     (card(dtype=torch.float32), (9, 0), "in torch.float32"), (card(head_dim=80), (9, 0), "heads of 32, 64 or 128 numbers, not 80"),
-    (card(requires_grad=True), (9, 0), "train adapters alone"), (card(), (8, 0), "a hook"),
-    (card(dtype=torch.float16), (9, 0), "in torch.float16")])
+    (card(), (8, 0), "a hook"), (card(dtype=torch.float16), (9, 0), "in torch.float16"),
+    (with_a_large_scale(), (9, 0), "layers.0.mlp.down_proj has a block scale over")])
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason(monkeypatch, capsys, model, capability, says):
-    """The weights of Qwen3's head norms would get no gradient, heads of 80 an error from a compiler; with auto it is one line."""
+    """Heads of 80 would be an error from a compiler, a scale of 2^28 another number; with auto it is one line."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(engine, "own_code", lambda model: "a hook of your own")
     assert says in fast.install(model) and model.fast is None
@@ -129,13 +138,23 @@ def test_uninstall_gives_the_plain_model_back_bit_for_bit(on_fast_path, quant, r
     before, logits = {name: t.clone() for name, t in m.state_dict().items()}, m(ids)
     kinds = [(path, type(linear), type(linear.base)) for path, linear in M.projections(m)]
     sample.generate(on_fast_path(m), PROMPTS[:1], max_new_tokens=1)
-    assert m in engine.ENGINES and m in packed.LINEARS
+    assert m in engine.ENGINES and m in linears.LINEARS
     fast.uninstall(m)
-    assert m.fast is None and m not in engine.ENGINES and m not in packed.LINEARS
+    assert m.fast is None and m not in engine.ENGINES and m not in linears.LINEARS
     assert [(path, type(linear), type(linear.base)) for path, linear in M.projections(m)] == kinds
     after = m.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(t, before[name]) for name, t in after.items())
     assert torch.equal(m(ids), logits)
+
+
+def test_an_installed_model_is_not_written_as_a_checkpoint(on_fast_path):
+    """Its codes lie in another order: the file would hold other weights."""
+    m = random_model(ONE, "nvfp4", rank=0)
+    want = dict(M.tensors(m))
+    with pytest.raises(ValueError, match="fast.uninstall"):
+        dict(M.tensors(on_fast_path(m)))
+    fast.uninstall(m)
+    assert all(torch.equal(t.view(torch.uint8), want[name].view(torch.uint8)) for name, t in M.tensors(m))
 
 
 # ---- code of one's own
@@ -226,6 +245,18 @@ def test_what_counts_as_ones_own_code(monkeypatch, patch):
         way = {"before": "forward_pre", "after": "forward", "back": "full_backward"}[patch]
         getattr(layer, f"register_{way}_hook")(lambda *_: None)
     assert engine.own_code(m).endswith("has a forward or a hook of your own")
+
+
+@pytest.mark.parametrize("name", ["embed", "layers.0.attn.q_norm", "layers.0.attn.qkv_proj.base"])
+def test_weights_that_are_trained_go_back_to_the_plain_functions(on_fast_path, capsys, name):
+    """They would get no gradient; also where they are unfrozen beside an adapter, after the kernels were installed."""
+    m = on_fast_path(with_head_norms(ONE))
+    for norm in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
+        m.get_submodule(norm).requires_grad_(True)
+    assert m.fast.knows(m)  # these get theirs
+    m.get_submodule(name).requires_grad_(True)
+    assert not m.fast.knows(m) and m.fast is None
+    assert f"since {name} has parameters that are trained, and the kernels train adapters and" in capsys.readouterr().err
 
 
 # ---- plain and fast, draws and updates

@@ -136,13 +136,13 @@ def test_a_run_plans_its_micro_batches_by_what_is_free_and_says_so(monkeypatch, 
     for gib, tokens, checkpointing in ((72, 9216, "off"), (32, 22528, "on")):  # a row of 4,352 does not fit 10 GiB without recomputing
         args = SimpleNamespace(**settings)
         monkeypatch.setattr(engine, "free_bytes", lambda gib=gib: gib * memory.GIB)
-        engine.plan_update(args, model, params)
+        engine.plan_update(model, args, params)
         assert (args.micro_batch_tokens, args.checkpointing) == (tokens, checkpointing)
         # the first update of all makes them while keys and values stand by, each later one the gradients
         assert engine.UPDATES[model] == 12 * memory.GIB + sum(memory.update_bytes(model.config, tokens, checkpointing == "on"))
         assert "12.0 gradients and moments" in capsys.readouterr().out
     args = SimpleNamespace(**settings | {"micro_batch_tokens": 100})
-    engine.plan_update(args, model, params)
+    engine.plan_update(model, args, params)
     assert engine.UPDATES[model] == 12 * memory.GIB + sum(memory.update_bytes(model.config, 4352, args.checkpointing == "on"))
 
 

@@ -15,7 +15,7 @@ import grpo
 import lora
 import model as M
 import sample
-from fast import attention, batches, decode, engine, packed
+from fast import attention, batches, decode, engine, linears, packed
 from tests.test_decode import CPU, GPU, ONE, build, installed, little_beside_much, with_head_norms
 
 gpu = pytest.mark.gpu
@@ -132,10 +132,10 @@ def check_a_small_adapter(quant, device):
     m = build(quant=quant, device=device, dtype=torch.bfloat16)
 
     def linear(i, x, residual):
-        linears = packed.linears_of(m)
-        packed.refresh(linears)
-        p = linears[1][i]
-        return p.forward(torch.cat([x, x @ p.A.T], 1), residual)
+        layers = linears.linears_of(m)
+        linears.refresh(layers)
+        p = layers[1][i]
+        return p.forward(torch.cat([x, x @ p.padded_A.T], 1), residual)
 
     assert little_beside_much(m, linear) == pytest.approx([0.002] * 2, rel=0.5)
 
@@ -154,16 +154,19 @@ def test_another_adapter_or_weight_is_what_the_next_pass_takes():
         assert torch.allclose(packed.hidden(m, ROWS, everything(ROWS)), padded(m, ROWS), rtol=0, atol=2e-5)
 
     check()
-    kept = packed.linears_of(m)[0][0]
+    kept = linears.linears_of(m)[0][0]
     with lora.disabled(m):
         check()
     with torch.no_grad():
         for _, layer in lora.lora_layers(m):
             layer.B.mul_(-1)
     check()
-    assert packed.linears_of(m)[0][0] is kept
+    assert linears.linears_of(m)[0][0] is kept
     for _, layer in lora.lora_layers(m):
         layer.B = torch.nn.Parameter(layer.B.detach() * 2)
+    check()
+    for _, layer in lora.lora_layers(m):
+        layer.scaling *= 0.5
     check()
     for path, layer in lora.lora_layers(m):
         m.set_submodule(path, layer.base)
@@ -173,7 +176,9 @@ def test_another_adapter_or_weight_is_what_the_next_pass_takes():
     down = m.layers[0].mlp.down_proj.base
     down.codes = down.codes.flip(0)
     check()
-    assert packed.linears_of(m)[0][3].q.codes is down.codes  # what the GPU multiplies with
+    assert linears.linears_of(m)[0][3].q.codes is down.codes  # what the GPU multiplies with
+    down.scale = down.scale.clone()
+    assert linears.linears_of(m)[0][3].q.scale is down.scale
 
 
 def completions(n=4):
@@ -235,7 +240,7 @@ def test_completion_logprobs_equal_the_plain_ones(on_fast_path):
 
 
 @pytest.mark.parametrize(("prompts", "group", "world"), [(4, 8, 8), (3, 16, 2), (1, 4, 3)])
-def test_families_leave_no_rank_idle(monkeypatch, prompts, group, world):
+def test_prompts_leave_no_rank_idle(monkeypatch, prompts, group, world):
     """Completions of few prompts go to many cards: none has nothing, none more than twice its share, and each completion one card."""
     monkeypatch.setattr(ranks, "world", world)
     cs = [grpo.Completion({}, [p] * 4, [5] * (20 + i), [0.0] * (20 + i), True) for p in range(prompts) for i in range(group)]
@@ -244,7 +249,7 @@ def test_families_leave_no_rank_idle(monkeypatch, prompts, group, world):
         monkeypatch.setattr(ranks, "rank", rank)
         lists = batches.micro_batches("model", cs, 1000)
         seen += [id(c) for batch in lists for c in batch]
-        shares.append(sum(batches.size(family) for batch in lists for family in batches.families(batch)))
+        shares.append(sum(batches.size(group) for batch in lists for group in batches.by_prompt(batch)))
     assert sorted(seen) == sorted(map(id, cs))
     assert min(shares) > 0 and max(shares) < 2 * sum(shares) / world
 
@@ -255,7 +260,7 @@ def test_micro_batches_keep_completions_of_a_prompt_together_and_count_no_paddin
     cs.append(grpo.Completion({}, [9] * 30, [5] * 20, [0.0] * 20, True))
     lists = batches.micro_batches("model", cs, 32)
     sizes = [[len(c.prompt) + len(c.ids) - 1 for c in batch] for batch in lists]
-    tokens = [sum(map(batches.size, batches.families(batch))) for batch in lists]
+    tokens = [sum(map(batches.size, batches.by_prompt(batch))) for batch in lists]
     assert sorted(id(c) for batch in lists for c in batch) == sorted(map(id, cs))
     assert tokens == [30, 15, 49] and len(lists[0]) * max(sizes[0]) > 32 and len(lists[2]) == 1
     for p in range(3):
@@ -284,8 +289,7 @@ def filled(m, prompts, slots, capture):
     """The cache that Prefill fills, and the one of the modules."""
     room = max(6, len(prompts))
     ours, theirs = M.KVCache(m, room, 64), M.KVCache(m, room, 64)
-    prefill = packed.Prefill(m, decode.Step(m, ours))
-    prefill.refresh()
+    prefill = packed.Prefill(decode.Step(m, ours))
     prefill.run(m, [p[:-1] for p in prompts], slots, capture)
     by_the_modules(m, theirs, prompts, slots)
     return ours, theirs
@@ -308,7 +312,7 @@ def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
 def test_a_short_prefill_takes_the_linears_of_a_step(monkeypatch):
     """One kernel each, LoRA and silu included; of the last block only keys and values are computed."""
     m, calls, linear = build(CPU, "nvfp4"), [], decode.Step.linear
-    monkeypatch.setattr(packed.WideLinear, "few", lambda p, rows: True)
+    monkeypatch.setattr(linears.FastLinear, "few", lambda p, rows: True)
     monkeypatch.setattr(decode.Step, "linear", lambda step, p, x, *args, **kw: calls.append(p.N) or linear(step, p, x, *args, **kw))
     ours, theirs = filled(m, ROWS[1:], [0, 3, 5], None)
     assert len(calls) == 4 * (CPU.num_hidden_layers - 1)
@@ -320,8 +324,7 @@ def test_a_graph_is_replayed_for_the_prompts_of_its_call():
     """Captured once for a size: what it reads must be this call's prompts, places and slots, and fewer rows than before."""
     m = build(ONE)
     ours, theirs = M.KVCache(m, 6, 64), M.KVCache(m, 6, 64)
-    prefill, captured = packed.Prefill(m, decode.Step(m, ours)), []
-    prefill.refresh()
+    prefill, captured = packed.Prefill(decode.Step(m, ours)), []
     for prompts, slots in ((ROWS[1:], [0, 3, 5]), ([[9, 8, 7], [30] * 5], [4, 1])):
         prefill.run(m, [p[:-1] for p in prompts], slots, lambda launch: captured.append(launch) or launch)
         by_the_modules(m, theirs, prompts, slots)

@@ -76,7 +76,7 @@ def test_micro_batches_hold_each_completion_once_within_the_budget(sizes, budget
     assert sorted(id(c) for b in found for c in b) == sorted(id(c) for c in completions)
     for b in found:
         tokens = [len(c.prompt) + len(c.ids) - 1 for c in b]
-        computed = sum(map(batches.size, batches.families(b))) if end_to_end else len(b) * max(tokens)
+        computed = sum(map(batches.size, batches.by_prompt(b))) if end_to_end else len(b) * max(tokens)
         assert len(b) == 1 or computed <= budget
 
 
