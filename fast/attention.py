@@ -22,11 +22,10 @@ reads beyond its end; what it finds there, the next row, gets weight 0. Therefor
 belong to a row: 0 times NaN is NaN.
 
 On an H200 forward is 1.5 to 2.9 times as fast as torch's FlashAttention-2, and backward 1.4 to 2.5
-times; most on short rows with D = 64. Blocks of 64 tokens and 4 warps won there at every shape,
-over 32 and 128 either way, and so did plain loops: delaying the last product of forward and dQ by
-one step, to give the tensor cores work while weights are made, cost dQ a factor of up to 1.8. Loads
-use Hopper's TMA, products wgmma. Cards before Hopper run the same kernels without either, with 8
-warps, which hold in registers what 4 would spill; this has never been timed.
+times; most on short rows with D = 64. Blocks of 64 tokens and 4 warps won there at every shape;
+what lost is in results/LOG.md. Loads use Hopper's TMA, products wgmma. Cards before Hopper run the
+same kernels without either, with 8 warps, which hold in registers what 4 would spill; this has
+never been timed.
 
     TRITON_INTERPRET=1 pytest tests/test_attention.py
 

@@ -63,17 +63,13 @@ def plan(M, N, K, cores):
     sums that they write and read. The times were fitted to kernels timed alone, then to what tiles
     cost in a decode step with an adapter of rank 16 (results/tiles_h200.json), and those of tiles
     of 128 rows to prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
-    found, blocks = [], -(-K // CHUNK)
-    most = max(8, 1 << (M - 1).bit_length())  # rows of a tile
-    for t in TILES:
-        if t["BM"] > most:
-            continue
+    found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
+    for t in (t for t in TILES if t["BM"] <= most):
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
         tiles = -(-N // t["BN"]) * MT
         waves = tiles // slots
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
-        rest = tiles - whole * MT
-        each = t["each"] * (1 + M * t.get("more", 0))
+        rest, each = tiles - whole * MT, t["each"] * (1 + M * t.get("more", 0))
 
         def wave(chunks, programs, t=t, each=each):  # ns on an SM
             return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
