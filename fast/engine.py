@@ -343,6 +343,9 @@ def prefill_long(model, engine, tokens, slot):
     ids = torch.tensor([tokens], device=cache.k.device)
     # for a part that sees earlier ones, attention keeps the scores, in float32
     later = max(1, min(most, 512 * most // len(tokens)))
-    for part in (ids[:, :most], *ids[:, most:].split(later, dim=1)):
+    parts = [ids[:, :most]]
+    if ids.shape[1] > most:
+        parts += ids[:, most:].split(later, dim=1)
+    for part in parts:
         model.hidden(part, cache)
         cache.length += part.shape[1]
