@@ -370,7 +370,7 @@ class Run(ExitStack):
         """Write metrics.png and print what was learned, for a run that has its summary.json."""
         from plumbing import curves  # here: matplotlib takes a second to import
 
-        curves.draw([(self.out.resolve().name, [self.out])], self.out / "metrics.png")
+        curves.draw(self.out, self.out / "metrics.png")
 
         def rows(name):
             path = self.out / name
