@@ -35,7 +35,6 @@ world = int(os.environ.get("WORLD_SIZE", 1))
 rank = int(os.environ["RANK"]) if world > 1 else 0  # RANK without WORLD_SIZE is not torchrun's
 busy = False  # in a collective: an interrupt must wait, the others count on this rank
 stopped = False  # all ranks know that the run is to stop
-BUCKET = 2**26  # numbers of one all-reduce, 256 MiB
 TIMEOUT = 1800  # seconds that an exchange may take: the others may still be sampling
 PATIENCE = 10  # seconds that rank 0 has to raise the same error before this rank does
 
@@ -179,17 +178,12 @@ def share(items, size):
 
 
 def sum_gradients(params):
-    """Sum each p.grad over all ranks, in flat float32 buffers; None counts as zeros, so that a rank
-    with nothing to train takes part."""
-    bucket = []
-    for i, p in enumerate(params if world > 1 else ()):
-        bucket.append(p)
-        if sum(q.numel() for q in bucket) < BUCKET and i + 1 < len(params):
-            continue
-        flat = torch.cat([(torch.zeros_like(q) if q.grad is None else q.grad).flatten().float()
-                          for q in bucket])
+    """Sum each p.grad over all ranks, in float32; None counts as zeros, so that a rank with nothing
+    to train takes part."""
+    if world == 1:
+        return
+    for p in params:
+        total = (torch.zeros_like(p) if p.grad is None else p.grad).float().contiguous()
         with together():
-            dist.all_reduce(flat)
-        for q, g in zip(bucket, flat.split([q.numel() for q in bucket]), strict=True):
-            q.grad = g.view_as(q).to(q.dtype)
-        bucket = []
+            dist.all_reduce(total)
+        p.grad = total.to(p.dtype)

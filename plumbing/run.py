@@ -29,7 +29,7 @@ from time import time  # by name: a reward that replaces time.time leaves the ru
 
 from plumbing import command, console, files, flags, policy, ranks
 from plumbing.command import IDLE, MINOR
-from plumbing.files import append, cause, check_out, lines, lock, read_json, saved, whole
+from plumbing.files import append, cause, check_out, lock, read_json, saved, whole
 
 import torch
 
@@ -352,9 +352,8 @@ class Run(ExitStack):
         the last evaluation, None with --eval-n 0; paired_gain: eval.gain."""
         before, gain, error = self.state.before, None, None
         if after:
-            base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
             files.write_jsonl(self.out / "eval_after.jsonl", after["rows"])
-            gain, error = paired_gain({"rows": base}, after)
+            gain, error = paired_gain({"rows": rows_of(self.out / "eval_before.jsonl")}, after)
         summary = {"accuracy_before": before and before["accuracy"],
                    "accuracy_after": after and after["accuracy"],
                    "stderr_before": before and before["stderr"],
@@ -371,13 +370,8 @@ class Run(ExitStack):
         from plumbing import curves  # here: matplotlib takes a second to import
 
         curves.draw(self.out, self.out / "metrics.png")
-
-        def rows(name):
-            path = self.out / name
-            return [json.loads(text) for _, text in lines(path)] if path.is_file() else []
-
-        console.show_end(self.out, self.args, read_json(self.out / "summary.json"),
-                         rows("eval_before.jsonl"), rows("eval_after.jsonl"))
+        before, after = (rows_of(self.out / f"eval_{when}.jsonl") for when in ("before", "after"))
+        console.show_end(self.out, self.args, read_json(self.out / "summary.json"), before, after)
 
     def stop(self, optimizer):
         """The end of an interrupted run: it is saved as it is, except after a second signal within
@@ -401,6 +395,11 @@ class Run(ExitStack):
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
+
+
+def rows_of(path):
+    """The rows of a file of held-out questions, none without the file."""
+    return [row for _, row in files.read_jsonl(path)] if path.is_file() else []
 
 
 def peak_gib():
