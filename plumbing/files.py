@@ -26,13 +26,11 @@ KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 def decode(raw, where):
     """bytes -> text. ValueError naming `where` if they are not UTF-8."""
-    if raw[:2] == b"\x1f\x8b":
-        raise ValueError(f"{where}: is compressed; unpack it with gunzip first")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise ValueError(f"{where}: not UTF-8 text (byte {raw[e.start]:#x} at {e.start}); convert "
-                         "it, or check that it is the file you mean") from None
+                         "it, unpack it if it is compressed, or choose another file") from None
 
 
 def lines(path):
