@@ -17,7 +17,6 @@ them (its --shutdown-timeout). A rank that is stopped (ctrl-C, SIGTERM) tells th
 Left out: sharded weights or optimizer state (each rank has all), rollouts beside the update.
 """
 import os
-import pickle
 import shlex
 import sys
 import time
@@ -138,12 +137,12 @@ def gather(item):
     if world == 1:
         return [item]
     parts = [None] * world
-    with together():  # as bytes, so that no rank unpickles its own
-        dist.all_gather_object(parts, (stopped, pickle.dumps(item)))
+    with together():
+        dist.all_gather_object(parts, (stopped, item))
     if not stopped and any(other for other, _ in parts):
         stopped = True
         raise KeyboardInterrupt
-    return [item if r == rank else pickle.loads(part) for r, (_, part) in enumerate(parts)]
+    return [part for _, part in parts]
 
 
 def stop():
