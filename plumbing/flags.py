@@ -246,10 +246,13 @@ def run_command(command, body, argv=None, name=None):
             code = body(args, argv)
             ranks.end()
             return code
-        except torch.OutOfMemoryError as e:
+        except RuntimeError as e:
+            where, _, wanted = str(e).rpartition("DefaultCPUAllocator: ")
+            if not where and not isinstance(e, torch.OutOfMemoryError):
+                raise
             lower = "--micro-batch-tokens, " if command.trains else ""
-            wanted = ". ".join(str(e).split(". ")[:3])  # how much was asked for, and was free
-            raise ValueError(f"out of GPU memory ({wanted}); lower {lower}--max-rows or "
-                             "--max-new-tokens") from None
+            wanted = ". ".join(wanted.split(". ")[:3])  # how much was asked for, and was free
+            raise ValueError(f"out of {'' if where else 'GPU '}memory ({wanted}); lower {lower}"
+                             "--max-rows or --max-new-tokens") from None
 
     return commands.run(name or f"{command.name}.py", parsed)
