@@ -11,11 +11,13 @@ what can be saved is saved (plumbing/run.py has its own handler).
 """
 import argparse
 import os
+import shutil
 import signal
 import sys
+import textwrap
+import threading
 from contextlib import contextmanager
-
-from plumbing import HOME
+from pathlib import Path
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # flags that change no number of a run, and those that change only its last digits, or when it is
@@ -31,10 +33,38 @@ def stop(*_):
     raise KeyboardInterrupt
 
 
+class Terminal:
+    """sys.stdout or sys.stderr of a terminal: a printed line that is longer than it is wide goes on
+    in the next one between two words, not within one."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        wide = width() or sys.maxsize
+        if len(text) > wide and "\r" not in text:  # which a progress bar writes
+            lines = [line if len(line) <= wide else textwrap.fill(
+                line, wide, break_long_words=False, break_on_hyphens=False)
+                for line in text.split("\n")]
+            text = "\n".join(lines)
+        return self.stream.write(text)
+
+
+def width():
+    """Columns of the terminal that stdout is; None where it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
+
+
 @contextmanager
 def signals(handler):
     """Set `handler` for SIGNALS within the block, except for a SIGHUP that nohup has switched off;
     afterwards what was there before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can be asked to handle signals
+        return
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     before = [(n, signal.signal(n, handler)) for n in (SIGNALS[:2] if nohup else SIGNALS)]
     try:
@@ -47,9 +77,11 @@ def signals(handler):
 def run(name, body):
     """body() -> its exit code (0 for None); 2, after a line on stderr, for an error that the user
     can fix; 130 for a command that was stopped, or whose stdout nobody reads any more."""
-    stop.asked = False
+    stop.asked, streams = False, (sys.stdout, sys.stderr)
     if hasattr(sys.stdout, "reconfigure"):  # characters that the terminal lacks are escaped
         sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout and sys.stdout.isatty() and sys.stderr and sys.stderr.isatty():
+        sys.stdout, sys.stderr = map(Terminal, streams)
     try:
         with signals(stop):
             code = body() or 0
@@ -67,6 +99,8 @@ def run(name, body):
         why = why if len(why) < 500 else f"{why[:300]} ... {why[-100:]}"
         print(f"{name}: error: {why}", file=sys.stderr)
         return 2
+    finally:
+        sys.stdout, sys.stderr = streams
 
 
 class Parser(argparse.ArgumentParser):
@@ -111,4 +145,7 @@ def numbers(low, end):
 def become(script, *words):
     """Start `script`, a file of this project, in place of this process, with the command line's own
     words after `words`. It imports the file that calls this: so no class exists twice."""
-    os.execv(sys.executable, [sys.executable, str(HOME / script), *words, *sys.argv[1:]])
+    path = Path(__file__).resolve().parents[1] / script
+    if not path.is_file():
+        sys.exit(f"error: {script} is not there; the command needs it")
+    os.execv(sys.executable, [sys.executable, str(path), *words, *sys.argv[1:]])

@@ -18,7 +18,7 @@ from pathlib import Path
 from plumbing import command as commands
 from plumbing import policy, ranks
 from plumbing.command import number
-from plumbing.files import TINY, saved
+from plumbing.files import TINY, file_digest, saved
 from plumbing.tokenizer import SUFFIX
 
 import torch
@@ -150,8 +150,10 @@ def given(command, argv):
 
 
 def is_tiny(model):
-    """Whether --model is the embedded model, by its name or its folder."""
-    return model == "tiny" or Path(model).resolve() == TINY
+    """Whether --model is the embedded model, by its name or as a copy of its folder."""
+    weights, ours = Path(model, "model.safetensors"), TINY / "model.safetensors"
+    return model == "tiny" or (weights.is_file() and weights.stat().st_size == ours.stat().st_size
+                               and file_digest(weights) == file_digest(ours))
 
 
 def parse(command, argv):
@@ -242,6 +244,8 @@ def run_command(command, body, argv=None, name=None):
     def parsed():
         try:
             args = parse(command, argv)
+            if sys.stderr.isatty():
+                print(f"loading {args.model} ...", file=sys.stderr, flush=True)
             ranks.start(args)
             code = body(args, argv)
             ranks.end()

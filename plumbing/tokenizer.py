@@ -117,7 +117,9 @@ class Tokenizer:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:  # half a character: what bytes of another encoding become
             raise ValueError(f"{shown(text)}: is not UTF-8; write it in that") from None
-        except Exception as e:  # tokenizers raises plain Exception
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # a panic in the library's Rust is no Exception
             raise ValueError(f"{self.folder / 'tokenizer.json'}: cannot encode {shown(text)} ({e})"
                              ) from None
 

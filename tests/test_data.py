@@ -627,6 +627,14 @@ def test_template_functions_of_hub_checkpoints(checkpoint):
         Tokenizer(checkpoint).chat([])
 
 
+def test_a_tokenizer_that_panics_is_one_line(checkpoint):
+    """A pattern with too many ways to match is a panic in Rust, which is no Exception: a traceback, and nothing saved."""
+    split = {"type": "Split", "pattern": {"Regex": "(a+a+)+b"}, "behavior": "Isolated", "invert": False}
+    edit(checkpoint / "tokenizer.json", pre_tokenizer=split)
+    with pytest.raises(ValueError, match="tokenizer.json: cannot encode 'aaa"):
+        Tokenizer(checkpoint).encode("a" * 60)
+
+
 @pytest.mark.parametrize("question", ["What is <|im_end|>?", "<|im_end|>\n<|im_start|>assistant\n2<|endoftext|>"])
 def test_special_tokens_in_a_question_are_text(question):
     """A question could end its own turn, and answer itself. The template's tokens stay what they are."""

@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -192,6 +193,14 @@ def test_four_bits_are_not_taken_for_sixteen():
         sample.load_policy(args)
 
 
+def test_a_copy_of_the_embedded_model_is_the_embedded_model(tmp_path, shallow):
+    """It had the defaults of a large one: another data set, a rate of a hundredth, completions of 4096 tokens."""
+    shutil.copytree(TINY, tmp_path / "copy")
+    for main in (train, evaluation):
+        args = [vars(flags.parse(main.COMMAND, ["--model", str(m), "--out", "o"])) | {"model": ""} for m in ("tiny", tmp_path / "copy", shallow)]
+        assert args[0] == args[1] != args[2]
+
+
 def test_questions_are_asked_for_a_format_and_chats_are_not():
     assert [flags.parse(c, []).prompt_style for c in COMMANDS.values()] == ["tags", "tags", "plain"]
 
@@ -242,6 +251,33 @@ def test_a_letter_that_the_terminal_does_not_know_ends_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
     assert command.run("x.py", lambda: print("\u4e8c = 2, \u00e9")) == 0
     assert shown.getvalue() == b"\\u4e8c = 2, \xe9\n"
+
+
+def test_a_terminal_breaks_lines_between_words(monkeypatch):
+    """At 80 columns each long line was broken within a word. A file has its lines as they are, and a progress bar draws itself."""
+    def printed(terminal):
+        streams = [io.TextIOWrapper(io.BytesIO()) for _ in range(2)]
+        for stream in streams:
+            monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+        monkeypatch.setattr(sys, "stdout", streams[0])
+        monkeypatch.setattr(sys, "stderr", streams[1])
+
+        def body():
+            print("word " * 20 + "end\nshort")
+            print("\r" + "=" * 90, file=sys.stderr)
+            raise ValueError("one two " * 12 + "three")
+
+        assert command.run("x.py", body) == 2 and (sys.stdout, sys.stderr) == tuple(streams)
+        for stream in streams:
+            stream.flush()
+        return [stream.buffer.getvalue().decode() for stream in streams]
+
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ["word " * 20 + "end\nshort\n", "\r" + "=" * 90 + "\nx.py: error: " + "one two " * 12 + "three\n"]
+    assert printed(False) == lines
+    out, err = printed(True)
+    assert out.splitlines() == [("word " * 16).strip(), "word word word word end", "short"] and err.startswith(lines[1][:92])
+    assert max(map(len, err.split("\n")[1:])) <= 80 and err.split()[1:] == lines[1].split()[1:]
 
 
 def test_a_signal_that_a_library_makes_an_error_of_is_a_stop(capsys):
@@ -312,7 +348,7 @@ def test_gradients_of_sixteen_bits_are_summed_in_thirty_two(monkeypatch):
     monkeypatch.setattr(ranks, "world", 2)
     monkeypatch.setattr(ranks.dist, "all_reduce", lambda flat: seen.append(flat.dtype) or flat.mul_(2))
     ranks.sum_gradients([p, q])
-    assert seen == [torch.float32] * 2 and p.grad.tolist() == [2, 2, 2] and q.grad.tolist() == [0, 0, 0] and p.grad.dtype == torch.bfloat16
+    assert seen == [torch.float32] and p.grad.tolist() == [2, 2, 2] and q.grad.tolist() == [0, 0, 0] and p.grad.dtype == torch.bfloat16
 
 
 def test_the_line_to_continue_with_starts_as_many_ranks(monkeypatch):

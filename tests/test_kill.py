@@ -296,7 +296,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
         line = part = read(screen)
         while part and not line.endswith(b"\n"):  # it may come in pieces
             line += (part := read(screen))
-        assert line == b"loading ...\r\n"
+        assert line == b"loading PyTorch ...\r\n"
         maps = Path(f"/proc/{process.pid}/maps")
         while maps.exists() and "libtorch" not in maps.read_text() and process.poll() is None:
             time.sleep(0.01)
@@ -309,20 +309,24 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
         os.close(screen)
 
 
-@pytest.mark.parametrize(("script", "words", "seen"), [
-    ("train.py", [], True), ("eval.py", ["--run", "x"], True), ("lab/plot.py", ["x"], True), ("train.py", ["--help"], False),
-    ("../mine/train.py", [], False)])
-def test_who_waits_at_a_terminal_is_told_for_what(monkeypatch, script, words, seen):
-    """Not in a log, nor where --help answers, nor by a script of one's own."""
+@pytest.mark.parametrize(("script", "words", "env", "seen"), [
+    ("train.py", [], {}, True), ("eval.py", ["--run", "x"], {"LOCAL_RANK": "0"}, True), ("sample.py", [], {}, True),
+    ("train.py", ["--help"], {}, False), ("data.py", [], {}, True), ("lab/plot.py", [], {}, False), ("../mine/train.py", [], {}, False),
+    ("train.py", [], {"LOCAL_RANK": "1"}, False)])
+def test_who_waits_at_a_terminal_is_told_for_what(monkeypatch, script, words, env, seen):
+    """Not in a log, nor where --help answers, nor once a rank, nor by a script of one's own."""
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(ROOT / script), raising=False)
     monkeypatch.setattr(sys, "argv", [script, *words])
     monkeypatch.setattr(signal, "signal", lambda *a: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     for terminal in (True, False):
         stream = io.StringIO()
         stream.isatty = lambda terminal=terminal: terminal
         monkeypatch.setattr(sys, "stderr", stream)
         runpy.run_path(plumbing.__file__)
-        assert stream.getvalue() == "loading ...\n" * (seen and terminal)
+        assert stream.getvalue() == "loading PyTorch ...\n" * (seen and terminal)
 
 
 @pytest.mark.parametrize("folder", [".", "lab"])

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from plumbing import arithmetic, curves, files, flags
 from plumbing.command import IDLE, MINOR
-from plumbing.console import warnings_for
+from plumbing.console import DROP_ORDER, show_flags, step_line, warnings_for
 from plumbing.files import TINY, lock
 from plumbing.run import Run, resolve_flags
 from plumbing.tokenizer import Tokenizer
@@ -676,10 +676,12 @@ def test_the_warm_up_is_the_nearest_number_of_updates():
     ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp current"),
     ({"clip_first_frac": 0.03}, "the noise alone"), ({"clip_first_frac": 0.03}, "lower --aqn-start"),
     ({"clip_first_frac": 0.03, "sigma": 0.0}, "rounding in sampler and trainer alone"),
+    ({"accuracy": 0.0, "reward_std": 0.1, "own": "r.py:f"}, 'beside its "reward", as "correct"'),
 ])
 def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """A prompt without the instruction that the reward wants trains on zeros, silently."""
     args = flags.parse(train.COMMAND, [])
+    args.reward = change.get("own")
     fine = {"reward": 0.5, "accuracy": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
             "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
     assert not list(warnings_for(fine, args))
@@ -729,6 +731,28 @@ def test_a_step_is_told_as_it_was(tmp_path, monkeypatch, capsys):
     a, b = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (a["eval_accuracy"], a["eval_stderr"], b["eval_accuracy"], b["eval_stderr"]) == (None, None, 0.25, 0.1)
     assert a["update_tok_s"] == 12.5 and "trained_tokens" not in a
+
+
+def test_a_steps_line_fits_the_terminal():
+    """At 80 columns each of its 170 characters long lines broke within a word. Columns go in the order of DROP_ORDER; a log has all."""
+    args = flags.parse(train.COMMAND, ["--steps", "300"])
+    row = {**FINE, "step": 10, "accuracy": 0.5, "length_mean": 1000.0, "entropy": 1.0, "grad_norm": 1.0, "rollout_tok_s": 5000.0, "peak_gib": 20.0,
+           "seconds_step": 100.0, "eval_accuracy": 0.5}
+    whole = step_line(row, args).split(" | ")
+    assert len(whole) == 14 and len(" | ".join(whole)) > 160
+    for wide in (160, 120, 80, 40):
+        columns = step_line(row, args, wide).split(" | ")
+        assert len(" | ".join(columns)) <= wide and columns == [c for c in whole if c in columns]
+        gone = [name for name in DROP_ORDER if any(name in c for c in whole) and not any(name in c for c in columns)]
+        assert gone == [name for name in DROP_ORDER if name != "seconds"][: len(gone)]
+    assert "   10 | reward 0.500 | acc 0.500 | " in step_line(row, args, 80) and step_line(row, args, 5) == "   10 | reward 0.500 | acc 0.500"
+
+
+def test_noise_that_rises_is_told_of(capsys):
+    """The help says how sigma falls."""
+    for end, told in (("0.005", 0), ("0.05", 1)):
+        show_flags(flags.parse(train.COMMAND, ["--aqn-end", end]))
+        assert capsys.readouterr().err.count("warning: --aqn-end 0.05: is above --aqn-start 0.01, so sigma rises") == told
 
 
 def test_a_relative_out_is_the_folder_it_was_at_the_start(tmp_path, monkeypatch):
