@@ -173,7 +173,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
             grpo.set_rate(optimizer, lr)
             every_nth = groups[i::n]
             updates.append(grpo.update(model, optimizer, list(chain(*every_nth)), settings))
-        run.check(updates, model)  # ValueError if ten in a row were not finite
+        run.check(updates)  # ValueError if ten in a row were not finite
 
         # 5. Log and save.
         run.phase("log")

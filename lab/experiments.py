@@ -34,6 +34,7 @@ gradient.
 """
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from functools import partial
@@ -160,7 +161,8 @@ def rise(run):
 def late_entropy(run):
     """Mean entropy, nats a token, of a run's samples in its second half; nan if none trained."""
     entropies = curves.column(curves.read(run), "entropy")
-    return curves.trailing_mean(entropies, len(entropies) - len(entropies) // 2)[-1]
+    late = [e for e in entropies[len(entropies) // 2 :] if math.isfinite(e)]
+    return fmean(late) if late else math.nan
 
 
 def compare(runs, growth=False, entropy=False, interval=False, pairs=False):

@@ -1,27 +1,33 @@
 """
-Training runs compared: their curves in one picture (plumbing/curves.py draws it).
+Training runs compared: their curves in one picture (plumbing/curves.py draws the panels).
 
-What is drawn is what was logged; --smooth N draws means instead, and the axis says so. Runs that
-differ in their seed alone are one line: their mean, in a band of its standard error, over the
-steps that all of them have. The legend names the flags that differ.
+Runs that differ in their seed alone are one line: their mean, in a band of its standard error, over
+the steps that all of them have. The legend names the flags that differ.
 
     python lab/plot.py runs/demo
-    python lab/plot.py runs/bf16 runs/nvfp4 runs/nvfp4_aqn --x seconds --out compare.png
+    python lab/plot.py runs/bf16 runs/nvfp4 runs/nvfp4_aqn --out compare.png
 """
 import argparse
+import math
 import sys
 from os.path import commonprefix
 from pathlib import Path
+from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command, curves, files
 from plumbing.command import IDLE, MINOR
-from plumbing.files import saved
+from plumbing.files import check_out, saved
 
 from lab import archive
 
 GONE = ("show_every", "log_to", "timeout", "gap_bound")  # flags of older runs, of no consequence
+# Okabe and Ito's colours without the yellow, which is lost on white; in grey print line styles and
+# markers tell runs apart. Seven and four have no common divisor, so 28 looks before one returns.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000"]
+STYLES = ["-", (0, (4, 1.2)), (0, (1, 1)), (0, (5, 1.2, 1, 1.2))]
+MARKERS = "os^D"
 
 
 def names(runs):
@@ -87,6 +93,59 @@ def lines(runs):
             for label, m in zip(labels, many, strict=True)]
 
 
+def look(i):
+    """Colour, line style and marker of line `i`."""
+    return {"color": COLORS[i % 7], "ls": STYLES[i % 4], "marker": MARKERS[i % 4]}
+
+
+def text_of(label):
+    """A label that matplotlib shows as it is: it hides what begins with _, and reads TeX between
+    two $."""
+    return " " * label.startswith("_") + label.replace("$", r"\$")
+
+
+def over_seeds(seeds):
+    """The rows of several runs -> rows of their means, at the steps that all have, with the bounds
+    of each mean's standard error as NAME_low and NAME_high. A column is left out where one run has
+    no value: a mean over other seeds than at the steps beside it would show a jump that no run
+    made."""
+    runs = [{row["step"]: row for row in rows} for rows in seeds]
+    means = []
+    for step in sorted(set.intersection(*map(set, runs))):
+        mean = {"step": step}
+        for _, columns, scale in curves.PANELS:
+            for name in columns:
+                values = curves.column([run[step] for run in runs], name)
+                if not all(map(math.isfinite, values)):
+                    continue
+                y, error = fmean(values), stdev(values) / len(values) ** 0.5
+                low, high = y - error, y + error
+                if scale == "log" and high:  # the same factor below as above: under 0 is no place
+                    low = y * y / high
+                mean |= {name: y, f"{name}_low": low, f"{name}_high": high}
+                if name == "eval_accuracy":
+                    mean["eval_stderr"] = error
+        means.append(mean)
+    return means
+
+
+def draw(lines, out):
+    """Draw `lines`, [(label, folders of runs)], into the file `out`. Several runs of a line are its
+    seeds."""
+    check_out(out)
+    drawn = []
+    for i, (label, runs) in enumerate(lines):
+        seeds = [curves.with_summary(run, curves.read(run)) for run in runs]
+        rows = over_seeds(seeds) if len(seeds) > 1 else seeds[0]
+        drawn.append((rows, {"label": text_of(label), **look(i)}))
+    fig = curves.figure(drawn)
+    handles, texts = fig.axes[0].get_legend_handles_labels()
+    columns = max(1, min(len(texts), 110 // (max(map(len, texts)) + 10)))  # as many as fit abreast
+    fig.legend(handles, texts, loc="outside upper left", frameon=False, ncols=columns, fontsize=9,
+               handlelength=3.5)
+    curves.save(fig, out)
+
+
 def main(argv=None):
     parser = command.Parser(
         description="Plot the curves of training runs from their metrics.jsonl.",
@@ -96,16 +155,14 @@ def main(argv=None):
                         "results/runs.jsonl, as '2x2_1.5b/*'; several are overlaid")
     parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or "
                         "compare.png for several runs")
-    parser.add_argument("--x", choices=["step", "seconds"], default="step", help="horizontal axis")
-    parser.add_argument("--smooth", type=command.number(1, 10**6), default=1, metavar="N",
-                        help="draw the mean of the last N steps; 1 draws what was logged")
 
     def body():
         a = parser.parse_args(argv)
         alone = len(a.runs) == 1 and Path(a.runs[0]).exists()
         out = a.out or (Path(a.runs[0]) / "metrics.png" if alone else "compare.png")
         with archive.folders(a.runs) as runs:
-            print(f"wrote {curves.draw(lines(runs), out, a.x, a.smooth)}")
+            draw(lines(runs), out)
+        print(f"wrote {out}")
 
     return command.run("lab/plot.py", body)
 

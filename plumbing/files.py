@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"  # what --model tiny stands for
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false",
          list: "a list", dict: "an object"}
+# of a run's config.json and summary.json
+RUN = {"accuracy_before": (float, 0, 1), "accuracy_after": (float, 0, 1), "seed": (int, 0, 1 << 63)}
 
 
 # ---- reading
@@ -26,13 +28,11 @@ KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 def decode(raw, where):
     """bytes -> text. ValueError naming `where` if they are not UTF-8."""
-    if raw[:2] == b"\x1f\x8b":
-        raise ValueError(f"{where}: is compressed; unpack it with gunzip first")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise ValueError(f"{where}: not UTF-8 text (byte {raw[e.start]:#x} at {e.start}); convert "
-                         "it, or check that it is the file you mean") from None
+                         "it, unpack it if it is compressed, or choose another file") from None
 
 
 def lines(path):
@@ -94,11 +94,9 @@ def read_json(path, fields=None, needs=()):
     return parse_json(decode(Path(path).read_bytes(), path), path, fields, needs)
 
 
-def saved(run, name):
-    """The JSON object in the file `name` of a run's folder; {} where there is none."""
-    path = Path(run) / name
-    share = (float, 0, 1)
-    fields = {"accuracy_before": share, "accuracy_after": share, "seed": (int, 0, 1 << 63)}
+def saved(folder, name, fields=RUN):
+    """The JSON object in the file `name` of a folder, as parse_json; {} where there is none."""
+    path = Path(folder) / name
     return read_json(path, fields) if path.is_file() else {}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from plumbing import command as commands
 from plumbing import hub, policy, ranks
 from plumbing.command import number
-from plumbing.files import TINY, file_digest
+from plumbing.files import TINY, file_digest, saved
 from plumbing.tokenizer import SUFFIX
 
 import torch
@@ -179,7 +179,7 @@ def parse(command, argv):
 def read_policy(command, folder):
     """The policy.json in `folder`, {} where there is none; ValueError for what is no value of the
     command's flags."""
-    found = policy.read(folder)
+    found = saved(folder, "policy.json", policy.TEXTS)
     values = {f.name: found.get(f.dest) for f in command.flags if f.in_policy or f.name == "dtype"}
     from_file(command, values, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
               "that script, else delete the file to choose --model, --quant and --prompt-style by "

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from plumbing import checkpoint, hub
-from plumbing.files import file_digest, read_json, text_file
+from plumbing.files import file_digest, saved, text_file
 
 import torch
 
-TEXTS = ("model", "commit", "base", "norms", "weights", "text", "reward")
+TEXTS = dict.fromkeys(("model", "commit", "base", "norms", "weights", "text", "reward"), str)
 
 
 def place(device="auto", dtype="auto"):
@@ -42,16 +42,9 @@ def content(args, base, names):
     return {name: getattr(args, name) for name in names} | {"dtype": dtype} | commit | base
 
 
-def read(folder):
-    """The policy.json in `folder`, {} where there is none (an adapter of another program)."""
-    path = Path(folder) / "policy.json"
-    return read_json(path, dict.fromkeys(TEXTS, str)) if path.is_file() else {}
-
-
 def merged(folder):
     """Digests of the adapters that `lora.py --merge` has put into a checkpoint."""
-    path = folder / "merged.json"
-    return (read_json(path, {"adapters": list}).get("adapters") or []) if path.is_file() else []
+    return saved(folder, "merged.json", {"adapters": list}).get("adapters") or []
 
 
 def check(args):

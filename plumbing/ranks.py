@@ -17,7 +17,6 @@ them (its --shutdown-timeout). A rank that is stopped (ctrl-C, SIGTERM) tells th
 Left out: sharded weights or optimizer state (each rank has all), rollouts beside the update.
 """
 import os
-import pickle
 import shlex
 import sys
 import time
@@ -35,7 +34,6 @@ world = int(os.environ.get("WORLD_SIZE", 1))
 rank = int(os.environ["RANK"]) if world > 1 else 0  # RANK without WORLD_SIZE is not torchrun's
 busy = False  # in a collective: an interrupt must wait, the others count on this rank
 stopped = False  # all ranks know that the run is to stop
-BUCKET = 2**26  # numbers of one all-reduce, 256 MiB
 TIMEOUT = 1800  # seconds that an exchange may take: the others may still be sampling
 PATIENCE = 10  # seconds that rank 0 has to raise the same error before this rank does
 
@@ -139,12 +137,12 @@ def gather(item):
     if world == 1:
         return [item]
     parts = [None] * world
-    with together():  # as bytes, so that no rank unpickles its own
-        dist.all_gather_object(parts, (stopped, pickle.dumps(item)))
+    with together():
+        dist.all_gather_object(parts, (stopped, item))
     if not stopped and any(other for other, _ in parts):
         stopped = True
         raise KeyboardInterrupt
-    return [item if r == rank else pickle.loads(part) for r, (_, part) in enumerate(parts)]
+    return [part for _, part in parts]
 
 
 def stop():
@@ -179,17 +177,12 @@ def share(items, size):
 
 
 def sum_gradients(params):
-    """Sum each p.grad over all ranks, in flat float32 buffers; None counts as zeros, so that a rank
-    with nothing to train takes part."""
-    bucket = []
-    for i, p in enumerate(params if world > 1 else ()):
-        bucket.append(p)
-        if sum(q.numel() for q in bucket) < BUCKET and i + 1 < len(params):
-            continue
-        flat = torch.cat([(torch.zeros_like(q) if q.grad is None else q.grad).flatten().float()
-                          for q in bucket])
+    """Sum each p.grad over all ranks, in float32; None counts as zeros, so that a rank with nothing
+    to train takes part."""
+    if world == 1:
+        return
+    for p in params:
+        total = (torch.zeros_like(p) if p.grad is None else p.grad).float().contiguous()
         with together():
-            dist.all_reduce(flat)
-        for q, g in zip(bucket, flat.split([q.numel() for q in bucket]), strict=True):
-            q.grad = g.view_as(q).to(q.dtype)
-        bucket = []
+            dist.all_reduce(total)
+        p.grad = total.to(p.dtype)

@@ -81,6 +81,5 @@ def _function(spec):
         raise ValueError(f"--reward {path}: import fails with {cause(e)}; `python {path}` shows "
                          "where") from e
     if not callable(function := getattr(module, name, None)):
-        state = "is not a function" if hasattr(module, name) else "is not in it"
-        raise ValueError(f"--reward {path}: {name} {state}; define {name}(text, row) there")
+        raise ValueError(f"--reward {path}: has no function {name}; define {name}(text, row) there")
     return function

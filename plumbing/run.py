@@ -23,13 +23,12 @@ import resource
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from time import time  # by name: a reward that replaces time.time leaves the run's clock alone
 
 from plumbing import command, console, files, flags, hub, policy, ranks
 from plumbing.command import IDLE, MINOR
-from plumbing.files import append, cause, check_out, lines, lock, read_json, saved, whole
+from plumbing.files import append, cause, check_out, lock, read_json, saved, whole
 
 import torch
 
@@ -228,17 +227,14 @@ class Run(ExitStack):
                 s.best = {"step": s.step, **found}
                 self.write_weights("adapter_best")
 
-    def check(self, updates, model):
+    def check(self, updates):
         """Count updates that were skipped because their gradient was not finite; ValueError after
-        ten in a row, with the first broken tensor if there is one."""
+        ten in a row."""
         for _, norm in filter(None, updates):
             self.failed = 0 if math.isfinite(norm) else self.failed + 1
         if self.failed >= 10:
-            tensors = chain(model.named_parameters(), model.named_buffers())
-            broken = next((name for name, t in tensors if t.is_floating_point()
-                           and not torch.isfinite(t.float()).all()), "none, the loss overflows")
             raise ValueError(f"{self.failed} updates in a row had a gradient that is not finite; "
-                             f"first broken tensor: {broken}. Lower --lr, or check --model")
+                             "lower --lr, or check --model")
 
     @ranks.first
     def log(self, row, groups, result):
@@ -354,9 +350,8 @@ class Run(ExitStack):
         the last evaluation, None with --eval-n 0; paired_gain: eval.gain."""
         before, gain, error = self.state.before, None, None
         if after:
-            base = [json.loads(text) for _, text in lines(self.out / "eval_before.jsonl")]
             files.write_jsonl(self.out / "eval_after.jsonl", after["rows"])
-            gain, error = paired_gain({"rows": base}, after)
+            gain, error = paired_gain({"rows": rows_of(self.out / "eval_before.jsonl")}, after)
         summary = {"accuracy_before": before and before["accuracy"],
                    "accuracy_after": after and after["accuracy"],
                    "stderr_before": before and before["stderr"],
@@ -372,14 +367,9 @@ class Run(ExitStack):
         """Write metrics.png and print what was learned, for a run that has its summary.json."""
         from plumbing import curves  # here: matplotlib takes a second to import
 
-        curves.draw([(self.out.resolve().name, [self.out])], self.out / "metrics.png")
-
-        def rows(name):
-            path = self.out / name
-            return [json.loads(text) for _, text in lines(path)] if path.is_file() else []
-
-        console.show_end(self.out, self.args, read_json(self.out / "summary.json"),
-                         rows("eval_before.jsonl"), rows("eval_after.jsonl"))
+        curves.draw(self.out, self.out / "metrics.png")
+        before, after = (rows_of(self.out / f"eval_{when}.jsonl") for when in ("before", "after"))
+        console.show_end(self.out, self.args, read_json(self.out / "summary.json"), before, after)
 
     def stop(self, optimizer):
         """The end of an interrupted run: it is saved as it is, except after a second signal within
@@ -403,6 +393,11 @@ class Run(ExitStack):
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
+
+
+def rows_of(path):
+    """The rows of a file of held-out questions, none without the file."""
+    return [row for _, row in files.read_jsonl(path)] if path.is_file() else []
 
 
 def peak_gib():

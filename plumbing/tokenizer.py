@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from plumbing.config import SIZES
-from plumbing.files import decode, read_json, shown
+from plumbing.files import decode, read_json, saved, shown
 
 SUFFIX = {
     "tags": "Reason step by step in <think></think>, then give the final answer in "
@@ -47,8 +47,8 @@ class Tokenizer:
         self.tokenizer.no_padding()
         self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         config = read_json(self.settings)
-        model, generation = (read_json(file, SIZES) if file.is_file() else {} for file in
-                             (folder / "config.json", folder / "generation_config.json"))
+        model = saved(folder, "config.json", SIZES)
+        generation = saved(folder, "generation_config.json", {})
         if not self.size:
             raise ValueError(f"{path}: has no vocabulary; download it again")
         if self.size > model.get("vocab_size", self.size):

@@ -29,9 +29,9 @@ def folder(path, rows=ROWS, tail="", config=None, summary=None):
     return path
 
 
-def draw(runs, out, x="step", smooth=1):
+def draw(runs, out):
     """As lab/plot.py does."""
-    return curves.draw(plot.lines(runs), out, x, smooth)
+    plot.draw(plot.lines(runs), out)
 
 
 def size(png):
@@ -62,13 +62,12 @@ def legend(panels):
 def test_all_panels_and_runs_are_drawn(tmp_path, axes):
     """A column renamed in train.py, or the last run drawn over the others."""
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", ROWS[:5])]
-    out = draw(runs, tmp_path / "p.png", x="seconds")
-    assert out == tmp_path / "p.png"
+    draw(runs, tmp_path / "p.png")
     panels = axes()
     assert list(panels) == [p[0] for p in curves.PANELS]
     a, b = panels["reward"].lines
-    assert list(a.get_xdata()) == [2.0 * i for i in range(8)] and len(b.get_xdata()) == 5
-    assert list(a.get_ydata()) == [0.1 * i for i in range(8)]  # as logged, not smoothed
+    assert list(a.get_xdata()) == [*range(8)] and len(b.get_xdata()) == 5
+    assert list(a.get_ydata()) == [0.1 * i for i in range(8)]  # as logged
     assert legend(panels) == ["a", "b"]
     assert len(panels["tokens/s of rollout (thin: update)"].lines) == 4
 
@@ -105,24 +104,11 @@ def test_a_log_axis_of_less_than_a_decade_has_numbers_to_read(tmp_path, axes, to
     assert words <= told and (words or not any("0.00" in t for t in told)) and not any("times" in t for t in told)
 
 
-def test_means_are_drawn_only_when_asked_for_and_the_axis_says_so(tmp_path, axes):
-    """A mean passed off as data: a jump of one step looks like a slope of five."""
-    run = folder(tmp_path / "a")
-    draw([run], tmp_path / "p.png", smooth=3)
-    panels = axes()
-    assert panels["reward"].lines[0].get_ydata()[7] == pytest.approx(0.6)
-    assert panels["reward"].get_xlabel() == "step, mean of the last 3"
-    assert panels["noise $\\sigma$"].lines[0].get_ydata()[2] == 0.01
-    assert panels["held-out accuracy"].get_xlabel() == "step"
-    draw([run], tmp_path / "p.png")
-    assert axes()["reward"].get_xlabel() == "step"
-
-
 def test_held_out_accuracy_is_drawn_where_it_was_measured(tmp_path, axes):
     """The one number that matters in no picture, or a line through steps without a measurement."""
     rows = [{"step": 0, "reward": 0.1}, {"step": 1, "reward": 0.2}]
     end = {"accuracy_before": 0.25, "accuracy_after": 0.75}
-    after = {"accuracy_after": 0.9, "stderr_after": 0.01, "steps": 8, "seconds": 20.0}
+    after = {"accuracy_after": 0.9, "stderr_after": 0.01, "steps": 8}
     runs = [folder(tmp_path / "a", summary=after), folder(tmp_path / "b", rows, summary=end),
             folder(tmp_path / "none", rows, summary=dict.fromkeys(end))]
     draw(runs, tmp_path / "p.png")
@@ -134,8 +120,6 @@ def test_held_out_accuracy_is_drawn_where_it_was_measured(tmp_path, axes):
     assert ends[3] == pytest.approx([0.89, 0.91])
     assert list(b.lines[0].get_xdata()) == [0, 2] and list(b.lines[0].get_ydata()) == [0.25, 0.75]
     assert b.lines[0].get_linestyle() == "None" and len(none.lines[0].get_xdata()) == 0
-    draw(runs[:1], tmp_path / "p.png", x="seconds")
-    assert list(axes()["held-out accuracy"].containers[0].lines[0].get_xdata()) == [0, 6, 12, 20]
     draw([folder(tmp_path / "gone on", summary=after | {"steps": 6})], tmp_path / "p.png")
     assert list(axes()["held-out accuracy"].containers[0].lines[0].get_xdata()) == [0, 3, 6]
 
@@ -161,9 +145,11 @@ def test_runs_of_several_seeds_are_one_line_in_a_band(tmp_path, axes):
     bars = panels["held-out accuracy"].containers[0].lines[2][0].get_segments()
     assert [s[:, 1].tolist() for s in bars] == [[1.0, 3.0], [2.0, 2.0], [3.0, 7.0]]
     three = [[{"step": 0, "reward": r}] for r in (1.0, 2.0, 6.0)]
-    assert curves.over_seeds(three, "reward") == [[3.0], pytest.approx([3 - 7**0.5 / 3**0.5]), pytest.approx([3 + 7**0.5 / 3**0.5])]
     three[0].append({"step": 1, "reward": 4.0}), three[1].append({"step": 1, "reward": None}), three[2].append({"step": 1})
-    assert all(map(math.isnan, (means[1] for means in curves.over_seeds(three, "reward"))))  # not the first seed's alone
+    first, second = plot.over_seeds(three)
+    bounds = pytest.approx([3.0, 3 - 7**0.5 / 3**0.5, 3 + 7**0.5 / 3**0.5])
+    assert [first[k] for k in ("reward", "reward_low", "reward_high")] == bounds
+    assert second == {"step": 1}  # not the first seed's alone
     again = run("a2", 1, "nvfp4", [0.0])
     assert plot.lines([*runs[::2], again]) == [("a* (2 seeds)", runs[::2]), ("a2", [again])]
 
@@ -194,7 +180,7 @@ def test_a_run_draws_its_own_curves(tmp_path, axes, capsys):
     out = folder(tmp_path / "_mine", summary={"seconds": 3.0, "accuracy_after": 0.5, "steps": 8})
     Run.report(SimpleNamespace(out=out, args=SimpleNamespace(lora_rank=4)))
     panels = axes()
-    assert list(panels) == [p[0] for p in curves.PANELS] and legend(panels) == [" _mine"]
+    assert list(panels) == [p[0] for p in curves.PANELS] and panels["reward"].figure.get_suptitle() == "_mine"
     assert list(panels["held-out accuracy"].containers[0].lines[0].get_xdata()) == [0, 3, 6, 8]
     assert capsys.readouterr().out == f"{out}: adapter/, metrics.jsonl, metrics.png, summary.json (3 s)\n"
 
@@ -264,13 +250,6 @@ def test_a_norm_that_float32_holds_is_drawn(tmp_path, axes):
     assert list(axes()["gradient norm"].lines[0].get_ydata()) == [3e38] * len(ROWS)
 
 
-def test_trailing_mean_skips_nan():
-    """One nan blanking `smooth` steps of the curve, or the future leaking into the present."""
-    got = curves.trailing_mean([1.0, math.nan, 3.0, 5.0, 100.0], 3)
-    assert got == [1.0, 1.0, 2.0, 4.0, 36.0]
-    assert math.isnan(curves.trailing_mean([math.nan, 1.0], 2)[0])
-
-
 @pytest.mark.parametrize("tail", ['{"step": 8, "rew', '{"step"', '"x"\n', "\n\n"])
 def test_half_written_last_line_is_dropped(tmp_path, tail):
     """Plotting while the run writes, or after it was killed."""
@@ -325,16 +304,12 @@ def test_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
     assert min(size(a / "metrics.png")) > 400
     plot.main([str(b), str(b)])
     assert size(tmp_path / "compare.png")
-    plot.main([str(b), "--out", "c.png", "--smooth", "2"])
+    plot.main([str(b), "--out", "c.png"])
     assert size(tmp_path / "c.png")
     plot.main([str(b), "--out", "c.svg"])
     assert b"<svg" in (tmp_path / "c.svg").read_bytes()
     plot.main([str(b), "--out", "c"])
     assert size(tmp_path / "c")
-    seen = []
-    monkeypatch.setattr(curves, "draw", lambda *args: seen.append(args))
-    plot.main([str(a), "--x", "seconds", "--smooth", "3"])
-    assert seen == [([("a", [str(a)])], a / "metrics.png", "seconds", 3)]
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
@@ -348,8 +323,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
     (broken / "config.json").write_text('{"quant": "nv')
     for argv, word in (([], "RUN"), (["nothing"], "nothing/metrics.jsonl: no such file"),
                        (["absent"], "absent"), ([empty], "no complete row"),
-                       ([bare], "none of the columns"), ([bare, "--x", "seconds"], "--x seconds"),
-                       ([good, "--smooth", "0"], "--smooth"), ([good, "--x", "epoch"], "--x"),
+                       ([bare], "none of the columns"),
                        ([good, "--out", "no/where.png"], "--out"),
                        ([good, "--out", "p.docx"], "docx"), ([good, "--what"], "--what"),
                        ([str(broken)], "broken/config.json: not JSON")):
