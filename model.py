@@ -361,19 +361,18 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
 # ---- checkpoints
 
 
-def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None,
-         **awq):
+def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None):
     """A Transformer from a Hugging Face folder or hub id, frozen, in eval mode.
 
     dtype: of embeddings, norms, biases and (unquantized) weights; None: as stored. quant: none, or
-    one of nvfp4.FORMATS. calibration: ids (B, T), with which AWQ chooses the scales (nvfp4.py; awq:
-    its options); the report is then in model.awq. FileNotFoundError / ValueError with one line that
-    names the file or tensor."""
+    one of nvfp4.FORMATS. calibration: ids (B, T), with which AWQ chooses the scales; its report is
+    then in model.awq. FileNotFoundError / ValueError with one line that names the file or
+    tensor."""
     folder = checkpoint.fetch(path_or_hub_id)
     config, source = read_config(folder), checkpoint.Checkpoint(folder)
     if calibration is not None and config.quantization:
         raise ValueError(f"--awq: {folder} is quantized already; give the 16-bit checkpoint")
-    return build(config, source, device, dtype, quant, calibration, **awq)
+    return build(config, source, device, dtype, quant, calibration)
 
 
 def read_config(folder):
@@ -381,8 +380,7 @@ def read_config(folder):
     return Config(**checkpoint.read_config(folder))
 
 
-def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None,
-          **awq):
+def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None):
     """A Transformer of `config` with the tensors of `source`, a checkpoint.Checkpoint."""
     model = skeleton(config)
     if calibration is None:
@@ -391,7 +389,7 @@ def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none", cali
     else:
         model.awq = []
         blocks = stream(model, source, device, dtype)
-        for path, rows in nvfp4.calibrated(model, blocks, quant, calibration, device, **awq):
+        for path, rows in nvfp4.calibrated(model, blocks, quant, calibration, device):
             model.awq += [{"layer": int(path.split(".")[1]), **row} for row in rows]
     return model.eval()
 

@@ -390,12 +390,10 @@ class Search:
 
     w (N, K) float32, H (K, K), magnitude (K,) = mean|x| (already shared over tied channels), exact:
     s -> the s that folding realises exactly, divide (N,): what w's rows will be divided by, because
-    they feed a scaled consumer. grid 0: no channel scales; finalists None: no search of block
-    scales. Errors are relative to || W X ||^2: `rtn` for plain rounding, `channels` for the best
-    channel scales alone, `awq` for what was chosen."""
+    they feed a scaled consumer. scaled False: block scales alone are searched. Errors are relative
+    to || W X ||^2: `rtn` for plain rounding, `awq` for what was chosen."""
 
-    def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=GRID,
-                 finalists=FINALISTS):
+    def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, scaled=True):
         power = output_error(w, H) or 1.0
         divide = torch.ones(len(w), 1, device=w.device) if divide is None else divide[:, None]
 
@@ -408,39 +406,37 @@ class Search:
             return Trial(output_error(d, H) / power, exponent, s, (scale, top))
 
         self.rtn = output_error(snap(w, fmt, *block_scales(w, fmt)) - w, H) / power
-        trials = [attempt(0.0, torch.ones_like(magnitude))]
-        for i in range(1, grid + 1):
-            s = magnitude.clamp(min=1e-8) ** (i / grid)
-            trials.append(attempt(i / grid, exact(s / (s.max() * s.min()).sqrt())))
-        best = min(trials, key=BY_ERROR)
-        self.channels = best.error
-        if finalists is not None:
-            # a search of blocks costs ten trials, and evens out much of the difference between
-            # exponents: only for the best of them, and 0
-            for plain in sorted(trials[1:], key=BY_ERROR)[:finalists] + trials[:1]:
-                found = attempt(plain.exponent, plain.s, search=True)
-                best = min(best, found, key=BY_ERROR)
+        trials = []
+        for i in range(1, GRID + 1) if scaled else ():
+            s = magnitude.clamp(min=1e-8) ** (i / GRID)
+            trials.append(attempt(i / GRID, exact(s / (s.max() * s.min()).sqrt())))
+        # a search of blocks costs ten trials, and evens out much of the difference between
+        # exponents: only for the best of them, and 0
+        plain = attempt(0.0, torch.ones_like(magnitude))
+        finalists = [plain, *sorted(trials, key=BY_ERROR)[:FINALISTS]]
+        searched = [attempt(t.exponent, t.s, search=True) for t in finalists]
+        best = min(finalists + searched, key=BY_ERROR)
         self.exponent, self.s, self.awq = best.exponent, best.s, best.error
         self.q = encode(w * best.s / divide, fmt, *best.blocks)
 
 
-def quantize_block(block, stats, config, fmt, **options):
+def quantize_block(block, stats, config, fmt):
     """Replace the four linears of `block` (model.Block, 16-bit weights) by QuantLinears, its norms
     by folded ones.
 
-    stats: {name: Stats} of its linears; options: grid, finalists of Search. Returns a row of the
-    report for each linear: {"linear", "exponent", "rtn", "channels", "awq"}."""
+    stats: {name: Stats} of its linears. Returns a row of the report for each linear: {"linear",
+    "exponent", "rtn", "awq"}."""
     H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     # a head of v's rows feeds D inputs of o for each of G heads; a row of up feeds one of down
     v_rows = (H + Hkv) * D, H // Hkv, D
     up_rows = config.intermediate_size, 1, 1
     return [*quantize_pair(block.attn, ("qkv_proj", "o_proj"), block.input_layernorm, v_rows,
-                           stats, fmt, options),
+                           stats, fmt),
             *quantize_pair(block.mlp, ("gate_up_proj", "down_proj"), block.post_attention_layernorm,
-                           up_rows, stats, fmt, options)]
+                           up_rows, stats, fmt)]
 
 
-def quantize_pair(owner, names, norm, feeding, stats, fmt, options):
+def quantize_pair(owner, names, norm, feeding, stats, fmt):
     """Quantize two linears of `owner`: a producer behind `norm`, and the consumer that its last
     rows feed. feeding: (the first of these rows, G, D): D rows for D inputs of each of G heads."""
     producer, consumer = (getattr(owner, name) for name in names)
@@ -450,13 +446,12 @@ def quantize_pair(owner, names, norm, feeding, stats, fmt, options):
     # must share one scale.
     mean = stats[names[1]].mean.view(-1, G, D).mean(1, keepdim=True)  # (Hkv, 1, D)
     mean = mean.expand(-1, G, D).flatten()  # (H*D,)
-    consumed = Search(consumer.dense(), stats[names[1]].H, mean, fmt, **options)
-    divide, produced = search_producer(producer, norm, consumed.s, feeding, stats[names[0]], fmt,
-                                       options)
+    consumed = Search(consumer.dense(), stats[names[1]].H, mean, fmt)
+    divide, produced = search_producer(producer, norm, consumed.s, feeding, stats[names[0]], fmt)
     if produced.awq > produced.rtn:  # worse than plain rounding: the consumer gets no scales
-        consumed = Search(consumer.dense(), stats[names[1]].H, mean, fmt, **options | {"grid": 0})
+        consumed = Search(consumer.dense(), stats[names[1]].H, mean, fmt, scaled=False)
         divide, produced = search_producer(producer, norm, consumed.s, feeding, stats[names[0]],
-                                           fmt, options)
+                                           fmt)
 
     norm.weight.data = folded(norm.weight, produced.s)
     bias = producer.bias
@@ -464,18 +459,18 @@ def quantize_pair(owner, names, norm, feeding, stats, fmt, options):
         bias = (bias.float() / divide).to(bias.dtype)
     setattr(owner, names[0], QuantLinear(produced.q, producer.parts, bias))
     setattr(owner, names[1], QuantLinear(consumed.q, consumer.parts, consumer.bias))
-    return [{"linear": name, "exponent": s.exponent, "rtn": s.rtn, "channels": s.channels,
-             "awq": s.awq} for name, s in zip(names, (produced, consumed), strict=True)]
+    return [{"linear": name, "exponent": s.exponent, "rtn": s.rtn, "awq": s.awq}
+            for name, s in zip(names, (produced, consumed), strict=True)]
 
 
-def search_producer(producer, norm, s, feeding, stats, fmt, options):
+def search_producer(producer, norm, s, feeding, stats, fmt):
     """(what the producer's rows are divided by (N,), its Search) for a consumer whose input
     channels have the scales s."""
     first_row, G, D = feeding
     divide = torch.ones(producer.shape[0], device=s.device)
     divide[first_row:] = s.view(-1, G, D).mean(1).flatten()  # the G heads have the same
     return divide, Search(producer.dense(), stats.H, stats.mean, fmt,
-                          lambda s: foldable(norm.weight, s), divide, **options)
+                          lambda s: foldable(norm.weight, s), divide)
 
 
 def folded(weight, s):
@@ -490,13 +485,12 @@ def foldable(weight, s):
 
 
 @torch.no_grad()
-def calibrated(model, pieces, fmt, ids, device, **options):
+def calibrated(model, pieces, fmt, ids, device):
     """Quantize the blocks of a model as they arrive in `pieces` (model.stream); yields (path, rows
     of the report) for each piece.
 
     ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
-    calibrated on what the 16-bit model feeds it, and one pass a layer is enough. options: grid,
-    finalists of Search."""
+    calibrated on what the 16-bit model feeds it, and one pass a layer is enough."""
     x, rope = None, model.rope(torch.arange(ids.shape[1], device=device)[None])
     for path in pieces:
         if not path.startswith("layers."):
@@ -507,7 +501,7 @@ def calibrated(model, pieces, fmt, ids, device, **options):
             dtype = block.attn.qkv_proj.weight.dtype
             x = model.embed(ids.to(model.embed.weight.device)).to(device, dtype)  # (B, T, C)
         stats = gather(block, x, rope)
-        rows = quantize_block(block, stats, model.config, fmt, **options)
+        rows = quantize_block(block, stats, model.config, fmt)
         del block, stats  # so that the caller can free it
         yield path, rows
 

@@ -32,9 +32,9 @@ def policy_of(args):
     return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
-def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512, **options):
+def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512):
     """model.load with AWQ, calibrated on a file's text."""
-    return M.load(path, device, dtype, fmt, datasets.calibration(calib, path, sequences, length), **options)
+    return M.load(path, device, dtype, fmt, datasets.calibration(calib, path, sequences, length))
 
 
 def config(kv=2, **changes):
@@ -70,10 +70,10 @@ def calibrated(model, ids=IDS):
     return out
 
 
-def quantized(model, fmt="nvfp4", **options):
+def quantized(model, fmt="nvfp4"):
     model = copy.deepcopy(model)
     rows = [row for block, stats in zip(model.layers, calibrated(model), strict=True)
-            for row in nvfp4.quantize_block(block, stats, model.config, fmt, **options)]
+            for row in nvfp4.quantize_block(block, stats, model.config, fmt)]
     return model, rows
 
 
@@ -85,12 +85,12 @@ def without_rounding(monkeypatch, harm=False):
     than by plain rounding."""
 
     class Kept(nvfp4.Search):  # the last exponent, and its weight as it is
-        def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, grid=1):
-            s = magnitude.clamp(min=1e-8) ** (0.7 if grid else 0)
+        def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, scaled=True):
+            s = magnitude.clamp(min=1e-8) ** (0.7 if scaled else 0)
             self.s = exact(s / (s.max() * s.min()).sqrt())
             self.q = w * self.s / (1 if divide is None else divide[:, None])
             worse = harm and divide is not None and bool((divide != 1).any())
-            self.exponent, self.rtn, self.channels, self.awq = 0.7, 1.0, 0.5, 2.0 if worse else 0.5
+            self.exponent, self.rtn, self.awq = 0.7, 1.0, 2.0 if worse else 0.5
 
     def keep(q, parts, bias):
         m = M.Linear(q.shape[1], parts, bias is not None)
@@ -143,7 +143,7 @@ def test_scales_folded_into_a_bfloat16_norm_are_exact():
     """w / s rounded to bfloat16 would put an error of 2^-9 on a whole channel, in every format and after any search."""
     model = random_model(dtype=torch.bfloat16)
     before = [b.input_layernorm.weight.clone() for b in model.layers]
-    q, rows = quantized(model, finalists=None)
+    q, rows = quantized(model)
     assert any(r["exponent"] > 0 for r in rows if r["linear"] == "qkv_proj")
     for old, block, stats in zip(before, q.layers, calibrated(model), strict=True):
         new = block.input_layernorm.weight
@@ -169,24 +169,28 @@ def test_a_norm_weight_of_zero_is_left_alone():
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_awq_lowers_the_output_error_where_channels_differ(fmt):
+def test_awq_lowers_the_output_error_where_channels_differ(monkeypatch, fmt):
     """Constructed: 3 channels of 64 carry 50 times the activation. Channel scales alone must help, and the whole more. (MXFP4's
     scales are powers of two: each channel scale moves some blocks across a step, and less is won.)"""
     _, rows = quantized(random_model(), fmt)
-    channels, whole = {"nvfp4": (0.9, 0.7), "mxfp4": (1.0, 0.95)}.get(fmt, (0.9, 0.8))
-    for r in (r for r in rows if r["linear"] == "qkv_proj"):
-        assert r["channels"] < channels * r["rtn"] and r["awq"] < whole * r["rtn"], r
+    monkeypatch.setattr(nvfp4, "search_blocks", lambda w, fmt, scale, *_: scale)
+    _, without = quantized(random_model(), fmt)
+    channels, whole = {"nvfp4": (0.9, 0.7), "mxfp4": (1.001, 0.95)}.get(fmt, (0.9, 0.8))
+    for r, alone in zip(rows, without, strict=True):
+        if r["linear"] == "qkv_proj":
+            assert alone["awq"] < channels * r["rtn"] and r["awq"] < whole * r["rtn"], r
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("seed", range(2))
-def test_no_linear_is_ever_worse_than_plain_rounding(fmt, seed):
+def test_no_linear_is_ever_worse_than_plain_rounding(monkeypatch, fmt, seed):
     """Exponent 0 with the plain block scales is among the candidates; a producer that folding would harm makes it give up."""
     even = M.build(config(num_hidden_layers=1), checkpoint.RandomCheckpoint(seed), dtype=torch.float32)
     for model in (even, outliers(copy.deepcopy(even), seed)):
-        for options in ({"grid": 8}, {"grid": 8, "finalists": None}, {"grid": 0}):
-            _, rows = quantized(model, fmt, **options)
-            assert len(rows) == 4 and all(r["awq"] <= r["rtn"] * (1 + 1e-6) for r in rows), options
+        for grid in (8, 0):
+            monkeypatch.setattr(nvfp4, "GRID", grid)
+            _, rows = quantized(model, fmt)
+            assert len(rows) == 4 and all(r["awq"] <= r["rtn"] * (1 + 1e-6) for r in rows), grid
 
 
 def test_the_reported_error_is_the_error_of_the_weights_in_the_model():
@@ -235,12 +239,13 @@ def test_searched_block_scales_are_valid_and_never_worse_per_block(fmt):
     assert nvfp4.output_error(snap(w, fmt, best, top) - w, H) < 0.95 * nvfp4.output_error(snap(w, fmt, scale, top) - w, H)
 
 
-def test_block_scales_are_searched_for_the_scaled_activations():
+def test_block_scales_are_searched_for_the_scaled_activations(monkeypatch):
     """After W s the inputs are x / s: searching with the unscaled H would favour the wrong weights of a block."""
     g = torch.Generator().manual_seed(2)
     w, x = torch.randn(32, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(torch.randn(64, generator=g))
     H = x.T @ x
-    found = nvfp4.Search(w, H, x.abs().mean(0), "nvfp4", grid=5, finalists=3)
+    monkeypatch.setattr(nvfp4, "GRID", 5)
+    found = nvfp4.Search(w, H, x.abs().mean(0), "nvfp4")
     assert found.exponent > 0
     t, top = w * found.s, found.q.global_scale
     for other in nvfp4.neighbours(block_scales(t, "nvfp4")[0], "nvfp4"):
@@ -251,26 +256,29 @@ def test_block_scales_are_searched_for_the_scaled_activations():
     assert abs(found.awq - nvfp4.output_error(dequantize(found.q) / found.s - w, H) / nvfp4.output_error(w, H)) < 1e-6
 
 
-def test_where_no_channel_scale_helps_block_scales_still_do():
+def test_where_no_channel_scale_helps_block_scales_still_do(monkeypatch):
     """Activations that say nothing of what matters: exponent 0 is the best, and its blocks are to be searched as well."""
     g = torch.Generator().manual_seed(0)
     w, x = torch.randn(8, 64, generator=g), torch.randn(300, 64, generator=g)
     args = w, x.T @ x, torch.exp(3 * torch.randn(64, generator=g)), "nvfp4"
-    found, blocks = nvfp4.Search(*args, grid=2), nvfp4.Search(*args, grid=0)
-    assert found.exponent == 0 and found.awq == blocks.awq < 0.95 * found.rtn == 0.95 * found.channels
+    monkeypatch.setattr(nvfp4, "GRID", 2)
+    found, blocks = nvfp4.Search(*args), nvfp4.Search(*args, scaled=False)
+    assert found.exponent == 0 and found.awq == blocks.awq < 0.95 * found.rtn
 
 
-def test_the_grid_has_both_its_ends():
+def test_the_grid_has_both_its_ends(monkeypatch):
     """Of two exponents, 0 and 1, the second wins where channels differ a lot; without it there is no search."""
     g = torch.Generator().manual_seed(3)
     w, x = torch.randn(16, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(2 * torch.randn(64, generator=g))
-    found = nvfp4.Search(w, x.T @ x, x.abs().mean(0), "nvfp4", grid=1, finalists=None)
+    monkeypatch.setattr(nvfp4, "GRID", 1)
+    monkeypatch.setattr(nvfp4, "search_blocks", lambda w, fmt, scale, *_: scale)
+    found = nvfp4.Search(w, x.T @ x, x.abs().mean(0), "nvfp4")
     assert found.exponent == 1 and found.awq < 0.5 * found.rtn
 
 
 def test_a_linear_of_zeros_has_no_error():
     """A share of nothing: it was not to divide by."""
-    found = nvfp4.Search(torch.zeros(4, 64), torch.eye(64), torch.ones(64), "nvfp4", grid=1)
+    found = nvfp4.Search(torch.zeros(4, 64), torch.eye(64), torch.ones(64), "nvfp4")
     assert found.rtn == found.awq == 0 and dequantize(found.q).eq(0).all()
 
 
@@ -335,7 +343,7 @@ def test_load_gives_a_quantized_model_and_its_report(at_load, shallow):
     model, _ = at_load
     assert sum(isinstance(m, QuantLinear) for m in model.modules()) == 4 * model.config.num_hidden_layers
     assert len(model.awq) == 4 * model.config.num_hidden_layers
-    assert {"layer", "linear", "exponent", "rtn", "channels", "awq"} == set(model.awq[0])
+    assert {"layer", "linear", "exponent", "rtn", "awq"} == set(model.awq[0])
     assert sum(r["awq"] for r in model.awq) < 0.8 * sum(r["rtn"] for r in model.awq)
     assert not any(p.requires_grad for p in model.parameters()) and not any(p.is_meta for p in model.parameters())
     ids = torch.arange(40)[None]
@@ -344,13 +352,13 @@ def test_load_gives_a_quantized_model_and_its_report(at_load, shallow):
 
 
 def test_each_block_is_calibrated_on_what_the_blocks_before_it_give(monkeypatch, shallow):
-    """Not on the embedding, and not on what four bits make of it; and searched as the options say."""
+    """Not on the embedding, and not on what four bits make of it; as the format says."""
     model, seen = M.load(shallow, dtype=torch.float32), []
     want = calibrated(model, datasets.calibration(None, shallow, 2, 32))
-    monkeypatch.setattr(nvfp4, "quantize_block", lambda block, stats, config, fmt, **options: seen.append((stats, fmt, options)) or [])
-    loaded(shallow, "cpu", torch.float32, "nf4", sequences=2, length=32, grid=3, finalists=None)
-    assert [(fmt, options) for _, fmt, options in seen] == 2 * [("nf4", {"grid": 3, "finalists": None})]
-    for (got, _, _), stats in zip(seen, want, strict=True):
+    monkeypatch.setattr(nvfp4, "quantize_block", lambda block, stats, config, fmt: seen.append((stats, fmt)) or [])
+    loaded(shallow, "cpu", torch.float32, "nf4", sequences=2, length=32)
+    assert [fmt for _, fmt in seen] == ["nf4", "nf4"]
+    for (got, _), stats in zip(seen, want, strict=True):
         for name, s in stats.items():
             assert torch.allclose(got[name].H, s.H, rtol=1e-3, atol=1e-5) and torch.allclose(got[name].mean, s.mean, rtol=1e-3)
 

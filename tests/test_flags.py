@@ -348,7 +348,7 @@ def test_gradients_of_sixteen_bits_are_summed_in_thirty_two(monkeypatch):
     monkeypatch.setattr(ranks, "world", 2)
     monkeypatch.setattr(ranks.dist, "all_reduce", lambda flat: seen.append(flat.dtype) or flat.mul_(2))
     ranks.sum_gradients([p, q])
-    assert seen == [torch.float32] and p.grad.tolist() == [2, 2, 2] and q.grad.tolist() == [0, 0, 0] and p.grad.dtype == torch.bfloat16
+    assert seen == [torch.float32] * 2 and p.grad.tolist() == [2, 2, 2] and q.grad.tolist() == [0, 0, 0] and p.grad.dtype == torch.bfloat16
 
 
 def test_the_line_to_continue_with_starts_as_many_ranks(monkeypatch):
