@@ -1864,12 +1864,6 @@ MUTANTS = {
          "rollout + update", "bench::cards_are_compared_by_the_clock_from_the_step_that_counts"),
         ("steps that compile count", "[skip - 1 :]", "[:]", "bench::cards_are_compared_by_the_clock_from_the_step_that_counts"),
     ],
-    "lab/bench_tiles.py": [
-        ("tiles that pass the buffers are tried", "BM * BN <= PARTIALS",
-         "BM * BN <= 1 << 40", "bench::tiles_that_are_tried_are_right"),
-        ("no tile is tried whole beside cut ones", "(0, most - 1, most)", "(0,)",
-         "bench::tiles_that_are_tried_are_right"),
-    ],
     "lab/bench_quantization.py": [
         ("the entropy is predicted from the tokens themselves", "hidden(ids[:, :-1])[0, len(",
          "hidden(ids[:, 1:])[0, len(",

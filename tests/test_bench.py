@@ -8,8 +8,7 @@ import torch
 
 import lora
 import model as qwen
-from fast import plan
-from lab import bench, bench_report, bench_tiles
+from lab import bench, bench_report
 
 
 def test_rows_measured_again_replace_the_old_ones(tmp_path):
@@ -40,21 +39,6 @@ def test_floor_of_a_7b_step():
                      "lora": pytest.approx(8.07e7, rel=0.01), "kv": 8 * 512 * 57344}
     tied = bench_report.config("0.5b")  # its head is the embedding, and is read all the same
     assert tied.tie_word_embeddings and bench.floor_bytes(tied, "nvfp4", 0, 1, 1)["head"] == 151936 * 896 * 2
-
-
-@pytest.mark.parametrize("M, N, K", [(1, 896, 896), (8, 37888, 3584), (64, 3584, 18944), (300, 9728, 896), (16, 64, 272)])
-def test_tiles_that_are_tried_are_right(M, N, K):
-    """Each keeps within the buffers and leaves no split without work; the search is not over one tile."""
-    found = list(bench_tiles.candidates(M, N, K, 132))
-    assert len({tuple(t.items()) for t in found}) > 8
-    assert any(t["whole"] for t in found if t["BN"] > 32) == (N > 9000)  # many tiles an SM, of which the last are cut
-    for t in found:
-        blocks = -(-K // 128)
-        assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
-        tiles = (-(-N // t["BN"]) - t["whole"]) * -(-M // t["BM"])
-        assert tiles > 0 and t["whole"] >= 0 == (t["whole"] if t["split"] == 1 else 0)
-        assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= plan.PARTIALS
-        assert t["stages"] * 128 * (2 * t["BM"] + t["BN"] / 2) <= 113 * 1024  # of an SM's 227 KiB: two at once
 
 
 def test_shapes_are_found_by_name():

@@ -412,7 +412,7 @@ def test_plans_stay_within_their_buffers(N, K):
 
 def test_plans_are_near_the_fastest_that_was_measured():
     """The times that plan adds up are worth what they choose: a decode step with its tiles takes hardly longer than with the best
-    of those that lab/bench_tiles.py has tried in it."""
+    of those that were tried in it."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "tiles_h200.json").read_text()):
         t = plan.plan(r["M"], *bench.linear(r["shape"]), 132)[1]
