@@ -62,7 +62,7 @@ def plan(M, N, K, cores):
     Programs run in waves of as many as fit. Splits fill one wave better, at the cost of the partial
     sums that they write and read. The times were fitted to kernels timed alone, then to what a
     decode step of ten blocks with an adapter of rank 16, replayed as a CUDA graph, takes with each
-    of some hundred tiles in place of this one (results/tiles_h200.json), and those of tiles of 128
+    of many tiles in place of this one (results/tiles_h200.json), and those of tiles of 128
     rows to prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
     found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
     for t in (t for t in TILES if t["BM"] <= most):
