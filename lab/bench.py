@@ -1,10 +1,10 @@
 """
 Benchmarks on one GPU. Each measures its ceiling in the same run, before the numbers.
 
-    kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5 7B
-              and 32B. Weights rotate through more than 200 MB, so that L2 holds none of them
+    kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5.
+              Weights rotate through more than 200 MB, so that L2 holds none of them
     rollout   sample.generate on random weights of true shapes, every row alive to the end
-    step      a step of train.py by phases, and its memory
+    step      rollout and update of a step of train.py, and its memory
     plain     the files that one reads beside fast/: a decode step and an update of each
 
 Rows are merged into --out (a row measured again replaces the old one), so that a long table can be
@@ -47,7 +47,6 @@ from lab.bench_report import (
     LAYERS,
     RESULTS,
     ROWS,
-    SHAPES,
     SIZES,
     card,
     config,
@@ -64,19 +63,15 @@ ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvf
 
 
 def build(c, quant):
-    """A model of random weights on the GPU, and what building it took, with the planned bytes."""
-    def load():
-        model = qwen.build(c, checkpoint.RandomCheckpoint(), "cuda", quant=quant)
-        sample.set_engine(model, "fast")
-        return model
-
+    """A model of random weights on the GPU, and the memory that it takes, beside the plan."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    seconds, model = timed(load)
+    model = qwen.build(c, checkpoint.RandomCheckpoint(), "cuda", quant=quant)
+    sample.set_engine(model, "fast")
     return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
                    "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
-                   "load_peak_gib": peak_gib(), "load_seconds": seconds}
+                   "load_peak_gib": peak_gib()}
 
 
 def timed(f):
@@ -120,14 +115,6 @@ def event_us(f, calls, repeats=5):
     return statistics.median(times[1:])
 
 
-def gpu_events(f):
-    """torch.profiler's events of what f() does on the GPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        f()
-        torch.cuda.synchronize()
-    return [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-
-
 def peak_gib():
     return torch.cuda.max_memory_allocated() / memory.GIB
 
@@ -159,7 +146,7 @@ def kernels(args):
     columns = {"shape": "11", "fmt": "", "pass": "", "M": "d", "us": ".1f", "cublas_us": ".1f",
                "speedup": ".2f", "pct_read": ".0f", "rel_err": ".1e"}
     show(columns)
-    for name in args.shapes:
+    for name in (f"{size}.{layer}" for size in args.sizes for layer in LAYERS):
         N, K = linear(name)
         # more weights than L2 holds
         dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
@@ -210,7 +197,7 @@ def rollout(args):
         torch.cuda.reset_peak_memory_stats()
         floors = partial(floor_bytes, c, quant, rank)
         for what in todo.split(","):
-            row = {"size": size, "quant": quant, "dtype": "bfloat16", "lora_rank": rank,
+            row = {"size": size, "quant": quant, "lora_rank": rank,
                    "prompt": args.prompt, "new": args.new, "weights_gib": made["weights_gib"]}
             row |= (queue(model, args) if what == "queue" else
                     rows_alive(model, floors, what, args, ceiling))
@@ -219,7 +206,7 @@ def rollout(args):
             if args.profile and what.isdigit():
                 profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
         engine.release(model)
-    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "rows", "kind"))
+    merge_rows(args.out, results, ("size", "quant", "lora_rank", "rows", "kind"))
 
 
 def adapt(model, rank):
@@ -325,8 +312,12 @@ def profile(model, rows, tokens, floors, ceiling, steps=20):
     before to its own end, since with dependent launch kernels overlap, and durations would count
     the overlap twice; then the time that the bytes of each part need at the ceiling."""
     step = replayer(model, rows, tokens)
-    events = gpu_events(lambda: [step() for _ in range(steps)])
-    spans = sorted((e.time_range.end, e.name) for e in events)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    spans = sorted((e.time_range.end, e.name) for e in prof.events()
+                   if e.device_type == torch.autograd.DeviceType.CUDA)
     took, last, gemms = {}, spans[0][0], 0
     for end, name in spans:
         if name == "gemm":
@@ -341,8 +332,8 @@ def profile(model, rows, tokens, floors, ceiling, steps=20):
 
 
 def step(args):
-    """One step of train.py on random weights of true shapes, by phases: seconds, share of the
-    matmul rate, kernels launched, and memory; a row without seconds did not fit."""
+    """One step of train.py on random weights of true shapes: seconds of rollout and update, share
+    of the matmul rate, and memory; a row without seconds did not fit."""
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     ceiling, results = 2 * 8192**3 / graph_time(square.matmul, [square]) / 1e6, []  # TFLOP/s
     del square
@@ -352,12 +343,11 @@ def step(args):
         torch.cuda.set_per_process_memory_fraction(args.card_gib * memory.GIB / total)
     columns = {"size": "", "quant": "", "tokens": "d", "micro_batch": "d", "checkpointing": "",
                "capture_s": ".1f", "rollout_s": ".2f", "first_update_s": ".1f",
-               "logprob_s": ".3f", "update_s": ".3f", "optimizer_s": ".4f",
-               "share": ".0%", "launches": "d", "busy_s": ".3f", "weights_gib": ".2f",
-               "update_gib": ".1f", "peak_gib": ".1f"}
+               "update_s": ".3f", "share": ".0%", "weights_gib": ".2f", "update_gib": ".1f",
+               "peak_gib": ".1f"}
     show(columns)
     for size, quant in ((s, q) for s in args.sizes for q in args.quants):
-        row = {"size": size, "quant": quant, "dtype": "bfloat16", "lora_rank": args.rank,
+        row = {"size": size, "quant": quant, "lora_rank": args.rank,
                "prompt": args.prompt, "completions": args.completions, "group": args.group,
                "new": args.new, "card_gib": args.card_gib}
         try:
@@ -366,8 +356,8 @@ def step(args):
             row["out_of_memory"] = True
         results.append(row)
         show(columns, row)
-    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "completions", "group",
-                                   "prompt", "new", "micro_batch", "checkpointing", "card_gib"))
+    merge_rows(args.out, results, ("size", "quant", "lora_rank", "completions", "group", "prompt",
+                                   "new", "micro_batch", "checkpointing", "card_gib"))
 
 
 def phases(row, c, ceiling, args):
@@ -395,16 +385,9 @@ def phases(row, c, ceiling, args):
     torch.cuda.reset_peak_memory_stats()
     row["first_update_s"], _ = timed(  # compiles
         lambda: grpo.update(model, optimizer, completions, settings))
-    row["logprob_s"], _ = timed(
-        lambda: grpo.record_trainer_logprobs(model, completions, settings))
     row["update_s"] = statistics.median(
         timed(lambda: grpo.update(model, optimizer, completions, settings))[0] for _ in range(3))
     row["update_gib"], row["peak_gib"] = peak_gib(), max(peak_gib(), row.get("rollout_gib", 0))
-    events = gpu_events(lambda: grpo.backward(model, completions, settings))
-    busy = sum(e.time_range.elapsed_us() for e in events)
-    row |= {"launches": len(events), "busy_s": busy / 1e6}
-    optimizer.step()
-    row["optimizer_s"], _ = timed(optimizer.step)
     # forward and dL/dx of the blocks, and of the head on the completions; no recomputation counted
     blocks = sum(n * k for n, k, _ in memory.linears(c).values()) * c.num_hidden_layers
     head = c.vocab_size * c.hidden_size
@@ -483,7 +466,7 @@ def parse_args(argv=None):
                          f"(default: {name}_CARD.json in results/)")
     some = {"nargs": "+", "metavar": "NAME"}
     add = each["kernels"].add_argument
-    add("--shapes", **some, choices=SHAPES, default=SHAPES, help="linear layers")
+    add("--sizes", **some, choices=SIZES, default=["7b", "32b"], help="models")
     add("--rows", **some, type=int, default=list(ROWS), help="values of M")
     add = each["rollout"].add_argument
     add("configs", nargs="*", type=rollout_config, default=ROLLOUTS,

@@ -38,7 +38,6 @@ SIZES = {"0.5b": (896, 4864, 24, 14, 2, 151936, True),
          "32b": (5120, 27648, 64, 40, 8, 152064, False),
          "72b": (8192, 29568, 80, 64, 8, 152064, False)}
 LAYERS = ("qkv", "o", "gate_up", "down")
-SHAPES = [f"{size}.{layer}" for size in ("7b", "32b") for layer in LAYERS]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 
@@ -117,8 +116,9 @@ def speedups(rows, where):
     theirs = {shape: dict(zip(marlin["rows"], values, strict=True))
               for shape, values in marlin.get("speedup", {}).items() if shape in ours}
     for table in filter(None, (ours, theirs)):
-        shared = [M for M in ROWS if all(M in points for points in table.values())]
-        table["geometric mean"] = {M: statistics.geometric_mean(p[M] for p in table.values())
+        eight = [points for shape, points in table.items() if shape in PEERS["marlin"]["speedup"]]
+        shared = [M for M in ROWS if all(M in points for points in eight)]
+        table["geometric mean"] = {M: statistics.geometric_mean(p[M] for p in eight)
                                    for M in shared}
     return ours, theirs
 
@@ -127,7 +127,7 @@ def throughputs(rows, where):
     """({size:format:LoRA rank: {rows: tokens/s}}, vLLM's)."""
     ours = {}
     for r in rows:
-        if r["kind"] == "rows" and r["dtype"] == "bfloat16":
+        if r["kind"] == "rows":
             name = f"{r['size']}:{r['quant']}:{r['lora_rank']}"
             ours.setdefault(name, {})[r["rows"]] = r["decode_tok_s"]
     vllm = peer("vllm", where).get("tok_s", {})
