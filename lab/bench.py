@@ -18,6 +18,7 @@ Shapes: M rows, N outputs, K inputs of a GEMM.
 """
 import argparse
 import functools
+import gc
 import json
 import math
 import re
@@ -64,6 +65,7 @@ ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvf
 
 def build(c, quant):
     """A model of random weights on the GPU, and the memory that it takes, beside the plan."""
+    gc.collect()  # a model before this one may be part of a reference cycle
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -182,7 +184,7 @@ def gemm(weights, dense, M, back, ceiling):
 
 def rollout(args):
     """Decoding throughput of sample.generate on random weights of true shapes."""
-    ceiling, built, results = read_ceiling(), None, []
+    ceiling, results = read_ceiling(), []
     columns = {"size": "", "quant": "", "lora_rank": "d", "kind": "", "rows": "d",
                "decode_tok_s": ".0f", "step_ms": ".2f", "floor_ms": ".2f", "prefill_s": ".3f",
                "peak_gib": ".1f"}
@@ -190,10 +192,9 @@ def rollout(args):
     for text in args.configs:
         size, quant, rank, todo = text.split(":")
         rank, c = int(rank), config(size)
-        if built != (size, quant):
-            model = None
-            (model, made), built = build(c, quant), (size, quant)
-        adapt(model, rank)
+        model, made = build(c, quant)
+        for p in lora.add_lora(model, rank, rank) if rank else ():
+            torch.nn.init.normal_(p, std=0.01)
         torch.cuda.reset_peak_memory_stats()
         floors = partial(floor_bytes, c, quant, rank)
         for what in todo.split(","):
@@ -206,18 +207,8 @@ def rollout(args):
             if args.profile and what.isdigit():
                 profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
         engine.release(model)
+        del model  # before the next one is built
     merge_rows(args.out, results, ("size", "quant", "lora_rank", "rows", "kind"))
-
-
-def adapt(model, rank):
-    """Put an adapter of `rank` around the linears (0: none), replacing any that is there."""
-    for block in model.layers:
-        for owner in (block.attn, block.mlp):
-            for name, m in list(owner.named_children()):
-                setattr(owner, name, getattr(m, "base", m))
-    if rank:
-        for p in lora.add_lora(model, rank, rank):
-            torch.nn.init.normal_(p, std=0.01)
 
 
 def draw(model, prompts, n, new, rows=None):

@@ -1,13 +1,8 @@
 """lab/bench.py and lab/bench_report.py: what they do without a GPU; the measurements themselves need one."""
 import json
 
-from plumbing import checkpoint
-
 import pytest
-import torch
 
-import lora
-import model as qwen
 from lab import bench, bench_report
 
 
@@ -43,20 +38,6 @@ def test_floor_of_a_7b_step():
 
 def test_shapes_are_found_by_name():
     assert (bench.linear("0.5b.down"), bench.linear("7b.qkv")) == ((896, 4864), (4608, 3584))
-
-
-def test_adapters_replace_each_other():
-    """Rank 16, then 64, then none, around the same weights: an adapter around an adapter would be
-    measured twice."""
-    c = qwen.Config(301, 64, 96, 2, 4, 2, 16)
-    m = qwen.build(c, checkpoint.RandomCheckpoint(), dtype=torch.float32)
-    base = m.layers[0].mlp.down_proj
-    for rank in (4, 8):
-        bench.adapt(m, rank)
-        assert m.layers[0].mlp.down_proj.base is base
-        assert {layer.rank for _, layer in lora.lora_layers(m)} == {rank}
-    bench.adapt(m, 0)
-    assert m.layers[0].mlp.down_proj is base and not lora.lora_layers(m)
 
 
 @pytest.mark.parametrize("argv, told", [
