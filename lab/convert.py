@@ -35,24 +35,16 @@ import nvfp4
 from fast import memory
 from lab import chat
 from model import PROJECTIONS, Linear
-from nvfp4 import FORMATS, QuantLinear, dequantize, quantize
+from nvfp4 import FORMATS
 
 
-@torch.no_grad()
-def rounded(model, pieces, fmt):
-    """Rounds the blocks of `model` to nearest as they arrive in `pieces`, a qwen.stream of
-    it; yields (path, rows of the report) for each."""
-    for path in pieces:
-        rows = []
-        for name in PROJECTIONS if path.startswith("layers.") else ():
-            m = model.get_submodule(f"{path}.{name}")
-            q = quantize(m.weight, fmt, f"{path}.{name}")
-            # a projection of zeros, as in blocks added to be trained, has no error
-            error = (dequantize(q) - m.weight).norm() / m.weight.float().norm().clamp(min=1e-30)
-            rows.append({"linear": name.rsplit(".", 1)[-1], "weight_error": error.item()})
-            model.set_submodule(f"{path}.{name}", QuantLinear(q, m.parts, m.bias))
-            del m
-        yield path, rows
+def write(writer, model, path, dtype=None):
+    """Write what a qwen.stream of `model` has brought at `path`, in `dtype` (None: as it is), and
+    free it if it is a block."""
+    for name, tensor in qwen.tensors(model.get_submodule(path), path):
+        writer.add(name, tensor if dtype is None else tensor.to(dtype))
+    if path.startswith("layers."):
+        model.layers[int(path.split(".")[1])] = None
 
 
 def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib=None,
@@ -70,26 +62,19 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
         raise ValueError(f"--length {length}: the model has {config.max_position_embeddings} "
                          "positions; lower it")
     model = qwen.skeleton(config)
-    report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest",
-              "calibration": calib, "layers": []}
+    report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest"}
     with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
-        pieces = qwen.stream(model, source, device, ends="cpu")
-        steps = rounded(model, pieces, fmt)
+        pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt, ends="cpu")
+        steps = ((path, []) for path in pieces)
         if use_awq:
             ids = datasets.calibration(calib, folder, sequences, length)
             steps = nvfp4.calibrated(model, pieces, fmt, ids, device)
+            report |= {"calibration": calib, "calibration_tokens": ids.numel(), "layers": []}
         for path, rows in tqdm(steps, fmt, len(qwen.pieces(config)), disable=None):
-            for name, tensor in qwen.tensors(model.get_submodule(path), path):
-                writer.add(name, tensor)
-            if path.startswith("layers."):
-                layer = int(path.split(".")[1])
-                report["layers"] += [{"layer": layer, **row} for row in rows]
-                model.layers[layer] = None  # it is in the shard
-        if use_awq:
-            report["calibration_tokens"] = ids.numel()
+            write(writer, model, path)
+            for row in rows:
+                report["layers"].append({"layer": int(path.split(".")[1]), **row})
         report["seconds"] = round(time.time() - begin, 1)
-        peak = None if str(device) == "cpu" else torch.cuda.max_memory_allocated() / 2**30
-        report["peak_gpu_gib"] = peak
         writer.notes["quantization.json"] = report
     return report
 
@@ -160,9 +145,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
                 adapted = piece(adapted, *rope)
                 for name in PROJECTIONS:
                     piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))
-                model.layers[int(path.split(".")[1])] = None
-            for name, tensor in qwen.tensors(piece, path):
-                writer.add(name, tensor.to(torch.bfloat16))
+            write(writer, model, path, torch.bfloat16)
         plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
     model = qwen.skeleton(qwen.read_config(out))
     written = qwen.stream(model, checkpoint.Checkpoint(out), device, dtype)
@@ -180,10 +163,7 @@ def rewrite(source, folder, out, dtype=None):
     model = qwen.skeleton(qwen.read_config(folder))
     with checkpoint.Writer(out, folder) as writer:
         for path in qwen.stream(model, source, dtype=dtype):
-            for name, tensor in qwen.tensors(model.get_submodule(path), path):
-                writer.add(name, tensor)
-            if path.startswith("layers."):
-                model.layers[int(path.split(".")[1])] = None
+            write(writer, model, path)
 
 
 # ---- the commands
@@ -241,10 +221,7 @@ def quantize_body(args):
         print(f"AWQ leaves {100 * fmean(kept or [1]):.0f}% of plain rounding's output error on the "
               "calibration text")
     size = sum(f.stat().st_size for f in Path(args.out).glob("*.safetensors")) / 2**30
-    peak = report["peak_gpu_gib"]
-    peak = "" if peak is None else f", {peak:.2f} GiB of GPU memory at most"
-    print(f"{args.out}: {size:.2f} GiB in {report['seconds']} s{peak}; details in "
-          "quantization.json")
+    print(f"{args.out}: {size:.2f} GiB in {report['seconds']} s")
 
 
 def merge_body(argv):
