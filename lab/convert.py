@@ -110,8 +110,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     quant: the format the adapter was trained on, if the checkpoint is not quantized itself: it was
     fitted to w_hat, not w. calib: awq.calibration's ids if AWQ rounded it; dtype: what AWQ ran in,
     since its scales follow from activations. The numbers are over 4 x 64 random ids: {"max",
-    "mean"} of |difference|, "same_top" (share of positions with the same best id), "adapter_max"
-    (what the adapter itself changes at most)."""
+    "mean"} of |difference|, "adapter_max" (what the adapter itself changes at most)."""
     folder = checkpoint.fetch(path_or_hub_id)
     config = qwen.read_config(folder)
     model = qwen.skeleton(config)
@@ -151,8 +150,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     written = qwen.stream(model, checkpoint.Checkpoint(out), device, dtype)
     logits = streamed_logits(model, written, ids, device)
     gap = (logits - adapted).abs()
-    same = (logits.argmax(-1) == adapted.argmax(-1)).float().mean().item()
-    return {"max": gap.max().item(), "mean": gap.mean().item(), "same_top": same,
+    return {"max": gap.max().item(), "mean": gap.mean().item(),
             "adapter_max": (adapted - plain).abs().max().item()}
 
 
@@ -175,12 +173,12 @@ def plan_config(name):
     return qwen.read_config(name if local else checkpoint.fetch(name, weights=False))
 
 
-def quantize_args(argv):
+def quantize_body(argv):
     p = command.Parser(
         "nvfp4.py",
         description="Quantize a checkpoint to four bits, or count what each format would cost.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = p.add_argument
+    add, count = p.add_argument, command.number
     add("--model", help="16-bit checkpoint folder or hub id")
     add("--out", help="folder to write; must not exist")
     add("--fmt", choices=list(FORMATS), default="nvfp4", help="number format")
@@ -188,9 +186,7 @@ def quantize_args(argv):
         help="choose scales by activations (AWQ, nvfp4.py) instead of plain rounding")
     add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
                         "(worked arithmetic problems)")
-    count = command.number
-    add("--sequences", type=count(1, 10**6), default=128,
-        help="calibration sequences, 16 more are held out")
+    add("--sequences", type=count(1, 10**6), default=128, help="calibration sequences")
     add("--length", type=count(2, 10**6), default=512, help="tokens in each")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
     add("--plan", metavar="MODEL",
@@ -201,18 +197,14 @@ def quantize_args(argv):
     args = p.parse_args(argv)
     if args.plan and (args.model or args.out):
         p.error("--plan: prints only; leave --model and --out out")
-    if not args.plan and not (args.model and args.out):
+    if args.plan:
+        print(memory.table(plan_config(args.plan), args.rank, args.tokens))
+        return
+    if not (args.model and args.out):
         p.error("--model and --out are needed (or --plan)")
     for name in ("calib", "sequences", "length"):
         if getattr(args, name) != p.get_default(name) and not args.awq:
             p.error(f"--{name}: plain rounding uses no text; add --awq")
-    return args
-
-
-def quantize_body(args):
-    if args.plan:
-        print(memory.table(plan_config(args.plan), args.rank, args.tokens))
-        return
     device, _ = policy.place(args.device)
     report = convert(args.model, args.out, args.fmt, device, args.awq,
                      args.calib, args.sequences, args.length)
@@ -252,9 +244,7 @@ def merge_body(argv):
     device, dtype = policy.place(args.device, args.dtype)
     r = merge(folder, args.adapter, args.out, device, args.quant, ids, dtype)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
-          f"{r['max']:.2e} at most (the adapter itself moves them by up to "
-          f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions. "
-          "It is used by --quant none, the default that eval.py and sample.py have for it")
+          f"{r['max']:.2e} at most; the adapter itself moves them by up to {r['adapter_max']:.2e}")
 
 
 def rewrite_body(argv):
@@ -281,7 +271,7 @@ def main(what, argv):
         return command.run("lora.py", lambda: merge_body(argv))
     if what == "convert":
         return command.run("lab/convert.py", lambda: rewrite_body(argv))
-    return command.run("nvfp4.py", lambda: quantize_body(quantize_args(argv)))
+    return command.run("nvfp4.py", lambda: quantize_body(argv))
 
 
 if __name__ == "__main__":
