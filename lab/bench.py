@@ -7,9 +7,9 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
     step      rollout and update of a step of train.py, and its memory
     plain     the files that one reads beside fast/: a decode step and an update of each
 
-Rows are merged into --out (a row measured again replaces the old one), so that a long table can be
-made in parts; lab/bench_report.py prints them. Kernels are timed as one CUDA graph of many
-launches, median of its replays: what is measured is the GPU, not Python.
+Rows are merged into --out as they are measured (one measured again replaces the old one), so that
+a long table can be made in parts; lab/bench_report.py prints them. Kernels are timed as one CUDA
+graph of many launches, median of its replays: what is measured is the GPU, not Python.
 
     python lab/bench.py kernels
     python lab/bench.py rollout 7b:nvfp4:16:1,8,64 7b:none:16:1,8,64 --profile
@@ -19,7 +19,6 @@ Shapes: M rows, N outputs, K inputs of a GEMM.
 import argparse
 import functools
 import gc
-import json
 import math
 import re
 import statistics
@@ -53,9 +52,8 @@ from lab.bench_report import (
     config,
     floor_bytes,
     linear,
-    merge_rows,
     parsers,
-    show,
+    record,
 )
 
 ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvfp4:32:8 "
@@ -144,10 +142,7 @@ def read_ceiling():
 
 def kernels(args):
     """The FP4 GEMM against cuBLAS."""
-    ceiling, results = read_ceiling(), []
-    columns = {"shape": "11", "fmt": "", "pass": "", "M": "d", "us": ".1f", "cublas_us": ".1f",
-               "speedup": ".2f", "pct_read": ".0f", "rel_err": ".1e"}
-    show(columns)
+    ceiling = read_ceiling()
     for name in (f"{size}.{layer}" for size in args.sizes for layer in LAYERS):
         N, K = linear(name)
         # more weights than L2 holds
@@ -158,9 +153,7 @@ def kernels(args):
                        for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
             for M, back in [(M, False) for M in args.rows] + [(2048, True)]:
                 row = {"fmt": fmt, "shape": name} | gemm(weights, dense, M, back, ceiling)
-                results.append(row)
-                show(columns, row)
-    merge_rows(args.out, results, ("fmt", "shape", "pass", "M"))
+                record(args.out, row, ("fmt", "shape", "pass", "M"))
 
 
 def gemm(weights, dense, M, back, ceiling):
@@ -184,11 +177,7 @@ def gemm(weights, dense, M, back, ceiling):
 
 def rollout(args):
     """Decoding throughput of sample.generate on random weights of true shapes."""
-    ceiling, results = read_ceiling(), []
-    columns = {"size": "", "quant": "", "lora_rank": "d", "kind": "", "rows": "d",
-               "decode_tok_s": ".0f", "step_ms": ".2f", "floor_ms": ".2f", "prefill_s": ".3f",
-               "peak_gib": ".1f"}
-    show(columns)
+    ceiling = read_ceiling()
     for text in args.configs:
         size, quant, rank, todo = text.split(":")
         rank, c = int(rank), config(size)
@@ -198,17 +187,16 @@ def rollout(args):
         torch.cuda.reset_peak_memory_stats()
         floors = partial(floor_bytes, c, quant, rank)
         for what in todo.split(","):
-            row = {"size": size, "quant": quant, "lora_rank": rank,
-                   "prompt": args.prompt, "new": args.new, "weights_gib": made["weights_gib"]}
+            row = {"size": size, "quant": quant, "lora_rank": rank, "prompt": args.prompt,
+                   "new": args.new, "weights_gib": made["weights_gib"]}
             row |= (queue(model, args) if what == "queue" else
                     rows_alive(model, floors, what, args, ceiling))
-            results.append(row | {"peak_gib": peak_gib()})
-            show(columns, results[-1])
+            record(args.out, row | {"peak_gib": peak_gib()},
+                   ("size", "quant", "lora_rank", "rows", "kind"))
             if args.profile and what.isdigit():
                 profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
         engine.release(model)
         del model  # before the next one is built
-    merge_rows(args.out, results, ("size", "quant", "lora_rank", "rows", "kind"))
 
 
 def draw(model, prompts, n, new, rows=None):
@@ -323,29 +311,22 @@ def step(args):
     """One step of train.py on random weights of true shapes: seconds of rollout and update, share
     of the matmul rate, and memory; a row without seconds did not fit."""
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    ceiling, results = 2 * 8192**3 / graph_time(square.matmul, [square]) / 1e6, []  # TFLOP/s
+    ceiling = 2 * 8192**3 / graph_time(square.matmul, [square]) / 1e6  # TFLOP/s
     del square
     print(f"{torch.cuda.get_device_name()}, bfloat16 matmul {ceiling:.0f} TFLOP/s")
     if args.card_gib:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.card_gib * memory.GIB / total)
-    columns = {"size": "", "quant": "", "tokens": "d", "micro_batch": "d", "checkpointing": "",
-               "capture_s": ".1f", "rollout_s": ".2f", "first_update_s": ".1f",
-               "update_s": ".3f", "share": ".0%", "weights_gib": ".2f", "update_gib": ".1f",
-               "peak_gib": ".1f"}
-    show(columns)
     for size, quant in ((s, q) for s in args.sizes for q in args.quants):
-        row = {"size": size, "quant": quant, "lora_rank": args.rank,
-               "prompt": args.prompt, "completions": args.completions, "group": args.group,
-               "new": args.new, "card_gib": args.card_gib}
+        row = {"size": size, "quant": quant, "lora_rank": args.rank, "prompt": args.prompt,
+               "completions": args.completions, "group": args.group, "new": args.new,
+               "card_gib": args.card_gib}
         try:
             phases(row, config(size), ceiling, args)
         except torch.OutOfMemoryError:
             row["out_of_memory"] = True
-        results.append(row)
-        show(columns, row)
-    merge_rows(args.out, results, ("size", "quant", "lora_rank", "completions", "group", "prompt",
-                                   "new", "micro_batch", "checkpointing", "card_gib"))
+        record(args.out, row, ("size", "quant", "lora_rank", "completions", "group", "prompt",
+                               "new", "micro_batch", "checkpointing", "card_gib"))
 
 
 def phases(row, c, ceiling, args):
@@ -386,14 +367,13 @@ def phases(row, c, ceiling, args):
 def plain(args):
     """The files that one reads beside fast/: a decode step and an update of 8 completions of 1,024
     tokens with checkpointing, NVFP4 and LoRA 16."""
-    rows = [both_paths(size, rows) for size, rows in (("0.5b", 64), ("3b", 64), ("7b", 8))
-            if size in args.sizes]
+    for size in args.sizes:
+        rows = 64 if size in ("0.5b", "1.5b", "3b") else 8
+        record(args.out, both_paths(size, rows), ("size", "rows"))
     for size in args.largest:
         row = {"size": size}
         update_by("plain", *trainable(size), row)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    merge_rows(args.out, rows, ("size", "rows"))
+        record(args.out, row, ("size", "rows"))
 
 
 def trainable(size):
@@ -425,7 +405,6 @@ def both_paths(size, rows):
         update_by(path, model, optimizer, row)
     for what in ("step_ms", "update_s"):
         row[f"times_{what}"] = row[f"plain_{what}"] / row[f"fast_{what}"]
-    print(json.dumps(row), flush=True)
     return row
 
 

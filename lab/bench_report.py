@@ -69,24 +69,25 @@ def card(name=None):
     return "-".join(words).lower()
 
 
-def show(columns, row=None):
-    """Print the values of a row in `columns` ({key: format}), or, without a row, their keys."""
-    cells = columns if row is None else [cell(row.get(key), columns[key]) for key in columns]
-    widths = [max(9, len(key) + 2) for key in columns]
-    print("".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)), flush=True)
+def line(row):
+    """A row as "size=7b rows=8 step_ms=2.67", its floats to four significant digits."""
+    return " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}"
+                    for k, v in rounded(row).items())
 
 
-def merge_rows(path, rows, key):
-    """Write `rows`, floats to four significant digits, into the JSON list at `path`; they replace
-    old rows with the same values of `key`. The row of what did not fit lacks some of them."""
-    rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-            for row in rows]
+def rounded(row):
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def record(path, row, key):
+    """Print a row and write it into the JSON list at `path`, where it replaces one with the same
+    values of `key`. A row of what did not fit lacks some of them."""
+    print(line(row), flush=True)
     old = json.loads(path.read_text()) if path.is_file() else []
-    new = [[r.get(k) for k in key] for r in rows]
-    kept = [r for r in old if [r.get(k) for k in key] not in new]
+    kept = [r for r in old if any(r.get(k) != row.get(k) for k in key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as part:
-        part.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept + rows) + "\n]\n")
+        part.write_text("[\n" + ",\n".join(map(json.dumps, [*kept, rounded(row)])) + "\n]\n")
 
 
 def parsers(description, functions):
@@ -150,15 +151,12 @@ def tables(args):
 def cards(args):
     """Completions/s of runs of train.py, and how many times the first one's. A step is what the
     clock shows between its row and the one before."""
-    columns = {"run": "", "completions": ".0f", "rollout": ".2f", "update": ".2f", "step": ".2f",
-               "per_second": ".1f", "times": ".2f"}
-    show(columns)
     first = None
     with archive.folders(args.runs) as runs:
         for run, name in zip(runs, plot.names(runs), strict=True):
             row = speed(run, args.skip)
             first = first or row["per_second"]
-            show(columns, row | {"run": name, "times": row["per_second"] / first})
+            print(line({"run": name, **row, "times": row["per_second"] / first}))
 
 
 def speed(run, skip):

@@ -1854,7 +1854,7 @@ MUTANTS = {
          "going + ahead, ahead[freed:]", "bench::the_bound_of_a_queue_fills_each_slot_at_once"),
     ],
     "lab/bench_report.py": [
-        ("what did not fit takes all figures with it", "[[r.get(k) for k in key] for r in rows]", "[[r[k] for k in key] for r in rows]",
+        ("what did not fit takes all figures with it", "any(r.get(k) != row.get(k) for k in key)", "any(r[k] != row[k] for k in key)",
          "bench::what_does_not_fit_is_a_row_among_the_others"),
         ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]', "bench::floor_of_a_7b_step"),
         ("another card's ratios stand beside ours", 'if card(PEERS[name]["card"]) == where else {}', "", "bench::tables_are_made"),

@@ -106,7 +106,7 @@ def test_curves_and_cards_are_of_rows_too(table, tmp_path, capsys):
     assert plot.main(["mine/*", "--out", str(tmp_path / "curves.png")]) == 0 and (tmp_path / "curves.png").stat().st_size > 1000
     args = bench_report.parse_args(["cards", "mine/s0", "--skip", "2"])
     args.run(args)
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["s0", "96", "0.50", "0.25", "1.50", "64.0", "1.00"]
+    assert capsys.readouterr().out.splitlines()[-1] == "run=s0 completions=96 rollout=0.5 update=0.25 step=1.5 per_second=64 times=1"
 
 
 def test_intervals_are_students(table, tmp_path, capsys):

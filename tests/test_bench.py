@@ -6,23 +6,24 @@ import pytest
 from lab import bench, bench_report
 
 
-def test_rows_measured_again_replace_the_old_ones(tmp_path):
+def test_rows_measured_again_replace_the_old_ones(tmp_path, capsys):
     """A table is made in parts: what is not measured this time stays, what is replaces, nothing is
     there twice."""
     out, key = tmp_path / "new" / "r.json", ("shape", "M")
-    bench.merge_rows(out, [{"shape": "a", "M": 1, "us": 3.0}, {"shape": "a", "M": 2, "us": 4.0}], key)
-    bench.merge_rows(out, [{"shape": "a", "M": 2, "us": 5.0}], key)
+    for M, us in ((1, 3.0), (2, 4.0), (2, 50000.49)):
+        bench_report.record(out, {"shape": "a", "M": M, "us": us}, key)
     assert json.loads(out.read_text()) == [{"shape": "a", "M": 1, "us": 3.0},
-                                           {"shape": "a", "M": 2, "us": 5.0}]
+                                           {"shape": "a", "M": 2, "us": 50000.0}]
     assert list(out.parent.iterdir()) == [out]
+    assert capsys.readouterr().out == "shape=a M=1 us=3\nshape=a M=2 us=4\nshape=a M=2 us=50000\n"
 
 
 def test_what_does_not_fit_is_a_row_among_the_others(tmp_path):
     """It has no micro-batch, which tells other rows apart: their figures must not be lost with it."""
     out, key = tmp_path / "r.json", ("size", "micro_batch")
     rows = [{"size": "7b", "micro_batch": 2048, "update_s": 1.5}, {"size": "72b", "out_of_memory": True}]
-    for _ in range(2):
-        bench.merge_rows(out, rows, key)
+    for row in rows + rows:
+        bench_report.record(out, row, key)
     assert json.loads(out.read_text()) == rows
 
 
@@ -109,8 +110,8 @@ def test_cards_are_compared_by_the_clock_from_the_step_that_counts(tmp_path, cap
     runs = [str(tmp_path / name) for name in ("one", "two")]
     args = bench_report.parse_args(["cards", *runs, "--skip", "2"])
     args.run(args)
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
-        ["one", "64", "1.00", "0.50", "2.00", "32.0", "1.00"], ["two", "128", "1.00", "0.50", "2.50", "51.2", "1.60"]]
+    assert capsys.readouterr().out.splitlines() == ["run=one completions=64 rollout=1 update=0.5 step=2 per_second=32 times=1",
+                                                    "run=two completions=128 rollout=1 update=0.5 step=2.5 per_second=51.2 times=1.6"]
     args = bench_report.parse_args(["cards", str(tmp_path)])
     with pytest.raises(ValueError, match="has no config.json"):
         args.run(args)
