@@ -122,7 +122,7 @@ def run(args):
     check_out(args.out)
     if args.out.exists():
         raise ValueError(f"--out {args.out}: is there already; choose another name")
-    args.device, args.dtype = place("auto")
+    args.device, args.dtype = place(args.device)
     args.calib, test = args.data / "train.jsonl", args.data / "test.jsonl"
     tok = Tokenizer(checkpoint.fetch(args.model))
     docs = [tok.encode(t) for t in datasets.texts(test)[: args.documents]]
@@ -152,6 +152,7 @@ def main(argv=None):
     add("--divergence", type=number(0, 1e6), default=256, help="of them for the KL, 0 for none")
     add("--questions", type=number(0, 1e6), default=1319, help="greedy questions, 0 for none")
     add("--samples", type=number(0, 1e6), default=256, help="samples for the entropy, 0 for none")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="cuda if there is one")
     return command.run("lab/bench_quantization.py", lambda: run(p.parse_args(argv)))
 
 

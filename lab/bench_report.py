@@ -116,11 +116,11 @@ def speedups(rows, where):
             ours.setdefault(r["shape"], {})[r["M"]] = r["speedup"]
     theirs = {shape: dict(zip(marlin["rows"], values, strict=True))
               for shape, values in marlin.get("speedup", {}).items() if shape in ours}
-    for table in filter(None, (ours, theirs)):
-        eight = [points for shape, points in table.items() if shape in PEERS["marlin"]["speedup"]]
-        shared = [M for M in ROWS if all(M in points for points in eight)]
-        table["geometric mean"] = {M: statistics.geometric_mean(p[M] for p in eight)
-                                   for M in shared}
+    for table in (ours, theirs):
+        if eight := [table[shape] for shape in PEERS["marlin"]["speedup"] if shape in table]:
+            shared = [M for M in ROWS if all(M in points for points in eight)]
+            table["geometric mean"] = {M: statistics.geometric_mean(p[M] for p in eight)
+                                       for M in shared}
     return ours, theirs
 
 

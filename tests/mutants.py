@@ -1857,6 +1857,8 @@ MUTANTS = {
         ("what did not fit takes all figures with it", "any(r.get(k) != row.get(k) for k in key)", "any(r[k] != row[k] for k in key)",
          "bench::what_does_not_fit_is_a_row_among_the_others"),
         ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]', "bench::floor_of_a_7b_step"),
+        ("another model's linears are in the mean", '[table[shape] for shape in PEERS["marlin"]["speedup"] if shape in table]',
+         "[*table.values()]", "bench::tables_are_made"),
         ("another card's ratios stand beside ours", 'if card(PEERS[name]["card"]) == where else {}', "", "bench::tables_are_made"),
         ("what lies between steps takes no time", '(rows[-1]["seconds"] - before["seconds"]) / len(rows)',
          "rollout + update", "bench::cards_are_compared_by_the_clock_from_the_step_that_counts"),

@@ -33,7 +33,7 @@ def test_the_table_is_measured_row_by_row(folder, shallow, monkeypatch, capsys):
     """Each row carries its gap to the 16-bit model, paired by document; what was measured is in the file if the next row fails, and
     no other table's place is taken."""
     out = folder / "q.json"
-    argv = ["--model", str(shallow), "--data", str(folder), "--formats", "nvfp4", "--questions", "2", "--samples", "2",
+    argv = ["--model", str(shallow), "--data", str(folder), "--formats", "nvfp4", "--questions", "2", "--samples", "2", "--device", "cpu",
             "--out", str(out)]
     assert bench.main(argv) == 0
     rows = json.loads(out.read_text())["table"]
@@ -76,7 +76,7 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
     monkeypatch.setattr(bench, "evaluate", evaluate)
     out = folder / "q.json"
     bench.main(["--model", str(shallow), "--data", str(folder), "--formats", "nf4", "--methods", "awq", "--documents", "2", "--questions", "2",
-                "--samples", "1", "--divergence", "1", "--out", str(out)])
+                "--samples", "1", "--divergence", "1", "--device", "cpu", "--out", str(out)])
     # of each row, and the 16 bits beside it
     assert [fmt for fmt, *_ in loads] == ["none", "nf4", "none"]
     assert [len(text) for _, *text in loads if text] == [1]
