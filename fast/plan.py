@@ -4,7 +4,7 @@ the buffers that all launches share.
 
 A table of times and a page of arithmetic instead of an autotuner: the choice costs nothing at run
 time, is the same in each run and on each rank, and can be tested without a GPU. The times are an
-H200's (python lab/bench_tiles.py) and, beyond 128 rows, an H100's.
+H200's and, beyond 128 rows, an H100's.
 
     python -c "from fast.plan import plan; print(plan(8, 37888, 3584, 132))"
 
@@ -60,9 +60,10 @@ def plan(M, N, K, cores):
     fastest for this shape on `cores` SMs.
 
     Programs run in waves of as many as fit. Splits fill one wave better, at the cost of the partial
-    sums that they write and read. The times were fitted to kernels timed alone, then to what tiles
-    cost in a decode step with an adapter of rank 16 (results/tiles_h200.json), and those of tiles
-    of 128 rows to prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
+    sums that they write and read. The times were fitted to kernels timed alone, then to what a
+    decode step of ten blocks with an adapter of rank 16, replayed as a CUDA graph, takes with each
+    of many tiles in place of this one (results/tiles_h200.json), and those of tiles of 128
+    rows to prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
     found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
     for t in (t for t in TILES if t["BM"] <= most):
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores

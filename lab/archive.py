@@ -8,7 +8,7 @@ The training runs that README.md and docs/ quote, in one table: results/runs.jso
     summary        summary.json: held-out accuracy before and after, seconds, peak memory; the best
                    evaluation where it was not the last
     evals          [steps, accuracy] of each evaluation on the way
-    metrics        columns of metrics.jsonl, a number for each step; accuracy as right samples,
+    metrics        COLUMNS of metrics.jsonl, a number for each step; accuracy as right samples,
                    whole numbers, of prompts_per_step x group_size
     right          after training (and before) a bit for each held-out question, 1 if right; before
                    may be the name of an earlier row that has the same
@@ -19,7 +19,6 @@ lab/experiments.py compare, lab/plot.py and lab/bench_report.py cards take patte
     python lab/archive.py runs/2x2/* --group 2x2_3b --commit $(git rev-parse --short HEAD)
     python lab/plot.py '2x2_3b/*' --out 2x2.png
 """
-import argparse
 import base64
 import json
 import shlex
@@ -36,7 +35,8 @@ from plumbing import command, curves
 from plumbing.files import append, read_jsonl, saved
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl"
-COLUMNS = "accuracy,entropy,length_mean,format,zero_var_frac,logp_gap_mean"
+COLUMNS = ("accuracy", "entropy", "length_mean", "format", "zero_var_frac", "logp_gap_mean",
+           "prompts_sampled", "seconds", "seconds_rollout", "seconds_update")
 # what older runs were told by flags and newer ones have as constants
 CONSTANTS = {"aqn_stages": 10, "tis_cap": 2.0, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1,
              "warmup": 0.1, "eps_low": None, "eval_top_p": 0.95, "spare_prompts": 0,
@@ -137,7 +137,7 @@ def short(value, digits):
                       parse_float=lambda text: float(f"{float(text):.{digits}g}"))
 
 
-def row_of(run, group, columns, commit, defaults):
+def row_of(run, group, commit, defaults):
     """The row of a run's folder."""
     had, steps = saved(run, "config.json"), curves.read(run)
     if not had:
@@ -155,7 +155,7 @@ def row_of(run, group, columns, commit, defaults):
     row["summary"] = short(summary, 8)
     row["evals"] = [[s["step"], round(s["eval_accuracy"], 4)] for s in steps
                     if s.get("eval_accuracy") is not None]
-    row["metrics"] = {c: short([s.get(c) for s in steps], 5) for c in columns
+    row["metrics"] = {c: short([s.get(c) for s in steps], 5) for c in COLUMNS
                       if any(s.get(c) is not None for s in steps)}
     # right samples instead of their share, if that is what the shares are of
     shares = [s["accuracy"] for s in steps]
@@ -168,10 +168,10 @@ def row_of(run, group, columns, commit, defaults):
     return row | {"commit": commit}
 
 
-def add(runs, group, columns, commit):
+def add(runs, group, commit):
     """Append the rows of folders to the table."""
     defaults, known = read()
-    rows = [row_of(run, group, columns, commit, defaults) for run in runs]
+    rows = [row_of(run, group, commit, defaults) for run in runs]
     if there := {f"{group}/{row['name']}" for row in rows} & known.keys():
         raise ValueError(f"--group {group}: {min(there)} is in {TABLE} already; choose another, or "
                          "delete its row")
@@ -180,12 +180,9 @@ def add(runs, group, columns, commit):
 
 
 def main(argv=None):
-    p = command.Parser(description="Add runs to the table of kept runs, results/runs.jsonl.",
-                       formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = command.Parser(description="Add runs to the table of kept runs, results/runs.jsonl.")
     p.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote")
     p.add_argument("--group", required=True, help="the first half of the rows' names")
-    p.add_argument("--columns", default=COLUMNS, type=lambda text: text.split(","),
-                   help="columns of metrics.jsonl to keep, accuracy among them")
     p.add_argument("--commit", help="the revision that trained")
     return command.run("lab/archive.py", lambda: add(**vars(p.parse_args(argv))))
 

@@ -1,15 +1,15 @@
 """
 Benchmarks on one GPU. Each measures its ceiling in the same run, before the numbers.
 
-    kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5 7B
-              and 32B. Weights rotate through more than 200 MB, so that L2 holds none of them
+    kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5.
+              Weights rotate through more than 200 MB, so that L2 holds none of them
     rollout   sample.generate on random weights of true shapes, every row alive to the end
-    step      a step of train.py by phases, and its memory
+    step      rollout and update of a step of train.py, and its memory
     plain     the files that one reads beside fast/: a decode step and an update of each
 
-Rows are merged into --out (a row measured again replaces the old one), so that a long table can be
-made in parts; lab/bench_report.py prints them. Kernels are timed as one CUDA graph of many
-launches, median of its replays: what is measured is the GPU, not Python.
+Rows are merged into --out as they are measured (one measured again replaces the old one), so that
+a long table can be made in parts; lab/bench_report.py prints them. Kernels are timed as one CUDA
+graph of many launches, median of its replays: what is measured is the GPU, not Python.
 
     python lab/bench.py kernels
     python lab/bench.py rollout 7b:nvfp4:16:1,8,64 7b:none:16:1,8,64 --profile
@@ -18,7 +18,7 @@ Shapes: M rows, N outputs, K inputs of a GEMM.
 """
 import argparse
 import functools
-import json
+import gc
 import math
 import re
 import statistics
@@ -47,15 +47,13 @@ from lab.bench_report import (
     LAYERS,
     RESULTS,
     ROWS,
-    SHAPES,
     SIZES,
     card,
     config,
     floor_bytes,
     linear,
-    merge_rows,
     parsers,
-    show,
+    record,
 )
 
 ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvfp4:32:8 "
@@ -64,19 +62,16 @@ ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvf
 
 
 def build(c, quant):
-    """A model of random weights on the GPU, and what building it took, with the planned bytes."""
-    def load():
-        model = qwen.build(c, checkpoint.RandomCheckpoint(), "cuda", quant=quant)
-        sample.set_engine(model, "fast")
-        return model
-
+    """A model of random weights on the GPU, and the memory that it takes, beside the plan."""
+    gc.collect()  # a model before this one may be part of a reference cycle
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    seconds, model = timed(load)
+    model = qwen.build(c, checkpoint.RandomCheckpoint(), "cuda", quant=quant)
+    sample.set_engine(model, "fast")
     return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
                    "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
-                   "load_peak_gib": peak_gib(), "load_seconds": seconds}
+                   "load_peak_gib": peak_gib()}
 
 
 def timed(f):
@@ -120,14 +115,6 @@ def event_us(f, calls, repeats=5):
     return statistics.median(times[1:])
 
 
-def gpu_events(f):
-    """torch.profiler's events of what f() does on the GPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        f()
-        torch.cuda.synchronize()
-    return [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-
-
 def peak_gib():
     return torch.cuda.max_memory_allocated() / memory.GIB
 
@@ -155,11 +142,8 @@ def read_ceiling():
 
 def kernels(args):
     """The FP4 GEMM against cuBLAS."""
-    ceiling, results = read_ceiling(), []
-    columns = {"shape": "11", "fmt": "", "pass": "", "M": "d", "us": ".1f", "cublas_us": ".1f",
-               "speedup": ".2f", "pct_read": ".0f", "rel_err": ".1e"}
-    show(columns)
-    for name in args.shapes:
+    ceiling = read_ceiling()
+    for name in (f"{size}.{layer}" for size in args.sizes for layer in LAYERS):
         N, K = linear(name)
         # more weights than L2 holds
         dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
@@ -169,9 +153,7 @@ def kernels(args):
                        for _ in range(max(2, math.ceil(4.8e8 / (N * K))))]
             for M, back in [(M, False) for M in args.rows] + [(2048, True)]:
                 row = {"fmt": fmt, "shape": name} | gemm(weights, dense, M, back, ceiling)
-                results.append(row)
-                show(columns, row)
-    merge_rows(args.out, results, ("fmt", "shape", "pass", "M"))
+                record(args.out, row, ("fmt", "shape", "pass", "M"))
 
 
 def gemm(weights, dense, M, back, ceiling):
@@ -195,42 +177,26 @@ def gemm(weights, dense, M, back, ceiling):
 
 def rollout(args):
     """Decoding throughput of sample.generate on random weights of true shapes."""
-    ceiling, built, results = read_ceiling(), None, []
-    columns = {"size": "", "quant": "", "lora_rank": "d", "kind": "", "rows": "d",
-               "decode_tok_s": ".0f", "step_ms": ".2f", "floor_ms": ".2f", "prefill_s": ".3f",
-               "peak_gib": ".1f"}
-    show(columns)
+    ceiling = read_ceiling()
     for text in args.configs:
         size, quant, rank, todo = text.split(":")
         rank, c = int(rank), config(size)
-        if built != (size, quant):
-            model = None
-            (model, made), built = build(c, quant), (size, quant)
-        adapt(model, rank)
+        model, made = build(c, quant)
+        for p in lora.add_lora(model, rank, rank) if rank else ():
+            torch.nn.init.normal_(p, std=0.01)
         torch.cuda.reset_peak_memory_stats()
         floors = partial(floor_bytes, c, quant, rank)
         for what in todo.split(","):
-            row = {"size": size, "quant": quant, "dtype": "bfloat16", "lora_rank": rank,
-                   "prompt": args.prompt, "new": args.new, "weights_gib": made["weights_gib"]}
+            row = {"size": size, "quant": quant, "lora_rank": rank, "prompt": args.prompt,
+                   "new": args.new, "weights_gib": made["weights_gib"]}
             row |= (queue(model, args) if what == "queue" else
                     rows_alive(model, floors, what, args, ceiling))
-            results.append(row | {"peak_gib": peak_gib()})
-            show(columns, results[-1])
+            record(args.out, row | {"peak_gib": peak_gib()},
+                   ("size", "quant", "lora_rank", "rows", "kind"))
             if args.profile and what.isdigit():
                 profile(model, int(what), args.prompt, floors(int(what), args.prompt), ceiling)
         engine.release(model)
-    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "rows", "kind"))
-
-
-def adapt(model, rank):
-    """Put an adapter of `rank` around the linears (0: none), replacing any that is there."""
-    for block in model.layers:
-        for owner in (block.attn, block.mlp):
-            for name, m in list(owner.named_children()):
-                setattr(owner, name, getattr(m, "base", m))
-    if rank:
-        for p in lora.add_lora(model, rank, rank):
-            torch.nn.init.normal_(p, std=0.01)
+        del model  # before the next one is built
 
 
 def draw(model, prompts, n, new, rows=None):
@@ -261,11 +227,8 @@ def rows_alive(model, floors, what, args, ceiling):
     assert all(len(s.ids) == args.new for group in out for s in group)
     step = (last - first) / (args.new - 1)
     floor = sum(floors(rows, args.prompt + args.new / 2).values()) / ceiling / 1e9
-    replay = replayer(model, rows, args.prompt + args.new // 2)
-    alone = event_us(replay, 8)
     return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step,
-            "step_ms": 1e3 * step, "replay_ms": alone / 1e3, "prefill_s": first,
-            "floor_ms": 1e3 * floor}
+            "step_ms": 1e3 * step, "prefill_s": first, "floor_ms": 1e3 * floor}
 
 
 def queue(model, args, requests=256, slots=64):
@@ -325,8 +288,12 @@ def profile(model, rows, tokens, floors, ceiling, steps=20):
     before to its own end, since with dependent launch kernels overlap, and durations would count
     the overlap twice; then the time that the bytes of each part need at the ceiling."""
     step = replayer(model, rows, tokens)
-    events = gpu_events(lambda: [step() for _ in range(steps)])
-    spans = sorted((e.time_range.end, e.name) for e in events)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    spans = sorted((e.time_range.end, e.name) for e in prof.events()
+                   if e.device_type == torch.autograd.DeviceType.CUDA)
     took, last, gemms = {}, spans[0][0], 0
     for end, name in spans:
         if name == "gemm":
@@ -341,33 +308,25 @@ def profile(model, rows, tokens, floors, ceiling, steps=20):
 
 
 def step(args):
-    """One step of train.py on random weights of true shapes, by phases: seconds, share of the
-    matmul rate, kernels launched, and memory; a row without seconds did not fit."""
+    """One step of train.py on random weights of true shapes: seconds of rollout and update, share
+    of the matmul rate, and memory; a row without seconds did not fit."""
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    ceiling, results = 2 * 8192**3 / graph_time(square.matmul, [square]) / 1e6, []  # TFLOP/s
+    ceiling = 2 * 8192**3 / graph_time(square.matmul, [square]) / 1e6  # TFLOP/s
     del square
     print(f"{torch.cuda.get_device_name()}, bfloat16 matmul {ceiling:.0f} TFLOP/s")
     if args.card_gib:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.card_gib * memory.GIB / total)
-    columns = {"size": "", "quant": "", "tokens": "d", "micro_batch": "d", "checkpointing": "",
-               "capture_s": ".1f", "rollout_s": ".2f", "first_update_s": ".1f",
-               "logprob_s": ".3f", "update_s": ".3f", "optimizer_s": ".4f",
-               "share": ".0%", "launches": "d", "busy_s": ".3f", "weights_gib": ".2f",
-               "update_gib": ".1f", "peak_gib": ".1f"}
-    show(columns)
     for size, quant in ((s, q) for s in args.sizes for q in args.quants):
-        row = {"size": size, "quant": quant, "dtype": "bfloat16", "lora_rank": args.rank,
-               "prompt": args.prompt, "completions": args.completions, "group": args.group,
-               "new": args.new, "card_gib": args.card_gib}
+        row = {"size": size, "quant": quant, "lora_rank": args.rank, "prompt": args.prompt,
+               "completions": args.completions, "group": args.group, "new": args.new,
+               "card_gib": args.card_gib}
         try:
             phases(row, config(size), ceiling, args)
         except torch.OutOfMemoryError:
             row["out_of_memory"] = True
-        results.append(row)
-        show(columns, row)
-    merge_rows(args.out, results, ("size", "quant", "dtype", "lora_rank", "completions", "group",
-                                   "prompt", "new", "micro_batch", "checkpointing", "card_gib"))
+        record(args.out, row, ("size", "quant", "lora_rank", "completions", "group", "prompt",
+                               "new", "micro_batch", "checkpointing", "card_gib"))
 
 
 def phases(row, c, ceiling, args):
@@ -395,16 +354,9 @@ def phases(row, c, ceiling, args):
     torch.cuda.reset_peak_memory_stats()
     row["first_update_s"], _ = timed(  # compiles
         lambda: grpo.update(model, optimizer, completions, settings))
-    row["logprob_s"], _ = timed(
-        lambda: grpo.record_trainer_logprobs(model, completions, settings))
     row["update_s"] = statistics.median(
         timed(lambda: grpo.update(model, optimizer, completions, settings))[0] for _ in range(3))
     row["update_gib"], row["peak_gib"] = peak_gib(), max(peak_gib(), row.get("rollout_gib", 0))
-    events = gpu_events(lambda: grpo.backward(model, completions, settings))
-    busy = sum(e.time_range.elapsed_us() for e in events)
-    row |= {"launches": len(events), "busy_s": busy / 1e6}
-    optimizer.step()
-    row["optimizer_s"], _ = timed(optimizer.step)
     # forward and dL/dx of the blocks, and of the head on the completions; no recomputation counted
     blocks = sum(n * k for n, k, _ in memory.linears(c).values()) * c.num_hidden_layers
     head = c.vocab_size * c.hidden_size
@@ -415,14 +367,13 @@ def phases(row, c, ceiling, args):
 def plain(args):
     """The files that one reads beside fast/: a decode step and an update of 8 completions of 1,024
     tokens with checkpointing, NVFP4 and LoRA 16."""
-    rows = [both_paths(size, rows) for size, rows in (("0.5b", 64), ("3b", 64), ("7b", 8))
-            if size in args.sizes]
+    for size in args.sizes:
+        rows = 64 if size in ("0.5b", "1.5b", "3b") else 8
+        record(args.out, both_paths(size, rows), ("size", "rows"))
     for size in args.largest:
         row = {"size": size}
         update_by("plain", *trainable(size), row)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    merge_rows(args.out, rows, ("size", "rows"))
+        record(args.out, row, ("size", "rows"))
 
 
 def trainable(size):
@@ -454,7 +405,6 @@ def both_paths(size, rows):
         update_by(path, model, optimizer, row)
     for what in ("step_ms", "update_s"):
         row[f"times_{what}"] = row[f"plain_{what}"] / row[f"fast_{what}"]
-    print(json.dumps(row), flush=True)
     return row
 
 
@@ -483,7 +433,7 @@ def parse_args(argv=None):
                          f"(default: {name}_CARD.json in results/)")
     some = {"nargs": "+", "metavar": "NAME"}
     add = each["kernels"].add_argument
-    add("--shapes", **some, choices=SHAPES, default=SHAPES, help="linear layers")
+    add("--sizes", **some, choices=SIZES, default=["7b", "32b"], help="models")
     add("--rows", **some, type=int, default=list(ROWS), help="values of M")
     add = each["rollout"].add_argument
     add("configs", nargs="*", type=rollout_config, default=ROLLOUTS,

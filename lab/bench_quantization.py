@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from pathlib import Path
 from statistics import fmean
 
@@ -24,7 +23,6 @@ from plumbing.policy import place
 from plumbing.tokenizer import Tokenizer
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import data
 import model as qwen
@@ -38,37 +36,26 @@ SEQUENCES, LENGTH = 128, 512  # of the text that AWQ is calibrated on
 
 
 @torch.no_grad()
-def perplexity(model, docs, batch=16):
-    """docs: token ids of each document -> [(summed negative log-likelihood in nats, summed entropy,
-    tokens scored)] for each, in order; a document's first token is not scored. exp(sum / tokens) is
-    the perplexity."""
-    device, out = model.embed.weight.device, [None] * len(docs)
-    order = sorted(range(len(docs)), key=lambda i: len(docs[i]))
-    for at in range(0, len(docs), batch):
-        chosen = order[at : at + batch]
-        n = torch.tensor([len(docs[i]) - 1 for i in chosen], device=device)
-        ids = pad_sequence([torch.tensor(docs[i]) for i in chosen], batch_first=True)  # (B, T)
-        ids = ids.to(device)
-        scored = torch.arange(ids.shape[1] - 1, device=device) < n[:, None]  # (B, T-1)
-        hidden = model.hidden(ids[:, :-1])[scored]  # (B, T-1, C) -> (S, C)
-        logp, entropy = token_logprobs(hidden, model.lm_head.weight, ids[:, 1:][scored],
-                                       valid_vocab=model.valid_vocab)
-        for i, p, e in zip(chosen, logp.split(n.tolist()), entropy.split(n.tolist()), strict=True):
-            out[i] = (-p.sum().item(), e.sum().item(), len(docs[i]) - 1)
-    return out
+def scored(model, ids, start):
+    """(log-prob, entropy) in nats, each (T,), of the tokens from `start` on in `ids`, a list."""
+    ids = torch.tensor([ids], device=model.embed.weight.device)
+    hidden = model.hidden(ids[:, :-1])[0, start - 1 :]  # (T, C): what predicts those tokens
+    return token_logprobs(hidden, model.lm_head.weight, ids[0, start:],
+                          valid_vocab=model.valid_vocab)
 
 
-@torch.no_grad()
+def likelihoods(model, docs):
+    """[[negative log-likelihood in nats, tokens scored] of each document], which is token ids; its
+    first token is not scored. exp(sum / tokens) is the perplexity."""
+    return [[-scored(model, doc, 1)[0].sum().item(), len(doc) - 1] for doc in docs]
+
+
 def own_entropy(model, tok, prompts):
     """(mean, standard error) over prompts of the token entropy in nats along one sample of each."""
-    out, drawn = [], sample.generate(model, prompts, 1, NEW, eos_ids=tok.eos_ids)
-    for prompt, (s,) in zip(prompts, drawn, strict=True):
-        ids = torch.tensor([prompt + s.ids], device=model.embed.weight.device)
-        hidden = model.hidden(ids[:, :-1])[0, len(prompt) - 1 :]  # (T, C): what predicts the sample
-        _, entropy = token_logprobs(hidden, model.lm_head.weight, ids[0, len(prompt) :],
-                                    valid_vocab=model.valid_vocab)
-        out.append(entropy.mean().item())
-    return fmean(out), stderr(out)
+    drawn = sample.generate(model, prompts, 1, NEW, eos_ids=tok.eos_ids)
+    means = [scored(model, prompt + s.ids, len(prompt))[1].mean().item()
+             for prompt, (s,) in zip(prompts, drawn, strict=True)]
+    return fmean(means), stderr(means)
 
 
 @torch.no_grad()
@@ -94,21 +81,15 @@ def per_token(sums):
 
 def row(args, fmt, method, docs, questions, tok):
     """One line of the table, and [[nats, tokens] of each document]."""
-    begin, where = time.time(), (args.model, args.device, args.dtype, fmt)
-    if method == "awq":
-        text = datasets.calibration(args.calib, checkpoint.fetch(args.model), SEQUENCES, LENGTH)
-        model = qwen.load(*where, text)
-        out = {"error_kept": math.exp(fmean(math.log(r["awq"] / r["rtn"]) for r in model.awq)),
-               "exponents_above_0": fmean(r["exponent"] > 0 for r in model.awq)}
-    else:
-        model, out = qwen.load(*where), {}
-    out = {"format": fmt, "method": method, "load_seconds": round(time.time() - begin, 1), **out}
+    where = args.model, args.device, args.dtype, fmt
+    text = () if method != "awq" else (datasets.calibration(
+        args.calib, checkpoint.fetch(args.model), SEQUENCES, LENGTH),)
+    model, out = qwen.load(*where, *text), {"format": fmt, "method": method}
     sample.set_engine(model, "auto")
     model.valid_vocab = len(tok)
-    scored = perplexity(model, docs)
-    nats, entropy, out["tokens"] = map(sum, zip(*scored, strict=True))
-    out["perplexity"] = math.exp(nats / out["tokens"])
-    out["entropy_on_text"] = entropy / out["tokens"]
+    nats = likelihoods(model, docs)
+    out["tokens"] = sum(n for _, n in nats)
+    out["perplexity"] = math.exp(per_token(nats)[0])
     if args.divergence:
         # loaded for each row and then freed: what follows plans with the memory that is free
         reference = model if fmt == "none" else qwen.load(*where[:3])
@@ -117,22 +98,20 @@ def row(args, fmt, method, docs, questions, tok):
     if args.questions:
         r = evaluate(model, tok, questions[: args.questions], style="boxed", n=1,
                      temperature=0.0, top_p=1.0, max_new_tokens=NEW)
-        out |= {"accuracy": r["accuracy"], "accuracy_se": r["stderr"], "boxed": r["format"],
-                "questions": r["questions"]}
+        out |= {"accuracy": r["accuracy"], "accuracy_se": r["stderr"], "questions": r["questions"]}
     if args.samples:
         kept = [q["ids"] for q in data.prompts(tok, questions[: args.samples], "boxed")[0]]
         out["entropy"], out["entropy_se"] = own_entropy(model, tok, kept)
-    out["seconds"] = round(time.time() - begin, 1)
-    return out, [[a, n] for a, _, n in scored]
+    return out, nats
 
 
-def compare(rows, likelihoods):
+def compare(rows, nats):
     """Add to each row its gap to the 16-bit row in nats a token, and the share of plain rounding's
-    gap that AWQ removes. likelihoods: of each row [[nats, tokens] of a document]."""
+    gap that AWQ removes. nats: of each row [[nats, tokens] of a document]."""
     plain = {}
-    for r, own in zip(rows, likelihoods, strict=True):
+    for r, own in zip(rows, nats, strict=True):
         r["gap"], r["gap_se"] = per_token([(a - b, n) for (a, n), (b, _) in zip(
-            own, likelihoods[0], strict=True)])
+            own, nats[0], strict=True)])
         if r["method"] == "rtn":
             plain[r["format"]] = r["gap"]
         elif r["format"] in plain:
@@ -150,12 +129,12 @@ def run(args):
     questions = data.load(test, "test")
     settings = {k: v if isinstance(v, (int, str, list)) else str(v)
                 for k, v in vars(args).items() if k != "out"}
-    rows, likelihoods = [], []
+    rows, nats = [], []
     for fmt, method in [("none", "-")] + [(f, m) for f in args.formats for m in args.methods]:
-        new, nats = row(args, fmt, method, docs, questions, tok)
+        new, its_nats = row(args, fmt, method, docs, questions, tok)
         rows.append(new)
-        likelihoods.append(nats)
-        compare(rows, likelihoods)
+        nats.append(its_nats)
+        compare(rows, nats)
         write_json(args.out, {"table_settings": settings, "table": rows}, indent=1)
         print(json.dumps(new), flush=True)
 

@@ -38,7 +38,6 @@ SIZES = {"0.5b": (896, 4864, 24, 14, 2, 151936, True),
          "32b": (5120, 27648, 64, 40, 8, 152064, False),
          "72b": (8192, 29568, 80, 64, 8, 152064, False)}
 LAYERS = ("qkv", "o", "gate_up", "down")
-SHAPES = [f"{size}.{layer}" for size in ("7b", "32b") for layer in LAYERS]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 
@@ -70,24 +69,25 @@ def card(name=None):
     return "-".join(words).lower()
 
 
-def show(columns, row=None):
-    """Print the values of a row in `columns` ({key: format}), or, without a row, their keys."""
-    cells = columns if row is None else [cell(row.get(key), columns[key]) for key in columns]
-    widths = [max(9, len(key) + 2) for key in columns]
-    print("".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)), flush=True)
+def line(row):
+    """A row as "size=7b rows=8 step_ms=2.67", its floats to four significant digits."""
+    return " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}"
+                    for k, v in rounded(row).items())
 
 
-def merge_rows(path, rows, key):
-    """Write `rows`, floats to four significant digits, into the JSON list at `path`; they replace
-    old rows with the same values of `key`. The row of what did not fit lacks some of them."""
-    rows = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-            for row in rows]
+def rounded(row):
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def record(path, row, key):
+    """Print a row and write it into the JSON list at `path`, where it replaces one with the same
+    values of `key`. A row of what did not fit lacks some of them."""
+    print(line(row), flush=True)
     old = json.loads(path.read_text()) if path.is_file() else []
-    new = [[r.get(k) for k in key] for r in rows]
-    kept = [r for r in old if [r.get(k) for k in key] not in new]
+    kept = [r for r in old if any(r.get(k) != row.get(k) for k in key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as part:
-        part.write_text("[\n" + ",\n".join(json.dumps(r) for r in kept + rows) + "\n]\n")
+        part.write_text("[\n" + ",\n".join(map(json.dumps, [*kept, rounded(row)])) + "\n]\n")
 
 
 def parsers(description, functions):
@@ -116,10 +116,11 @@ def speedups(rows, where):
             ours.setdefault(r["shape"], {})[r["M"]] = r["speedup"]
     theirs = {shape: dict(zip(marlin["rows"], values, strict=True))
               for shape, values in marlin.get("speedup", {}).items() if shape in ours}
-    for table in filter(None, (ours, theirs)):
-        shared = [M for M in ROWS if all(M in points for points in table.values())]
-        table["geometric mean"] = {M: statistics.geometric_mean(p[M] for p in table.values())
-                                   for M in shared}
+    for table in (ours, theirs):
+        if eight := [table[shape] for shape in PEERS["marlin"]["speedup"] if shape in table]:
+            shared = [M for M in ROWS if all(M in points for points in eight)]
+            table["geometric mean"] = {M: statistics.geometric_mean(p[M] for p in eight)
+                                       for M in shared}
     return ours, theirs
 
 
@@ -127,7 +128,7 @@ def throughputs(rows, where):
     """({size:format:LoRA rank: {rows: tokens/s}}, vLLM's)."""
     ours = {}
     for r in rows:
-        if r["kind"] == "rows" and r["dtype"] == "bfloat16":
+        if r["kind"] == "rows":
             name = f"{r['size']}:{r['quant']}:{r['lora_rank']}"
             ours.setdefault(name, {})[r["rows"]] = r["decode_tok_s"]
     vllm = peer("vllm", where).get("tok_s", {})
@@ -150,15 +151,12 @@ def tables(args):
 def cards(args):
     """Completions/s of runs of train.py, and how many times the first one's. A step is what the
     clock shows between its row and the one before."""
-    columns = {"run": "", "completions": ".0f", "rollout": ".2f", "update": ".2f", "step": ".2f",
-               "per_second": ".1f", "times": ".2f"}
-    show(columns)
     first = None
     with archive.folders(args.runs) as runs:
         for run, name in zip(runs, plot.names(runs), strict=True):
             row = speed(run, args.skip)
             first = first or row["per_second"]
-            show(columns, row | {"run": name, "times": row["per_second"] / first})
+            print(line({"run": name, **row, "times": row["per_second"] / first}))
 
 
 def speed(run, skip):

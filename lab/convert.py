@@ -35,24 +35,16 @@ import nvfp4
 from fast import memory
 from lab import chat
 from model import PROJECTIONS, Linear
-from nvfp4 import FORMATS, QuantLinear, dequantize, quantize
+from nvfp4 import FORMATS
 
 
-@torch.no_grad()
-def rounded(model, pieces, fmt):
-    """Rounds the blocks of `model` to nearest as they arrive in `pieces`, a qwen.stream of
-    it; yields (path, rows of the report) for each."""
-    for path in pieces:
-        rows = []
-        for name in PROJECTIONS if path.startswith("layers.") else ():
-            m = model.get_submodule(f"{path}.{name}")
-            q = quantize(m.weight, fmt, f"{path}.{name}")
-            # a projection of zeros, as in blocks added to be trained, has no error
-            error = (dequantize(q) - m.weight).norm() / m.weight.float().norm().clamp(min=1e-30)
-            rows.append({"linear": name.rsplit(".", 1)[-1], "weight_error": error.item()})
-            model.set_submodule(f"{path}.{name}", QuantLinear(q, m.parts, m.bias))
-            del m
-        yield path, rows
+def write(writer, model, path, dtype=None):
+    """Write what a qwen.stream of `model` has brought at `path`, in `dtype` (None: as it is), and
+    free it if it is a block."""
+    for name, tensor in qwen.tensors(model.get_submodule(path), path):
+        writer.add(name, tensor if dtype is None else tensor.to(dtype))
+    if path.startswith("layers."):
+        model.layers[int(path.split(".")[1])] = None
 
 
 def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib=None,
@@ -70,26 +62,19 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
         raise ValueError(f"--length {length}: the model has {config.max_position_embeddings} "
                          "positions; lower it")
     model = qwen.skeleton(config)
-    report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest",
-              "calibration": calib, "layers": []}
+    report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest"}
     with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
-        pieces = qwen.stream(model, source, device, ends="cpu")
-        steps = rounded(model, pieces, fmt)
+        pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt, ends="cpu")
+        steps = ((path, []) for path in pieces)
         if use_awq:
             ids = datasets.calibration(calib, folder, sequences, length)
             steps = nvfp4.calibrated(model, pieces, fmt, ids, device)
+            report |= {"calibration": calib, "calibration_tokens": ids.numel(), "layers": []}
         for path, rows in tqdm(steps, fmt, len(qwen.pieces(config)), disable=None):
-            for name, tensor in qwen.tensors(model.get_submodule(path), path):
-                writer.add(name, tensor)
-            if path.startswith("layers."):
-                layer = int(path.split(".")[1])
-                report["layers"] += [{"layer": layer, **row} for row in rows]
-                model.layers[layer] = None  # it is in the shard
-        if use_awq:
-            report["calibration_tokens"] = ids.numel()
+            write(writer, model, path)
+            for row in rows:
+                report["layers"].append({"layer": int(path.split(".")[1]), **row})
         report["seconds"] = round(time.time() - begin, 1)
-        peak = None if str(device) == "cpu" else torch.cuda.max_memory_allocated() / 2**30
-        report["peak_gpu_gib"] = peak
         writer.notes["quantization.json"] = report
     return report
 
@@ -125,8 +110,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     quant: the format the adapter was trained on, if the checkpoint is not quantized itself: it was
     fitted to w_hat, not w. calib: awq.calibration's ids if AWQ rounded it; dtype: what AWQ ran in,
     since its scales follow from activations. The numbers are over 4 x 64 random ids: {"max",
-    "mean"} of |difference|, "same_top" (share of positions with the same best id), "adapter_max"
-    (what the adapter itself changes at most)."""
+    "mean"} of |difference|, "adapter_max" (what the adapter itself changes at most)."""
     folder = checkpoint.fetch(path_or_hub_id)
     config = qwen.read_config(folder)
     model = qwen.skeleton(config)
@@ -160,16 +144,13 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
                 adapted = piece(adapted, *rope)
                 for name in PROJECTIONS:
                     piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))
-                model.layers[int(path.split(".")[1])] = None
-            for name, tensor in qwen.tensors(piece, path):
-                writer.add(name, tensor.to(torch.bfloat16))
+            write(writer, model, path, torch.bfloat16)
         plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
     model = qwen.skeleton(qwen.read_config(out))
     written = qwen.stream(model, checkpoint.Checkpoint(out), device, dtype)
     logits = streamed_logits(model, written, ids, device)
     gap = (logits - adapted).abs()
-    same = (logits.argmax(-1) == adapted.argmax(-1)).float().mean().item()
-    return {"max": gap.max().item(), "mean": gap.mean().item(), "same_top": same,
+    return {"max": gap.max().item(), "mean": gap.mean().item(),
             "adapter_max": (adapted - plain).abs().max().item()}
 
 
@@ -180,10 +161,7 @@ def rewrite(source, folder, out, dtype=None):
     model = qwen.skeleton(qwen.read_config(folder))
     with checkpoint.Writer(out, folder) as writer:
         for path in qwen.stream(model, source, dtype=dtype):
-            for name, tensor in qwen.tensors(model.get_submodule(path), path):
-                writer.add(name, tensor)
-            if path.startswith("layers."):
-                model.layers[int(path.split(".")[1])] = None
+            write(writer, model, path)
 
 
 # ---- the commands
@@ -195,12 +173,12 @@ def plan_config(name):
     return qwen.read_config(name if local else checkpoint.fetch(name, weights=False))
 
 
-def quantize_args(argv):
+def quantize_body(argv):
     p = command.Parser(
         "nvfp4.py",
         description="Quantize a checkpoint to four bits, or count what each format would cost.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = p.add_argument
+    add, count = p.add_argument, command.number
     add("--model", help="16-bit checkpoint folder or hub id")
     add("--out", help="folder to write; must not exist")
     add("--fmt", choices=list(FORMATS), default="nvfp4", help="number format")
@@ -208,9 +186,7 @@ def quantize_args(argv):
         help="choose scales by activations (AWQ, nvfp4.py) instead of plain rounding")
     add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
                         "(worked arithmetic problems)")
-    count = command.number
-    add("--sequences", type=count(1, 10**6), default=128,
-        help="calibration sequences, 16 more are held out")
+    add("--sequences", type=count(1, 10**6), default=128, help="calibration sequences")
     add("--length", type=count(2, 10**6), default=512, help="tokens in each")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
     add("--plan", metavar="MODEL",
@@ -221,18 +197,14 @@ def quantize_args(argv):
     args = p.parse_args(argv)
     if args.plan and (args.model or args.out):
         p.error("--plan: prints only; leave --model and --out out")
-    if not args.plan and not (args.model and args.out):
+    if args.plan:
+        print(memory.table(plan_config(args.plan), args.rank, args.tokens))
+        return
+    if not (args.model and args.out):
         p.error("--model and --out are needed (or --plan)")
     for name in ("calib", "sequences", "length"):
         if getattr(args, name) != p.get_default(name) and not args.awq:
             p.error(f"--{name}: plain rounding uses no text; add --awq")
-    return args
-
-
-def quantize_body(args):
-    if args.plan:
-        print(memory.table(plan_config(args.plan), args.rank, args.tokens))
-        return
     device, _ = policy.place(args.device)
     report = convert(args.model, args.out, args.fmt, device, args.awq,
                      args.calib, args.sequences, args.length)
@@ -241,10 +213,7 @@ def quantize_body(args):
         print(f"AWQ leaves {100 * fmean(kept or [1]):.0f}% of plain rounding's output error on the "
               "calibration text")
     size = sum(f.stat().st_size for f in Path(args.out).glob("*.safetensors")) / 2**30
-    peak = report["peak_gpu_gib"]
-    peak = "" if peak is None else f", {peak:.2f} GiB of GPU memory at most"
-    print(f"{args.out}: {size:.2f} GiB in {report['seconds']} s{peak}; details in "
-          "quantization.json")
+    print(f"{args.out}: {size:.2f} GiB in {report['seconds']} s")
 
 
 def merge_body(argv):
@@ -275,9 +244,7 @@ def merge_body(argv):
     device, dtype = policy.place(args.device, args.dtype)
     r = merge(folder, args.adapter, args.out, device, args.quant, ids, dtype)
     print(f"{args.out}: logits differ from base + adapter by {r['mean']:.2e} on average, "
-          f"{r['max']:.2e} at most (the adapter itself moves them by up to "
-          f"{r['adapter_max']:.2e}); same best id at {100 * r['same_top']:.1f}% of the positions. "
-          "It is used by --quant none, the default that eval.py and sample.py have for it")
+          f"{r['max']:.2e} at most; the adapter itself moves them by up to {r['adapter_max']:.2e}")
 
 
 def rewrite_body(argv):
@@ -304,7 +271,7 @@ def main(what, argv):
         return command.run("lora.py", lambda: merge_body(argv))
     if what == "convert":
         return command.run("lab/convert.py", lambda: rewrite_body(argv))
-    return command.run("nvfp4.py", lambda: quantize_body(quantize_args(argv)))
+    return command.run("nvfp4.py", lambda: quantize_body(argv))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
 """
 Training runs that differ in one thing, and what it adds.
 
-    2x2        the paper's central ablation: {16 bits, NVFP4} x {AQN off, on}
-    format     without noise: 16 bits, NVFP4 rounded plainly and by AWQ, MXFP4, NF4 (QLoRA's)
-    noise      no noise, and sigma from 1e-2 to 2e-1; the ratio against the sampler or the update
-    schedule   how the noise decays
-    objective  GRPO, DAPO, Dr.GRPO, GSPO, CISPO
-    rank       of the adapter
+    2x2        the paper's central ablation: {16 bits, NVFP4} x {AQN off, on}. Each arm is trained
+               with each seed, in a folder of its own in --out. A finished run is not repeated, a
+               stopped one continues; the flags must be the same. At the end come each arm's
+               held-out accuracy, and what `compare` says of all
 
     compare    existing runs, whatever made them, or rows of results/runs.jsonl: what each flag in
                which they differ adds, to the accuracy after training or, with --growth, to how
-               fast that of the samples rises
+               fast that of the samples rises. So any other experiment is a loop over train.py
 
     gradient   which log-probs should the ratio be taken against when the sampler is noisy? The
                gradient of one step from noisy samples, for each --old-logp, beside the gradient
@@ -18,17 +16,12 @@ Training runs that differ in one thing, and what it adds.
                the clip takes away. Sigma 0, two clean gradients of different samples, is the
                ceiling.
 
-The first six train: each arm with each seed, in a folder of its own in --out (runs/NAME). A
-finished run is not repeated, a stopped one continues; the flags must be the same. At the end they
-print each arm's held-out accuracy, and what `compare` says of all.
-
-Flags after the name are train.py's, and for those that train also --seeds 0,1,2,3,4: several cards
-may each train some seeds into one --out, and a small model leaves room for several runs on a card
+Flags after 2x2 and gradient are train.py's, and for 2x2 also --seeds 0,1,2,3,4: several cards may
+each train some seeds into one --out, and a small model leaves room for several runs on a card
 (--card-share). For `gradient`, --prompts-per-step x --group-size completions are drawn for each
 gradient.
 
-    python lab/experiments.py 2x2 --out runs/2x2
-    python lab/experiments.py noise --seeds 0,1,2 --out runs/noise --model DIR --data gsm8k
+    python lab/experiments.py 2x2 --out runs/2x2 --model DIR --data gsm8k
     python lab/experiments.py compare '2x2_1.5b/*' runs/2x2/*/ [--growth] [--interval]
     python lab/experiments.py gradient --model DIR --data gsm8k --out gradient.json
 """
@@ -40,7 +33,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -62,41 +55,31 @@ from lab import archive, plot
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 UNUSED = "-"  # the value of a flag that did nothing in a run
-# experiment -> {arm: train.py's flags}
-ARMS = {
-    "2x2": {f"{quant}{noise}": ["--quant", quant, noise]
-            for quant in ("none", "nvfp4") for noise in ("--no-aqn", "--aqn")},
-    "format": {arm: ["--no-aqn", "--quant", arm] for arm in sample.QUANTS} | {
-        "nvfp4-awq": ["--no-aqn", "--quant", "nvfp4", "--awq"]},
-    "noise": {"none": ["--no-aqn"]} | {
-        f"{sigma}-{anchor}": ["--aqn", "--aqn-start", sigma, "--old-logp", anchor]
-        for sigma in ("1e-2", "5e-2", "1e-1", "2e-1") for anchor in ("sampler", "current")},
-    "schedule": {name: ["--aqn-schedule", name] for name in aqn.SCHEDULES if name != "eq8"},
-    "objective": {name: ["--loss", name] for name in grpo.OBJECTIVES},
-    "rank": {str(r): ["--lora-rank", str(r), "--lora-alpha", str(r)] for r in (16, 32, 64, 128)},
-}
+# {arm of 2x2: train.py's flags}
+ARMS = {f"{quant}{noise}": ["--quant", quant, noise]
+        for quant in ("none", "nvfp4") for noise in ("--no-aqn", "--aqn")}
 
 
 # ---- training the arms
 
 
-def trainings(name, seeds, args, argv):
-    """Train every arm of the experiment with every seed, then print what they say."""
+def two_by_two(seeds, args, argv):
+    """Train every arm with every seed, then print what they say."""
     if not args.eval_n:
         raise ValueError("--eval-n 0: arms are compared by held-out accuracy; leave it out")
-    own = {"seed", *chain(*(flags.given(train.COMMAND, arm) for arm in ARMS[name].values()))}
-    if twice := sorted(own & flags.given(train.COMMAND, argv).keys()):
-        other = "--seeds" if twice[0] == "seed" else "another experiment"
-        raise ValueError(f"--{twice[0].replace('_', '-')}: is what the arms of {name} differ in; "
-                         f"leave it out, or take {other}")
-    every = {Path(args.out) / f"{arm}-s{seed}": [*argv, *given, "--seed", str(seed)]
-             for seed in seeds for arm, given in ARMS[name].items()}
-    for run, given in every.items():
-        check_flags(run, vars(flags.parse(train.COMMAND, given)))
-    for run, given in every.items():
+    given = flags.given(train.COMMAND, argv)
+    for flag in ("seed", "quant", "aqn"):
+        if flag in given:
+            raise ValueError(f"--{flag}: is what the runs of 2x2 differ in; leave it out "
+                             "(--seeds 0,1 are those to train)")
+    every = {Path(args.out) / f"{arm}-s{seed}": [*argv, *own, "--seed", str(seed)]
+             for seed in seeds for arm, own in ARMS.items()}
+    for run, words in every.items():
+        check_flags(run, vars(flags.parse(train.COMMAND, words)))
+    for run, words in every.items():
         if not (run / "summary.json").is_file():
             resume = ["--resume"] if (run / "config.json").is_file() else []
-            if code := train.main([*given, *resume, "--out", str(run)]):
+            if code := train.main([*words, *resume, "--out", str(run)]):
                 return code
     print("\n".join([*arms(every), *compare(every)]))
 
@@ -132,7 +115,7 @@ def arms(runs):
         way = "".join(f"{percent([of[s] for of in curve])} after {s}, " for s in steps)
         after = percent([*map(accuracy_after, members)])
         before = fmean(saved(run, "summary.json")["accuracy_before"] for run in members)
-        first = fmean(curves.read(run)[0]["entropy"] for run in members)
+        first = fmean(curves.column(curves.read(run), "entropy")[0] for run in members)
         late = fmean(map(late_entropy, members))
         yield f"{label}: {100 * before:.1f} -> {way}{after}, entropy {first:.3f} -> {late:.3f}"
 
@@ -239,8 +222,8 @@ def place(value, values):
 
 def effect(seeds, unit="points", interval=False, pairs=False):
     """What a change adds, as text. seeds: of each the gains of its pairs, points by question.
-    interval: also what that says at 95%, by the wider of the errors; the least effect that four of
-    five such experiments would tell from 0; the standard deviation of a pair's gain."""
+    interval: also what that says at 95%, by the wider of the errors, and the least effect that four
+    of five such experiments would tell from 0."""
     means, n = [[*map(fmean, zip(*pairs, strict=True))] for pairs in seeds], sum(map(len, seeds))
     questions = [*map(fmean, zip(*means, strict=True))]
     text = f"{fmean(questions):+.1f} {unit}"
@@ -256,8 +239,6 @@ def effect(seeds, unit="points", interval=False, pairs=False):
         margin, least = max(margins)
         low, high = (fmean(questions) + sign * margin for sign in (-1, 1))
         text += f"; 95%: {low:+.1f} to {high:+.1f}, seen from {least:.1f} on"
-        each = [fmean(gains) for of_seed in seeds for gains in of_seed]
-        text += f", s.d. of a pair {stdev(each):.1f}" if len(each) > 1 else ""
     return text
 
 
@@ -341,24 +322,24 @@ def gradient_of(model, params, completions, settings):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    name = argv[0] if argv else None
+    name, words = (argv or [None])[0], argv[1:]
     train_py = partial(flags.run_command, train.COMMAND, name="lab/experiments.py")
     if name == "compare":
-        return command.run("lab/experiments.py", partial(comparison, argv[1:]))
+        return command.run("lab/experiments.py", partial(comparison, words))
     if {"-h", "--help"} & {*argv}:
         print(f"{__doc__.strip()}\n\n`python train.py --help` lists its flags.")
         return 0
     if name == "gradient":
-        return train_py(gradient, ["--out", "gradient.json", *argv[1:]])
-    if name not in ARMS:
-        print("lab/experiments.py: error: name an experiment: compare, gradient, "
-              + ", ".join(ARMS), file=sys.stderr)
+        return train_py(gradient, ["--out", "gradient.json", *words])
+    if name != "2x2":
+        print("lab/experiments.py: error: name an experiment: 2x2, compare, gradient",
+              file=sys.stderr)
         return 2
-    own = argparse.ArgumentParser(f"lab/experiments.py {name}", add_help=False, allow_abbrev=False)
+    own = argparse.ArgumentParser("lab/experiments.py 2x2", add_help=False, allow_abbrev=False)
     own.add_argument("--seeds", type=command.numbers(0, 1 << 63), default=[*range(5)])
-    mine, rest = own.parse_known_args(argv[1:])
-    rest = ["--out", f"runs/{name}", *rest]  # train.py's own default is another run's folder
-    return train_py(partial(trainings, name, mine.seeds), rest)
+    mine, rest = own.parse_known_args(words)
+    # train.py's own --out is another run's folder
+    return train_py(partial(two_by_two, mine.seeds), ["--out", "runs/2x2", *rest])
 
 
 if __name__ == "__main__":

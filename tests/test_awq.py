@@ -18,7 +18,7 @@ import model as M
 import nvfp4
 import sample
 import train
-from lab import bench_quantization, convert
+from lab import convert
 from nvfp4 import FORMATS, QuantLinear, block_scales, dequantize, encode, snap
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -396,19 +396,6 @@ def test_the_command_says_what_awq_gains_and_writes_what_loading_makes(at_load, 
     assert report["method"] == "AWQ" and report["calibration_tokens"] == 4 * 32
     ids = datasets.calibration(calib, shallow, 4, 32)
     assert torch.equal(loaded(ids), M.load(tmp_path / "q")(ids))
-
-
-def test_perplexity_in_padded_batches_is_perplexity_one_by_one():
-    """Padding scored, a document's rows mixed up after sorting, or ids past the tokenizer given probability."""
-    model, g = random_model(), torch.Generator().manual_seed(0)
-    model.valid_vocab = 40
-    docs = [torch.randint(0, 40, (n,), generator=g).tolist() for n in (9, 3, 17, 2, 9)]
-    for batch in (2, 16):
-        for doc, (nll, entropy, n) in zip(docs, bench_quantization.perplexity(model, docs, batch), strict=True):
-            logp = model(torch.tensor([doc]))[0, :-1, :40].log_softmax(-1)
-            assert n == len(doc) - 1
-            assert abs(nll + logp.gather(1, torch.tensor(doc[1:])[:, None]).sum().item()) < 1e-3
-            assert abs(entropy + (logp.exp() * logp).sum().item()) < 1e-3
 
 
 def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):

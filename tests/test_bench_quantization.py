@@ -10,7 +10,6 @@ import torch
 
 import model as qwen
 import sample
-from lab import bench_quantization
 from lab import bench_quantization as bench
 
 
@@ -42,7 +41,6 @@ def test_the_table_is_measured_row_by_row(folder, shallow, monkeypatch, capsys):
     log_ratio = math.log(rows[1]["perplexity"] / rows[0]["perplexity"])
     assert rows[0]["gap"] == 0 and rows[1]["gap"] == pytest.approx(log_ratio, abs=1e-3)
     assert rows[2]["gap_removed"] == 1 - rows[2]["gap"] / rows[1]["gap"]
-    assert rows[2]["error_kept"] < 0.8
     keys = {"perplexity", "gap_se", "kl_se", "accuracy", "accuracy_se", "entropy", "entropy_se"}
     assert all(keys <= set(r) for r in rows)
     assert abs(rows[0]["kl"]) < 1e-6 < 1e-4 < rows[2]["kl"] < rows[1]["kl"]
@@ -61,13 +59,11 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
 
     def load(model, device, dtype, fmt="none", *text):
         loads.append((fmt, *text))
-        m = plain(model, device, dtype)
-        m.awq = [{"awq": 1.0, "rtn": 4.0, "exponent": 0.5}, {"awq": 1.0, "rtn": 1.0, "exponent": 0.0}]
-        return m
+        return plain(model, device, dtype)
 
     def evaluate(model, *args, **kw):
         asked.append((model.valid_vocab, [q["question"] for q in args[1]], kw))
-        return {"accuracy": 0.5, "stderr": 0.25, "format": 1.0, "questions": 2}
+        return {"accuracy": 0.5, "stderr": 0.25, "questions": 2}
 
     def counted(name, result):
         monkeypatch.setattr(bench, name, lambda *a: counts.append((name, len(a[2]))) or result)
@@ -91,10 +87,18 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
     assert asked == 2 * [(len(tok), ["What is 1+1*2?", "What is 2+2*2?"], how)]
     model = plain(shallow, dtype=torch.float32)
     model.valid_vocab = len(tok)
-    _, entropy, tokens = map(sum, zip(*bench_quantization.perplexity(model, [tok.encode(t) for t in datasets.texts(folder / "test.jsonl")[:2]]), strict=True))
+    nats, tokens = map(sum, zip(*bench.likelihoods(model, [tok.encode(t) for t in datasets.texts(folder / "test.jsonl")[:2]]), strict=True))
     first, second = json.loads(out.read_text())["table"]
-    assert first["entropy_on_text"] == pytest.approx(entropy / tokens) and first["tokens"] == tokens
-    assert (second["error_kept"], second["exponents_above_0"], second["accuracy_se"]) == (pytest.approx(0.5), 0.5, 0.25)
+    assert math.log(first["perplexity"]) == pytest.approx(nats / tokens) and first["tokens"] == tokens and second["accuracy_se"] == 0.25
+
+
+def test_the_likelihood_is_of_each_token_after_the_first(shallow):
+    """By definition: a first token that is scored, or ids past the tokenizer's that take their share."""
+    model = qwen.load(shallow, dtype=torch.float32)
+    model.valid_vocab = 90
+    for doc, (nats, n) in zip(docs := [[1, 5, 9, 30], [3, 4]], bench.likelihoods(model, docs), strict=True):
+        logp = model(torch.tensor([doc]))[0, :-1, :90].log_softmax(-1)
+        assert n == len(doc) - 1 and nats == pytest.approx(-logp.gather(1, torch.tensor(doc[1:])[:, None]).sum().item(), rel=1e-4)
 
 
 def test_the_entropy_is_along_what_the_model_itself_wrote(shallow):

@@ -249,12 +249,11 @@ def test_four_bits_are_of_what_is_stored_whatever_the_rest_is_cast_to(tmp_path, 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_projection_of_zeros_is_no_nan(tmp_path, fmt):
-    """Its weight error was 0 / 0, and quantization.json no JSON."""
+    """As in blocks that were added to be trained: a scale of 0 / 0."""
     folder, name = base(tmp_path), "model.layers.1.mlp.down_proj.weight"
     state = load_file(folder / "model.safetensors")
     save_file(state | {name: state[name] * 0}, folder / "model.safetensors")
     convert.convert(folder, tmp_path / "q", fmt)
-    assert read_json(tmp_path / "q" / "quantization.json")["layers"][-1] == {"layer": 1, "linear": "down_proj", "weight_error": 0.0}
     assert not M.load(tmp_path / "q").layers[1].mlp.down_proj.dense().any()
 
 
@@ -651,5 +650,4 @@ def test_the_command_writes_a_checkpoint_and_says_what_it_cost(tmp_path, capsys)
     convert.main("quantize", ["--model", str(base(tmp_path)), "--out", str(tmp_path / "q"), "--fmt", "mxfp4", "--device", "cpu"])
     assert "GiB in" in capsys.readouterr().out
     report = json.loads((tmp_path / "q" / "quantization.json").read_text())
-    assert report["format"] == "mxfp4" and report["method"] == "round to nearest" and len(report["layers"]) == 8
-    assert all(0.05 < row["weight_error"] < 0.2 for row in report["layers"])
+    assert report["format"] == "mxfp4" and report["method"] == "round to nearest" and "layers" not in report

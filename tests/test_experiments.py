@@ -77,8 +77,8 @@ def test_runs_of_default_flags_do_not_join_those_of_others(trained, tmp_path, ca
 def test_experiments_have_folders_of_their_own(trained, tmp_path, monkeypatch):
     """Without --out they went into the folder of the demo's run, which train.py then refused, or all into one another's."""
     monkeypatch.chdir(tmp_path)
-    assert experiments.main(["rank", "--seeds", "0"]) == 0
-    assert [a.out for a in trained] == [f"runs/rank/{r}-s0" for r in (16, 32, 64, 128)]
+    assert experiments.main(["2x2", "--seeds", "0"]) == 0
+    assert [a.out for a in trained] == [f"runs/2x2/{arm}-s0" for arm in experiments.ARMS]
     monkeypatch.setattr(experiments, "gradient", lambda args, argv: trained.append(args))
     assert experiments.main(["gradient"]) == 0 and trained[-1].out == "gradient.json"
 
@@ -96,7 +96,7 @@ def test_arms_have_means_and_errors_over_seeds_and_effects_within_a_seed(trained
 def test_no_means_of_some_seeds_stand_beside_those_of_others(trained, tmp_path, capsys):
     """One seed was evaluated more often: its accuracy alone stood in a row of means over all."""
     experiments.main(["2x2", "--seeds", "0,1", "--out", str(tmp_path)])
-    for arm in experiments.ARMS["2x2"]:
+    for arm in experiments.ARMS:
         with open(tmp_path / f"{arm}-s1" / "metrics.jsonl", "a") as f:
             f.write(json.dumps({"step": 2, "eval_accuracy": 0.3, "entropy": 0.25}) + "\n")
     capsys.readouterr()
@@ -132,7 +132,7 @@ def test_runs_are_compared_where_they_differ_in_one_flag_alone(tmp_path, capsys)
     assert experiments.main(["compare", *runs[1:3]]) == 0
     assert capsys.readouterr().out == "quant none -> nvfp4: +0.0 points, +- 14.4 over 4 questions\n"
     assert experiments.main(["compare", runs[0], runs[3]]) == 0 and "no two of these runs" in capsys.readouterr().out
-    # flags that change together, as rank and alpha in `rank`, are one
+    # flags that change together, as rank and alpha may, are one
     assert experiments.main(["compare", runs[1], runs[5]]) == 0
     assert capsys.readouterr().out.startswith("lr 2 -> 3, quant nvfp4 -> mxfp4: +50.0 points")
 
@@ -178,19 +178,6 @@ def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     assert experiments.main(["compare", *runs]) == 2 and "none_1_0: has no accuracy_after of its last step" in capsys.readouterr().err
     (tmp_path / "none_1_0" / "summary.json").unlink()
     assert experiments.main(["compare", *runs]) == 2 and "none_1_0: has no accuracy_after" in capsys.readouterr().err
-
-
-def test_each_arm_is_what_its_name_says():
-    """The table's first column: another sigma, anchor or scaling than the row's is a result that nobody measured."""
-    arms = {name: {arm: flags.parse(train.COMMAND, given) for arm, given in some.items()} for name, some in experiments.ARMS.items()}
-    assert all(a.lora_rank == a.lora_alpha == int(arm) for arm, a in arms["rank"].items())
-    assert not arms["noise"].pop("none").aqn
-    for arm, a in arms["noise"].items():
-        sigma, anchor = arm.rsplit("-", 1)
-        assert (a.aqn, a.aqn_start, a.old_logp) == (True, float(sigma), anchor)
-    for arm, a in arms["format"].items():
-        assert (f"{a.quant}-awq" if a.awq else a.quant) == arm and not a.aqn
-    assert all(a.loss == arm for arm, a in arms["objective"].items()) and all(a.aqn_schedule == arm for arm, a in arms["schedule"].items())
 
 
 def test_a_run_that_fails_or_is_stopped_ends_the_experiment(monkeypatch, tmp_path, capsys):
@@ -290,7 +277,7 @@ def test_a_share_is_of_tokens_clipped_on_either_side(monkeypatch):
 
 
 def test_an_experiment_has_to_be_named(capsys):
-    assert experiments.main([]) == 2 and "compare, gradient, 2x2" in capsys.readouterr().err
+    assert experiments.main([]) == 2 and "2x2, compare, gradient" in capsys.readouterr().err
     for argv in (["--help"], ["2x2", "--help"], ["gradient", "-h"]):  # it was train.py's
         assert experiments.main(argv) == 0
         out = capsys.readouterr().out
@@ -299,9 +286,9 @@ def test_an_experiment_has_to_be_named(capsys):
 
 def test_what_arms_differ_in_is_not_asked_for(trained, tmp_path, capsys):
     """--quant nf4 beside the arms' own was passed over: NVFP4's table, under another name."""
-    for name, flag, told in (("2x2", ["--quant", "nf4"], "--quant: is what the arms of 2x2 differ in"), ("noise", ["--aqn-start", "0.3"], "--aqn-start"),
-                             ("2x2", ["--seed", "4"], "--seed: .* take --seeds")):
-        assert experiments.main([name, "--out", str(tmp_path), *flag]) == 2 and re.search(told, capsys.readouterr().err)
+    for flag, told in ((["--quant", "nf4"], "--quant: is what the runs of 2x2 differ in"), (["--no-aqn"], "--aqn: "),
+                       (["--seed", "4"], "--seed: .*--seeds")):
+        assert experiments.main(["2x2", "--out", str(tmp_path), *flag]) == 2 and re.search(told, capsys.readouterr().err)
     assert not trained
 
 
