@@ -5,8 +5,7 @@ The training runs that README.md and docs/ quote, in one table: results/runs.jso
     seed, flags    the flags of train.py that are not as in the first row, which holds defaults
     script         what trained, where that was not train.py, with its own flags
     commit         the commit that added the run: its code is that one's, or a little older
-    summary        summary.json: held-out accuracy before and after, seconds, peak memory; the best
-                   evaluation where it was not the last
+    summary        summary.json: held-out accuracy before and after, seconds, peak memory
     evals          [steps, accuracy] of each evaluation on the way
     metrics        COLUMNS of metrics.jsonl, a number for each step; accuracy as right samples,
                    whole numbers, of prompts_per_step x group_size
@@ -150,8 +149,6 @@ def row_of(run, group, commit, defaults):
     if (script := script_of(str(had.get("command")), had)) != "train.py":
         row["script"] = script
     summary = {k: v for k, v in saved(run, "summary.json").items() if k != "command"}
-    if (summary.get("best") or {}).get("step") == summary.get("steps"):
-        summary.pop("best", None)
     row["summary"] = short(summary, 8)
     row["evals"] = [[s["step"], round(s["eval_accuracy"], 4)] for s in steps
                     if s.get("eval_accuracy") is not None]
