@@ -2,6 +2,7 @@
 
 On the CPU the kernels run in Triton's interpreter, in float32, where both do the same; -m gpu compares them in 16 bits."""
 import copy
+import dataclasses
 import functools
 import importlib
 import re
@@ -30,6 +31,7 @@ from tests.test_decode import GPU, ONE, PROMPTS, check_gaps, random_model, token
 
 gpu = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
+LONGER = 4.0, False, 4.0, 20.0, 1.2  # Config.rope_scaling as yarn has it: most pairs turn slower, and the gain is no 1
 
 
 def test_each_row_of_the_table_names_functions_and_a_test_that_exist():
@@ -276,9 +278,11 @@ def some_steps(m, steps=3):
     return found
 
 
-def test_plain_and_fast_draw_and_train_alike(on_fast_path):
+@pytest.mark.parametrize("scaling", [None, LONGER])
+def test_plain_and_fast_draw_and_train_alike(on_fast_path, scaling):
     """The same tokens, and the metrics of each update to float32's rounding: what one step does wrong, the next ones show."""
-    plain, other = (some_steps(m) for m in (random_model(ONE), on_fast_path(random_model(ONE))))
+    config = dataclasses.replace(ONE, rope_scaling=scaling)
+    plain, other = (some_steps(m) for m in (random_model(config), on_fast_path(random_model(config))))
     for (ids, row), (want_ids, want) in zip(other, plain, strict=True):
         assert ids == want_ids and row == pytest.approx(want, rel=1e-3, abs=1e-5)
 
@@ -331,11 +335,12 @@ def test_gpu_install_and_uninstall_leave_the_codes_as_they_were(quant):
 
 
 @gpu
-@pytest.mark.parametrize("quant", ["none", "nvfp4"])
-def test_gpu_plain_and_fast_draw_alike(quant):
+@pytest.mark.parametrize(("quant", "scaling"), [("none", None), ("nvfp4", None), ("nvfp4", LONGER)])
+def test_gpu_plain_and_fast_draw_alike(quant, scaling):
     """Both within the bound of what the modules say of the samples, and by the same random numbers: of this model's first tokens 60 and
     70% are the same on an H100; of the modules' own in bfloat16 and in float32, 68%; with another seed, 5%."""
-    m, kw = random_model(GPU, quant, 16, "cuda", torch.bfloat16), dict(n=16, max_new_tokens=40, seed=3)
+    config = dataclasses.replace(GPU, rope_scaling=scaling)
+    m, kw = random_model(config, quant, 16, "cuda", torch.bfloat16), dict(n=16, max_new_tokens=40, seed=3)
     plain = sample.generate(m, PROMPTS, **kw)
     check_gaps(m, plain)
     assert fast.install(m) is None
@@ -346,21 +351,22 @@ def test_gpu_plain_and_fast_draw_alike(quant):
 
 
 @gpu
-@pytest.mark.parametrize("quant", ["none", "nvfp4"])
-def test_gpu_plain_and_fast_train_alike(quant):
+@pytest.mark.parametrize(("quant", "scaling"), [("none", None), ("nvfp4", None), ("nvfp4", LONGER)])
+def test_gpu_plain_and_fast_train_alike(quant, scaling):
     """Three optimizer steps on the same completions: metrics and trained adapters of the two in bfloat16 are as far from those in float32."""
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 4990, (n,), generator=g).tolist() for n in (40, 7, 90)]
     batch = [grpo.Completion({}, prompt, torch.randint(0, 4990, (5 + 9 * j,), generator=g).tolist(), [], True, advantage=j - 1.5)
              for prompt in prompts for j in range(4)]
-    exact = dequantized(random_model(GPU, quant, 16, "cuda"))
+    config = dataclasses.replace(GPU, rope_scaling=scaling)
+    exact = dequantized(random_model(config, quant, 16, "cuda"))
     with torch.no_grad():
         logp, _, mask = grpo.completion_logprobs(exact, batch, 1.0)
     for c, row, live in zip(batch, logp, mask, strict=True):
         c.logprobs = row[live].tolist()
     found = []
     for way in ("exact", "plain", "fast"):
-        m = exact if way == "exact" else random_model(GPU, quant, 16, "cuda", torch.bfloat16)
+        m = exact if way == "exact" else random_model(config, quant, 16, "cuda", torch.bfloat16)
         if way == "fast":
             assert fast.install(m) is None
         params = [p for p in m.parameters() if p.requires_grad]
