@@ -112,37 +112,14 @@ def disabled(model):
     """The base model inside the `with`: every adapter off, restored on the way out."""
     layers = [m for _, m in lora_layers(model)]
     before = [m.enabled for m in layers]
-    norms = [(m, m.weight) for m in model.modules() if hasattr(m, "of_base")]
     for m in layers:
         m.enabled = False
-    for m, _ in norms:
-        m.weight = m.of_base[0]
     try:
-        yield
+        with peft.base_norms(model):
+            yield
     finally:
         for m, on in zip(layers, before, strict=True):
             m.enabled = on
-        for m, weight in norms:
-            m.weight = weight
-
-
-def norms_of(model, path=""):
-    """[(PEFT's name, norm)] of the two norms of each block of `model`, the module at `path`: an
-    adapter may have its own."""
-    return [(f"base_model.model.model.{at}.weight", m) for at, m in model.named_modules(prefix=path)
-            if at.rpartition(".")[2] in peft.NORMS]
-
-
-def own_norm(norm, weight=None):
-    """Give a norm a weight (C,) of the adapter's, in float32, by default a copy of the base's; that
-    one is kept for `disabled`, in a tuple, so that it is no parameter. Returns the new one."""
-    if not hasattr(norm, "of_base"):
-        norm.of_base = (norm.weight,)
-    weight = norm.of_base[0] if weight is None else weight
-    device = norm.weight.device
-    norm.weight = nn.Parameter(weight.detach().to(device, torch.float32, copy=True),
-                               norm.weight.requires_grad)
-    return norm.weight
 
 
 # ---- PEFT's files
@@ -157,9 +134,11 @@ def names(path, part):
 def adapter_state(model):
     """PEFT's names -> the A (R, K) and B (N_p, R) of each original projection, as views of the
     parameters, and the norms that are the adapter's."""
-    state = {name: m.weight.detach() for name, m in norms_of(model) if hasattr(m, "of_base")}
-    return state | {name: t for path, m in lora_layers(model) for part, pair in m.by_part().items()
-                    for name, t in zip(names(path, part), pair, strict=True)}
+    state = peft.own_norms(model)
+    for path, m in lora_layers(model):
+        for part, pair in m.by_part().items():
+            state |= dict(zip(names(path, part), pair, strict=True))
+    return state
 
 
 def save_adapter(model, folder, base_model=""):
@@ -182,7 +161,7 @@ def read_adapter(model, folder):
                          f"adapter has rank {has[0][1].rank}; set --lora-rank {rank}")
     shapes = {names(path, part): ((rank, m.shape[1]), (n, rank))
               for path, m in projections(model) for part, n in m.parts.items()}
-    shapes |= {(name, name): (tuple(m.weight.shape),) * 2 for name, m in norms_of(model)}
+    shapes |= {(name, name): (tuple(m.weight.shape),) * 2 for name, m in peft.norms_of(model)}
     peft.check(folder, state, shapes)
     return rank, scaling, state
 
@@ -210,9 +189,7 @@ def load_adapter(model, folder):
     for path, m in lora_layers(model):
         m.scaling = scaling
         take_tensors(path, m, state)
-    for name, m in norms_of(model):
-        if name in state or hasattr(m, "of_base"):
-            own_norm(m, state.get(name))
+    peft.take_norms(model, state)
     return model
 
 

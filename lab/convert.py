@@ -22,7 +22,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import checkpoint, command, datasets, flags, gguf, policy
+from plumbing import checkpoint, command, datasets, flags, gguf, peft, policy
 from plumbing.files import file_digest
 
 import torch
@@ -138,7 +138,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
                     m = lora.LoRALinear(piece.get_submodule(name), rank, scaling)
                     lora.take_tensors(f"{path}.{name}", m, state)
                     piece.set_submodule(name, m)
-                for name, norm in lora.norms_of(piece, path):
+                for name, norm in peft.norms_of(piece, path):
                     if name in state:
                         norm.weight.copy_(state[name])
                 adapted = piece(adapted, *rope)

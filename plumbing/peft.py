@@ -9,6 +9,7 @@ the tensor or field.
 """
 import math
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 from plumbing import hub
@@ -16,6 +17,7 @@ from plumbing.files import check as check_fields
 from plumbing.files import read_json, whole, write_json
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -33,6 +35,56 @@ FREE = {"r", "lora_alpha", "use_rslora", "lora_dropout", "task_type", "base_mode
 PATTERNS = ("rank_pattern", "alpha_pattern")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+# ---- norms of blocks that an adapter has of its own
+
+
+def norms_of(model, path=""):
+    """[(PEFT's name, norm)] of the two norms of each block of `model`, the module at `path`: an
+    adapter may have its own."""
+    return [(f"base_model.model.model.{at}.weight", m) for at, m in model.named_modules(prefix=path)
+            if at.rpartition(".")[2] in NORMS]
+
+
+def own_norm(norm, weight=None):
+    """Give a norm a weight (C,) of the adapter's, in float32, by default a copy of the base's; that
+    one is kept for `disabled`, in a tuple, so that it is no parameter. Returns the new one."""
+    if not hasattr(norm, "of_base"):
+        norm.of_base = (norm.weight,)
+    weight = norm.of_base[0] if weight is None else weight
+    device = norm.weight.device
+    norm.weight = nn.Parameter(weight.detach().to(device, torch.float32, copy=True),
+                               norm.weight.requires_grad)
+    return norm.weight
+
+
+def own_norms(model):
+    """{PEFT's name: weight (C,)} of the norms that are the adapter's."""
+    return {name: m.weight.detach() for name, m in norms_of(model) if hasattr(m, "of_base")}
+
+
+def take_norms(model, state):
+    """Give the model the norms that `state` holds; the others are the base's again."""
+    for name, m in norms_of(model):
+        if name in state or hasattr(m, "of_base"):
+            own_norm(m, state.get(name))
+
+
+@contextmanager
+def base_norms(model):
+    """The base's norms inside the `with`, instead of the adapter's."""
+    own = [(m, m.weight) for m in model.modules() if hasattr(m, "of_base")]
+    for m, _ in own:
+        m.weight = m.of_base[0]
+    try:
+        yield
+    finally:
+        for m, weight in own:
+            m.weight = weight
+
+
+# ---- files
 
 
 def save(folder, state, rank, scaling, targets, base_model=""):

@@ -466,6 +466,9 @@ MUTANTS = {
          "fast::an_installed_model_is_not_written_as_a_checkpoint"),
     ],
     "plumbing/peft.py": [
+        ("the base has the adapter's norms", "        m.weight = m.of_base[0]\n", "        pass\n", "lora::modules_with_a_rank_alpha_or_norm_of_their_own"),
+        ("an adapter keeps the last one's norms", '        if name in state or hasattr(m, "of_base"):', "        if name in state:",
+         "lora::modules_with_a_rank_alpha_or_norm_of_their_own"),
         ("a module's own alpha is ignored", "alpha = own(config, \"alpha_pattern\", module, config[\"lora_alpha\"])",
          "alpha = config[\"lora_alpha\"]", "lora::modules_with_a_rank_alpha_or_norm_of_their_own"),
         ("a module's own rank scales nothing", "factor = scaling_of(ranks[module], alpha) / scaling", "factor = scaling_of(rank, alpha) / scaling",
@@ -488,9 +491,6 @@ MUTANTS = {
          "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
     ],
     "lora.py": [
-        ("the base has the adapter's norms", "        m.weight = m.of_base[0]\n", "        pass\n", "lora::modules_with_a_rank_alpha_or_norm_of_their_own"),
-        ("an adapter keeps the last one's norms", '        if name in state or hasattr(m, "of_base"):', "        if name in state:",
-         "lora::modules_with_a_rank_alpha_or_norm_of_their_own"),
         ("rank 1 is refused", "if rank < 1:", "if rank <= 1:",
          "lora::save_then_load_gives_the_same_logits_bit_for_bit"),
         ("the scaling is alpha", "LoRALinear(m, rank, alpha / rank, g)",
@@ -2035,7 +2035,7 @@ MUTANTS = {
          "plot::command_writes_where_it_says"),
     ],
     "lab/ideas/norms.py": [
-        ("norms that stay", "lora.own_norm(norm).requires_grad_()", "lora.own_norm(norm)", "lora::the_documented_training_of_norms"),
+        ("norms that stay", "peft.own_norm(norm).requires_grad_()", "peft.own_norm(norm)", "lora::the_documented_training_of_norms"),
         ("norms alone", "return params + [", "return params[:0] + [", "lora::the_documented_training_of_norms"),
     ],
     "lab/ideas/rloo.py": [

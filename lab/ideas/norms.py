@@ -10,6 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from plumbing import peft
+
 import lora
 import train
 
@@ -18,7 +20,7 @@ add_lora = lora.add_lora
 
 def with_norms(model, *args):
     params = add_lora(model, *args)
-    return params + [lora.own_norm(norm).requires_grad_() for _, norm in lora.norms_of(model)]
+    return params + [peft.own_norm(norm).requires_grad_() for _, norm in peft.norms_of(model)]
 
 
 lora.add_lora = with_norms
