@@ -171,11 +171,11 @@ FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
 import train
 train.main(sys.argv[1:])
 """
-    argv = ["--quant", "int4", "--steps", "2", "--eval-n", "0", "--prompts-per-step", "4", "--out", str(tmp_path / "run")]
+    argv = ["--quant", "int4", "--steps", "1", "--eval-n", "0", "--prompts-per-step", "2", "--out", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-c", script, *argv], cwd=Path(nvfp4.__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 and max(row["reward"] for row in rows) > 0.2  # of noise for weights it is 0
+    assert len(rows) == 1 and rows[0]["reward"] > 0.2  # of noise for weights it is 0
     assert json.loads((tmp_path / "run" / "adapter" / "policy.json").read_text())["quant"] == "int4"
 
 

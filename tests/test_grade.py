@@ -159,7 +159,7 @@ def test_a_wrong_digit_or_sign_is_seen_wherever_it_stands(patient):
     rng, pairs = random.Random(0), []
     for gold in golds:
         at = [m.start() for m in re.finditer(r"[0-9]|(?<!\\)(?<!phantom )-", gold)]
-        for i in rng.sample(at, min(4, len(at))):
+        for i in rng.sample(at, min(2, len(at))):
             new = "+" if gold[i] == "-" else rng.choice("0123456789".replace(gold[i], ""))
             pairs.append((gold[:i] + new + gold[i + 1:], gold))
         if gold[0] == "\\":
