@@ -81,7 +81,8 @@ class Checkpoint:
                 raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; make a "
                                  f"folder of those first: python lab/convert.py {what} --out DIR")
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete?")
+                                    "there; is the download complete? (.bin and GGUF files are "
+                                    "lab/convert.py's)")
         for shard in sorted(set(self.where.values())):
             if not (self.folder / shard).is_file():
                 raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} "

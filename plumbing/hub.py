@@ -52,6 +52,9 @@ def download(place, kind, patterns):
     else:
         files = {f.rfilename: f.size or 0 for f in info.siblings
                  if any(fnmatch(f.rfilename, p) for p in patterns)}
+        if not files:
+            raise FileNotFoundError(f"{flag}: holds no {' nor '.join(patterns)}; see {page}/tree/"
+                                    f"{revision}")
         wanted["revision"] = info.sha
         missing = announce(wanted, files, flag)
         try:
