@@ -2036,6 +2036,11 @@ MUTANTS = {
         ("every picture is a PNG", 'format=Path(out).suffix[1:] or "png")', 'format="png")',
          "plot::command_writes_where_it_says"),
     ],
+    "lab/ideas/target_noise.py": [
+        ("the target is passed", "if kl < target else", "if kl > target else", "ideas::a_target_is_met_whatever_the_norms_weigh"),
+        ("the schedule is not scaled", "* largest / args.aqn_start", "* largest", "ideas::a_target_is_met_whatever_the_norms_weigh"),
+        ("no noise is sized", "        if not args.aqn:\n", "        if False:\n", "ideas::a_target_is_met_whatever_the_norms_weigh"),
+    ],
     "lab/ideas/norms.py": [
         ("norms that stay", "peft.own_norm(norm).requires_grad_()", "peft.own_norm(norm)", "lora::the_documented_training_of_norms"),
         ("norms alone", "return params + [", "return params[:0] + [", "lora::the_documented_training_of_norms"),

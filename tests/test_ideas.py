@@ -49,12 +49,29 @@ def rows_of(out):
 
 @pytest.mark.parametrize(("name", "flags"), [
     ("input_noise", ["--aqn-schedule", "eq8"]), ("learned_noise", ["--aqn-scope", "both", "--aqn-schedule", "eq8"]), ("rloo", []),
-    ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []), ("four_over_six", []), ("evolution", ["--no-aqn"])])
+    ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []), ("target_noise", ["--aqn-scope", "both"]),
+    ("four_over_six", []), ("evolution", ["--no-aqn"])])
 def test_an_idea_trains_two_steps(restored, monkeypatch, tmp_path, name, flags):
     """Its names had moved, and nobody had run it since."""
     assert started(monkeypatch, name, *SMALL, *flags, "--out", str(tmp_path / "run")) == 0
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 2 and all(row["skipped"] == 0 for row in rows)
+
+
+def test_a_target_is_met_whatever_the_norms_weigh(restored, monkeypatch, tmp_path, capsys):
+    """lab/ideas/target_noise.py: the KL of the sigma that it finds is the target, on the policy without its adapter; the schedule keeps
+    its shape; and there must be noise to be sized."""
+    from lab.ideas import noise_size, target_noise
+
+    net, pairs = model.load("tiny", dtype=torch.float32), [(list(range(5, 25)), list(range(20, 40)))] * 4
+    for target in (1e-3, 2e-2):
+        sigma = target_noise.found(net, pairs, target)
+        assert noise_size.sizes(net, pairs, (0.0, sigma))[sigma][0] == pytest.approx(target, rel=0.1)
+    assert started(monkeypatch, "target_noise", *SMALL, "--target-kl", "0.01", "--out", str(tmp_path / "run")) == 0
+    largest = float(capsys.readouterr().out.split("sigma from ")[1].split(",")[0])
+    assert [row["sigma"] for row in rows_of(tmp_path / "run")] == pytest.approx([0, largest * aqn.sigma(1, 2, 1e-2, 5e-4) / 1e-2], rel=0.01)
+    assert started(monkeypatch, "target_noise", *SMALL, "--no-aqn", "--out", str(tmp_path / "other")) == 2
+    assert "--no-aqn: there is no noise" in capsys.readouterr().err
 
 
 def test_two_copies_sample_in_four_bits_and_train_in_sixteen(restored, monkeypatch, tmp_path):

@@ -23,14 +23,14 @@ SIGMAS = (0.0, 1e-3, 1e-2, 5e-2, 1e-1)
 
 
 @torch.no_grad()
-def sizes(model, completions):
-    """{sigma: (KL(noisy || clean), entropy)}, means over the tokens of completions, [(prompt,
-    ids)]."""
-    sums, tokens = {sigma: torch.zeros(2) for sigma in SIGMAS}, 0
+def sizes(model, completions, sigmas=SIGMAS):
+    """{sigma: (KL(noisy || clean), entropy)} of sigmas, 0 first: means over the tokens of
+    completions, [(prompt, ids)]."""
+    sums, tokens = {sigma: torch.zeros(2) for sigma in sigmas}, 0
     for i, (prompt, ids) in enumerate(completions):
         x = torch.tensor([prompt + ids[:-1]], device=model.embed.weight.device)
         clean = None
-        for sigma in SIGMAS:
+        for sigma in sigmas:
             aqn.set_noise(model, sigma, aqn.noise_seed(i))
             noisy = model(x)[0, len(prompt) - 1 :, : model.valid_vocab].float().log_softmax(1)
             clean = noisy if clean is None else clean  # (T, V)
