@@ -135,13 +135,31 @@ def throughputs(rows, where):
     return ours, {name: {int(n): v for n, v in points.items()} for name, points in vllm.items()}
 
 
+def whole_steps(rows, where):
+    """({size:format: {completions: seconds of rollout and update}} of the paper's shape, on the
+    whole card; how many times as long 16 bits take)."""
+    ours, times = {}, {}
+    for r in rows:
+        papers = (r["group"], r["new"], r["card_gib"]) == (1, 2048, 0)
+        if papers and "rollout_s" in r and "update_s" in r:
+            seconds = ours.setdefault(f"{r['size']}:{r['quant']}", {})
+            seconds[r["completions"]] = r["rollout_s"] + r["update_s"]
+    for name, points in ours.items():
+        base = ours.get(f"{name.partition(':')[0]}:none", {})
+        times[name] = {n: base[n] / s for n, s in points.items() if n in base}
+    return ours, times
+
+
 def tables(args):
-    """Markdown tables of what kernels and rollout left, others' figures in brackets."""
-    for what, figures, spec in (("kernels", speedups, ".2f"), ("rollout", throughputs, ".0f")):
+    """Markdown tables of what kernels, rollout and step left, in brackets others' figures or, for
+    steps, how many times as long 16 bits take."""
+    for what, figures, spec in (("kernels", speedups, ".2f"), ("rollout", throughputs, ".0f"),
+                                ("step", whole_steps, ".2f")):
         for path in sorted(RESULTS.glob(f"{what}_*.json")):
             ours, theirs = figures(json.loads(path.read_text()), path.stem.partition("_")[2])
             ticks = sorted({n for points in ours.values() for n in points})
-            print(f"| rows | {' | '.join(map(str, ticks))} |\n|{'---|' * (len(ticks) + 1)}")
+            name = "completions" if what == "step" else "rows"
+            print(f"| {name} | {' | '.join(map(str, ticks))} |\n|{'---|' * (len(ticks) + 1)}")
             for name, points in ours.items():
                 other = theirs.get(name, {})
                 cells = [f"{cell(points.get(n), spec)} ({cell(other.get(n), spec)})" for n in ticks]

@@ -84,8 +84,12 @@ def test_tables_are_made(tmp_path, monkeypatch, capsys):
              "decode_tok_s": 380.0 * n} for q in ("none", "nvfp4") for n in (1, 8, 16)]
     (tmp_path / "rollout_h100.json").write_text(json.dumps(rows))
     (tmp_path / "rollout_h200.json").write_text(json.dumps([rows[0] | {"size": "3b"}]))
+    row = {"size": "7b", "quant": "nvfp4", "completions": 2, "group": 1, "new": 2048, "card_gib": 0, "rollout_s": 5.0, "update_s": 1.0}
+    other = [row | {"quant": "none", "rollout_s": 8.0}, row | {"card_gib": 24.0, "update_s": 9.0}, row | {"size": "3b", "new": 512}]
+    (tmp_path / "step_h100.json").write_text(json.dumps([row, *other, {k: v for k, v in row.items() if k != "rollout_s"} | {"completions": 8}]))
     bench_report.tables(None)
     out = capsys.readouterr().out
+    assert "| completions | 2 |\n|---|---|\n| 7b:nvfp4 | 6.00 (1.50) |\n| 7b:none | 9.00 (1.00) |\n" in out
     assert "| 3b:none:16 | 380 (-) |" in out
     assert "| 7b.o | 2.00 (1.19) | 2.00 (1.20)" in out and "| geometric mean | 2.00 (1.82)" in out
     assert "| 7b.o | 2.00 (-) | 2.00 (-)" in out
