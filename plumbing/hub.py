@@ -121,7 +121,9 @@ def announce(wanted, files, flag):
         return missing
     cache = Path(constants.HF_HUB_CACHE)
     disk = next(p for p in (cache, *cache.absolute().parents) if p.exists())
-    free, size = shutil.disk_usage(disk).free, sum(files[name] for name in missing)
+    here = sum(part.stat().st_size for part in blobs_of(wanted).glob("*.part"))
+    size = max(0, sum(files[name] for name in missing) - here)
+    free = shutil.disk_usage(disk).free
     if size > free:
         raise OSError(f"{flag}: {shown(size)} to download, and {cache} has room for {shown(free)}; "
                       "make room, or set HF_HOME to a folder on another disk")
@@ -133,14 +135,13 @@ def announce(wanted, files, flag):
 def download_large(wanted, name):
     """Download one file into the cache's blobs. Its part, which a killed process leaves, is gone on
     with; the library itself would begin anew."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.file_download import http_get, repo_folder_name
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
     url = hf_hub_url(filename=name, **wanted)
     meta = get_hf_file_metadata(url)
-    folder = repo_folder_name(repo_id=wanted["repo_id"], repo_type=wanted["repo_type"])
-    blob = Path(constants.HF_HUB_CACHE, folder, "blobs", meta.etag)
+    blob = blobs_of(wanted) / meta.etag
     part = blob.with_name(f"{blob.name}.part")
     blob.parent.mkdir(parents=True, exist_ok=True)
     with open(part, "ab") as f:
@@ -155,6 +156,15 @@ def download_large(wanted, name):
             part.unlink()
             raise OSError(f"{name}: the part that was here and the rest do not fit together")
         part.rename(blob)
+
+
+def blobs_of(wanted):
+    """Where the cache has a repository's files by their digests, and their parts."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = repo_folder_name(repo_id=wanted["repo_id"], repo_type=wanted["repo_type"])
+    return Path(constants.HF_HUB_CACHE, folder, "blobs")
 
 
 def shown(size):

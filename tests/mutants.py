@@ -1273,6 +1273,7 @@ MUTANTS = {
          "hub::a_disk_without_room_is_said_before_the_download"),
         ("a set without the split broke off", "        if not files:\n", "        if False:\n",
          "hub::a_data_set_has_a_revision_too_and_its_split_alone_is_downloaded"),
+        ("a part counts twice", "for name in missing) - here)", "for name in missing))", "hub::what_a_part_holds_already_needs_no_room"),
         ("a killed download begins anew", 'open(part, "ab")', 'open(part, "wb")', "hub::a_killed_download_goes_on_where_it_was"),
         ("large files are the library's", "if files[name] >= LARGE:", "if False:", "hub::a_killed_download_goes_on_where_it_was"),
         ("a part is trusted", "and file_digest(part) != meta.etag", "and False", "hub::a_part_that_does_not_fit_is_thrown_away"),

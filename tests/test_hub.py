@@ -114,6 +114,19 @@ def test_a_disk_without_room_is_said_before_the_download(here, monkeypatch):
     assert not here.downloads("model.safetensors")
 
 
+def test_what_a_part_holds_already_needs_no_room(here, monkeypatch, tmp_path):
+    """A disk that a killed download has almost filled has room for its rest."""
+    weights = b"w" * 5000
+    here.repos["org/name"]["main"] = {"model.safetensors": weights}
+    part = tmp_path / "hub" / "models--org--name" / "blobs" / f"{hashlib.sha256(weights).hexdigest()}.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(weights[:4500])
+    monkeypatch.setattr(hub, "LARGE", 1 << 10)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9999, 0, 600))
+    assert (checkpoint.fetch("org/name") / "model.safetensors").read_bytes() == weights
+    assert here.downloads("model.safetensors") == ["bytes=4500-"]
+
+
 def test_a_killed_download_goes_on_where_it_was(here, tmp_path):
     """Not from byte 0, which is what the library does."""
     weights = os.urandom(1 << 20) * 24
