@@ -134,7 +134,7 @@ def names(path, part):
 def adapter_state(model):
     """PEFT's names -> the A (R, K) and B (N_p, R) of each original projection, as views of the
     parameters, and the norms that are the adapter's."""
-    state = peft.own_norms(model)
+    state = {name: norm.weight.detach() for name, norm in peft.own_norms(model).items()}
     for path, m in lora_layers(model):
         for part, pair in m.by_part().items():
             state |= dict(zip(names(path, part), pair, strict=True))

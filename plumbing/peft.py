@@ -60,8 +60,8 @@ def own_norm(norm, weight=None):
 
 
 def own_norms(model):
-    """{PEFT's name: weight (C,)} of the norms that are the adapter's."""
-    return {name: m.weight.detach() for name, m in norms_of(model) if hasattr(m, "of_base")}
+    """{PEFT's name: norm} of the norms that are the adapter's."""
+    return {name: m for name, m in norms_of(model) if hasattr(m, "of_base")}
 
 
 def take_norms(model, state):
@@ -74,7 +74,7 @@ def take_norms(model, state):
 @contextmanager
 def base_norms(model):
     """The base's norms inside the `with`, instead of the adapter's."""
-    own = [(m, m.weight) for m in model.modules() if hasattr(m, "of_base")]
+    own = [(m, m.weight) for m in own_norms(model).values()]
     for m, _ in own:
         m.weight = m.of_base[0]
     try:
