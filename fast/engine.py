@@ -53,6 +53,7 @@ class Graphs:
 
     def __init__(self, model, slots, max_len, top_p=1.0):
         self.slots, self.max_len = slots, max_len
+        self.prefill_tokens = memory.PREFILL_TOKENS[0]  # that go through the model together
         larger = range(BUCKETS[-1] + 64, slots, 64)
         self.sizes = [*(b for b in (*BUCKETS, *larger) if b < slots), slots]  # batch sizes
         self.top_p = top_p  # if < 1, the memory plan has room for its sort
@@ -258,11 +259,11 @@ def fingerprint(model):
             tuple(a and a.scaling for a in adapters))
 
 
-def working_bytes(model, slots, top_p):
+def working_bytes(model, *what):
     """memory.rollout_bytes of this model, minus the scratch that is there already."""
     held = sum(t.nbytes for t in gemm_buffers(model.embed.weight.device))
     scratch = memory.gemm_scratch(model.config)
-    return memory.rollout_bytes(model.config, slots, top_p) - min(held, scratch)
+    return memory.rollout_bytes(model.config, *what) - min(held, scratch)
 
 
 def own_code(model):
@@ -302,26 +303,31 @@ def engine_for(model, slots, max_len, top_p):
         del old
         release(model)
     max_len = -(-max_len // 64) * 64
-    free, fixed = free_bytes(), working_bytes(model, 0, top_p)
+    free = free_bytes()
     row = max_len * memory.kv_per_token(model.config, model.embed.weight.element_size())
-    row += working_bytes(model, 1, top_p) - fixed
-    fit = int((free - fixed) // row)
+    row += working_bytes(model, 1, top_p) - working_bytes(model, 0, top_p)
+    for prefill_tokens in memory.PREFILL_TOKENS:
+        fixed = working_bytes(model, 0, top_p, prefill_tokens)
+        fit = int((free - fixed) // row)
+        if fit >= min(slots, 8):
+            break
     if fit < 1:
         raise ValueError(f"--max-new-tokens: one row of {max_len} tokens needs "
                          f"{(row + fixed) / 2**30:.1f} GiB, {free / 2**30:.1f} are free; lower "
                          "it, shorten the prompts, or choose a smaller --model or another --quant")
     engine = Graphs(model, min(slots, fit), max_len, top_p)
+    engine.prefill_tokens = prefill_tokens
     ENGINES[model] = (fingerprint(model), engine, slots)  # it may have moved the weights
     return engine
 
 
 def prefill(model, engine, prompts, slots):
     """Fill the cache of slots[i] with all of prompts[i] but its last token, which the first decode
-    step reads; at most PREFILL_TOKENS at a time.
+    step reads; at most engine.prefill_tokens at a time.
 
     Prompts run laid end to end, the longest first; one that is longer than that runs in parts, by
     the model's modules."""
-    most = memory.PREFILL_TOKENS
+    most = engine.prefill_tokens
     todo = [(p[:-1], slot) for p, slot in zip(prompts, slots, strict=True) if len(p) > 1]
     todo.sort(key=lambda t: len(t[0]), reverse=True)
     while todo and len(todo[0][0]) > most:
@@ -337,7 +343,7 @@ def prefill(model, engine, prompts, slots):
 def prefill_long(model, engine, tokens, slot):
     """prefill of one long prompt, straight to its slot: beside it there may be no room for a second
     cache."""
-    most = memory.PREFILL_TOKENS
+    most = engine.prefill_tokens
     cache = engine.cache.rows(slot, slot + 1)
     cache.length, cache.used = torch.zeros_like(cache.length), 0
     ids = torch.tensor([tokens], device=cache.k.device)

@@ -20,7 +20,8 @@ BITS = {"none": 16} | {name: f.bits for name, f in FORMATS.items()}
 # GiB that the driver reports of a card sold as such (RTX 4090, A100, L40S, H100, H200)
 CARDS = {"24 GB": 23.5, "40 GB": 39.4, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 139.8}
 RESERVE = 1.5 * GIB  # CUDA context, kernels, what the allocator cannot fill
-PREFILL_TOKENS = 8192  # tokens a prefill call may hold, padding included
+# tokens that a prefill may hold: the first of these that leaves room for eight rows
+PREFILL_TOKENS = 8192, 4096, 2048, 1024
 GEMM_BUFFERS = 4 * (PARTIALS + COUNTERS + FLAGS)
 
 
@@ -111,10 +112,10 @@ def training_peak(c, fmt, rank, tokens):
 # ---- rollouts
 
 
-def rollout_bytes(c, rows, top_p=1.0):
+def rollout_bytes(c, rows, top_p=1.0, prefill_tokens=PREFILL_TOKENS[0]):
     """Bytes of a rollout beside weights, adapter, keys and values: a prefill's activations, the
     FP4 GEMM's scratch, `rows` rows of logits and the sort of top_p."""
-    prefill = PREFILL_TOKENS * (4 * c.hidden_size + 3 * c.intermediate_size) * 4
+    prefill = prefill_tokens * (4 * c.hidden_size + 3 * c.intermediate_size) * 4
     # float32 logits, twice because the allocator keeps the rehearsal's apart from the graph's;
     # log-probs, values and indices twice
     logits = rows * c.vocab_size * (8 if top_p == 1 else 48)

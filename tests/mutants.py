@@ -917,6 +917,10 @@ MUTANTS = {
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
     ],
     "fast/engine.py": [
+        ("a small card prefills as a large one does", "            break\n    if fit < 1", "            pass\n    if fit < 1",
+         "decode::where_few_rows_fit_a_prefill_takes_fewer_tokens"),
+        ("a prefill that was planned small is not", "    engine.prefill_tokens = prefill_tokens\n", "",
+         "decode::where_few_rows_fit_a_prefill_takes_fewer_tokens"),
         ("each size compiles alone", "if all(known[1:] != way for known in self.graphs):", "if False:",
          "decode::the_first_size_of_each_way_to_draw_has_all_compiled"),
         ("one way compiles for all", "if all(known[1:] != way for known in self.graphs):", "if not self.graphs:",

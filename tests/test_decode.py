@@ -499,9 +499,20 @@ def test_rows_are_planned_by_what_each_of_them_takes(monkeypatch):
     monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, top_p: SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p))
     for top_p in (1.0, 0.9):
         m = build(rank=0)
-        need = engine.working_bytes(m, 5, top_p) + 5 * 64 * memory.kv_per_token(CPU, 4)
+        need = engine.working_bytes(m, 9, top_p) + 9 * 64 * memory.kv_per_token(CPU, 4)
         monkeypatch.setattr(engine, "free_bytes", lambda need=need: need)
-        assert engine.engine_for(m, 10**6, 64, top_p).slots == 5
+        assert engine.engine_for(m, 10**6, 64, top_p).slots == 9
+
+
+def test_where_few_rows_fit_a_prefill_takes_fewer_tokens(monkeypatch):
+    """The activations of 8,192 tokens take more of a small card, beside the weights of 32B, than is left of it."""
+    monkeypatch.setattr(engine, "Graphs", lambda model, slots, *a: SimpleNamespace(slots=slots, max_len=64, top_p=1.0))
+    for rows, asked, tokens in ((8, 100, 2048), (8, 8, 2048), (3, 100, 1024), (3, 3, 2048)):
+        m = build(rank=0)
+        need = engine.working_bytes(m, rows, 1.0, 2048) + rows * 64 * memory.kv_per_token(CPU, 4)
+        monkeypatch.setattr(engine, "free_bytes", lambda need=need: need)
+        made = engine.engine_for(m, asked, 64, 1.0)
+        assert made.prefill_tokens == tokens and made.slots >= rows
 
 
 @pytest.fixture

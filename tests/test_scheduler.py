@@ -30,7 +30,7 @@ def compare(got, want, atol=1e-4):
 class Slots:
     """What the scheduler asks of engine.Graphs, by the model's modules: the interpreter takes a hundred times as long."""
 
-    stall, ahead, most, capture = 2, 1, 2, None
+    stall, ahead, most, capture, prefill_tokens = 2, 1, 2, None, 8192
 
     def __init__(self, model, slots, max_len, top_p=1.0):
         self.model, self.slots, self.max_len = model, slots, max_len
@@ -198,7 +198,7 @@ def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_pat
         scores.append(0 if attn_mask is None else q.shape[2] * k.shape[2])
         return attention(q, k, v, attn_mask=attn_mask, **kw)
 
-    monkeypatch.setattr(memory, "PREFILL_TOKENS", 256)
+    monkeypatch.setattr(memory, "PREFILL_TOKENS", (256,))
     monkeypatch.setattr(M.F, "scaled_dot_product_attention", attend)
     monkeypatch.setattr(engine, "KVCache", lambda m, rows, length: caches.append((rows, length)) or M.KVCache(m, rows, length))
     assert tokens(sample.generate(on_fast_path(m), [[5], long], **kw)) == tokens(want)
@@ -209,5 +209,5 @@ def test_long_prompts_go_through_in_chunks(monkeypatch, on_slots):
     """A prompt longer than a prefill holds must see all of itself, not its last chunk."""
     m, kw = small(), dict(n=2, max_new_tokens=3)
     want = sample.generate(m, PROMPTS, **kw)
-    monkeypatch.setattr(memory, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(Slots, "prefill_tokens", 5)
     compare(sample.generate(on_slots(m), PROMPTS, **kw), want)
