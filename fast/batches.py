@@ -176,4 +176,4 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
     V = weight.shape[0]
     need = torch.is_grad_enabled() and hidden.requires_grad
     return TokenLogprobs.apply(hidden, weight, targets, float(temperature), valid_vocab or V,
-                               chunk or max(1, 2**27 // V), need)
+                               chunk or max(1, 2**26 // V), need)

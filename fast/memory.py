@@ -85,7 +85,7 @@ def update_bytes(c, tokens, checkpointing=True):
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     block = 2 * C + 2 * q + 2 * kv + 2 * F  # numbers a token that one block keeps
     kept = C if checkpointing else block
-    head, moment = 3 << 28, 4 * C + 3 * F + (block if checkpointing else 0)
+    head, moment = 3 << 27, 4 * C + 3 * F + (block if checkpointing else 0)
     moment = max(2 * tokens * moment, head + 2 * tokens * 6 * C)
     return 2 * tokens * L * kept, moment + gemm_scratch(c)
 

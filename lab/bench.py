@@ -346,6 +346,7 @@ def phases(row, c, ceiling, args):
         row["rollout_gib"] = peak_gib()
         engine.UPDATES[model] = sum(memory.update_bytes(
             c, max(row["micro_batch"], length), model.checkpointing))
+        engine.UPDATES[model] += 12 * sum(p.numel() for p in optimizer.params)  # its moments
         engine.make_room(model)
     settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
     completions = random_completions(rows, args.prompt, args.new, args.group)

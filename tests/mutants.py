@@ -807,7 +807,7 @@ MUTANTS = {
          "logprobs::ids_past_the_tokenizer_have_probability_zero"),
         ("gradients for nobody", "need = torch.is_grad_enabled() and hidden.requires_grad", "need = True",
          "logprobs::head_computes_no_more_than_was_asked_for"),
-        ("a chunk that does not know the vocabulary", "chunk or max(1, 2**27 // V), need", "chunk or 1024, need",
+        ("a chunk that does not know the vocabulary", "chunk or max(1, 2**26 // V), need", "chunk or 1024, need",
          "logprobs::default_chunk_bounds_the_logits"),
         ("the whole of the logits at once", "range(0, len(hidden), chunk)", "range(0, len(hidden), chunk := len(hidden))",
          "logprobs::no_full_logits_tensor_in_forward_or_backward"),

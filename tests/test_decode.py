@@ -841,7 +841,7 @@ def test_rows_queue_when_memory_is_short_and_an_error_when_none_fits(exact, monk
     """KV memory is planned: what does not fit waits; when not even one row fits, the message says what would."""
     kw = dict(n=4, max_new_tokens=20, seed=3)
     want = plainly(exact, PROMPTS, **kw)
-    free = engine.working_bytes(exact, 3, 1.0) + 3 * 64 * memory.kv_per_token(GPU, 4)
+    free = engine.working_bytes(exact, 3, 1.0, memory.PREFILL_TOKENS[-1]) + 3 * 64 * memory.kv_per_token(GPU, 4)
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free - cached, 0))
     same_draws(exact, sample.generate(exact, PROMPTS, **kw), want, **kw)
