@@ -117,7 +117,7 @@ def test_an_update_is_planned_once():
     assert memory.update_bytes(c, 16384, checkpointing=False)[0] > 10 * kept
     assert memory.update_bytes(c, 8192)[0] * 2 == kept
     few = memory.update_bytes(c, 64)
-    assert few[1] - memory.gemm_scratch(c) > 3 << 27 > 50 * few[0]  # a chunk of logits, of however few
+    assert few[1] - memory.gemm_scratch(c) > 3 << 27 > 30 * few[0]  # a chunk of logits, of however few
 
 
 @pytest.mark.parametrize(("gib", "given", "settled"), [
