@@ -677,7 +677,7 @@ def gaps(m, groups, temperature=1.0):
     return torch.cat(out)
 
 
-def check_gaps(m, groups, temperature=1.0):
+def check_gaps(m, groups, temperature=1.0, mean=0.06):
     """The stated bounds in bfloat16: mean 0.06 nats a token, 99% within 0.4, all within 1.5. Measured on an H200, with and without
     quantization: 0.050-0.054, 0.20-0.22, and of 288,000 tokens 8 over 0.6, the largest 1.01, where both sides are off by some
     tenths from float32. Sampler and trainer round hidden states at other places, and this model is harsher than a trained one: its
@@ -685,7 +685,7 @@ def check_gaps(m, groups, temperature=1.0):
     one token alone."""
     gap = gaps(m, groups, temperature) * temperature
     most = gap.quantile(0.99)
-    assert gap.mean() < 0.06 and most < 0.4 and gap.max() < 1.5, f"|log-prob gap| mean {gap.mean():.4f}, 99% {most:.4f}, max {gap.max():.4f}"
+    assert gap.mean() < mean and most < 0.4 and gap.max() < 1.5, f"|log-prob gap| mean {gap.mean():.4f}, 99% {most:.4f}, max {gap.max():.4f}"
     return gap
 
 

@@ -338,14 +338,15 @@ def test_gpu_install_and_uninstall_leave_the_codes_as_they_were(quant):
 @pytest.mark.parametrize(("quant", "scaling"), [("none", None), ("nvfp4", None), ("nvfp4", LONGER)])
 def test_gpu_plain_and_fast_draw_alike(quant, scaling):
     """Both within the bound of what the modules say of the samples, and by the same random numbers: of this model's first tokens 60 and
-    70% are the same on an H100; of the modules' own in bfloat16 and in float32, 68%; with another seed, 5%."""
-    config = dataclasses.replace(GPU, rope_scaling=scaling)
+    70% are the same on an H100; of the modules' own in bfloat16 and in float32, 68%; with another seed, 5%. The longer context's gain
+    makes attention steeper: log-probs in bfloat16 are 0.068 nats from those in float32, where they are 0.054 without."""
+    config, mean = dataclasses.replace(GPU, rope_scaling=scaling), 0.08 if scaling else 0.06
     m, kw = random_model(config, quant, 16, "cuda", torch.bfloat16), dict(n=16, max_new_tokens=40, seed=3)
     plain = sample.generate(m, PROMPTS, **kw)
-    check_gaps(m, plain)
+    check_gaps(m, plain, mean=mean)
     assert fast.install(m) is None
     other = sample.generate(m, PROMPTS, **kw)
-    check_gaps(m, other)
+    check_gaps(m, other, mean=mean)
     first = [(a[0], b[0]) for p, q in zip(tokens(plain), tokens(other), strict=True) for a, b in zip(p, q, strict=True)]
     assert sum(a == b for a, b in first) > 0.45 * len(first)
 
