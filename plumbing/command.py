@@ -11,6 +11,7 @@ what can be saved is saved (plumbing/run.py has its own handler).
 """
 import argparse
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -143,9 +144,12 @@ def numbers(low, end):
 
 
 def become(script, *words):
-    """Start `script`, a file of this project, in place of this process, with the command line's own
-    words after `words`. It imports the file that calls this: so no class exists twice."""
+    """Run `script`, a file of this project, with the command line's own words after `words`. It
+    imports the file that calls this, and gets the module that is there: no class exists twice."""
     path = Path(__file__).resolve().parents[1] / script
     if not path.is_file():
         sys.exit(f"error: {script} is not there; the command needs it")
-    os.execv(sys.executable, [sys.executable, str(path), *words, *sys.argv[1:]])
+    main = sys.modules["__main__"]
+    sys.modules[Path(main.__file__).stem] = main
+    sys.argv = [str(path), *words, *sys.argv[1:]]
+    runpy.run_path(str(path), run_name="__main__")

@@ -1414,6 +1414,8 @@ MUTANTS = {
          "    pass", "kill::ctrl_c_while_torch_is_imported_is_one_line"),
     ],
     "plumbing/command.py": [
+        ("the file that hands over is imported again", "    sys.modules[Path(main.__file__).stem] = main\n", "",
+         "kill::a_command_that_another_file_does_is_one_process"),
         ("a resume keeps the engine it began with", 'MINOR = ("engine", ',
          "MINOR = (", "train::a_resume_changes_no_flag_that_what_is_learned_follows_from"),
         ("where a run was written is a setting", 'IDLE = ("resume", "out", "save_every", ',

@@ -329,6 +329,14 @@ def test_who_waits_at_a_terminal_is_told_for_what(monkeypatch, script, words, en
         assert stream.getvalue() == "loading PyTorch ...\n" * (seen and terminal)
 
 
+def test_a_command_that_another_file_does_is_one_process():
+    """Started anew, it loaded PyTorch twice, three seconds more; beside itself, each class would be there twice."""
+    env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run([sys.executable, "nvfp4.py", "--help"], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert imported.count("torch") == 1 and "nvfp4" not in imported and "--fmt" in done.stdout
+
+
 @pytest.mark.parametrize("folder", [".", "lab"])
 def test_who_imports_keeps_its_own_ctrl_c(folder):
     """A prompt or a notebook in a folder of this one was ended by it."""
