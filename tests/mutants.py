@@ -1071,7 +1071,7 @@ MUTANTS = {
          "data::the_embedded_task_has_the_rows_that_the_readme_says"),
     ],
     "plumbing/grade.py": [
-        ("the first box counts", "if at > best[0]:", "if best[1] is None:",
+        ("the first box counts", "slice(*max(boxes))", "slice(*min(boxes))",
          "data::boxed_braces_balance_and_the_last_box_counts"),
         ("the first term counts", "for term in terms[::-1] if", "for term in terms if",
          "data::boxed_braces_balance_and_the_last_box_counts"),
@@ -1129,7 +1129,7 @@ MUTANTS = {
         ("a right side is the answer", "for x in first for y in second])", "for x in first[-1:] for y in second[-1:]])",
          "grade::an_equation_is_what_it_says"),
         ("a percentage is its number", "(x / 100 == y if percent else x == y / 100)", "False", "grade::numbers_are_compared_as_numbers"),
-        ("any number in any base", "return b.content[0] == str(a.content[0])", "return True", "grade::the_table_of_answers"),
+        ("any number in any base", "return b.content[0] == a.text", "return True", "grade::the_table_of_answers"),
         ("letters of either case", "or len(a.text) == len(b.text) == 1:", ":", "grade::the_table_of_answers"),
         ("more answers than were asked for", "if len(a.content) != len(b.content):", "if len(a.content) < len(b.content):",
          "grade::the_table_of_answers"),
