@@ -93,17 +93,6 @@ def lines(runs):
             for label, m in zip(labels, many, strict=True)]
 
 
-def look(i):
-    """Colour, line style and marker of line `i`."""
-    return {"color": COLORS[i % 7], "ls": STYLES[i % 4], "marker": MARKERS[i % 4]}
-
-
-def text_of(label):
-    """A label that matplotlib shows as it is: it hides what begins with _, and reads TeX between
-    two $."""
-    return " " * label.startswith("_") + label.replace("$", r"\$")
-
-
 def over_seeds(seeds):
     """The rows of several runs -> rows of their means, at the steps that all have, with the bounds
     of each mean's standard error as NAME_low and NAME_high. A column is left out where one run has
@@ -137,7 +126,10 @@ def draw(lines, out):
     for i, (label, runs) in enumerate(lines):
         seeds = [curves.with_summary(run, curves.read(run)) for run in runs]
         rows = over_seeds(seeds) if len(seeds) > 1 else seeds[0]
-        drawn.append((rows, {"label": text_of(label), **look(i)}))
+        # matplotlib hides a label that begins with _, and reads TeX between two $
+        text = " " * label.startswith("_") + label.replace("$", r"\$")
+        drawn.append((rows, {"label": text, "color": COLORS[i % 7], "ls": STYLES[i % 4],
+                             "marker": MARKERS[i % 4]}))
     fig = curves.figure(drawn)
     handles, texts = fig.axes[0].get_legend_handles_labels()
     columns = max(1, min(len(texts), 110 // (max(map(len, texts)) + 10)))  # as many as fit abreast
