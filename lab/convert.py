@@ -48,7 +48,7 @@ def write(writer, model, path, dtype=None):
 
 
 def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib=None,
-            sequences=128, length=512, shard_bytes=2 << 30):
+            shard_bytes=2 << 30):
     """Quantize a 16-bit checkpoint into the folder `out` (checkpoint.Writer); returns the report
     that is written with it.
 
@@ -58,16 +58,13 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     config, source = qwen.read_config(folder), checkpoint.Checkpoint(folder)
     if config.quantization:
         raise ValueError(f"--model: {folder} is quantized already; give the 16-bit checkpoint")
-    if use_awq and length > config.max_position_embeddings:
-        raise ValueError(f"--length {length}: the model has {config.max_position_embeddings} "
-                         "positions; lower it")
     model = qwen.skeleton(config)
     report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest"}
     with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
         pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt, ends="cpu")
         steps = ((path, []) for path in pieces)
         if use_awq:
-            ids = datasets.calibration(calib, folder, sequences, length)
+            ids = datasets.calibration(calib, folder)
             steps = nvfp4.calibrated(model, pieces, fmt, ids, device)
             report |= {"calibration": calib, "calibration_tokens": ids.numel(), "layers": []}
         for path, rows in tqdm(steps, fmt, len(qwen.pieces(config)), disable=None):
@@ -166,8 +163,6 @@ def quantize_body(argv):
         help="choose scales by activations (AWQ, nvfp4.py) instead of plain rounding")
     add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
                         "(worked arithmetic problems)")
-    add("--sequences", type=count(1, 10**6), default=128, help="calibration sequences")
-    add("--length", type=count(2, 10**6), default=512, help="tokens in each")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
     add("--plan", metavar="MODEL",
         help="only print what a checkpoint, hub id or config.json costs in each format")
@@ -184,12 +179,10 @@ def quantize_body(argv):
         return
     if not (args.model and args.out):
         p.error("--model and --out are needed (or --plan)")
-    for name in ("calib", "sequences", "length"):
-        if getattr(args, name) != p.get_default(name) and not args.awq:
-            p.error(f"--{name}: plain rounding uses no text; add --awq")
+    if args.calib and not args.awq:
+        p.error("--calib: plain rounding uses no text; add --awq")
     device, _ = policy.place(args.device)
-    report = convert(args.model, args.out, args.fmt, device, args.awq,
-                     args.calib, args.sequences, args.length)
+    report = convert(args.model, args.out, args.fmt, device, args.awq, args.calib)
     if args.awq:
         kept = [row["awq"] / row["rtn"] for row in report["layers"] if row["rtn"]]
         print(f"AWQ leaves {100 * fmean(kept or [1]):.0f}% of plain rounding's output error on the "

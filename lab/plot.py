@@ -10,7 +10,7 @@ the steps that all of them have. The legend names the flags that differ.
 import argparse
 import math
 import sys
-from os.path import commonprefix
+from os.path import commonpath, commonprefix
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -31,9 +31,11 @@ MARKERS = "os^D"
 
 
 def names(runs):
-    """A short name for each run: the folder's, or the whole path where two would be the same."""
-    short = [Path(run).resolve().name for run in runs]
-    return [n if short.count(n) == 1 else str(r) for n, r in zip(short, runs, strict=True)]
+    """A short name for each run: the folder's, with those above it where two would be the same."""
+    paths = [Path(run).resolve() for run in runs]
+    short = [path.name for path in paths]
+    return [path.name if short.count(path.name) == 1 else str(path.relative_to(commonpath(paths)))
+            for path in paths]
 
 
 def shown(flag, value):

@@ -201,5 +201,5 @@ def calibration(path, folder, sequences=128, length=512):
     rows = min(sequences, len(ids) // length)
     if rows < 1:
         raise ValueError(f"--calib {path or 'by default'}: {len(ids)} tokens, fewer than one "
-                         f"sequence of {length}; give more text, or lower --length")
+                         f"sequence of {length}; give more text")
     return torch.tensor(ids[: rows * length]).view(rows, length)

@@ -1,7 +1,6 @@
 """The quantization bench on the embedded model: what it writes, resuming, and its statistics."""
 import json
 import math
-from functools import partial
 
 from plumbing import checkpoint, datasets
 from plumbing.tokenizer import Tokenizer
@@ -24,10 +23,9 @@ def folder(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch):
+def short(few, monkeypatch):
     """A small text to calibrate on, and short answers."""
     monkeypatch.setattr(bench, "NEW", 4)
-    monkeypatch.setattr(datasets, "calibration", partial(datasets.calibration, sequences=4, length=32))
 
 
 def test_the_table_is_measured_row_by_row(folder, shallow, monkeypatch, capsys):
