@@ -100,7 +100,7 @@ NAME = re.compile(
     rf"|[A-Za-z](?: ?\+ ?[A-Za-z])*|\\(?!(?:sqrt|{FUNCTION})[^a-z])[a-z]+)?"
     r"(?: ?_ ?(?:\w|\{\w+\}))?'?(?: ?\([^()]*\))?) ?(?:=|\\in(?![a-z]))")
 VARIABLE = re.compile(
-    rf"(?<![\\A-Za-z])[A-Za-z]|\\(?!(?:[dt]?frac|sqrt|pi|cdot|times|circ|{FUNCTION})(?![a-z]))[a-z]")
+    rf"(?<![\\A-Za-z])[A-Za-z]|\\(?!(?:frac|sqrt|pi|cdot|times|circ|{FUNCTION})(?![a-z]))[a-z]")
 WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{4,}|[A-Z]{2,})|:.*:|^[A-Za-z]{2,3}(?: [a-z]{2,3})*$")
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[A-Za-z]+|.", re.S)
 OPEN, CLOSE = ("(", "[", "{", "\\{", "\\begin"), (")", "]", "}", "\\}", "\\end")

@@ -1353,6 +1353,8 @@ MUTANTS = {
          "lora::the_merged_checkpoint_computes_what_base_and_adapter_do"),
         ("AWQ's adapter is merged into plain rounding", "folder) if calibrate else None", "folder) if False else None",
          "lora::an_adapter_of_awqs_weights_is_merged_into_those"),
+        ("a merge is as far off as nothing written", "(merged, *rope)", "(adapted, *rope)",
+         "lora::merging_a_quantized_checkpoint_and_the_distance_it_reports"),
         ("a plan fetches the weights", "checkpoint.fetch(args.plan, weights=False)", "checkpoint.fetch(args.plan)",
          "memory::a_plan_of_a_hub_id_fetches_its_config_alone"),
         ("--tokens is ignored", "read_config(where), args.rank, args.tokens", "read_config(where), args.rank",
@@ -1743,6 +1745,7 @@ MUTANTS = {
          "flags::a_copy_of_the_embedded_model_is_the_embedded_model"),
     ],
     "lab/plot.py": [
+        ("two runs of one name", "if short.count(path.name) == 1 else", "if True else", "plot::runs_of_the_same_name_are_told_apart"),
         ("a mean is of the seeds that happen to have a value", "                    continue\n",
          "                    values = [v for v in values if math.isfinite(v)] * 2 or [0, 0]\n", "plot::runs_of_several_seeds_are_one_line_in_a_band"),
         ("a band is the spread of the seeds", "stdev(values) / len(values) ** 0.5", "stdev(values)",
