@@ -2099,6 +2099,7 @@ MUTANTS = {
          'False or', 'marlin_triton::what_does_not_fit_is_refused'),
     ],
     "plumbing/datasets.py": [
+        ("a text that cannot be read has no file", 'f"--calib {path}: {e}"', 'f"{e}"', "awq::calibration_files_that_cannot_serve_are_named"),
         ("levels end at 9", "([1-9][0-9]{0,3})", "([1-9])", "data::the_levels_of_math_are_read"),
         ("the worked solution is the answer", 'answer.rsplit("####", 1)[1]',
          'answer.rsplit("####", 1)[0]', "data::jsonl_columns_of_the_usual_sets"),

@@ -421,6 +421,7 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     ("bad.jsonl", '{"text": "x"}\nnot json', 'bad.jsonl, row 2: not JSON'),
     ("null.jsonl", '{"text": null}', 'null.jsonl, row 1: needs "text"'),
     ("fields.jsonl", '{"prompt": "x"}', 'fields.jsonl, row 1: needs "text"'),
+    ("half.jsonl", '{"text": "\\ud800"}', "--calib .*half.jsonl: .* is not UTF-8"),
     ("short.txt", "hello", "short.txt: .* tokens, fewer than one sequence of 64"),
 ])
 def test_calibration_files_that_cannot_serve_are_named(tmp_path, name, content, message):
