@@ -32,7 +32,6 @@ from model import logits, token_logprobs
 from nvfp4 import FORMATS
 
 NEW = 400  # tokens, at most, of answers and samples
-SEQUENCES, LENGTH = 128, 512  # of the text that AWQ is calibrated on
 
 
 @torch.no_grad()
@@ -81,10 +80,11 @@ def per_token(sums):
 
 def row(args, fmt, method, docs, questions, tok):
     """One line of the table, and [[nats, tokens] of each document]."""
-    where = args.model, args.device, args.dtype, fmt
-    text = () if method != "awq" else (datasets.calibration(
-        args.calib, checkpoint.fetch(args.model), SEQUENCES, LENGTH),)
-    model, out = qwen.load(*where, *text), {"format": fmt, "method": method}
+    where = args.model, args.device, args.dtype
+    text = ()
+    if method == "awq":
+        text = (datasets.calibration(args.calib, checkpoint.fetch(args.model)),)
+    model, out = qwen.load(*where, fmt, *text), {"format": fmt, "method": method}
     sample.set_engine(model, "auto")
     model.valid_vocab = len(tok)
     nats = likelihoods(model, docs)
@@ -92,7 +92,7 @@ def row(args, fmt, method, docs, questions, tok):
     out["perplexity"] = math.exp(per_token(nats)[0])
     if args.divergence:
         # loaded for each row and then freed: what follows plans with the memory that is free
-        reference = model if fmt == "none" else qwen.load(*where[:3])
+        reference = model if fmt == "none" else qwen.load(*where)
         out["kl"], out["kl_se"] = per_token(divergence(reference, model, docs[: args.divergence]))
         del reference
     if args.questions:

@@ -108,12 +108,18 @@ def peer(name, where):
     return PEERS[name] if card(PEERS[name]["card"]) == where else {}
 
 
+def grouped(rows, name, tick, value):
+    """{name: {tick: value}} of rows: a line of a table for each name, as "{size}:{quant}"."""
+    lines = {}
+    for row in rows:
+        lines.setdefault(name.format(**row), {})[row[tick]] = row[value]
+    return lines
+
+
 def speedups(rows, where):
     """({shape: {M: speed-up of the NVFP4 GEMM}}, Marlin's), with their geometric means."""
-    ours, marlin = {}, peer("marlin", where)
-    for r in rows:
-        if r["fmt"] == "nvfp4" and r["pass"] == "forward":
-            ours.setdefault(r["shape"], {})[r["M"]] = r["speedup"]
+    rows = [r for r in rows if r["fmt"] == "nvfp4" and r["pass"] == "forward"]
+    ours, marlin = grouped(rows, "{shape}", "M", "speedup"), peer("marlin", where)
     theirs = {shape: dict(zip(marlin["rows"], values, strict=True))
               for shape, values in marlin.get("speedup", {}).items() if shape in ours}
     for table in (ours, theirs):
@@ -126,11 +132,8 @@ def speedups(rows, where):
 
 def throughputs(rows, where):
     """({size:format:LoRA rank: {rows: tokens/s}}, vLLM's)."""
-    ours = {}
-    for r in rows:
-        if r["kind"] == "rows":
-            name = f"{r['size']}:{r['quant']}:{r['lora_rank']}"
-            ours.setdefault(name, {})[r["rows"]] = r["decode_tok_s"]
+    rows = [r for r in rows if r["kind"] == "rows"]
+    ours = grouped(rows, "{size}:{quant}:{lora_rank}", "rows", "decode_tok_s")
     vllm = peer("vllm", where).get("tok_s", {})
     return ours, {name: {int(n): v for n, v in points.items()} for name, points in vllm.items()}
 
@@ -138,12 +141,10 @@ def throughputs(rows, where):
 def whole_steps(rows, where):
     """({size:format: {completions: seconds of rollout and update}} of the paper's shape, on the
     whole card; how many times as long 16 bits take)."""
-    ours, times = {}, {}
-    for r in rows:
-        papers = (r["group"], r["new"], r["card_gib"]) == (1, 2048, 0)
-        if papers and "rollout_s" in r and "update_s" in r:
-            seconds = ours.setdefault(f"{r['size']}:{r['quant']}", {})
-            seconds[r["completions"]] = r["rollout_s"] + r["update_s"]
+    steps = [r | {"seconds": r["rollout_s"] + r["update_s"]} for r in rows
+             if (r["group"], r["new"], r["card_gib"]) == (1, 2048, 0)
+             and "rollout_s" in r and "update_s" in r]
+    ours, times = grouped(steps, "{size}:{quant}", "completions", "seconds"), {}
     for name, points in ours.items():
         base = ours.get(f"{name.partition(':')[0]}:none", {})
         times[name] = {n: base[n] / s for n, s in points.items() if n in base}

@@ -48,7 +48,7 @@ def write(writer, model, path, dtype=None):
 
 
 def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib=None,
-            sequences=128, length=512, shard_bytes=2 << 30):
+            shard_bytes=2 << 30):
     """Quantize a 16-bit checkpoint into the folder `out` (checkpoint.Writer); returns the report
     that is written with it.
 
@@ -58,16 +58,13 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     config, source = qwen.read_config(folder), checkpoint.Checkpoint(folder)
     if config.quantization:
         raise ValueError(f"--model: {folder} is quantized already; give the 16-bit checkpoint")
-    if use_awq and length > config.max_position_embeddings:
-        raise ValueError(f"--length {length}: the model has {config.max_position_embeddings} "
-                         "positions; lower it")
     model = qwen.skeleton(config)
     report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest"}
     with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
         pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt, ends="cpu")
         steps = ((path, []) for path in pieces)
         if use_awq:
-            ids = datasets.calibration(calib, folder, sequences, length)
+            ids = datasets.calibration(calib, folder)
             steps = nvfp4.calibrated(model, pieces, fmt, ids, device)
             report |= {"calibration": calib, "calibration_tokens": ids.numel(), "layers": []}
         for path, rows in tqdm(steps, fmt, len(qwen.pieces(config)), disable=None):
@@ -81,24 +78,10 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
 
 def in_16_bits(m):
     """A model.Linear with the weight that the linear `m` multiplies by, adapter included."""
-    dtype = torch.bfloat16 if m.q is not None else m.base.weight.dtype
     with torch.device("meta"):
         out = Linear(m.shape[1], m.parts, m.bias is not None)
-    out.weight, out.bias = nn.Parameter(m.dense().to(dtype)), m.bias
+    out.weight, out.bias = nn.Parameter(m.dense().to(torch.bfloat16)), m.bias
     return out
-
-
-@torch.no_grad()
-def streamed_logits(model, pieces, ids, device):
-    """model(ids) for a model that arrives in `pieces` and is freed block by block."""
-    rope = model.rope(torch.arange(ids.shape[1], device=device)[None])
-    for path in pieces:
-        if path == "embed":
-            x = model.embed(ids)  # (B, T, C)
-        elif path.startswith("layers."):
-            x = model.get_submodule(path)(x, *rope)
-            model.layers[int(path.split(".")[1])] = None
-    return model.lm_head(model.norm(x)).float()  # (B, T, V)
 
 
 @torch.no_grad()
@@ -115,14 +98,14 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     config = qwen.read_config(folder)
     model = qwen.skeleton(config)
     rank, scaling, state = lora.read_adapter(model, adapter)
-    merged = policy.merged(folder) + [file_digest(Path(adapter) / "adapter_model.safetensors")]
+    digests = policy.merged(folder) + [file_digest(Path(adapter) / "adapter_model.safetensors")]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (4, 64), generator=generator).to(device)
     rope = model.rope(torch.arange(64, device=device)[None])
     with checkpoint.Writer(out, folder) as writer:
         asked = {k: v for k, v in flags.read_policy(chat.COMMAND, adapter).items()
                  if k in ("data", "prompt_style", "reward")}
-        writer.notes |= {"merged.json": {"adapters": merged},
+        writer.notes |= {"merged.json": {"adapters": digests},
                          "policy.json": {"quant": "none"} | asked}
         source = checkpoint.Checkpoint(folder)
         pieces = qwen.stream(model, source, device, dtype, quant if calib is None else "none")
@@ -131,7 +114,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
         for path in pieces:
             piece = model.get_submodule(path)
             if path == "embed":
-                plain = adapted = piece(ids)  # (B, T, C)
+                plain = adapted = merged = piece(ids)  # (B, T, C)
             elif path.startswith("layers."):
                 plain = piece(plain, *rope)
                 for name in PROJECTIONS:
@@ -144,12 +127,12 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
                 adapted = piece(adapted, *rope)
                 for name in PROJECTIONS:
                     piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))
+                piece.to(torch.bfloat16)  # as it is written
+                merged = piece.to(dtype)(merged, *rope)
             write(writer, model, path, torch.bfloat16)
-        plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
-    model = qwen.skeleton(qwen.read_config(out))
-    written = qwen.stream(model, checkpoint.Checkpoint(out), device, dtype)
-    logits = streamed_logits(model, written, ids, device)
-    gap = (logits - adapted).abs()
+        plain, adapted, merged = (model.lm_head(model.norm(x)).float()  # (B, T, V)
+                                  for x in (plain, adapted, merged))
+    gap = (merged - adapted).abs()
     return {"max": gap.max().item(), "mean": gap.mean().item(),
             "adapter_max": (adapted - plain).abs().max().item()}
 
@@ -167,12 +150,6 @@ def rewrite(source, folder, out, dtype=None):
 # ---- the commands
 
 
-def plan_config(name):
-    """The Config of a local config.json or folder, or of a hub id (fetching config.json alone)."""
-    local = Path(name).suffix == ".json" or Path(name).exists()
-    return qwen.read_config(name if local else checkpoint.fetch(name, weights=False))
-
-
 def quantize_body(argv):
     p = command.Parser(
         "nvfp4.py",
@@ -186,8 +163,6 @@ def quantize_body(argv):
         help="choose scales by activations (AWQ, nvfp4.py) instead of plain rounding")
     add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
                         "(worked arithmetic problems)")
-    add("--sequences", type=count(1, 10**6), default=128, help="calibration sequences")
-    add("--length", type=count(2, 10**6), default=512, help="tokens in each")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
     add("--plan", metavar="MODEL",
         help="only print what a checkpoint, hub id or config.json costs in each format")
@@ -198,16 +173,16 @@ def quantize_body(argv):
     if args.plan and (args.model or args.out):
         p.error("--plan: prints only; leave --model and --out out")
     if args.plan:
-        print(memory.table(plan_config(args.plan), args.rank, args.tokens))
+        local = Path(args.plan).suffix == ".json" or Path(args.plan).exists()
+        where = args.plan if local else checkpoint.fetch(args.plan, weights=False)
+        print(memory.table(qwen.read_config(where), args.rank, args.tokens))
         return
     if not (args.model and args.out):
         p.error("--model and --out are needed (or --plan)")
-    for name in ("calib", "sequences", "length"):
-        if getattr(args, name) != p.get_default(name) and not args.awq:
-            p.error(f"--{name}: plain rounding uses no text; add --awq")
+    if args.calib and not args.awq:
+        p.error("--calib: plain rounding uses no text; add --awq")
     device, _ = policy.place(args.device)
-    report = convert(args.model, args.out, args.fmt, device, args.awq,
-                     args.calib, args.sequences, args.length)
+    report = convert(args.model, args.out, args.fmt, device, args.awq, args.calib)
     if args.awq:
         kept = [row["awq"] / row["rtn"] for row in report["layers"] if row["rtn"]]
         print(f"AWQ leaves {100 * fmean(kept or [1]):.0f}% of plain rounding's output error on the "
@@ -267,11 +242,9 @@ def rewrite_body(argv):
 
 def main(what, argv):
     """`what`: quantize (the flags of nvfp4.py), merge (of lora.py) or convert (of this file)."""
-    if what == "merge":
-        return command.run("lora.py", lambda: merge_body(argv))
-    if what == "convert":
-        return command.run("lab/convert.py", lambda: rewrite_body(argv))
-    return command.run("nvfp4.py", lambda: quantize_body(argv))
+    name, body = {"quantize": ("nvfp4.py", quantize_body), "merge": ("lora.py", merge_body),
+                  "convert": ("lab/convert.py", rewrite_body)}[what]
+    return command.run(name, lambda: body(argv))
 
 
 if __name__ == "__main__":

@@ -74,24 +74,19 @@ def two_by_two(seeds, args, argv):
                              "(--seeds 0,1 are those to train)")
     every = {Path(args.out) / f"{arm}-s{seed}": [*argv, *own, "--seed", str(seed)]
              for seed in seeds for arm, own in ARMS.items()}
-    for run, words in every.items():
-        check_flags(run, vars(flags.parse(train.COMMAND, words)))
+    for run, words in every.items():  # a run that is there must have the flags that are wanted
+        had = saved(run, "config.json")
+        for flag, value in vars(flags.parse(train.COMMAND, words)).items():
+            counts = flag not in IDLE + MINOR and (flag, value) != ("steps", None)
+            if counts and had.get(flag, value) != value:
+                raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {run} used "
+                                 f"{had[flag]}; choose another --out")
     for run, words in every.items():
         if not (run / "summary.json").is_file():
             resume = ["--resume"] if (run / "config.json").is_file() else []
             if code := train.main([*words, *resume, "--out", str(run)]):
                 return code
     print("\n".join([*arms(every), *compare(every)]))
-
-
-def check_flags(run, wanted):
-    """ValueError if a run that is there has other flags than those wanted."""
-    had = saved(run, "config.json")
-    for flag, value in wanted.items():
-        counts = flag not in IDLE + MINOR and (flag, value) != ("steps", None)
-        if counts and had.get(flag, value) != value:
-            raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {run} used "
-                             f"{had[flag]}; choose another --out")
 
 
 # ---- comparing runs
@@ -284,7 +279,16 @@ def gradient(args, argv):
     train.plan_update(model, args, params)
     out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
                          for anchor in ("sampler", "current")}
-    draw, seed = partial(drawn, model, tok, rows, score, args), 2 * args.seed
+
+    def draw(seed):
+        """Graded completions with their advantages."""
+        groups = train.complete(model, tok, rows, args, seed)
+        completions = [*chain(*groups)]
+        train.grade(completions, tok, score, args)
+        grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
+        return completions
+
+    seed = 2 * args.seed
     clean = gradient_of(model, params, draw(seed + 1), settings["sampler"])[0]
     for sigma in SIGMAS:
         aqn.set_noise(model, sigma, 7 + seed)
@@ -296,15 +300,6 @@ def gradient(args, argv):
             out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})
             print(json.dumps(out[-1]), flush=True)
     write_json(args.out, out)
-
-
-def drawn(model, tok, rows, score, args, seed):
-    """Graded completions with their advantages, a list."""
-    groups = train.complete(model, tok, rows, args, seed)
-    completions = [*chain(*groups)]
-    train.grade(completions, tok, score, args)
-    grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
-    return completions
 
 
 def gradient_of(model, params, completions, settings):

@@ -10,7 +10,7 @@ the steps that all of them have. The legend names the flags that differ.
 import argparse
 import math
 import sys
-from os.path import commonprefix
+from os.path import commonpath, commonprefix
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -31,9 +31,11 @@ MARKERS = "os^D"
 
 
 def names(runs):
-    """A short name for each run: the folder's, or the whole path where two would be the same."""
-    short = [Path(run).resolve().name for run in runs]
-    return [n if short.count(n) == 1 else str(r) for n, r in zip(short, runs, strict=True)]
+    """A short name for each run: the folder's, with those above it where two would be the same."""
+    paths = [Path(run).resolve() for run in runs]
+    short = [path.name for path in paths]
+    return [path.name if short.count(path.name) == 1 else str(path.relative_to(commonpath(paths)))
+            for path in paths]
 
 
 def shown(flag, value):
@@ -93,17 +95,6 @@ def lines(runs):
             for label, m in zip(labels, many, strict=True)]
 
 
-def look(i):
-    """Colour, line style and marker of line `i`."""
-    return {"color": COLORS[i % 7], "ls": STYLES[i % 4], "marker": MARKERS[i % 4]}
-
-
-def text_of(label):
-    """A label that matplotlib shows as it is: it hides what begins with _, and reads TeX between
-    two $."""
-    return " " * label.startswith("_") + label.replace("$", r"\$")
-
-
 def over_seeds(seeds):
     """The rows of several runs -> rows of their means, at the steps that all have, with the bounds
     of each mean's standard error as NAME_low and NAME_high. A column is left out where one run has
@@ -137,7 +128,10 @@ def draw(lines, out):
     for i, (label, runs) in enumerate(lines):
         seeds = [curves.with_summary(run, curves.read(run)) for run in runs]
         rows = over_seeds(seeds) if len(seeds) > 1 else seeds[0]
-        drawn.append((rows, {"label": text_of(label), **look(i)}))
+        # matplotlib hides a label that begins with _, and reads TeX between two $
+        text = " " * label.startswith("_") + label.replace("$", r"\$")
+        drawn.append((rows, {"label": text, "color": COLORS[i % 7], "ls": STYLES[i % 4],
+                             "marker": MARKERS[i % 4]}))
     fig = curves.figure(drawn)
     handles, texts = fig.axes[0].get_legend_handles_labels()
     columns = max(1, min(len(texts), 110 // (max(map(len, texts)) + 10)))  # as many as fit abreast

@@ -34,22 +34,20 @@ SIGNS = {"×": "times", "·": "cdot", "⋅": "cdot", "π": "pi", "√": "sqrt", 
          "∪": "cup", "≈": "approx", "±": "pm", "≤": "le", "≥": "ge", "≠": "ne"}
 UNICODE = str.maketrans("−–⁄÷’\"", "--//' ") | {ord(c): f"\\{name} " for c, name in SIGNS.items()}
 FUNCTION = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp"
+TEXT = "text(?:normal|rm|bf|it)?|mbox|operatorname|math(?:rm|bf|it|sf)|boldsymbol|bm|vec"
 # What changes no answer's meaning: (pattern, what takes its place), in this order, with examples.
 CLEANED = [(re.compile(pattern), by) for pattern, by in [
     ("[\u200b-\u200f\u2060-\u2064\ufeff\u00ad]", ""), (r"(?![0-9])\d", lambda m: str(int(m[0]))),
     ("([²³¹⁰-ⁿ]+)", r"^{\1}"), ("(?=[¼-¾⅐-⅞])", " "),  # x² -> x^{2}, 2½ -> 2 1/2
     ("(?s).+", lambda m: unicodedata.normalize("NFKC", m[0])[: 4 * LONGEST].translate(UNICODE)),
-    (r"\s+", " "),
     (".*#### ?", ""),  # 3+4=7 #### 7 -> 7
     (r"(?<![\w)])(\*{1,3}|`{1,3})([^*`]+)\1(?![\w(])", r"\2"),  # **7** -> 7
     (r"(?<!\\)\\+$", ""),  # 5\\ -> 5, and 5\ of a blank that was stripped
     # 5\text{ cm} -> 5 cm, \mathbf{v} -> v, \phantom{0}7 -> 7, \left(5\right) -> (5)
-    (r"\\(?:text(?:normal|rm|bf|it)?|mbox|operatorname|math(?:rm|bf|it|sf)|boldsymbol|bm|vec) ?"
-     r"\{([^{}]*)\}", r" \1 "),
-    (r"\\phantom ?(?:\{[^{}]*\}|.)|\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", " "),
-    (r"\\(?:left|right|[bB]igg?[lr]?|mathbf|boldsymbol|text|mathrm)(?![A-Za-z])\.?", ""),
-    (r"\\langle", "("), (r"\\rangle", ")"),
-    (r"\\(begin|end) ?\{[pb]?matrix\}", r"\\\1 "), (r"(\\\\)\[[0-9.]+[a-z]{2}\]", r"\1 "),
+    (rf"\\(?:{TEXT}) ?\{{([^{{}}]*)\}}", r" \1 "),
+    (rf"\\phantom ?(?:\{{[^{{}}]*\}}|.)|\\(?:left|right|[bB]igg?[lr]?|[a-z]+style|limits|{TEXT})"
+     r"(?![A-Za-z])\.?", " "),
+    (r"\\langle", "("), (r"\\rangle", ")"), (r"\\(begin|end) ?\{[pb]?matrix\}", r"\\\1 "),
     # 1,000 and 1{,}000 and 12 500 and 12'500 -> 1000, 12500; but (1,100) and 1, 100 are two
     (r"(?<![0-9.,(\[])(?<!\\\{)(?<![(\[][-+])(?<![0-9] )[1-9][0-9]{0,2}"
      r"(?:(?:\{ ?, ?\}|,? ?\\[,!;:]|,|\\? (?![0-9]+ ?/)|[~'])(?: (?<=[!}] ))?[0-9]{3})+(?![0-9])",
@@ -71,7 +69,7 @@ CLEANED = [(re.compile(pattern), by) for pattern, by in [
     (r"(?i)^(?:[a-z][^=<>]* )?(?:is|are|was|were|has|have|had|equals|costs|gets|makes|answer)\b"
      r"(?: ?:| equal to)? *(?=\.?[^ .])", ""),
     (r"(?i)^(?:the )?(?:option|choice|answer)? ?:? ?\(?([A-Z])[).]*$", r"\1"),
-    (r"^[= ]*(?:[A-Za-z]+ )?\\approx", ""), (r"\\approx.*", "")]]
+    (r"^[= ]*(?:[A-Za-z]+ )?\\approx|\\approx.*", "")]]
 
 NOT_A_UNIT = "|".join(  # what makes "5 ..." another number, or none
     "is are was were be not no isn wrong false incorrect but if then than or and to plus minus "
@@ -102,7 +100,7 @@ NAME = re.compile(
     rf"|[A-Za-z](?: ?\+ ?[A-Za-z])*|\\(?!(?:sqrt|{FUNCTION})[^a-z])[a-z]+)?"
     r"(?: ?_ ?(?:\w|\{\w+\}))?'?(?: ?\([^()]*\))?) ?(?:=|\\in(?![a-z]))")
 VARIABLE = re.compile(
-    rf"(?<![\\A-Za-z])[A-Za-z]|\\(?!(?:[dt]?frac|sqrt|pi|cdot|times|circ|{FUNCTION})(?![a-z]))[a-z]")
+    rf"(?<![\\A-Za-z])[A-Za-z]|\\(?!(?:frac|sqrt|pi|cdot|times|circ|{FUNCTION})(?![a-z]))[a-z]")
 WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{4,}|[A-Z]{2,})|:.*:|^[A-Za-z]{2,3}(?: [a-z]{2,3})*$")
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[A-Za-z]+|.", re.S)
 OPEN, CLOSE = ("(", "[", "{", "\\{", "\\begin"), (")", "]", "}", "\\}", "\\end")
@@ -125,22 +123,22 @@ LATEX = [(re.compile(pattern), by) for pattern, by in [  # for math-verify
     (r"\\sqrt ?\[ ?([0-9]*[13579]) ?\] ?\{ ?-([^{}+-]*)\}", r"(-\\sqrt[\1]{\2})"),
     (r"\\sqrt ?\{ ?\\frac\{([^{}]*)\}\{([^{}]*)\} ?\}", r"\\frac{\\sqrt{\1}}{\\sqrt{\2}}")]]
 
-# kind: number (value, percent?), clock, base, words, equation (sides), latex, unread, and of parts
-# list, {}, (), [], (], [); name: what it is the value of
+# kind: number (content: value, percent?), clock, base, words, equation (sides), latex, unread, and
+# of parts list, {}, (), [], (], [); name: what it is the value of
 Answer = namedtuple("Answer", "kind content name text")
 
 
 def last_boxed(text):
     """Content of the \\boxed{} that opens last among those that close, or None."""
-    open_braces, best = [], (-1, None)
+    opened, boxes = [], []
     for m in BRACES.finditer(text):
         if m[1] or m[0] == "{":
-            open_braces.append((m.start() if m[1] else -1, m.end()))
-        elif m[0] == "}" and open_braces:
-            at, begin = open_braces.pop()
-            if at > best[0]:
-                best = (at, (begin, m.start()))
-    return None if best[1] is None else text[slice(*best[1])]
+            opened.append(m)
+        elif m[0] == "}" and opened:
+            begin = opened.pop()
+            if begin[1]:
+                boxes.append((begin.end(), m.start()))
+    return text[slice(*max(boxes))] if boxes else None
 
 
 def last_term(text):
@@ -178,37 +176,34 @@ def split(text, *separators):
 @functools.lru_cache(maxsize=1 << 14)
 def read(text):
     """Clean text -> Answer."""
-    parts = []
-    for part in split(text, ",", ";", "and", "or"):
+    parts = split(text, ",", ";", "and", "or")
+    for i, part in enumerate(parts):
         if "," not in part and re.search(r"\\(?:pm|mp)", part):  # 1 \pm 2 is two answers
-            parts += [part.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
-        else:
-            parts.append(part)
+            parts[i : i + 1] = [part.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
     if len(parts) != 1:
         return Answer("list" if parts else "unread", tuple(map(read, parts)), "", text)
     m = NAME.match(parts[0])
     name, body = (m[1].strip(), parts[0][m.end():].strip()) if m else ("", parts[0])
-    answer = functools.partial(Answer, name=name, text=body)
     if m := re.fullmatch(r"\\?([({[])(.*?)\\?([)}\]])", body):
-        inner = read(m[2].strip())
+        inner, brackets = read(m[2].strip()), m[1] + m[3]
         if inner.kind == "list":
-            return answer(m[1] + m[3], inner.content)
-        if m[1] + m[3] in ("()", "{}", "[]") and inner.kind != "unread":
+            return Answer(brackets, inner.content, name, body)
+        if brackets in ("()", "{}", "[]") and inner.kind != "unread":
             return inner._replace(name=name)
     if (m := CLOCK.fullmatch(body)) and (m[3] or m[2] == "00"):
         hour = int(m[1]) % 12 + 12 * (m[3] in "pP") if m[3] else int(m[1])
-        return answer("clock", (hour, int(m[2] or 0)))
+        return Answer("clock", (hour, int(m[2] or 0)), name, body)
     if m := re.fullmatch(r"(-?[0-9A-F]+) ?_ ?\{?([0-9]+)\}?", body):
-        return answer("base", m.groups())
+        return Answer("base", m.groups(), name, body)
     if value := number(body):
-        return answer("number", value)
+        return Answer("number", value, name, str(value[0]))
     body = UNIT_AFTER.sub("", body)
     if WORD.search(body):
-        return answer("words", re.findall(r"[^\s.]+", body.casefold()))
+        return Answer("words", re.findall(r"[^\s.]+", body.casefold()), name, body)
     sides = split(body, "=")
     if len(sides) > 1 and not VARIABLE.search(body):  # 3 + 4 = 7
         return read(sides[-1])._replace(name=name)
-    return answer("equation", sides) if len(sides) > 1 else answer("latex", body)
+    return Answer("equation" if len(sides) > 1 else "latex", sides, name, body)
 
 
 def number(text):
@@ -231,7 +226,7 @@ def number(text):
 
 
 def equal(a, b, ask):
-    """Is answer a the gold one, b? ask(a, b): math-verify's verdict."""
+    """Is answer a the gold one, b? ask(a, b): math-verify's verdict on two texts."""
     kinds = {a.kind, b.kind}
     if len({x.name.lower() for x in (a, b) if len(x.name) == 1}) == 2:  # y = 2 is not x = 2
         return False
@@ -239,8 +234,7 @@ def equal(a, b, ask):
         return True
     if "equation" in kinds:
         if all(x.kind == "equation" or x.name and x.kind in ("latex", "number") for x in (a, b)):
-            whole = (f"{x.name}={x.text}".lstrip("=") for x in (a, b))
-            return ask(*(Answer("equation", "", "", text) for text in whole))  # 2x-y+1=0 is y=2x+1
+            return ask(*(f"{x.name}={x.text}".lstrip("=") for x in (a, b)))  # 2x-y+1=0 is y=2x+1
         first, second = ([*map(read, x.content)] if x.kind == "equation" else [x] for x in (a, b))
         return all([equal(x, y, ask) for x in first for y in second])  # x(x+1) = x^2+x is x^2+x
     if kinds == {"number"}:
@@ -251,15 +245,14 @@ def equal(a, b, ask):
         hour = re.match("[0-9]+", a.text)
         return a.kind == "clock" and (int(hour[0]), a.content[1]) == (b.content[0], 0)
     if b.kind == "base" and a.kind == "number":  # which base is for the question to say
-        return b.content[0] == str(a.content[0])
+        return b.content[0] == a.text
     if kinds & {"words", "clock", "base"}:
         return a.kind == b.kind and a.content == b.content
-    if "unread" in kinds or len(a.text) == len(b.text) == 1:
+    if "unread" in kinds or len(a.text) == len(b.text) == 1:  # c is not C, as to math-verify
         return False
-    structured = [x.kind == "list" or x.kind[0] in "([{" for x in (a, b)]
-    if all(structured):
+    if all(kind == "list" or kind[0] in "([{" for kind in kinds):
         return equal_parts(a, b, ask)
-    return not (structured[1] and a.kind == "number") and ask(a, b)
+    return ask(a.text, b.text)
 
 
 def equal_parts(a, b, ask):
@@ -279,9 +272,8 @@ def same_all(pairs):
     """Whether each (given, gold) is the same answer; where gold is a number, given must be one."""
     asked = {}
 
-    def ask(a, b):
-        given, gold = (rewrite(str(x.content[0]) if x.kind == "number" else
-                               x.content if x.kind == "latex" else x.text, LATEX) for x in (a, b))
+    def ask(given, gold):
+        given, gold = rewrite(given, LATEX), rewrite(gold, LATEX)
         if MISREAD.search(given) or COSTLY.search(given) and not COSTLY.search(gold):
             return False
         return asked.setdefault((given, gold), False)

@@ -27,6 +27,14 @@ def pytest_configure(config):
                 patch_once()
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """AWQ is calibrated on 4 sequences of 32 tokens."""
+    from plumbing import datasets
+
+    monkeypatch.setattr(datasets, "calibration", functools.partial(datasets.calibration, sequences=4, length=32))
+
+
 def patch_once():
     """At each call of a function from a kernel, Triton's interpreter patches all of triton.language again, a third of its time;
     what a launch has patched holds for its calls, and what the first call adds is never taken back."""

@@ -49,7 +49,7 @@ FILES = {  # what is damaged, and a command that reads it
     "adapter/policy.json": "sample --adapter adapter --prompt x --max-new-tokens 2 --device cpu",
     "d.jsonl": "data --data d.jsonl --n 3",
     "p.jsonl": "sample --file p.jsonl --out new --max-new-tokens 2 --device cpu",
-    "c.jsonl": "nvfp4 --model model --out new --device cpu --awq --calib c.jsonl --sequences 2 --length 8",
+    "c.jsonl": "nvfp4 --model model --out new --device cpu --awq --calib c.jsonl",
     "run/metrics.jsonl": "plot run", "run/config.json": "plot run", "run/summary.json": "plot run",
 }
 VALUES = (None, True, False, 0, 1, -1, 2, 3, 33, 2**31, 2**63, 10**400, -10**400, 0.5, 1e-300, 1e300, "", "1", "x", "../x", "/x",

@@ -315,13 +315,13 @@ def test_awq_brings_the_model_closer_to_the_original():
     assert (better(ids) - want).norm() < 0.85 * (plain(ids) - want).norm()
 
 
-def test_an_embedding_in_another_dtype_than_the_blocks_is_taken(shallow, tmp_path):
+def test_an_embedding_in_another_dtype_than_the_blocks_is_taken(shallow, tmp_path, few):
     """Stored in float32 above blocks in 16 bits, it was a traceback in the first block."""
     home = Path(shutil.copytree(shallow, tmp_path / "m"))
     state = load_file(home / "model.safetensors")
     state = {k: v.float() if "embed" in k else v.bfloat16() for k, v in state.items()}
     save_file(state, home / "model.safetensors", metadata={"format": "pt"})
-    convert.convert(home, tmp_path / "q", use_awq=True, sequences=4, length=32)
+    convert.convert(home, tmp_path / "q", use_awq=True)
     assert load_file(tmp_path / "q" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.float32
 
 
@@ -373,9 +373,9 @@ def test_the_flag_of_the_commands_loads_with_awq(monkeypatch):
     assert seen == [("text.txt", TINY), (TINY, "cpu", torch.float32, "mxfp4", ids)]
 
 
-def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_path, capsys):
+def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_path, capsys, few):
     """--awq, which nobody had typed, was refused beside the checkpoint that nvfp4.py --awq had written."""
-    convert.convert(shallow, tmp_path / "q", use_awq=True, sequences=2, length=32)
+    convert.convert(shallow, tmp_path / "q", use_awq=True)
     m, had = M.load(shallow, dtype=torch.float32), flags.parse(train.COMMAND, ["--model", str(shallow), "--awq"])
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, tmp_path / "a")
@@ -386,15 +386,15 @@ def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_p
         sample.load_policy(flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "q"), "--awq"]))
 
 
-def test_the_command_says_what_awq_gains_and_writes_what_loading_makes(at_load, shallow, tmp_path, capsys):
+def test_the_command_says_what_awq_gains_and_writes_what_loading_makes(at_load, shallow, tmp_path, capsys, few):
     loaded, calib = at_load
-    convert.main("quantize", ["--model", str(shallow), "--awq", "--calib", str(calib), "--sequences", "4",
-                              "--length", "32", "--device", "cpu", "--out", str(tmp_path / "q")])
+    convert.main("quantize", ["--model", str(shallow), "--awq", "--calib", str(calib),
+                              "--device", "cpu", "--out", str(tmp_path / "q")])
     said = re.search(r"AWQ leaves ([0-9]+)% of plain rounding's output error", capsys.readouterr().out)
     assert 20 < int(said[1]) < 90
     report = json.loads((tmp_path / "q" / "quantization.json").read_text())
     assert report["method"] == "AWQ" and report["calibration_tokens"] == 4 * 32
-    ids = datasets.calibration(calib, shallow, 4, 32)
+    ids = datasets.calibration(calib, shallow)
     assert torch.equal(loaded(ids), M.load(tmp_path / "q")(ids))
 
 
@@ -421,6 +421,7 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     ("bad.jsonl", '{"text": "x"}\nnot json', 'bad.jsonl, row 2: not JSON'),
     ("null.jsonl", '{"text": null}', 'null.jsonl, row 1: needs "text"'),
     ("fields.jsonl", '{"prompt": "x"}', 'fields.jsonl, row 1: needs "text"'),
+    ("half.jsonl", '{"text": "\\ud800"}', "--calib .*half.jsonl: .* is not UTF-8"),
     ("short.txt", "hello", "short.txt: .* tokens, fewer than one sequence of 64"),
 ])
 def test_calibration_files_that_cannot_serve_are_named(tmp_path, name, content, message):

@@ -23,10 +23,9 @@ def folder(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch):
+def short(few, monkeypatch):
     """A small text to calibrate on, and short answers."""
-    for name, value in (("NEW", 4), ("SEQUENCES", 4), ("LENGTH", 32)):
-        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "NEW", 4)
 
 
 def test_the_table_is_measured_row_by_row(folder, shallow, monkeypatch, capsys):
@@ -80,7 +79,7 @@ def test_each_method_is_called_as_it_is_named_and_asked_as_the_columns_say(folde
     # of each row, and the 16 bits beside it
     assert [fmt for fmt, *_ in loads] == ["none", "nf4", "none"]
     assert [len(text) for _, *text in loads if text] == [1]
-    calibration = datasets.calibration(folder / "train.jsonl", checkpoint.fetch(shallow), 4, 32)
+    calibration = datasets.calibration(folder / "train.jsonl", checkpoint.fetch(shallow))
     assert all(torch.equal(text[0], calibration) for _, *text in loads if text)
     how = {"style": "boxed", "n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 4}
     assert engines == 2 * ["auto"] and counts == 2 * [("divergence", 1), ("own_entropy", 1)]

@@ -123,9 +123,9 @@ def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt, family)
     assert torch.equal(M.load(tmp_path / "q", quant=fmt)(IDS), at_load(IDS))  # saying --quant again is no contradiction
 
 
-def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own):
+def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own, few):
     """Its scales as they are, chosen by AWQ among their neighbours; one that is no number is refused."""
-    convert.convert(shallow, tmp_path / "q", own, use_awq=True, sequences=4, length=16)
+    convert.convert(shallow, tmp_path / "q", own, use_awq=True)
     name, state = "model.layers.0.self_attn.o_proj.weight", load_file(tmp_path / "q" / "model.safetensors")
     rows = json.loads((tmp_path / "q" / "quantization.json").read_text())["layers"]
     assert all(row["awq"] < row["rtn"] for row in rows)
@@ -632,8 +632,7 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
     (["--model", "nowhere", "--out", "x"], "--model nowhere: no such folder"),
     (["--model", "m", "--out", "x", "--fmt", "fp3"], "argument --fmt: invalid choice"),
     (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
-    (["--model", "m", "--out", "x", "--length", "64"], "--length: plain rounding uses no text; add --awq"),
-    (["--model", "m", "--out", "x", "--awq", "--sequences", "0"], "--sequences: 0: must be at least 1"),
+    (["--plan", "c.json", "--rank", "0"], "--rank: 0: must be at least 1"),
     (["--plan", "c.json", "--out", "x"], "--plan: prints only"),
     (["--plan", "c.json"], "c.json: no such file"),
     (["--modell", "m"], "unrecognized arguments: --modell"),

@@ -21,6 +21,7 @@ import lora
 import model as qwen
 import sample
 import train
+from fast import memory
 from lab import bench_quantization, chat, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -369,7 +370,8 @@ def test_an_objective_of_ones_own_is_a_row_of_the_table(monkeypatch):
 def test_tiny_is_a_model_wherever_one_is_named(monkeypatch, tmp_path, capsys):
     """README says so of each --model; three commands took it for the name of a folder."""
     monkeypatch.chdir(tmp_path)
-    assert convert.plan_config("tiny") == qwen.read_config(TINY)
+    convert.main("quantize", ["--plan", "tiny"])
+    assert capsys.readouterr().out == f"{memory.table(qwen.read_config(TINY))}\n"
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1+1?", "answer": "2"}\n' * 3)
     bench_quantization.main(["--model", "tiny", "--data", ".", "--out", "q.json", "--methods", "rtn", "--formats", "nvfp4", "--divergence",

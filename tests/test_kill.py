@@ -226,8 +226,7 @@ def test_a_closed_stdout_stops_a_run_where_it_can_go_on(flags, straight, tmp_pat
 COMMANDS = {
     "eval": (evaluation.main, ["--data", "arithmetic", "--limit", "8", "--n", "2", "--out", "out.jsonl", "--quant", "none"]),
     "sample": (chat.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
-    "nvfp4": (partial(convert.main, "quantize"), ["--model", "model", "--out", "out", "--awq", "--device", "cpu", "--sequences", "2",
-                                                  "--length", "32"]),
+    "nvfp4": (partial(convert.main, "quantize"), ["--model", "model", "--out", "out", "--awq", "--device", "cpu"]),
 }
 
 
@@ -245,7 +244,7 @@ def test_what_a_link_points_to_is_written(tmp_path):
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE])
-def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeypatch, name, number):
+def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeypatch, few, name, number):
     """A traceback of forty lines on ctrl-C; a SIGTERM that left X.part behind."""
     monkeypatch.chdir(tmp_path)
     os.symlink(shallow, "model")

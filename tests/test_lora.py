@@ -498,12 +498,12 @@ def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
 @pytest.mark.parametrize(("trained", "now", "fits"), [
     ("base", "plain", True), ("base", "awq", False), ("base --awq", "awq", True), ("base --awq", "plain", False), ("awq", "base", False),
     ("awq", "base --awq", True), ("plain", "base", True)])
-def test_awqs_scales_are_not_taken_for_plain_rounding(tmp_path, trained, now, fits):
+def test_awqs_scales_are_not_taken_for_plain_rounding(tmp_path, trained, now, fits, few):
     """They are folded into the norms: an adapter of the other scales was taken, where one of the two checkpoints is packed."""
     folders = {"base": TINY, "awq": tmp_path / "awq", "plain": tmp_path / "plain"}
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
     for name in {trained.split()[0], now.split()[0]} - {"base"}:
-        convert.convert(TINY, folders[name], use_awq=name == "awq", sequences=2, length=32)
+        convert.convert(TINY, folders[name], use_awq=name == "awq")
     args = [["--model", str(folders[name]), "--quant", "nvfp4", *more] for name, *more in (trained.split(), now.split())]
     had = flags.parse(train.COMMAND, args[0])
     (tmp_path / "a" / "policy.json").write_text(json.dumps(policy_of(had)))

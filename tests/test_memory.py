@@ -61,7 +61,7 @@ def test_the_plan_of_the_published_shapes(tmp_path, capsys):
     assert all(word in out for word in ("nvfp4", "LoRA r=16", "kept for 4096 tokens", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
 
 
-def test_a_plan_of_a_hub_id_fetches_its_config_alone(monkeypatch):
+def test_a_plan_of_a_hub_id_fetches_its_config_alone(monkeypatch, capsys):
     """Sixty gigabytes, to be told that they do not fit."""
     asked = []
 
@@ -70,7 +70,8 @@ def test_a_plan_of_a_hub_id_fetches_its_config_alone(monkeypatch):
         return Path(__file__).parent / "fixtures" / "qwen2_tied"
 
     monkeypatch.setattr(checkpoint, "fetch", fetch)
-    assert convert.plan_config("Qwen/Qwen2.5-32B-Instruct").hidden_size == 32 and asked == [("Qwen/Qwen2.5-32B-Instruct", False)]
+    assert convert.main("quantize", ["--plan", "Qwen/Qwen2.5-32B-Instruct"]) == 0
+    assert asked == [("Qwen/Qwen2.5-32B-Instruct", False)] and "training peak" in capsys.readouterr().out
 
 
 def test_the_plan_counts_the_adapter_that_training_makes():

@@ -283,7 +283,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
     for d in ("x", "y"):
         (tmp_path / d).mkdir()
     runs = [folder(tmp_path / d) for d in ("x/run", "y/run", "z")]
-    assert plot.names(runs) == [str(runs[0]), str(runs[1]), "z"]
+    assert plot.names(runs) == ["x/run", "y/run", "z"]
 
 
 def test_any_folder_may_be_named_in_the_legend(tmp_path, axes):
