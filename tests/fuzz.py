@@ -39,15 +39,15 @@ from tests.test_bad_inputs import COMMANDS, DEEP, seen, sound_files  # noqa: E40
 SLOW, LATE = 10.0, 60.0  # seconds of processor time here, and of the clock, that no case may take
 FILES = {  # what is damaged, and a command that reads it
     "model/config.json": "sample --model model --prompt x --max-new-tokens 2 --device cpu",
-    "model/tokenizer.json": "data --model model --data d.jsonl --n 1",
-    "model/tokenizer_config.json": "data --model model --data d.jsonl --n 1",
+    "model/tokenizer.json": "sample --model model --prompt 1+1 --max-new-tokens 1 --device cpu",
+    "model/tokenizer_config.json": "sample --model model --prompt 1+1 --max-new-tokens 1 --device cpu",
     "model/generation_config.json": "sample --model model --prompt x --max-new-tokens 2 --device cpu",
     "model/model.safetensors": "nvfp4 --model model --out new --device cpu",
     "model/model.safetensors.index.json": "sample --model model --prompt x --max-new-tokens 2 --device cpu",
     "adapter/adapter_config.json": "lora --merge --model model --adapter adapter --out new --device cpu",
     "adapter/adapter_model.safetensors": "lora --merge --model model --adapter adapter --out new --device cpu",
     "adapter/policy.json": "sample --adapter adapter --prompt x --max-new-tokens 2 --device cpu",
-    "d.jsonl": "data --data d.jsonl --n 3",
+    "d.jsonl": "eval --model model --data d.jsonl --n 1 --max-new-tokens 1 --device cpu",
     "p.jsonl": "sample --file p.jsonl --out new --max-new-tokens 2 --device cpu",
     "c.jsonl": "nvfp4 --model model --out new --device cpu --awq --calib c.jsonl",
     "run/metrics.jsonl": "plot run", "run/config.json": "plot run", "run/summary.json": "plot run",
