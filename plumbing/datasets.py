@@ -200,7 +200,7 @@ def calibration(path, folder, sequences=128, length=512):
             if len(ids) >= want:
                 break
     except ValueError as e:  # a text that the tokenizer cannot read
-        raise ValueError(f"--calib {path}: {e}") from None
+        raise ValueError(f"--calib {path or 'by default'}: {e}") from None
     rows = min(sequences, len(ids) // length)
     if rows < 1:
         raise ValueError(f"--calib {path or 'by default'}: {len(ids)} tokens, fewer than one "
