@@ -1,5 +1,6 @@
 """What several files of tests share. Libraries are imported where they are needed: the process that only hands tests out to
 others needs none."""
+import dataclasses
 import functools
 import json
 import os
@@ -28,17 +29,26 @@ def pytest_configure(config):
 
 
 def patch_once():
-    """At each call of a function from a kernel, Triton's interpreter patches all of triton.language again, a third of its time;
-    what a launch has patched holds for its calls, and what the first call adds is never taken back."""
+    """Triton's interpreter without half of its work. At each call of a function from a kernel it patches all of triton.language again;
+    what a launch has patched holds for its calls, and what the first call adds is never taken back. Each sum and product of integers
+    is computed again in 64 bits, for a check of overflow that is then not made; each operation builds a table of dtypes."""
     from triton.runtime import interpreter
 
-    patch = functools.cache(interpreter._patch_lang)
+    patch, np_dtype, known = functools.cache(interpreter._patch_lang), interpreter._get_np_dtype, {}
 
     def call(self, *args, **kw):
         patch(self.fn)
         return self.rewrite()(*args, **kw)
 
+    def dtype_of(kind):
+        if kind.name not in known:
+            known[kind.name] = np_dtype(kind)
+        return known[kind.name]
+
     interpreter.InterpretedFunction.__call__ = call
+    interpreter._get_np_dtype = dtype_of
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def pytest_collection_modifyitems(items):
