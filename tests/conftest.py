@@ -72,6 +72,20 @@ def blank_pictures(request, monkeypatch):
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, out, **options: Path(out).touch())
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_exponents(request):
+    """AWQ tries four exponents for a linear, where twenty take most of the time of a small model's conversion: but where the search is
+    tested, and on a GPU."""
+    import torch
+
+    import nvfp4
+
+    with pytest.MonkeyPatch.context() as m:
+        if request.path.stem != "test_awq" and not torch.cuda.is_available():
+            m.setattr(nvfp4, "GRID", 4)
+        yield
+
+
 def first_blocks(n, folder):
     """The embedded model's first n blocks, a checkpoint in `folder`: where it does not matter what a model says."""
     from safetensors.torch import load_file, save_file
@@ -100,6 +114,16 @@ def own(request, monkeypatch):
 
     monkeypatch.setitem(FORMATS, "own", Format(request.param, torch.float32, tuple(range(-8, 8))))
     return "own"
+
+
+def policy_of(args):
+    """What train.py would write into policy.json."""
+    from plumbing import policy
+
+    import train
+
+    kept = [f.dest for f in train.COMMAND.flags if f.in_policy]
+    return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from plumbing import arithmetic, checkpoint, datasets, flags, policy
+from plumbing import arithmetic, checkpoint, datasets, flags
 from plumbing.tokenizer import Tokenizer
 
 import pytest
@@ -20,16 +20,11 @@ import sample
 import train
 from lab import convert
 from nvfp4 import FORMATS, QuantLinear, block_scales, dequantize, encode, snap
+from tests.conftest import policy_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
 IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
-
-
-def policy_of(args):
-    """What train.py would write into policy.json."""
-    kept = [f.dest for f in train.COMMAND.flags if f.in_policy]
-    return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
 def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512):

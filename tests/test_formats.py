@@ -1,10 +1,6 @@
 """The number formats, code by code and scale by scale, against tables written out here; packing."""
 import itertools
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -160,23 +156,6 @@ def test_a_codebook_of_ones_own_is_one_row(own):
     assert torch.equal(unpacked(q).view(9, -1, block).float() - 8, code)
     assert torch.equal(dequantize(quantize(dequantize(q), own)), dequantize(q))
     assert torch.equal(nvfp4.snap(w, own, *block_scales(w, own)), dequantize(q))
-
-
-def test_a_script_trains_on_a_format_of_its_own(tmp_path):
-    """A row that is there before the commands are imported is in their flags, and in what lies beside the adapter."""
-    script = """
-import sys, torch
-from nvfp4 import FORMATS, Format
-FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
-import train
-train.main(sys.argv[1:])
-"""
-    argv = ["--quant", "int4", "--steps", "1", "--eval-n", "0", "--prompts-per-step", "2", "--out", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, "-c", script, *argv], cwd=Path(nvfp4.__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 1 and rows[0]["reward"] > 0.2  # of noise for weights it is 0
-    assert json.loads((tmp_path / "run" / "adapter" / "policy.json").read_text())["quant"] == "int4"
 
 
 @pytest.mark.parametrize("block, dtype, values", [
