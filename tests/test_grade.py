@@ -373,12 +373,6 @@ def test_a_larger_batch_has_more_time(quick, monkeypatch):
     assert waited == [62.0, 122.0]
 
 
-def test_grading_is_imported_without_sympy():
-    """It takes seconds, which every command would."""
-    code = "import sys, data; print({'sympy', 'math_verify', 'latex2sympy2_extended'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "set()\n"
-
-
 def members(group):
     """Processes of a group that run."""
     out = []

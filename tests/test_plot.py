@@ -288,7 +288,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 
 def test_any_folder_may_be_named_in_the_legend(tmp_path, axes):
     """_old was left out of it, and alone was an error of matplotlib's, as was $\\q$."""
-    runs = [folder(tmp_path / name) for name in ("_old", "a", r"$\q$")]
+    runs = [folder(tmp_path / name, [{"step": 0, "reward": 1.0}]) for name in ("_old", "a", r"$\q$")]
     for some in (runs, runs[:1], runs[2:]):
         draw(some, tmp_path / "p.png")
         FigureCanvasAgg(axes()["reward"].figure).draw()  # the figure's own canvas draws when it is saved

@@ -4,7 +4,7 @@ import json
 from functools import cache
 from types import SimpleNamespace
 
-from plumbing import checkpoint
+from plumbing import checkpoint, judge
 from plumbing.files import parse_json
 
 import hypothesis.strategies as st
@@ -133,7 +133,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
                     lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=5), x, max_size=4), max_leaves=6)
 
 
-@MANY
+@FEW
 @given(JSON, st.booleans())
 def test_the_reader_gives_an_object_or_a_line(value, ascii_only):
     """Whatever is in a file: an object equal to what was written, or a ValueError that names it."""
@@ -160,10 +160,12 @@ def test_any_text_is_an_object_or_a_line(text):
 @given(st.lists(st.tuples(st.text(max_size=60), st.sampled_from(["2", "x+1", "\\frac{1}{2}", ""])), max_size=6),
        st.sampled_from(["tags", "boxed"]))
 def test_any_completion_is_graded(completions, style):
-    """Text of any kind, within the format's own marks too."""
+    """Text of any kind, within the format's own marks too, whatever math-verify would say."""
     wrapped = [(t, a) for text, a in completions for t in (text, f"<think></think><answer>{text}</answer>", f"\\boxed{{{text}}}")]
-    for verdict in data.rewards(wrapped, style):
-        assert verdict["reward"] == 0.2 * verdict["format"] + verdict["correct"]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(judge, "ask", lambda pairs: [i % 2 > 0 for i, _ in enumerate(pairs)])
+        for verdict in data.rewards(wrapped, style):
+            assert verdict["reward"] == 0.2 * verdict["format"] + verdict["correct"]
 
 
 @MANY
