@@ -83,9 +83,9 @@ def test_generate_equals_the_plain_function(monkeypatch, on_fast_path, kw):
     """Slots that refill and shrink, rows that stop inside a burst of steps, a limit a prompt."""
     monkeypatch.setattr(decode, "STEPS", 2)
     m = small(rank=0 if kw else 3)
-    kw = dict(n=2, max_new_tokens=[4, 1, 3], eos_ids=range(40), seed=3, max_rows=4, **kw)
-    want = sample.generate(m, PROMPTS[:3], **kw)
-    compare(sample.generate(on_fast_path(m), PROMPTS[:3], **kw), want)
+    prompts, kw = [[5], [1, 2, 3], [4, 3, 2, 1]], dict(n=2, max_new_tokens=[3, 1, 3], eos_ids=range(40), seed=3, max_rows=4, **kw)
+    want = sample.generate(m, prompts, **kw)
+    compare(sample.generate(on_fast_path(m), prompts, **kw), want)
     assert m in engine.ENGINES
 
 
