@@ -197,7 +197,7 @@ MUTANTS = {
         ("another pi_old than the README's", '("sampler", "trainer", "current"), "sampler"',
          '("sampler", "trainer", "current"), "current"', "flags::the_defaults_are_the_papers"),
         ("a KL to the trained model itself", "        if args.beta:\n", "        if False:\n",
-         "train::bad_input_is_one_line_naming_the_flag_and_writes_nothing"),
+         "bad_inputs::flags_and_places_are_checked_before_the_work"),
         ("seeds share a folder", "{args.quant}-s{args.seed}", "{args.quant}",
          "flags::runs_of_other_seeds_have_other_folders"),
         ("another scaling than the README's", "number(1e-6, 1e6, float), 32.0",

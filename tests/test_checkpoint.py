@@ -600,13 +600,6 @@ def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
     assert torch.equal(M.load(tmp_path / "q")(IDS), M.load(folder, quant="nvfp4")(IDS))
 
 
-def test_an_existing_folder_is_never_overwritten(tmp_path):
-    folder = base(tmp_path)
-    (tmp_path / "q").mkdir()
-    with pytest.raises(ValueError, match="--out .*q: exists already"):
-        convert.convert(folder, tmp_path / "q")
-
-
 def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
     """Row slices of a fused weight that keep the whole alive, or a list of all tensors written at the end."""
     held = []

@@ -89,14 +89,6 @@ def test_who_evaluates_by_another_reward_than_was_trained_by_is_warned(tmp_path,
         assert ("warning: trained by --reward" in said.err) == warned == ("adapter: mean reward 1.250" not in said.out)
 
 
-def test_the_whole_answer_is_scored(monkeypatch, tok, model):
-    """Scoring the first character only takes 42 for 4, and 4 for 42."""
-    scripted(monkeypatch, tok, [["<think>.</think><answer>42</answer>", "<think>.</think><answer>4</answer>"]])
-    for gold in ("4", "42"):
-        r = evaluation.evaluate(model, tok, [{"question": "q", "answer": gold}], n=2)
-        assert [s["correct"] for s in r["rows"][0]["samples"]] == [gold == "42", gold == "4"]
-
-
 def test_what_is_counted(monkeypatch, tok, model):
     """Accuracy, format, length and truncation over all samples; the error over questions, since samples of one are not
     independent: 2, 1 and 0 right of 2 have mean 1/2 and a standard error of 1/2/sqrt(3)."""
@@ -270,12 +262,6 @@ def test_noise_never_reaches_an_evaluation(tok, model):
     assert torch.equal(model.layers[0].input_layernorm.noise, before) and before.any()
 
 
-def test_batching_does_not_change_the_result(tok, model):
-    rows = data.load("arithmetic", "test", 6)
-    options = {"n": 2, "max_new_tokens": 24, "seed": 3}
-    assert evaluation.evaluate(model, tok, rows, max_rows=3, **options) == evaluation.evaluate(model, tok, rows, **options)
-
-
 def test_long_prompts_are_skipped_and_counted(tok, model):
     rows = [{"question": "What is 1+1?", "answer": "2"}, {"question": "1" * 90, "answer": "2"}]
     r = evaluation.evaluate(model, tok, rows, n=1, max_prompt=60, max_new_tokens=8)
@@ -318,14 +304,6 @@ def test_an_adapter_that_is_switched_off_is_an_error(tmp_path, tok, model):
         layer.enabled = False
     with pytest.raises(ValueError, match="bit for bit"):
         evaluation.check_adapter(model, tok.prompt_ids("What is 1+1?"), "adapter")
-
-
-def test_several_sets_have_a_line_each(tmp_path):
-    path = tmp_path / "own.jsonl"
-    path.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
-    lines = cli("--data", f"arithmetic,{path}", "--greedy", "--limit", "3", "--max-new-tokens", "16", "--quant", "nvfp4")
-    assert [line.split()[0] for line in lines[:3]] == ["data", "arithmetic", "own"]
-    assert [r["questions"] for r in json.loads(lines[-1])["results"]] == [3, 1]
 
 
 @pytest.mark.parametrize(("argv", "says"), [

@@ -370,6 +370,7 @@ def test_tiny_is_a_model_wherever_one_is_named(monkeypatch, tmp_path, capsys):
     """README says so of each --model; three commands took it for the name of a folder."""
     monkeypatch.chdir(tmp_path)
     assert convert.plan_config("tiny") == qwen.read_config(TINY)
+    assert convert.main("quantize", ["--model", "tiny", "--out", "q", "--device", "cpu"]) == 0
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1+1?", "answer": "2"}\n' * 3)
     bench_quantization.main(["--model", "tiny", "--data", ".", "--out", "q.json", "--methods", "rtn", "--formats", "nvfp4", "--divergence",

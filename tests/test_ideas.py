@@ -15,7 +15,7 @@ import model
 import nvfp4
 import sample
 import train
-from tests.conftest import tiny, weights
+from tests.conftest import rows_of, tiny, weights
 
 IDEAS = Path(__file__).resolve().parents[1] / "lab" / "ideas"
 SMALL = ["--steps", "2", "--eval-n", "0", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8", "--overlong", "none",
@@ -49,10 +49,6 @@ def started(monkeypatch, name, *argv):
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(IDEAS / f"{name}.py"), run_name="__main__")
     return e.value.code
-
-
-def rows_of(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("name", "flags"), [

@@ -31,6 +31,7 @@ import grpo
 import model as qwen
 import train
 from lab import chat, convert
+from tests.conftest import rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--lora-rank", "2", "--eval-n", "0",
@@ -106,11 +107,9 @@ def go_on(flags, out):
 
 
 def learned(out):
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    timing = ("seconds", "tok_s", "peak")
-    rows = [{k: v for k, v in row.items() if not any(t in k for t in timing)} for row in rows]
     state = torch.load(out / "checkpoint" / "state.pt", weights_only=True)
-    return (out / "adapter" / "adapter_model.safetensors").read_bytes(), rows, [p.tolist() for p in state["params"]], state["step"]
+    adapter = (out / "adapter" / "adapter_model.safetensors").read_bytes()
+    return adapter, rows_of(out), [p.tolist() for p in state["params"]], state["step"]
 
 
 @pytest.fixture(scope="module")

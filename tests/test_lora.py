@@ -517,12 +517,6 @@ def test_awqs_scales_are_not_taken_for_plain_rounding(folders, tmp_path, trained
             policy.check(wanted)
 
 
-def test_the_demos_model_has_one_name_for_all_commands(tmp_path):
-    """tiny was a model to train and sample from, and no such folder to quantize or merge."""
-    convert.main("quantize", ["--model", "tiny", "--out", str(tmp_path / "q"), "--device", "cpu"])
-    assert (tmp_path / "q" / "model.safetensors").is_file()
-
-
 def test_merging_a_quantized_checkpoint_and_the_distance_it_reports(tmp_path):
     folder = FIXTURES / "compressed_nvfp4"
     r = convert.merge(folder, FIXTURES / "peft_all", tmp_path / "m")

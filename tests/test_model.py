@@ -262,15 +262,6 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
         M.load(folder)
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
-def test_a_truncated_file_is_named(tmp_path, keep):
-    folder = copy(tmp_path)
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(ValueError, match="model.safetensors: not a readable safetensors file .* download it again"):
-        M.load(folder)
-
-
 def test_missing_shards_and_indices_are_named(tmp_path):
     folder = copy(tmp_path, "qwen2_sharded")
     (folder / "model-00002-of-00003.safetensors").rename(tmp_path / "away")
@@ -289,10 +280,6 @@ def test_an_index_that_lies_is_named(tmp_path):
     path.write_text(json.dumps({"weight_map": wrong}))
     with pytest.raises(ValueError, match="model-00001-of-00003.safetensors: cannot read model.*"):
         M.load(folder)
-    for text in ("{", "{}", "[]", '{"weight_map": {}}'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="model.safetensors.index.json: "):
-            M.load(folder)
 
 
 # ---- config.json
@@ -330,17 +317,6 @@ def test_a_config_that_cannot_be_honoured_is_an_error(tmp_path, change, message)
     with pytest.raises(ValueError, match="config.json") as e:
         M.load(folder)
     assert message in str(e.value) and "\n" not in str(e.value)
-
-
-def test_a_config_that_is_no_config_is_an_error(tmp_path):
-    folder = copy(tmp_path)
-    for text in ("{", "[1]", ""):
-        (folder / "config.json").write_text(text)
-        with pytest.raises(ValueError, match="config.json: not"):
-            M.load(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="config.json: no such file"):
-        M.load(folder)
 
 
 def test_fields_that_older_configs_write_mean_the_same(tmp_path):

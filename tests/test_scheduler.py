@@ -98,15 +98,6 @@ def test_refill_and_shrink_keep_every_sample(on_slots, rows):
     compare(sample.generate(on_slots(m), PROMPTS, max_rows=rows, **kw), want)
 
 
-def test_a_hundred_prompts_through_four_slots(on_slots):
-    """Each of them comes back, in its place, as it would alone: no slot is forgotten, no row taken for another."""
-    g = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, 297, (1 + i % 7,), generator=g).tolist() for i in range(100)]
-    m, kw = small(), dict(max_new_tokens=[1 + i % 2 for i in range(100)], temperature=0)
-    want = sample.generate(m, prompts, **kw)
-    assert tokens(sample.generate(on_slots(m), prompts, max_rows=4, **kw)) == tokens(want)
-
-
 @pytest.mark.parametrize(("stall", "starts"), [(0, 4), (1000, 2)])
 def test_rows_that_wait_for_company_leave_holes_and_draw_the_same(monkeypatch, on_slots, stall, starts):
     """A prefill stops all rows: three ends should cost one, and a slot that stands empty until then must not be read."""
