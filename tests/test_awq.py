@@ -403,25 +403,6 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     assert datasets.calibration(rows, TINY, 50, 4).shape[0] < 50  # as many whole sequences as there are
 
 
-@pytest.mark.parametrize("name,content,message", [
-    ("none.jsonl", None, "--calib .*none.jsonl: no such file"),
-    ("bad.jsonl", '{"text": "x"}\nnot json', 'bad.jsonl, row 2: not JSON'),
-    ("null.jsonl", '{"text": null}', 'null.jsonl, row 1: needs "text"'),
-    ("fields.jsonl", '{"prompt": "x"}', 'fields.jsonl, row 1: needs "text"'),
-    ("short.txt", "hello", "short.txt: .* tokens, fewer than one sequence of 64"),
-])
-def test_calibration_files_that_cannot_serve_are_named(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        datasets.calibration(tmp_path / name, TINY, 4, 64)
-
-
-def test_a_quantized_checkpoint_is_not_quantized_again():
-    with pytest.raises(ValueError, match="--awq: .*compressed_nvfp4 is quantized already"):
-        M.load(FIXTURES / "compressed_nvfp4", quant="nvfp4", calibration=torch.zeros(1, 2, dtype=torch.long))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_the_gpu_calibrates_as_the_cpu_does_and_runs_what_it_made(fmt, tmp_path):

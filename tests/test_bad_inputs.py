@@ -283,6 +283,8 @@ FIELDS = [
     ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"text": 5}'), "c.jsonl, row 1|text"),
     ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"question": "q"}'), "c.jsonl, row 1"),
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", b"\xff\xfe"), "c.txt|UTF-8"),
+    ("nvfp4 --model model --out new --awq --calib none.jsonl", nothing, "--calib none.jsonl|no such file"),
+    ("bench_quantization --model model --data set --out new --formats fp3", nothing, "--formats: invalid choice: 'fp3'"),
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", "short"), "--calib c.txt|more text|--length"),
     ("nvfp4 --model model --out new --awq --length 1500", nothing, "--length 1500|512 positions"),
     ("sample --model model --device cpu --prompt \udcff", nothing, "UTF-8"),

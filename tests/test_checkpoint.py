@@ -616,14 +616,9 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("argv,message", [
     ([], "--model and --out are needed"),
-    (["--model", "nowhere", "--out", "x"], "--model nowhere: no such folder"),
-    (["--model", "m", "--out", "x", "--fmt", "fp3"], "argument --fmt: invalid choice"),
     (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
     (["--model", "m", "--out", "x", "--length", "64"], "--length: plain rounding uses no text; add --awq"),
-    (["--model", "m", "--out", "x", "--awq", "--sequences", "0"], "--sequences: 0: must be at least 1"),
     (["--plan", "c.json", "--out", "x"], "--plan: prints only"),
-    (["--plan", "c.json"], "c.json: no such file"),
-    (["--modell", "m"], "unrecognized arguments: --modell"),
 ])
 def test_bad_flags_exit_with_one_line_and_code_2(argv, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -307,11 +307,7 @@ def test_an_adapter_that_is_switched_off_is_an_error(tmp_path, tok, model):
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--model", "nowhere"], "--model nowhere"), (["--data", "nowhere"], "--data nowhere"),
-    (["--adapter", "nowhere"], "--adapter"),
-    (["--n", "0"], "--n: 0"), (["--greedy", "--n", "4"], "--n 4"), (["--temperature", "0", "--n", "4"], "--n 4"), (["--top-p", "0"], "--top-p"), (["--frobnicate"], "frobnicate"),
-    (["--temperature", "-1"], "--temperature"), (["--limit", "0"], "--limit: 0"), (["--prompt-style", "poem"], "--prompt-style"),
-    (["--out", "no/such/folder/x.jsonl"], "--out"), (["--max-prompt", "3"], "--max-prompt 3"),
+    (["--greedy", "--n", "4"], "--n 4"), (["--temperature", "0", "--n", "4"], "--n 4"), (["--max-prompt", "3"], "--max-prompt 3"),
     (["--max-new-tokens", "9999"], "9999"), (["--max-new-tokens", "480"], "--data arithmetic: with --max-new-tokens 480"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(argv, says, capsys, monkeypatch, tmp_path):

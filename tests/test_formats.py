@@ -182,15 +182,6 @@ def test_small_scales_belong_to_formats_of_that_name(monkeypatch, dtype):
         quantize(torch.ones(8, 128), "mine")
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_relative_error_is_that_of_four_bits(fmt, dtype):
-    """A decode in the wrong order or a missing scale is an error of order one, whatever the input's dtype."""
-    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).mul(0.02).to(dtype)
-    error = (dequantize(quantize(w, fmt)) - w.float()).norm() / w.float().norm()
-    assert {"mxfp4": 0.09}.get(fmt, 0.08) < error < {"mxfp4": 0.15}.get(fmt, 0.11)
-
-
 # ---- degenerate weights
 
 

@@ -6,8 +6,6 @@ import math
 import shutil
 from pathlib import Path
 
-from plumbing import checkpoint
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -364,12 +362,3 @@ def test_a_path_that_is_no_folder_is_an_error(tmp_path):
             M.load(name)
     with pytest.raises(FileNotFoundError, match="config.json: no such file"):
         M.load(tmp_path)
-
-
-def test_random_weights_of_true_shapes_load_everywhere():
-    """What the speed and memory measurements run on: seeded, finite, as large as the checkpoint would be."""
-    config = M.read_config(FIXTURES / "llama_head_dim")
-    a, b, c = (M.build(config, checkpoint.RandomCheckpoint(s), dtype=torch.float32) for s in (0, 0, 1))
-    ids = torch.arange(8)[None]
-    assert torch.equal(a(ids), b(ids)) and not torch.equal(a(ids), c(ids)) and torch.isfinite(a(ids)).all()
-    assert {n: p.shape for n, p in a.named_parameters()} == {n: p.shape for n, p in load("llama_head_dim").named_parameters()}

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 
 import data
-import eval as evaluation
 import grpo
 import model as M
 import sample
@@ -139,14 +138,3 @@ def test_any_completion_is_graded(completions, style):
         m.setattr(judge, "ask", lambda pairs: [i % 2 > 0 for i, _ in enumerate(pairs)])
         for verdict in data.rewards(wrapped, style):
             assert verdict["reward"] == 0.2 * verdict["format"] + verdict["correct"]
-
-
-@MANY
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
-def test_pass_at_k_is_the_chance_of_a_right_one_among_k(correct, drawn):
-    """By its definition: over all subsets of k samples."""
-    from itertools import combinations
-
-    k = drawn.draw(st.integers(1, min(len(correct), 5)))
-    subsets = list(combinations(correct, k))
-    assert evaluation.pass_at(k, correct) == pytest.approx(sum(map(any, subsets)) / len(subsets))

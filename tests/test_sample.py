@@ -22,14 +22,6 @@ def model():
     return m
 
 
-@pytest.fixture(scope="module")
-def small():
-    m = M.build(M.Config(101, 16, 16, 1, 1, 1, 16, max_position_embeddings=4100),
-                         checkpoint.RandomCheckpoint(1), dtype=torch.float32)
-    m.lm_head.weight.mul_(8)
-    return m
-
-
 def tokens(groups):
     return [[s.ids for s in g] for g in groups]
 
@@ -59,14 +51,6 @@ def test_rows_that_leave_change_no_other(model, monkeypatch, decoder):
     monkeypatch.setattr(sample, "Decoder", decoder)
     for rows in (2, 3, 7, None):
         assert tokens(sample.generate(model, PROMPTS, max_rows=rows, **kw)) == alone
-
-
-def test_a_prompt_of_one_token_beside_one_of_four_thousand(small):
-    """Nothing to fill beside a padded row: the short one's own positions."""
-    long, kw = [i * i % 97 for i in range(4000)], dict(max_new_tokens=4, temperature=0)
-    both = sample.generate(small, [[5], long], **kw)
-    alone = sample.generate(small, [[5]], **kw) + sample.generate(small, [long], **kw)
-    assert tokens(both) == tokens(alone)
 
 
 def test_prompts_are_prefilled_once_and_within_the_budget(model, monkeypatch):
