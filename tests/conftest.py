@@ -53,8 +53,8 @@ def patch_once():
 
 def pytest_collection_modifyitems(items):
     """The slowest files first, so that both processes end together."""
-    slow = ("test_ranks", "test_kill", "test_decode", "test_loop", "test_train", "test_grade", "test_awq", "test_packed",
-            "test_fast", "test_gemm", "test_bad_inputs")
+    slow = ("test_ranks", "test_kill", "test_train", "test_grade", "test_gemm", "test_packed", "test_fast", "test_loop",
+            "test_awq", "test_ideas", "test_bad_inputs")
     items.sort(key=lambda item: slow.index(item.path.stem) if item.path.stem in slow else len(slow))
 
 

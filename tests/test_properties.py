@@ -106,7 +106,7 @@ def test_what_is_drawn_lies_in_the_nucleus(logits, u, top_p):
     logits = torch.tensor([logits])
     ids, logp = sample.sample_ids(logits, torch.tensor([u]), top_p=top_p)
     p = logits.softmax(-1)[0].double()
-    assert p[p > p[ids[0]]].sum() < top_p + 1e-5
+    assert p[p > p[ids[0]] * (1 + 1e-5)].sum() < top_p + 1e-5  # beside float32's ties
     assert logp[0] == pytest.approx(logits.log_softmax(-1)[0, ids[0]].item(), abs=1e-4)
 
 
