@@ -1,5 +1,6 @@
 """What several files of tests share. Libraries are imported where they are needed: the process that only hands tests out to
 others needs none."""
+import dataclasses
 import functools
 import json
 import os
@@ -36,23 +37,32 @@ def few(monkeypatch):
 
 
 def patch_once():
-    """At each call of a function from a kernel, Triton's interpreter patches all of triton.language again, a third of its time;
-    what a launch has patched holds for its calls, and what the first call adds is never taken back."""
+    """Triton's interpreter without half of its work. At each call of a function from a kernel it patches all of triton.language again;
+    what a launch has patched holds for its calls, and what the first call adds is never taken back. Each sum and product of integers
+    is computed again in 64 bits, for a check of overflow that is then not made; each operation builds a table of dtypes."""
     from triton.runtime import interpreter
 
-    patch = functools.cache(interpreter._patch_lang)
+    patch, np_dtype, known = functools.cache(interpreter._patch_lang), interpreter._get_np_dtype, {}
 
     def call(self, *args, **kw):
         patch(self.fn)
         return self.rewrite()(*args, **kw)
 
+    def dtype_of(kind):
+        if kind.name not in known:
+            known[kind.name] = np_dtype(kind)
+        return known[kind.name]
+
     interpreter.InterpretedFunction.__call__ = call
+    interpreter._get_np_dtype = dtype_of
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def pytest_collection_modifyitems(items):
     """The slowest files first, so that both processes end together."""
-    slow = ("test_ranks", "test_kill", "test_decode", "test_loop", "test_train", "test_grade", "test_awq", "test_packed",
-            "test_fast", "test_gemm", "test_bad_inputs")
+    slow = ("test_ranks", "test_kill", "test_train", "test_grade", "test_gemm", "test_packed", "test_fast", "test_loop",
+            "test_awq", "test_ideas", "test_bad_inputs")
     items.sort(key=lambda item: slow.index(item.path.stem) if item.path.stem in slow else len(slow))
 
 
@@ -68,6 +78,20 @@ def blank_pictures(request, monkeypatch):
     """A run ends with a picture of its curves, half of the time that a run of two steps takes: drawn where pictures are tested."""
     if request.node.path.stem not in ("test_plot", "test_archive", "test_bad_inputs"):
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, out, **options: Path(out).touch())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_exponents(request):
+    """AWQ tries four exponents for a linear, where twenty take most of the time of a small model's conversion: but where the search is
+    tested, and on a GPU."""
+    import torch
+
+    import nvfp4
+
+    with pytest.MonkeyPatch.context() as m:
+        if request.path.stem != "test_awq" and not torch.cuda.is_available():
+            m.setattr(nvfp4, "GRID", 4)
+        yield
 
 
 def first_blocks(n, folder):
@@ -98,6 +122,16 @@ def own(request, monkeypatch):
 
     monkeypatch.setitem(FORMATS, "own", Format(request.param, torch.float32, tuple(range(-8, 8))))
     return "own"
+
+
+def policy_of(args):
+    """What train.py would write into policy.json."""
+    from plumbing import policy
+
+    import train
+
+    kept = [f.dest for f in train.COMMAND.flags if f.in_policy]
+    return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
 @pytest.fixture

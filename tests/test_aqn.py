@@ -28,13 +28,6 @@ def test_schedule_gives_the_published_levels():
     assert got[59] == 0 and got[60] == 1e-2 and got[-1] == 1e-4
 
 
-def test_eq8_is_noisy_from_the_first_stage():
-    """Eq. 8 as printed has K noisy levels; the released code's form has K - 1 and a clean stage."""
-    got = [aqn.sigma(k, 5, 1e-2, 1e-4, stages=5, schedule="eq8") for k in range(5)]
-    assert got == pytest.approx([1e-2 * (1e-4 / 1e-2) ** (k / 4) for k in range(5)], rel=1e-12)
-    assert got[0] == 1e-2 and got[-1] == 1e-4
-
-
 @pytest.mark.parametrize("schedule", aqn.SCHEDULES)
 def test_every_schedule_decays_from_start_to_exactly_the_end(schedule):
     """A schedule that stops above its end level, or rises on the way."""
@@ -62,13 +55,6 @@ def test_schedules_by_hand_at_one_inner_stage():
     assert got["cosine"] == pytest.approx(0.69442830)
     assert got["logarithmic"] == pytest.approx(0.37537954)
     assert got["eq8"] == pytest.approx(0.12915497)
-
-
-def test_schedule_is_a_pure_function_of_the_step():
-    """A schedule with a counter of its own restarts each epoch and after a resume."""
-    forward = [aqn.sigma(s, 50, 1e-2, 5e-4) for s in range(50)]
-    assert [aqn.sigma(s, 50, 1e-2, 5e-4) for s in reversed(range(50))] == forward[::-1]
-    assert [aqn.sigma(s, 50, 1e-2, 5e-4) for s in range(20, 50)] == forward[20:]  # resumed at step 20
 
 
 @pytest.mark.parametrize("kw,flag", [
@@ -126,26 +112,6 @@ def test_sigma_zero_restores_the_clean_output_bit_for_bit(dtype):
         assert not m(IDS).equal(want)
     aqn.set_noise(m, 0.0)
     assert m(IDS).equal(want)
-
-
-def test_noise_does_not_accumulate():
-    """Noise on a norm that is never restored random-walks; after 50 draws it would be 7 times too large."""
-    m, fresh = tiny(), tiny()
-    for step in range(50):
-        aqn.set_noise(m, 0.1, aqn.noise_seed(0, step))
-    aqn.set_noise(fresh, 0.1, aqn.noise_seed(0, 49))
-    for a, b in zip(m.layers, fresh.layers, strict=True):
-        assert a.input_layernorm.noise.equal(b.input_layernorm.noise)
-        assert a.post_attention_layernorm.noise.equal(b.post_attention_layernorm.noise)
-
-
-def test_noise_of_each_norm_is_its_own_and_has_the_deviation_asked_for():
-    """One Z for all layers is a single direction of exploration; sigma^2 for sigma is none."""
-    m = tiny()
-    aqn.set_noise(m, 0.1, 3)
-    drawn = [norm.noise for pair in aqn.norms(m) for norm in pair]
-    assert len({tuple(z.tolist()) for z in drawn}) == len(drawn) == 6
-    assert torch.cat(drawn).std().item() == pytest.approx(0.1, rel=0.2)
 
 
 def test_noise_is_written_in_place():

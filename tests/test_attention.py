@@ -48,18 +48,18 @@ def computed(lengths, borders, q, k, v, dy, of=None):
     return y, *attention.backward(dy, q, k, v, y, lse, blocks, shared=of is not None)
 
 
-@pytest.mark.parametrize(("G", "D"), [(1, 32), (7, 64), (2, 128), (1, 16)])
-def test_attention_equals_the_softmax_in_value_and_gradient(G, D):
+@pytest.mark.parametrize(("G", "D", "kv"), [(1, 32, 2), (7, 64, 1), (2, 128, 1), (1, 16, 1)])
+def test_attention_equals_the_softmax_in_value_and_gradient(G, D, kv):
     """Rows that end within a block, at its border and one behind it; the numbers of the next row must have no weight."""
-    borders, *tensors = drawn(LENGTHS, G, D)
+    borders, *tensors = drawn(LENGTHS, G, D, kv=kv)
     for got, want in zip(computed(LENGTHS, borders, *tensors), expected(LENGTHS, *tensors), strict=True):
         assert torch.allclose(got, want, rtol=0, atol=2e-6 * want.abs().max().item())
 
 
-@pytest.mark.parametrize(("G", "D"), [(2, 32), (1, 64)])
-def test_rows_that_continue_another_see_it_and_give_it_their_gradients(G, D):
+@pytest.mark.parametrize(("G", "D", "kv"), [(2, 32, 1), (1, 64, 2)])
+def test_rows_that_continue_another_see_it_and_give_it_their_gradients(G, D, kv):
     """A prompt computed once, its completions one behind the other: none sees the others, all see the prompt."""
-    borders, *tensors = drawn(PROMPTS, G, D)
+    borders, *tensors = drawn(PROMPTS, G, D, kv=kv)
     for got, want in zip(computed(PROMPTS, borders, *tensors, OF), expected(PROMPTS, *tensors, OF), strict=True):
         assert torch.allclose(got, want, rtol=0, atol=2e-6 * want.abs().max().item())
 

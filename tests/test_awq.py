@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from plumbing import arithmetic, checkpoint, datasets, flags, policy
+from plumbing import arithmetic, checkpoint, datasets, flags
 from plumbing.tokenizer import Tokenizer
 
 import pytest
@@ -19,17 +19,12 @@ import nvfp4
 import sample
 import train
 from lab import convert
-from nvfp4 import FORMATS, QuantLinear, block_scales, dequantize, encode, snap
+from nvfp4 import FORMATS, QuantLinear, block_scales, dequantize, snap
+from tests.conftest import policy_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
 IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
-
-
-def policy_of(args):
-    """What train.py would write into policy.json."""
-    kept = [f.dest for f in train.COMMAND.flags if f.in_policy]
-    return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
 def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512):
@@ -291,14 +286,6 @@ def test_the_largest_scale_has_no_neighbour_that_is_none():
             assert near and all(1 <= b <= top for b in near)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_snap_is_encode_and_dequantize(fmt):
-    """What the search measures must be what is stored."""
-    w = torch.randn(9, 192, generator=torch.Generator().manual_seed(0)) * 0.1
-    scale, top = block_scales(w, fmt)
-    assert torch.equal(snap(w, fmt, scale, top), dequantize(encode(w, fmt, scale, top)))
-
-
 # ---- the whole of it
 
 
@@ -414,26 +401,6 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     ids = tok.prompt_ids(problem["question"]) + tok.encode(arithmetic.solution(problem))
     assert built_in.flatten()[: len(ids) + 1].tolist() == [*ids, tok.eos_ids[-1]]
     assert datasets.calibration(rows, TINY, 50, 4).shape[0] < 50  # as many whole sequences as there are
-
-
-@pytest.mark.parametrize("name,content,message", [
-    ("none.jsonl", None, "--calib .*none.jsonl: no such file"),
-    ("bad.jsonl", '{"text": "x"}\nnot json', 'bad.jsonl, row 2: not JSON'),
-    ("null.jsonl", '{"text": null}', 'null.jsonl, row 1: needs "text"'),
-    ("fields.jsonl", '{"prompt": "x"}', 'fields.jsonl, row 1: needs "text"'),
-    ("half.jsonl", '{"text": "\\ud800"}', "--calib .*half.jsonl: .* is not UTF-8"),
-    ("short.txt", "hello", "short.txt: .* tokens, fewer than one sequence of 64"),
-])
-def test_calibration_files_that_cannot_serve_are_named(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        datasets.calibration(tmp_path / name, TINY, 4, 64)
-
-
-def test_a_quantized_checkpoint_is_not_quantized_again():
-    with pytest.raises(ValueError, match="--awq: .*compressed_nvfp4 is quantized already"):
-        M.load(FIXTURES / "compressed_nvfp4", quant="nvfp4", calibration=torch.zeros(1, 2, dtype=torch.long))
 
 
 @pytest.mark.gpu

@@ -140,14 +140,3 @@ def test_the_divergence_is_of_the_first_model_to_the_second(shallow):
     for (x, n), (y, m) in zip(got, want, strict=True):
         assert n == m and x == pytest.approx(y, rel=1e-3) and x > 0
     assert bench.divergence(b, a, docs)[0][0] != pytest.approx(got[0][0], rel=1e-1)
-
-
-@pytest.mark.parametrize("argv,message", [
-    (["--formats", "fp3"], "--formats: invalid choice: 'fp3'"),
-    (["--methods", "gptq"], "--methods: invalid choice: 'gptq'"),
-    ([], "required: --model, --data"),
-    (["--model", "nowhere", "--data", "."], "--model nowhere: no such folder"),
-])
-def test_bad_flags_exit_with_2(tmp_path, argv, message, capsys):
-    assert bench.main([*argv, "--out", str(tmp_path / "o.json")]) == 2
-    assert message in capsys.readouterr().err

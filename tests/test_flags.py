@@ -372,6 +372,7 @@ def test_tiny_is_a_model_wherever_one_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     convert.main("quantize", ["--plan", "tiny"])
     assert capsys.readouterr().out == f"{memory.table(qwen.read_config(TINY))}\n"
+    assert convert.main("quantize", ["--model", "tiny", "--out", "q", "--device", "cpu"]) == 0
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1+1?", "answer": "2"}\n' * 3)
     bench_quantization.main(["--model", "tiny", "--data", ".", "--out", "q.json", "--methods", "rtn", "--formats", "nvfp4", "--divergence",

@@ -15,10 +15,18 @@ import model
 import nvfp4
 import sample
 import train
-from tests.conftest import tiny, weights
+from tests.conftest import rows_of, tiny, weights
 
 IDEAS = Path(__file__).resolve().parents[1] / "lab" / "ideas"
-SMALL = ["--steps", "2", "--eval-n", "0", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "16", "--device", "cpu"]
+SMALL = ["--steps", "2", "--eval-n", "0", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8", "--overlong", "none",
+         "--no-dynamic-sampling", "--updates-per-rollout", "1", "--device", "cpu"]
+
+
+@pytest.fixture
+def small(tmp_path):
+    """SMALL, and a reward that differs within a group whatever is drawn."""
+    (tmp_path / "any.py").write_text("import zlib\n\ndef f(text, row):\n    return zlib.crc32(text.encode()) % 100 / 100\n")
+    return [*SMALL, "--reward", f"{tmp_path / 'any.py'}:f"]
 
 
 @pytest.fixture
@@ -43,34 +51,32 @@ def started(monkeypatch, name, *argv):
     return e.value.code
 
 
-def rows_of(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(("name", "flags"), [
     ("input_noise", ["--aqn-schedule", "eq8"]), ("learned_noise", ["--aqn-scope", "both", "--aqn-schedule", "eq8"]), ("rloo", []),
-    ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []), ("target_noise", ["--aqn-scope", "both"]),
+    ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []),
     ("four_over_six", []), ("evolution", ["--no-aqn"])])
-def test_an_idea_trains_two_steps(restored, monkeypatch, tmp_path, name, flags):
+def test_an_idea_trains_two_steps(restored, monkeypatch, tmp_path, small, name, flags):
     """Its names had moved, and nobody had run it since."""
-    assert started(monkeypatch, name, *SMALL, *flags, "--out", str(tmp_path / "run")) == 0
+    assert started(monkeypatch, name, *small, *flags, "--out", str(tmp_path / "run")) == 0
     rows = rows_of(tmp_path / "run")
-    assert len(rows) == 2 and all(row["skipped"] == 0 for row in rows)
+    assert len(rows) == 2 and all(row["skipped"] == 0 and (row["updates"] or name == "evolution") for row in rows)
 
 
-def test_a_target_is_met_whatever_the_norms_weigh(restored, monkeypatch, tmp_path, capsys):
+def test_a_target_is_met_whatever_the_norms_weigh(restored, monkeypatch, shallow, tmp_path, capsys):
     """lab/ideas/target_noise.py: the KL of the sigma that it finds is the target, on the policy without its adapter; the schedule keeps
     its shape; and there must be noise to be sized."""
     from lab.ideas import noise_size, target_noise
 
-    net, pairs = model.load("tiny", dtype=torch.float32), [(list(range(5, 25)), list(range(20, 40)))] * 4
+    net, pairs = model.load(shallow, dtype=torch.float32), [(list(range(5, 25)), list(range(20, 40)))] * 2
+    (tmp_path / "d.jsonl").write_text("".join(f'{{"question": "What is {i}+1?", "answer": "{i + 1}"}}\n' for i in range(4)))
+    argv = [*SMALL, "--model", str(shallow), "--data", str(tmp_path / "d.jsonl")]
     for target in (1e-3, 2e-2):
         sigma = target_noise.found(net, pairs, target)
         assert noise_size.sizes(net, pairs, (0.0, sigma))[sigma][0] == pytest.approx(target, rel=0.1)
-    assert started(monkeypatch, "target_noise", *SMALL, "--target-kl", "0.01", "--out", str(tmp_path / "run")) == 0
+    assert started(monkeypatch, "target_noise", *argv, "--target-kl", "0.01", "--aqn-scope", "both", "--out", str(tmp_path / "run")) == 0
     largest = float(capsys.readouterr().out.split("sigma from ")[1].split(",")[0])
     assert [row["sigma"] for row in rows_of(tmp_path / "run")] == pytest.approx([0, largest * aqn.sigma(1, 2, 1e-2, 5e-4) / 1e-2], rel=0.01)
-    assert started(monkeypatch, "target_noise", *SMALL, "--no-aqn", "--out", str(tmp_path / "other")) == 2
+    assert started(monkeypatch, "target_noise", *argv, "--no-aqn", "--out", str(tmp_path / "other")) == 2
     assert "--no-aqn: there is no noise" in capsys.readouterr().err
 
 
@@ -83,7 +89,7 @@ def test_two_copies_sample_in_four_bits_and_train_in_sixteen(restored, monkeypat
     qwen_load, trainer = model.load, grpo.record_trainer_logprobs
     monkeypatch.setattr(model, "load", lambda *args, **options: made.append((args[3], qwen_load(*args, **options))) or made[-1][1])
     monkeypatch.setattr(grpo, "record_trainer_logprobs", lambda net, *rest: rows.append(net) or trainer(net, *rest))
-    argv = [*SMALL[:-2], "--device", "cpu", "--overlong", "none", "--no-dynamic-sampling", "--no-aqn", "--lr", "0.1", "--old-logp", "trainer", "--checkpointing", "on",
+    argv = [*SMALL, "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "16", "--no-aqn", "--lr", "0.1", "--old-logp", "trainer", "--checkpointing", "on",
             "--reward", f"{tmp_path / 'mine.py'}:odd", "--out", str(tmp_path / "run")]
     assert started(monkeypatch, "two_copies", *argv) == 0
     (four, sampler), (none, trained) = made
@@ -151,13 +157,13 @@ def test_rloo_compares_with_the_others(restored):
     assert torch.allclose(found, torch.tensor([[1 - 0.5 / 3, -0.5, -0.5, 0.5 - 1 / 3]]))
 
 
-def test_a_run_in_a_format_of_ones_own_can_be_evaluated(restored, monkeypatch, tmp_path, capsys):
+def test_a_run_in_a_format_of_ones_own_can_be_evaluated(restored, monkeypatch, tmp_path, small, capsys):
     """eval.py knew nothing of the format that the run was trained in."""
     for name in ("train", "eval"):  # they read FORMATS when they are imported
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "sample")
     out = str(tmp_path / "run")
-    assert started(monkeypatch, "int4", "train", *SMALL, "--quant", "int4", "--out", out) == 0
+    assert started(monkeypatch, "int4", "train", *small, "--quant", "int4", "--out", out) == 0
     assert started(monkeypatch, "int4", "eval", "--run", out, "--limit", "2", "--n", "1", "--device", "cpu", "--max-new-tokens", "4") == 0
     assert json.loads((tmp_path / "run" / "adapter" / "policy.json").read_text())["quant"] == "int4"
     assert "adapter" in capsys.readouterr().out

@@ -16,23 +16,6 @@ def test_a_tiled_weight_is_the_same_weight(N, K, fmt):
     assert tiled.scale is q.scale and tiled.global_scale is q.global_scale  # nothing but codes is copied
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("N, K", [(1, 16), (7, 32), (8, 128), (19, 80), (9, 896), (24, 256)])
-def test_packing_round_trip(N, K, fmt):
-    """A row group or a chunk that is not full was once written over its neighbour."""
-    codes = torch.randint(0, 16, (N, K), dtype=torch.uint8)
-    packed = layout.pack(codes, fmt)
-    assert packed.shape == (N, -(-K // 128) * 64) and packed.dtype == torch.uint8
-    assert torch.equal(layout.unpack(packed, K, fmt), codes)
-
-
-def test_packing_is_local_to_groups_of_eight_rows():
-    """A large weight is packed in slices: slices from multiples of 8 must join to the whole."""
-    codes = torch.randint(0, 16, (21, 272), dtype=torch.uint8)
-    parts = [layout.pack(some, "nvfp4") for some in (codes[:16], codes[16:])]
-    assert torch.equal(torch.cat(parts), layout.pack(codes, "nvfp4"))
-
-
 def drawing():
     """The docstring's drawing: {(pair letter, p): word bits of s, e, e, m}."""
     rows, where = {"bit": [], "code": [], "field": []}, {}

@@ -12,7 +12,7 @@ from collections import namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
 
-from plumbing import arithmetic, console, curves, flags, metrics, run
+from plumbing import arithmetic, curves, flags, metrics, run
 from plumbing.files import TINY
 from plumbing.tokenizer import Tokenizer
 
@@ -61,15 +61,13 @@ def problems(tmp_path, n):
     return str(file)
 
 
-def record(tmp_path, *argv, seen=None):
-    """Run train.py with what is drawn, updated and stepped written down. seen(model): called at the first rollout."""
+def record(tmp_path, *argv):
+    """Run train.py with what is drawn, updated and stepped written down."""
     r = Record(tmp_path / "run", [], [], [], [], [])
     generate, update, step = sample.generate, grpo.update, grpo.AdamW.step
     policy_loss = grpo.policy_loss
 
     def spy_generate(model, prompts, n, max_new_tokens, temperature, **kw):
-        if seen and not r.sampled:
-            seen(model)
         r.sampled.append({"noise": noise_of(model), "prompts": prompts, "n": n, "limit": max_new_tokens,
                           "temperature": temperature, "valid_vocab": model.valid_vocab,
                           "formats": {m.q and m.q.fmt for _, m in qwen.projections(model)}, **kw})
@@ -250,21 +248,6 @@ def test_flags_reach_the_adapter(noisy):
     """An adapter scaled by anything but alpha / rank learns at another rate."""
     config = json.loads((noisy.out / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 32)
-
-
-def test_ids_past_the_tokenizer_are_impossible_in_sampler_and_update(tmp_path):
-    """The embedding's spare rows. Here they are made the likeliest of all ids, and must still have no probability."""
-
-    known = vocabulary()
-
-    def spare_rows_win(model):
-        with torch.no_grad():
-            for w in {model.embed.weight, model.lm_head.weight}:
-                w[known:] = 3 * w[:known].abs().max() * torch.sign(torch.randn(1, w.shape[1]))
-
-    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", seen=spare_rows_win)
-    assert all(max(c.ids) < known for c in r.updates[0]["completions"])
-    assert rows_of(r)[0]["logp_gap_max"] < 1e-3  # the trainer leaves them out as well
 
 
 # ---- what is learned from
@@ -766,24 +749,12 @@ def test_dynamic_sampling_replaces_groups_without_variance_and_is_bounded(tmp_pa
 # ---- learning
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_few_steps_raise_the_reward_and_negated_rewards_lower_it(tmp_path, monkeypatch, sign):
+def test_a_few_steps_raise_the_reward(tmp_path, monkeypatch):
     """The whole loop, end to end, on four problems again and again: what is rewarded becomes more frequent."""
-    real = data.rewards
-    monkeypatch.setattr(data, "rewards", lambda *a: [{**score, "reward": sign * score["reward"]} for score in real(*a)])
     monkeypatch.setattr(curves, "draw", lambda *a: None)
     monkeypatch.setattr(grpo, "WARMUP", 0)
     out = tmp_path / "run"
     code = train.main([*SMALL, "--steps", "3", "--group-size", "8", "--lora-rank", "8",
                        "--data", problems(tmp_path, 4), "--out", str(out)])
-    rewards = [sign * json.loads(line)["reward"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert code == 0 and (rewards[-1] - rewards[0]) * sign > 0.15
-
-
-def test_warnings_name_the_clip_that_noise_alone_reaches():
-    """At sigma 5e-2 the first update already loses 4% of its tokens to the clip: nothing has been learned from them yet."""
-    args = flags.parse(train.COMMAND, [])
-    fine = dict.fromkeys(("reward", "reward_std", "accuracy", "format", "truncated_frac", "zero_var_frac", "logp_gap_mean", "sigma", "groups"), 0.02)
-    assert not list(console.warnings_for({**fine, "clip_first_frac": 0.01, "skipped": 0}, args))
-    [text] = console.warnings_for({**fine, "clip_first_frac": 0.04, "skipped": 0}, args)
-    assert "--old-logp current" in text
+    rewards = [json.loads(line)["reward"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert code == 0 and rewards[-1] - rewards[0] > 0.15

@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 import shutil
+from functools import partial
 from pathlib import Path
 
 from plumbing import checkpoint, datasets, flags, policy
@@ -19,17 +20,12 @@ import model as M
 import train
 from lab import chat, convert
 from lora import add_lora, disabled, load_adapter, lora_layers, save_adapter
+from tests.conftest import policy_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
 BASE = FIXTURES / "qwen2_tied"
 IDS = torch.randint(0, 48, (2, 10), generator=torch.Generator().manual_seed(3))
-
-
-def policy_of(args):
-    """What train.py would write into policy.json."""
-    kept = [f.dest for f in train.COMMAND.flags if f.in_policy]
-    return policy.content(args, policy.base_of(args), [*kept, "reward"])
 
 
 def base(quant="none"):
@@ -495,15 +491,23 @@ def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
     assert flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "four")]).quant == "nvfp4"
 
 
+@pytest.fixture(scope="module")
+def folders(shallow, tmp_path_factory):
+    """A base, and its checkpoints in four bits by plain rounding and by AWQ's scales."""
+    home = tmp_path_factory.mktemp("four")
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(datasets, "calibration", partial(datasets.calibration, sequences=2, length=32))
+        for name in ("plain", "awq"):
+            convert.convert(shallow, home / name, use_awq=name == "awq")
+    return {"base": shallow, "plain": home / "plain", "awq": home / "awq"}
+
+
 @pytest.mark.parametrize(("trained", "now", "fits"), [
     ("base", "plain", True), ("base", "awq", False), ("base --awq", "awq", True), ("base --awq", "plain", False), ("awq", "base", False),
     ("awq", "base --awq", True), ("plain", "base", True)])
-def test_awqs_scales_are_not_taken_for_plain_rounding(tmp_path, trained, now, fits, few):
+def test_awqs_scales_are_not_taken_for_plain_rounding(folders, tmp_path, trained, now, fits):
     """They are folded into the norms: an adapter of the other scales was taken, where one of the two checkpoints is packed."""
-    folders = {"base": TINY, "awq": tmp_path / "awq", "plain": tmp_path / "plain"}
     shutil.copytree(FIXTURES / "peft_all", tmp_path / "a")
-    for name in {trained.split()[0], now.split()[0]} - {"base"}:
-        convert.convert(TINY, folders[name], use_awq=name == "awq")
     args = [["--model", str(folders[name]), "--quant", "nvfp4", *more] for name, *more in (trained.split(), now.split())]
     had = flags.parse(train.COMMAND, args[0])
     (tmp_path / "a" / "policy.json").write_text(json.dumps(policy_of(had)))
@@ -514,12 +518,6 @@ def test_awqs_scales_are_not_taken_for_plain_rounding(tmp_path, trained, now, fi
     else:
         with pytest.raises(ValueError, match="was rounded by other scales"):
             policy.check(wanted)
-
-
-def test_the_demos_model_has_one_name_for_all_commands(tmp_path):
-    """tiny was a model to train and sample from, and no such folder to quantize or merge."""
-    convert.main("quantize", ["--model", "tiny", "--out", str(tmp_path / "q"), "--device", "cpu"])
-    assert (tmp_path / "q" / "model.safetensors").is_file()
 
 
 def test_merging_a_quantized_checkpoint_and_the_distance_it_reports(tmp_path):

@@ -6,8 +6,6 @@ import math
 import shutil
 from pathlib import Path
 
-from plumbing import checkpoint
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -262,15 +260,6 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
         M.load(folder)
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
-def test_a_truncated_file_is_named(tmp_path, keep):
-    folder = copy(tmp_path)
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(ValueError, match="model.safetensors: not a readable safetensors file .* download it again"):
-        M.load(folder)
-
-
 def test_missing_shards_and_indices_are_named(tmp_path):
     folder = copy(tmp_path, "qwen2_sharded")
     (folder / "model-00002-of-00003.safetensors").rename(tmp_path / "away")
@@ -289,10 +278,6 @@ def test_an_index_that_lies_is_named(tmp_path):
     path.write_text(json.dumps({"weight_map": wrong}))
     with pytest.raises(ValueError, match="model-00001-of-00003.safetensors: cannot read model.*"):
         M.load(folder)
-    for text in ("{", "{}", "[]", '{"weight_map": {}}'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="model.safetensors.index.json: "):
-            M.load(folder)
 
 
 # ---- config.json
@@ -330,17 +315,6 @@ def test_a_config_that_cannot_be_honoured_is_an_error(tmp_path, change, message)
     with pytest.raises(ValueError, match="config.json") as e:
         M.load(folder)
     assert message in str(e.value) and "\n" not in str(e.value)
-
-
-def test_a_config_that_is_no_config_is_an_error(tmp_path):
-    folder = copy(tmp_path)
-    for text in ("{", "[1]", ""):
-        (folder / "config.json").write_text(text)
-        with pytest.raises(ValueError, match="config.json: not"):
-            M.load(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="config.json: no such file"):
-        M.load(folder)
 
 
 def test_fields_that_older_configs_write_mean_the_same(tmp_path):
@@ -388,12 +362,3 @@ def test_a_path_that_is_no_folder_is_an_error(tmp_path):
             M.load(name)
     with pytest.raises(FileNotFoundError, match="config.json: no such file"):
         M.load(tmp_path)
-
-
-def test_random_weights_of_true_shapes_load_everywhere():
-    """What the speed and memory measurements run on: seeded, finite, as large as the checkpoint would be."""
-    config = M.read_config(FIXTURES / "llama_head_dim")
-    a, b, c = (M.build(config, checkpoint.RandomCheckpoint(s), dtype=torch.float32) for s in (0, 0, 1))
-    ids = torch.arange(8)[None]
-    assert torch.equal(a(ids), b(ids)) and not torch.equal(a(ids), c(ids)) and torch.isfinite(a(ids)).all()
-    assert {n: p.shape for n, p in a.named_parameters()} == {n: p.shape for n, p in load("llama_head_dim").named_parameters()}

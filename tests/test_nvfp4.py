@@ -1,6 +1,8 @@
 """The quantized linear, and quantizing while a checkpoint loads."""
 import json
 
+from plumbing import checkpoint
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -50,29 +52,14 @@ TINY = dict(model_type="qwen2", vocab_size=50, hidden_size=64, intermediate_size
             num_attention_heads=4, num_key_value_heads=2, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=True)
 
 
-def tiny_folder(path, seed=0, **changes):
-    """A random checkpoint in Hugging Face layout."""
-    raw = {**TINY, **changes}
-    (path / "config.json").write_text(json.dumps(raw))
-    c, g, state = M.read_config(path), torch.Generator().manual_seed(seed), {}
-
-    def put(name, *shape):
-        state[name] = torch.randn(shape, generator=g) * 0.1
-
-    put("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-    put("model.norm.weight", c.hidden_size)
-    q, kv, C, F = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.hidden_size, c.intermediate_size
-    for i in range(c.num_hidden_layers):
-        layer = f"model.layers.{i}."
-        for name, n, k in (("q", q, C), ("k", kv, C), ("v", kv, C), ("o", C, q)):
-            put(f"{layer}self_attn.{name}_proj.weight", n, k)
-            if name != "o":
-                put(f"{layer}self_attn.{name}_proj.bias", n)
-        for name, n, k in (("gate", F, C), ("up", F, C), ("down", C, F)):
-            put(f"{layer}mlp.{name}_proj.weight", n, k)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            state[f"{layer}{norm}.weight"] = 1 + 0.1 * torch.randn(C, generator=g)
-    save_file(state, path / "model.safetensors")
+def tiny_folder(path, **changes):
+    """A random checkpoint in Hugging Face layout, its norms and biases too."""
+    (path / "config.json").write_text(json.dumps({**TINY, **changes}))
+    model = M.build(M.read_config(path), checkpoint.RandomCheckpoint(), dtype=torch.float32)
+    for p in model.parameters():
+        if p.dim() == 1:
+            p.add_(0.1 * torch.randn_like(p))
+    save_file({name: t.contiguous() for name, t in M.tensors(model)}, path / "model.safetensors")
     return path
 
 

@@ -20,7 +20,7 @@ from tests.test_decode import CPU, GPU, ONE, build, installed, little_beside_muc
 
 gpu = pytest.mark.gpu
 ROWS = [[5], [1, 2, 3, 4], list(range(20, 26)), [1, 2]]
-QWEN3 = dataclasses.replace(CPU, num_attention_heads=6, num_key_value_heads=3, qk_norm=True)  # as many key heads as SmolLM's
+QWEN3 = dataclasses.replace(ONE, num_attention_heads=6, num_key_value_heads=3, qk_norm=True)  # as many key heads as SmolLM's
 
 
 def made(config):
@@ -41,7 +41,7 @@ def everything(rows):
     return list(range(sum(map(len, rows))))
 
 
-@pytest.mark.parametrize(("config", "checkpointing"), [(CPU, True), (QWEN3, False)], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize(("config", "checkpointing"), [(CPU, False), (QWEN3, True)], ids=["qwen2", "qwen3"])
 def test_packed_equals_the_modules_in_value_and_gradient(monkeypatch, config, checkpointing):
     """Noise, biases, LoRA, grouped heads and rows of odd lengths: each kernel's backward is written by hand."""
     m, blocks, block = made(config), [], packed.block
@@ -55,14 +55,13 @@ def test_packed_equals_the_modules_in_value_and_gradient(monkeypatch, config, ch
     assert len(blocks) == len(m.layers) * (2 if checkpointing else 1)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_norms_are_trained_beside_an_adapter(checkpointing):
+def test_norms_are_trained_beside_an_adapter():
     """Under their noise, as the paper's release does: what gets no gradient stays as it was, and nothing says so."""
-    m = build(CPU)
+    m = build(ONE)
     for norm in m.modules():
         if isinstance(norm, M.RMSNorm):
             norm.weight.requires_grad_()
-    m.checkpointing = checkpointing
+    m.checkpointing = True
     got, want = packed.hidden(m, ROWS, everything(ROWS)), padded(m, ROWS)
     seed = torch.randn(want.shape, generator=torch.Generator().manual_seed(3))
     ours, theirs = (gradients(m, (h * seed).sum()) for h in (got, want))
@@ -111,7 +110,7 @@ def test_silu_of_more_columns_than_a_program_takes(dtype):
 
 def test_heads_are_rounded_between_their_norm_and_the_rotation():
     """As the module rounds them, in the pass over prompts and in the decode step, which read each other's keys."""
-    m, g = with_head_norms(dataclasses.replace(QWEN3, num_hidden_layers=1), rank=0, dtype=torch.float16), torch.Generator().manual_seed(0)
+    m, g = with_head_norms(QWEN3, rank=0, dtype=torch.float16), torch.Generator().manual_seed(0)
     attn, qkv, places, cache = m.layers[0].attn, torch.randn(5, 12 * 32, generator=g).half(), torch.arange(5), M.KVCache(m, 5, 8)
     cos, sin = packed.tables(m.config, 5, places.device)
     want = M.apply_rope(attn.k_norm(qkv.view(5, 12, 32)[:, 6:9]), cos[:, None], sin[:, None])
@@ -204,12 +203,11 @@ def check_update(got, want):
         assert torch.allclose(g, w, rtol=0, atol=2e-5 * w.abs().max().item())
 
 
-@pytest.mark.parametrize("budget", [1, 20])
-def test_any_micro_batches_give_the_same_update(on_fast_path, budget):
+def test_any_micro_batches_give_the_same_update(on_fast_path):
     """What the loss reads: log-probs of the completions alone, of a row's own tokens, in the rows' order."""
     m = build(ONE)
     want = update_of(m, completions(), 1000)
-    check_update(update_of(on_fast_path(m), completions(), budget), want)
+    check_update(update_of(on_fast_path(m), completions(), 20), want)
     assert m.fast
 
 
@@ -296,7 +294,7 @@ def filled(m, prompts, slots, capture):
 
 
 @pytest.mark.parametrize(("config", "capture"), [
-    (CPU, None), (QWEN3, None), (ONE, lambda launch: launch)], ids=["qwen2", "qwen3", "padded"])
+    (QWEN3, None), (ONE, lambda launch: launch)], ids=["qwen3", "padded"])
 def test_prefill_fills_the_cache_as_the_modules_do(config, capture):
     """Slots in any order; padding up to a graph's size, and no other slot, must be left alone."""
     m, prompts, slots = made(config), ROWS[1:], [0, 3, 5]

@@ -97,8 +97,9 @@ def test_a_run_leaves_every_file_it_promises(straight):
 
 
 def test_what_a_run_needs_at_its_end_is_imported_then():
-    """matplotlib alone took a third of the seconds before the first line."""
-    code = "import sys, train; print({'matplotlib', 'pyarrow', 'lab', 'fast', 'triton'} & {*sys.modules})"
+    """matplotlib alone took a third of the seconds before the first line; sympy, which grades some answers, takes seconds too."""
+    late = {"matplotlib", "pyarrow", "lab", "fast", "triton", "sympy", "math_verify", "latex2sympy2_extended"}
+    code = f"import sys, train; print({late} & {{*sys.modules}})"
     found = subprocess.run([sys.executable, "-c", code], cwd=Path(train.__file__).parent, capture_output=True, text=True)
     assert found.stdout == "set()\n", found
 
@@ -165,11 +166,6 @@ def test_a_resume_reads_every_flag_as_it_was_written(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     again = ["--resume", "--save-every", "3", "--out", str(tmp_path)]
     assert vars(resolve_flags(train.COMMAND, flags.parse(train.COMMAND, again), again)) == vars(args) | {"save_every": 3}
-
-
-def test_a_resume_with_other_flags_is_refused(straight, capsys):
-    assert train.main(["--resume", "--out", str(straight), "--lr", "0.5"]) == 2
-    assert "--lr" in capsys.readouterr().err
 
 
 def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
@@ -417,15 +413,6 @@ def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path
         sample.load_policy(flags.parse(evaluation.COMMAND, ["--run", str(out)]))
 
 
-def test_a_reward_of_ones_own_is_trained_on(tmp_path):
-    """--reward file.py:function sees the whole row of each completion."""
-    (tmp_path / "mine.py").write_text("def shorter(text, row):\n    return {'reward': -len(text), 'correct': row['form'] == 'steps'}\n")
-    out = tmp_path / "run"
-    assert run(out, "--steps", "1", "--reward", f"{tmp_path / 'mine.py'}:shorter") == 0
-    samples = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
-    assert all(s["reward"] == -len(s["text"]) and s["correct"] == s["question"].startswith("Start") for s in samples)
-
-
 def test_the_collector_passes_over_what_a_run_began_with(tmp_path, monkeypatch):
     """Torch's and Triton's own objects: looked through in the middle of a step, they hold up all ranks. Not after the run, whose model must go."""
     gc.unfreeze()
@@ -458,22 +445,6 @@ def test_the_plain_path_recomputes_blocks_unless_told(small, given, tokens, reco
     assert (args.micro_batch_tokens, args.checkpointing == "on", model.checkpointing, model.fast) == (tokens, recompute, recompute, None)
 
 
-def test_sigterm_saves_before_it_stops(straight, tmp_path, monkeypatch):
-    """A preempted job loses at most the step it was in."""
-    out, generate, calls = tmp_path / "run", sample.generate, []
-
-    def terminated(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:  # kill, while the second rollout is drawn
-            os.kill(os.getpid(), signal.SIGTERM)
-        return generate(*args, **kwargs)
-
-    monkeypatch.setattr(sample, "generate", terminated)
-    assert run(out, "--save-every", "400") == 130
-    state = torch.load(out / "checkpoint" / "state.pt", weights_only=True)
-    assert 1 <= state["step"] == len(rows_of(out)) < 4 and rows_of(out) == rows_of(straight)[: state["step"]]
-
-
 def test_a_signal_in_an_update_waits_for_the_step_and_its_row(straight, tmp_path, monkeypatch):
     """Saved as it stands in the middle of a step, the step's first update would be done twice after --resume."""
     out, update, calls = tmp_path / "run", grpo.update, []
@@ -499,38 +470,6 @@ def test_a_checkpoint_every_so_many_steps(tmp_path, monkeypatch):
     for step in range(1, 8):
         r.advance(step, 0, None)
     assert saved == [3, 6]
-
-
-def test_an_existing_run_folder_is_not_overwritten(straight, capsys):
-    before = (straight / "metrics.jsonl").read_bytes()
-    assert run(straight) == 2
-    assert "--resume" in capsys.readouterr().err and (straight / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize("flags, named", [
-    (["--lora-rank", "0"], "--lora-rank"), (["--aqn-start", "0"], "--aqn-start"), (["--group-size", "1"], "--group-size"),
-    (["--no-such-flag", "1"], "--no-such-flag"), (["--quant", "int3"], "--quant"), (["--temperature", "0"], "--temperature"),
-    (["--max-prompt", "2"], "--max-prompt"), (["--data", "nothing.jsonl"], "--data"), (["--model", "no/such/folder"], "--model"),
-    (["--updates-per-rollout", "9"], "--updates-per-rollout"), (["--steps", "many"], "--steps"), (["--grad-clip", "0"], "--grad-clip"), (["--engine", "slow"], "--engine"),
-    (["--dtype", "float16"], "--dtype"),
-    (["--beta", "0.1", "--quant", "none", "--lora-rank", "0"], "--beta"),
-    (["--engine", "fast"], "--engine fast: the model is not on a CUDA device; take --engine auto or plain"),
-])
-def test_bad_input_is_one_line_naming_the_flag_and_writes_nothing(tmp_path, capsys, flags, named):
-    try:
-        code = run(tmp_path / "run", *flags)
-    except SystemExit as e:  # argparse's own refusals
-        code = e.code
-    err = capsys.readouterr().err
-    assert code == 2 and named in err.splitlines()[-1] and not (tmp_path / "run").exists()
-
-
-def test_an_empty_model_folder_and_an_empty_data_set_are_errors(tmp_path, capsys):
-    (tmp_path / "m").mkdir()
-    (tmp_path / "d.jsonl").write_text("")
-    for given, named in ((["--model", str(tmp_path / "m")], "json"), (["--data", str(tmp_path / "d.jsonl")], "d.jsonl")):
-        assert run(tmp_path / "run", *given) == 2
-        assert named in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_a_model_that_is_not_there_is_told_before_the_data_are_read(tmp_path, capsys):
@@ -559,15 +498,6 @@ def test_sampler_and_trainer_agree_on_every_token(policy):
             assert torch.allclose(values[m], torch.tensor(c.logprobs), atol=1e-4)
 
 
-def test_the_stop_token_is_trained(policy):
-    """With pad == eos, a mask made by comparing ids drops the stop token, and the model never learns to stop."""
-    model, tok, completions, _ = policy
-    finished = [c for c in completions if c.finished]
-    assert finished and all(c.ids[-1] in tok.eos_ids for c in finished)
-    _, _, mask = grpo.completion_logprobs(model, finished, 1.0)
-    assert mask.sum(1).tolist() == [len(c.ids) for c in finished]
-
-
 def test_any_micro_batching_gives_the_same_gradient_and_loss(policy, monkeypatch):
     """Token mean over the global batch, and the logged loss is not the last micro-batch's."""
     model, _, completions, optimizer = policy
@@ -589,15 +519,6 @@ def test_any_micro_batching_gives_the_same_gradient_and_loss(policy, monkeypatch
     assert max(losses) - min(losses) < 1e-5
 
 
-def test_micro_batches_hold_no_more_than_their_budget(policy):
-    """Padded tokens, not tokens, are what fills the memory."""
-    model, _, completions, _ = policy
-    for budget in (150, 400):
-        found = grpo.micro_batches(model, completions, budget)
-        assert sorted(len(c.ids) for b in found for c in b) == sorted(len(c.ids) for c in completions)
-        assert all(len(b) == 1 or len(b) * max(len(c.prompt) + len(c.ids) - 1 for c in b) <= budget for b in found)
-
-
 def test_training_moves_the_adapter_and_leaves_one_untouched_base(small, straight):
     """The quantized base is shared by rollout and update and never changes; B has moved; adapter/ is the adapter of the last
     save, not of the first."""
@@ -606,15 +527,6 @@ def test_training_moves_the_adapter_and_leaves_one_untouched_base(small, straigh
     saved = [p for _, m in lora.lora_layers(model) for p in (m.A, m.B)]
     assert all(torch.equal(p, q) for p, q in zip(saved, parameters_of(straight), strict=True))
     assert not [n for n, p in model.named_parameters() if p.requires_grad and not n.endswith((".A", ".B"))]
-
-
-def test_full_parameter_training_moves_every_matrix(small, tmp_path):
-    out = tmp_path / "run"
-    assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
-    before = qwen.load(small, "cpu", torch.float32)
-    for p, q in zip(before.parameters(), parameters_of(out), strict=True):
-        if p.dim() == 2:
-            assert not torch.equal(p, q)
 
 
 def test_all_parameters_are_trained_in_float32(tmp_path, capsys):
@@ -650,14 +562,6 @@ def test_data_order_is_a_function_of_seed_and_cursor():
     assert first == b.take(14) and sorted(r["i"] for r in first[:7]) == list(range(7)) and first[:7] != first[7:]
     b.cursor = 5
     assert b.take(9) == first[5:]
-
-
-def test_the_arms_of_the_ablation_differ_by_one_flag():
-    """BF16 and NVFP4, noise on and off, run at the same learning rate, data and everything else."""
-    base = vars(flags.parse(train.COMMAND, ["--model", "m", "--out", "o"]))
-    for given, changed in ((["--quant", "none"], {"quant"}), (["--no-aqn"], {"aqn"})):
-        arm = vars(flags.parse(train.COMMAND, ["--model", "m", "--out", "o", *given]))
-        assert {k for k in base if base[k] != arm[k]} == changed
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():
@@ -1089,13 +993,15 @@ def test_held_out_questions_that_are_too_long_are_refused_before_the_run_begins(
     assert "--max-prompt 60: all 1 prompts are longer" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(tmp_path, capsys, monkeypatch):
+def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(small, tmp_path, capsys, monkeypatch):
     """--lora-rank 0 wrote nothing but resume's own file."""
     out = tmp_path / "run"
     assert run(out, "--lora-rank", "0", "--quant", "none", "--steps", "1", "--lr", "1e-3") == 0
     assert f"{out}: model/, metrics.jsonl" in capsys.readouterr().out
     args = flags.parse(chat.COMMAND, ["--run", str(out), "--prompt", "What is 1+1?"])
     assert (args.model, args.quant, args.adapter) == (str(out / "model"), "none", None)
+    for p, q in zip(qwen.load(small, dtype=torch.float32).parameters(), parameters_of(out), strict=True):
+        assert p.dim() != 2 or not torch.equal(p, q)  # every matrix has moved
     model, _ = sample.load_policy(args)
     for p, q in zip(model.parameters(), parameters_of(out), strict=True):
         assert torch.equal(p, q)
