@@ -86,6 +86,7 @@ def start(main, argv, log, pipe=None):
             os.close(pipe[0])
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
         signal.signal(signal.SIGINT, plumbing.leave)
+        sys.unraisablehook = lambda ignored: None  # a signal within a destructor is printed; by pytest's hook, in which another may fall
         code = main(argv) or 0
         sys.stdout.flush()
     except SystemExit as e:
