@@ -422,7 +422,7 @@ def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
         place = device if piece.startswith("layers.") else ends or device
         for path, m in list(model.get_submodule(piece).named_modules(prefix=piece)):
             if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or the user's own
-                m.noise = torch.zeros_like(noise, device=place)
+                m.noise = torch.zeros(noise.shape, dtype=noise.dtype, device=place)
             if path.endswith("_proj"):
                 model.set_submodule(path, read_linear(m, path, source, quant, fmt, dtype, place))
             elif hasattr(m, "weight"):

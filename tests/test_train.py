@@ -97,9 +97,10 @@ def test_a_run_leaves_every_file_it_promises(straight):
 
 
 def test_what_a_run_needs_at_its_end_is_imported_then():
-    """matplotlib alone took a third of the seconds before the first line; sympy, which grades some answers, takes seconds too."""
+    """matplotlib alone took a third of the seconds before the first line; sympy, which grades some answers, takes a second too, and
+    torch wanted it for the zeros of a tensor on the meta device."""
     late = {"matplotlib", "pyarrow", "lab", "fast", "triton", "sympy", "math_verify", "latex2sympy2_extended"}
-    code = f"import sys, train; print({late} & {{*sys.modules}})"
+    code = f"import sys, train, model; model.load('tiny'); print({late} & {{*sys.modules}})"
     found = subprocess.run([sys.executable, "-c", code], cwd=Path(train.__file__).parent, capture_output=True, text=True)
     assert found.stdout == "set()\n", found
 
