@@ -2052,6 +2052,13 @@ MUTANTS = {
         ("the schedule is not scaled", "* largest / args.aqn_start", "* largest", "ideas::a_target_is_met_whatever_the_norms_weigh"),
         ("no noise is sized", "        if not args.aqn:\n", "        if False:\n", "ideas::a_target_is_met_whatever_the_norms_weigh"),
     ],
+    "lab/ideas/int4.py": [
+        ("sample.py has no main of its own", '"sample": "lab.chat"', '"sample": "sample"',
+         "ideas::a_run_in_a_format_of_ones_own_can_be_evaluated_asked_and_continued"),
+        ("a line to continue with that lacks the command", "argv = \"\".join(sys.argv[1:2]), sys.argv[2:]",
+         "argv = \"\".join(sys.argv[1:2]), [sys.argv.pop(1), *sys.argv[1:]][1:]",
+         "ideas::a_run_in_a_format_of_ones_own_can_be_evaluated_asked_and_continued"),
+    ],
     "lab/ideas/norms.py": [
         ("norms that stay", "peft.own_norm(norm).requires_grad_()", "peft.own_norm(norm)", "lora::the_documented_training_of_norms"),
         ("norms alone", "return params + [", "return params[:0] + [", "lora::the_documented_training_of_norms"),
