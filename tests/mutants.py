@@ -1400,6 +1400,8 @@ MUTANTS = {
     "plumbing/__init__.py": [
         ("a prompt in a folder of ours is ours", '"__file__", None)  #', '"__file__", ".")  #',
          "kill::who_imports_keeps_its_own_ctrl_c"),
+        ("a script beside the commands is one of them", "or Path(MAIN).resolve() in [HOME / name for name in COMMANDS]",
+         "or Path(MAIN).resolve().parent == HOME", "flags::a_script_beside_the_commands_is_what_a_run_continues_with"),
         ("--help waits for nothing, and says so", "return slow and not asked and first",
          "return slow and first", "kill::who_waits_at_a_terminal_is_told_for_what"),
         ("every rank says that it loads", "return slow and not asked and first and",
