@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -61,13 +62,13 @@ def download(place, kind, patterns):
             for name in missing:
                 if files[name] >= LARGE:
                     patiently(lambda name=name: download_large(wanted, name), flag)
-            if missing:
-                wanted["revision"] = revision  # so that the cache knows what a branch stood for
             folder = patiently(lambda: Path(snapshot_download(
                 **wanted, allow_patterns=list(patterns), local_files_only=not missing)), flag)
         except Exception as e:
             raise OSError(f"{flag}: the download broke off ({cause(e)}); the same command goes on "
                           "with it") from None
+        if revision != info.sha:
+            remember(wanted, revision)
     COMMITS[place] = folder.name
     FOLDERS[place, *patterns] = folder
     return folder
@@ -90,6 +91,15 @@ def patiently(ask, flag):
             what = "has had too many requests" if status == 429 else "is out of order"
             print(f"{flag}: the hub {what} ({status}); asking again in {pause} s", file=sys.stderr)
             time.sleep(pause)
+
+
+def remember(wanted, revision):
+    """Tell the cache which commit a branch or a tag stands for, also where its files were there
+    already: without a network that commit is taken."""
+    ref = blobs_of(wanted).with_name("refs") / revision
+    with suppress(OSError):  # a cache that several share may be read-only
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(wanted["revision"])
 
 
 def cached(wanted, patterns, flag, why):

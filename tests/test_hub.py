@@ -189,6 +189,39 @@ def test_without_a_network_the_cache_is_used_and_a_line_says_so(here, monkeypatc
     assert "\n" not in str(e.value)
 
 
+@pytest.fixture
+def network(monkeypatch):
+    """Forget what this process has asked; with False there is no network from then on."""
+    from huggingface_hub import constants
+
+    def again(there=True):
+        hub.FOLDERS.clear()
+        hub.COMMITS.clear()
+        if not there:
+            monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+    return again
+
+
+def test_without_a_network_a_branch_is_the_commit_that_it_was_last(here, monkeypatch, network):
+    """Where the branch had moved to a commit that was in the cache already, by its tag, its older one was taken."""
+    old, (new, files) = checkpoint.fetch("org/name"), here.commit("org/name", "v1")
+    checkpoint.fetch("org/name@v1")
+    monkeypatch.setattr(here, "commit", lambda *_: (new, files))
+    network()
+    assert checkpoint.fetch("org/name").name == new != old.name
+    network(False)
+    assert checkpoint.fetch("org/name").name == new
+
+
+def test_a_cache_that_cannot_be_written_is_read(here, monkeypatch, network):
+    """One that several users share."""
+    folder = checkpoint.fetch("org/name")
+    network()
+    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
+    assert checkpoint.fetch("org/name") == folder
+
+
 def test_a_data_set_has_a_revision_too_and_its_split_alone_is_downloaded(here, monkeypatch):
     row = b'{"question": "%s", "answer": "1"}\n'
     here.repos["datasets/org/set"] = {name: {"train.jsonl": row % name.encode(), "test.jsonl": b"{}"} for name in ("main", "v1")}
