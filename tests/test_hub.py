@@ -127,6 +127,22 @@ def test_what_a_part_holds_already_needs_no_room(here, monkeypatch, tmp_path):
     assert here.downloads("model.safetensors") == ["bytes=4500-"]
 
 
+def test_shards_that_are_here_already_need_no_room(here, monkeypatch, tmp_path, capsys):
+    """Killed in its last shard, a download was refused for want of room for all of them."""
+    shards = {f"model-0000{i}-of-00003.safetensors": bytes([i]) * (3 << 20) for i in (1, 2, 3)}
+    here.repos["org/name"]["main"] = shards
+    blobs = tmp_path / "hub" / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    first, second, _ = (blobs / hashlib.sha256(content).hexdigest() for content in shards.values())
+    first.write_bytes(shards["model-00001-of-00003.safetensors"])
+    second.with_name(f"{second.name}.part").write_bytes(b"\2" * (2 << 20))
+    monkeypatch.setattr(hub, "LARGE", 1 << 10)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9 << 20, 0, 5 << 20))
+    assert {p.name: p.read_bytes() for p in checkpoint.fetch("org/name").iterdir()} == shards
+    assert "3 files, 4.2 MB to download; " in says(capsys)
+    assert [here.downloads(name) for name in shards] == [[], ["bytes=2097152-"], [None]]
+
+
 def test_a_killed_download_goes_on_where_it_was(here, tmp_path):
     """Not from byte 0, which is what the library does."""
     weights = os.urandom(1 << 20) * 24
