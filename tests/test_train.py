@@ -672,7 +672,8 @@ def test_the_warm_up_is_the_nearest_number_of_updates():
 
 
 @pytest.mark.parametrize("change, told", [
-    ({"reward": 0.0}, "--prompt-style"), ({"format": 0.0}, "--prompt-style boxed"), ({"truncated_frac": 1.0}, "--max-new-tokens"),
+    ({"reward": 0.0}, "--prompt-style"), ({"format": 0.0}, "--prompt-style boxed"), ({"format": 0.0, "style": "boxed"}, "--prompt-style tags"),
+    ({"truncated_frac": 1.0}, "--max-new-tokens"),
     ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp current"),
     ({"clip_first_frac": 0.03}, "the noise alone"), ({"clip_first_frac": 0.03}, "lower --aqn-start"),
     ({"clip_first_frac": 0.03, "sigma": 0.0}, "rounding in sampler and trainer alone"),
@@ -681,7 +682,7 @@ def test_the_warm_up_is_the_nearest_number_of_updates():
 def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """A prompt without the instruction that the reward wants trains on zeros, silently."""
     args = flags.parse(train.COMMAND, [])
-    args.reward = change.get("own")
+    args.reward, args.prompt_style = change.get("own"), change.get("style", "tags")
     fine = {"reward": 0.5, "accuracy": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
             "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
     assert not list(warnings_for(fine, args))
