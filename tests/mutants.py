@@ -1477,6 +1477,8 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "plumbing/run.py": [
+        ("whose script goes on is not asked", 'if begun not in ("", here):', "if False:", "train::a_resume_by_another_script_says_so"),
+        ("every resume is by another script", 'if begun not in ("", here):', "if True:", "train::a_resume_by_another_script_says_so"),
         ("a resumed run takes what the branch holds now", '    hub.COMMITS.update(found.get("commits") or {})', "    found",
          "hub::a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them"),
         ("checkpoint/ is removed before the rest", "[self.out / name for name in LEFTOVERS]", '[self.out / "checkpoint"] + [self.out / name for name in LEFTOVERS]',

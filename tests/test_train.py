@@ -16,7 +16,7 @@ from plumbing import arithmetic, curves, files, flags
 from plumbing.command import IDLE, MINOR
 from plumbing.console import DROP_ORDER, show_flags, step_line, warnings_for
 from plumbing.files import TINY, lock
-from plumbing.run import Run, resolve_flags
+from plumbing.run import Run, resolve_flags, script_of
 from plumbing.tokenizer import Tokenizer
 
 import pytest
@@ -226,6 +226,17 @@ def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path, monkeypatc
     assert began[1] == f"{began[0]} && python train.py --resume --out {out} --steps 6"  # it was the resume's, which says nothing of the run
     assert json.loads((out / "config.json").read_text())["steps"] == 6
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
+
+
+def test_a_resume_by_another_script_says_so(straight, tmp_path, monkeypatch, capsys):
+    """It went on without what the script replaces, and nothing told."""
+    began = script_of(json.loads((straight / "summary.json").read_text())["command"])
+    for script in ("mine.py", began):
+        out = copy_of(straight, tmp_path / script)
+        monkeypatch.setattr(sys, "argv", [f"home/{script}", "--resume", "--out", str(out), "--steps", "5"])
+        assert train.main() == 0
+        told = f"warning: --resume: {began} began the run in {out}; {script} goes on without what that replaces"
+        assert (told in capsys.readouterr().err) == (script == "mine.py")
 
 
 def test_what_is_done_is_done(straight, tmp_path):
