@@ -19,7 +19,7 @@ so CUDA graphs that captured the buffers see it.
 To try your own noise, replace set_noise with a function that writes to the buffers (here: only the
 second half of the layers, and scaled by w). Draw it from a generator seeded by `seed`: then a run
 repeats, a resumed run continues as it would have, and all ranks have the same noise. Every RMSNorm
-has a buffer, including the last (model.norm) and Qwen3's q_norm and k_norm. On the CPU any module's
+has a buffer, including the last (model.norm) and Qwen3's q_norm and k_norm; any other module's
 buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into an
 evaluation, nor into an update unless --aqn-scope both.
 

@@ -45,11 +45,22 @@ LEFT_OUT = {*command.IDLE, "command", "commits", "seed"} - {"card_share"}
 
 
 def script_of(line, flags):
-    """The script of a run's command line, and its own words before the first of `flags`, as text:
-    "mine.py --tau 5"."""
-    ours = {f"--{no}{name.replace('_', '-')}" for name in flags for no in ("", "no-")}
+    """The script of a run's command line, and its words that are none of train.py's `flags`, {name:
+    value}, wherever they stand, as text: "mine.py --tau 5"."""
+    alone = {}  # {flag of train.py: whether it takes no value}
+    for name, value in flags.items():
+        for no in ("", "no-"):
+            alone[f"--{no}{name.replace('_', '-')}"] = isinstance(value, bool)
     words = dropwhile(lambda word: not word.endswith(".py"), shlex.split(line))
-    own = takewhile(lambda word: word.partition("=")[0] not in ours, words)
+    own, is_value = [], False
+    for word in takewhile(lambda word: word != "&&", words):  # what follows resumed the run
+        flag, equals, _ = word.partition("=")
+        if is_value:
+            is_value = False
+        elif flag in alone:
+            is_value = not (equals or alone[flag])
+        else:
+            own.append(word)
     return " ".join(own) or "train.py"
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[1]
 MAIN = getattr(sys.modules["__main__"], "__file__", None)  # None: a prompt, or a notebook
-# whether one of this project's own commands was started: not imported, and no script of a user's
-ALONE = MAIN is not None and Path(MAIN).resolve().parent in (HOME, HOME / "lab")
+COMMANDS = ("train.py", "eval.py", "sample.py", "walk.py", "nvfp4.py", "lora.py")
+# whether one of this project's own commands was started: not imported, and no script of a user's,
+# who is told to put it beside them
+ALONE = MAIN is not None and (Path(MAIN).resolve().parent == HOME / "lab"
+                              or Path(MAIN).resolve() in [HOME / name for name in COMMANDS])
 
 
 def leave(*_):

@@ -67,8 +67,9 @@ def warnings_for(row, args):
         yield ("every reward is 0: nothing can be learned; does --prompt-style fit the model, is "
                "--max-new-tokens long enough?")
     elif row["format"] == 0:
-        yield (f"no completion follows the {args.prompt_style} format: try --prompt-style boxed or "
-               "an instruction-tuned --model")
+        other = "tags" if args.prompt_style == "boxed" else "boxed"
+        yield (f"no completion follows the {args.prompt_style} format: try --prompt-style {other} "
+               "or an instruction-tuned --model")
     if row["truncated_frac"] == 1:
         yield f"every completion was cut at {args.max_new_tokens} tokens: raise --max-new-tokens"
     if row["zero_var_frac"] == 1 and not drawn_anew:

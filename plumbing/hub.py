@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def download(place, kind, patterns):
     except Exception as e:  # no network, and all that the hub may answer to a request
         folder = cached(wanted, patterns, flag, cause(e))
     else:
-        files = {f.rfilename: f.size or 0 for f in info.siblings
+        files = {f.rfilename: f for f in info.siblings
                  if any(fnmatch(f.rfilename, p) for p in patterns)}
         if not files:
             raise FileNotFoundError(f"{flag}: holds no {' nor '.join(patterns)}; see {page}/tree/"
@@ -59,15 +60,15 @@ def download(place, kind, patterns):
         missing = announce(wanted, files, flag)
         try:
             for name in missing:
-                if files[name] >= LARGE:
+                if (files[name].size or 0) >= LARGE:
                     patiently(lambda name=name: download_large(wanted, name), flag)
-            if missing:
-                wanted["revision"] = revision  # so that the cache knows what a branch stood for
             folder = patiently(lambda: Path(snapshot_download(
                 **wanted, allow_patterns=list(patterns), local_files_only=not missing)), flag)
         except Exception as e:
             raise OSError(f"{flag}: the download broke off ({cause(e)}); the same command goes on "
                           "with it") from None
+        if revision != info.sha:
+            remember(wanted, revision)
     COMMITS[place] = folder.name
     FOLDERS[place, *patterns] = folder
     return folder
@@ -92,6 +93,15 @@ def patiently(ask, flag):
             time.sleep(pause)
 
 
+def remember(wanted, revision):
+    """Tell the cache which commit a branch or a tag stands for, also where its files were there
+    already: without a network that commit is taken."""
+    ref = blobs_of(wanted).with_name("refs") / revision
+    with suppress(OSError):  # a cache that several share may be read-only
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(wanted["revision"])
+
+
 def cached(wanted, patterns, flag, why):
     """The repository's folder in the cache, where the hub could not be asked."""
     from huggingface_hub import snapshot_download
@@ -109,8 +119,8 @@ def cached(wanted, patterns, flag, why):
 
 
 def announce(wanted, files, flag):
-    """Print the commit and what has to be downloaded of `files`, {name: bytes}; returns the names
-    of those. OSError if the disk has no room for them."""
+    """Print the commit and what has to be downloaded of `files`, {name: what the hub says of it};
+    returns the names of those. OSError if the disk has no room for them."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     missing = [name for name in files if not isinstance(
@@ -121,8 +131,7 @@ def announce(wanted, files, flag):
         return missing
     cache = Path(constants.HF_HUB_CACHE)
     disk = next(p for p in (cache, *cache.absolute().parents) if p.exists())
-    here = sum(part.stat().st_size for part in blobs_of(wanted).glob("*.part"))
-    size = max(0, sum(files[name] for name in missing) - here)
+    size = sum((files[name].size or 0) - left_of(wanted, files[name]) for name in missing)
     free = shutil.disk_usage(disk).free
     if size > free:
         raise OSError(f"{flag}: {shown(size)} to download, and {cache} has room for {shown(free)}; "
@@ -130,6 +139,13 @@ def announce(wanted, files, flag):
     print(f"{commit}, {len(missing)} files, {shown(size)} to download; {shown(free)} are free",
           file=sys.stderr)
     return missing
+
+
+def left_of(wanted, file):
+    """Bytes of a large file that a killed download has left among the blobs: all, or a part."""
+    blob = blobs_of(wanted) / (file.lfs.sha256 if file.lfs else "-")
+    found = (p.stat().st_size for p in (blob, blob.with_name(f"{blob.name}.part")) if p.is_file())
+    return next(found, 0)
 
 
 def download_large(wanted, name):

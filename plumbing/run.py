@@ -20,6 +20,7 @@ import math
 import os
 import pickle
 import resource
+import shlex
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -308,6 +309,10 @@ class Run(ExitStack):
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
+        begun, here = script_of(was.command), script_of(now.command)
+        if begun not in ("", here):
+            print(f"warning: --resume: {begun} began the run in {self.out}; {here} goes on without "
+                  "what that replaces", file=sys.stderr)
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
         if saved(self.out, "config.json").get("steps") != self.args.steps:
             was.command += f" && {now.command}"
@@ -393,6 +398,11 @@ class Run(ExitStack):
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
+
+
+def script_of(line):
+    """The name of the script that a command line starts."""
+    return next((Path(word).name for word in shlex.split(line) if word.endswith(".py")), "")
 
 
 def rows_of(path):

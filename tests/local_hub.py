@@ -80,7 +80,8 @@ class Handler(BaseHTTPRequestHandler):
                       "lfs": {"oid": digests[name], "size": len(c), "pointerSize": 1}} for name, c in files.items()]
         else:
             found = {"id": repo.removeprefix("datasets/"), "sha": sha,
-                     "siblings": [{"rfilename": name, "size": len(c)} for name, c in files.items()]}
+                     "siblings": [{"rfilename": name, "size": len(c),
+                                   "lfs": {"sha256": digests[name], "size": len(c), "pointerSize": 1}} for name, c in files.items()]}
         self.reply(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     do_HEAD = do_GET

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -359,6 +360,15 @@ def test_the_line_to_continue_with_starts_as_many_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "world", 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ranks.command_line(["--run", "x"], "eval.py") == "torchrun --nproc-per-node=2 -- eval.py --run x"
+
+
+def test_a_script_beside_the_commands_is_what_a_run_continues_with(tmp_path):
+    """Flags that it gave to train.main were written down as train.py's own, which continued without what the script replaces."""
+    shutil.copytree(Path(ranks.__file__).parent, tmp_path / "plumbing")
+    own = tmp_path / "mine.py"
+    own.write_text("from plumbing import ranks\nprint(ranks.command_line(['--lr', '1']))\n")
+    done = subprocess.run([sys.executable, str(own)], capture_output=True, text=True, check=True)
+    assert done.stdout == f"python {own} --lr 1\n"
 
 
 def test_an_objective_of_ones_own_is_a_row_of_the_table(monkeypatch):

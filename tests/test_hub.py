@@ -127,6 +127,22 @@ def test_what_a_part_holds_already_needs_no_room(here, monkeypatch, tmp_path):
     assert here.downloads("model.safetensors") == ["bytes=4500-"]
 
 
+def test_shards_that_are_here_already_need_no_room(here, monkeypatch, tmp_path, capsys):
+    """Killed in its last shard, a download was refused for want of room for all of them."""
+    shards = {f"model-0000{i}-of-00003.safetensors": bytes([i]) * (3 << 20) for i in (1, 2, 3)}
+    here.repos["org/name"]["main"] = shards
+    blobs = tmp_path / "hub" / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    first, second, _ = (blobs / hashlib.sha256(content).hexdigest() for content in shards.values())
+    first.write_bytes(shards["model-00001-of-00003.safetensors"])
+    second.with_name(f"{second.name}.part").write_bytes(b"\2" * (2 << 20))
+    monkeypatch.setattr(hub, "LARGE", 1 << 10)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9 << 20, 0, 5 << 20))
+    assert {p.name: p.read_bytes() for p in checkpoint.fetch("org/name").iterdir()} == shards
+    assert "3 files, 4.2 MB to download; " in says(capsys)
+    assert [here.downloads(name) for name in shards] == [[], ["bytes=2097152-"], [None]]
+
+
 def test_a_killed_download_goes_on_where_it_was(here, tmp_path):
     """Not from byte 0, which is what the library does."""
     weights = os.urandom(1 << 20) * 24
@@ -187,6 +203,39 @@ def test_without_a_network_the_cache_is_used_and_a_line_says_so(here, monkeypatc
     with pytest.raises(FileNotFoundError, match=r"--model org/other: not a local .* check id, network and login") as e:
         checkpoint.fetch("org/other")
     assert "\n" not in str(e.value)
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """Forget what this process has asked; with False there is no network from then on."""
+    from huggingface_hub import constants
+
+    def again(there=True):
+        hub.FOLDERS.clear()
+        hub.COMMITS.clear()
+        if not there:
+            monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+    return again
+
+
+def test_without_a_network_a_branch_is_the_commit_that_it_was_last(here, monkeypatch, network):
+    """Where the branch had moved to a commit that was in the cache already, by its tag, its older one was taken."""
+    old, (new, files) = checkpoint.fetch("org/name"), here.commit("org/name", "v1")
+    checkpoint.fetch("org/name@v1")
+    monkeypatch.setattr(here, "commit", lambda *_: (new, files))
+    network()
+    assert checkpoint.fetch("org/name").name == new != old.name
+    network(False)
+    assert checkpoint.fetch("org/name").name == new
+
+
+def test_a_cache_that_cannot_be_written_is_read(here, monkeypatch, network):
+    """One that several users share."""
+    folder = checkpoint.fetch("org/name")
+    network()
+    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
+    assert checkpoint.fetch("org/name") == folder
 
 
 def test_a_data_set_has_a_revision_too_and_its_split_alone_is_downloaded(here, monkeypatch):

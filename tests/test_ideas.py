@@ -1,6 +1,7 @@
 """lab/ideas: each fork idea trains two steps, and does what it says it does."""
 import json
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,16 +158,25 @@ def test_rloo_compares_with_the_others(restored):
     assert torch.allclose(found, torch.tensor([[1 - 0.5 / 3, -0.5, -0.5, 0.5 - 1 / 3]]))
 
 
-def test_a_run_in_a_format_of_ones_own_can_be_evaluated(restored, monkeypatch, tmp_path, small, capsys):
-    """eval.py knew nothing of the format that the run was trained in."""
-    for name in ("train", "eval"):  # they read FORMATS when they are imported
+def test_a_run_in_a_format_of_ones_own_can_be_evaluated_asked_and_continued(restored, monkeypatch, tmp_path, small, capsys):
+    """eval.py knew nothing of the format that the run was trained in; `sample` was a traceback; the line to continue with lacked its
+    first word."""
+    import lab.chat
+
+    monkeypatch.setattr(lab, "chat", lab.chat)  # put back with sys.modules
+    for name in ("train", "eval", "sample", "lab.chat"):  # they read FORMATS when they are imported
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "sample")
     out = str(tmp_path / "run")
     assert started(monkeypatch, "int4", "train", *small, "--quant", "int4", "--out", out) == 0
     assert started(monkeypatch, "int4", "eval", "--run", out, "--limit", "2", "--n", "1", "--device", "cpu", "--max-new-tokens", "4") == 0
     assert json.loads((tmp_path / "run" / "adapter" / "policy.json").read_text())["quant"] == "int4"
     assert "adapter" in capsys.readouterr().out
+    assert started(monkeypatch, "int4", "sample", "--run", out, "--prompt", "What is 1+1?", "--device", "cpu", "--max-new-tokens", "4") == 0
+    assert capsys.readouterr().out.strip()
+    command = json.loads((tmp_path / "run" / "summary.json").read_text())["command"]
+    assert command.startswith(f"python {IDEAS / 'int4.py'} train ")
+    assert started(monkeypatch, "int4", *shlex.split(command)[2:], "--resume", "--steps", "3") == 0
+    assert len(rows_of(tmp_path / "run")) == 3
 
 
 def test_countdown_grades_the_rows_own_numbers(tmp_path, monkeypatch):

@@ -212,6 +212,9 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     assert [name for name, _ in plot.lines(runs)] == ["script=train.py", "script=mine.py"]
     taus = [folder(tmp_path / f"tau{i}", config=same | {"seed": i, "command": f"python mine.py --tau {i} --lr 1"}) for i in (0, 1)]
     assert [name for name, _ in plot.lines(taus)] == ["script=mine.py --tau 0", "script=mine.py --tau 1"]  # not seeds of one idea
+    last = [folder(tmp_path / f"last{i}", config=same | {"seed": i, "aqn": True, "command":  # wherever they stand
+            f"python mine.py --lr 1 --no-aqn --tau={i} --lr=2 --fine && python mine.py --resume --steps {i}"}) for i in (0, 1)]
+    assert [name for name, _ in plot.lines(last)] == ["script=mine.py --tau=0 --fine", "script=mine.py --tau=1 --fine"]
     spaced = [folder(tmp_path / name, config=same | {"seed": i, "command": f"python '/my ideas/{name}.py' --lr 1"}) for i, name in enumerate("de")]
     assert [name for name, _ in plot.lines(spaced)] == ["script=d.py", "script=e.py"]  # the quotes are the shell's
     with pytest.raises(ValueError, match="f: config.json: No closing quotation"):

@@ -16,7 +16,7 @@ from plumbing import arithmetic, curves, files, flags
 from plumbing.command import IDLE, MINOR
 from plumbing.console import DROP_ORDER, show_flags, step_line, warnings_for
 from plumbing.files import TINY, lock
-from plumbing.run import Run, resolve_flags
+from plumbing.run import Run, resolve_flags, script_of
 from plumbing.tokenizer import Tokenizer
 
 import pytest
@@ -223,6 +223,17 @@ def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path, monkeypatc
     assert began[1] == f"{began[0]} && python train.py --resume --out {out} --steps 6"  # it was the resume's, which says nothing of the run
     assert json.loads((out / "config.json").read_text())["steps"] == 6
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
+
+
+def test_a_resume_by_another_script_says_so(straight, tmp_path, monkeypatch, capsys):
+    """It went on without what the script replaces, and nothing told."""
+    began = script_of(json.loads((straight / "summary.json").read_text())["command"])
+    for script in ("mine.py", began):
+        out = copy_of(straight, tmp_path / script)
+        monkeypatch.setattr(sys, "argv", [f"home/{script}", "--resume", "--out", str(out), "--steps", "5"])
+        assert train.main() == 0
+        told = f"warning: --resume: {began} began the run in {out}; {script} goes on without what that replaces"
+        assert (told in capsys.readouterr().err) == (script == "mine.py")
 
 
 def test_what_is_done_is_done(straight, tmp_path):
@@ -577,7 +588,8 @@ def test_the_warm_up_is_the_nearest_number_of_updates():
 
 
 @pytest.mark.parametrize("change, told", [
-    ({"reward": 0.0}, "--prompt-style"), ({"format": 0.0}, "--prompt-style boxed"), ({"truncated_frac": 1.0}, "--max-new-tokens"),
+    ({"reward": 0.0}, "--prompt-style"), ({"format": 0.0}, "--prompt-style boxed"), ({"format": 0.0, "style": "boxed"}, "--prompt-style tags"),
+    ({"truncated_frac": 1.0}, "--max-new-tokens"),
     ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp current"),
     ({"clip_first_frac": 0.03}, "the noise alone"), ({"clip_first_frac": 0.03}, "lower --aqn-start"),
     ({"clip_first_frac": 0.03, "sigma": 0.0}, "rounding in sampler and trainer alone"),
@@ -586,7 +598,7 @@ def test_the_warm_up_is_the_nearest_number_of_updates():
 def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     """A prompt without the instruction that the reward wants trains on zeros, silently."""
     args = flags.parse(train.COMMAND, [])
-    args.reward = change.get("own")
+    args.reward, args.prompt_style = change.get("own"), change.get("style", "tags")
     fine = {"reward": 0.5, "accuracy": 0.5, "format": 0.5, "truncated_frac": 0.1, "zero_var_frac": 0.5, "logp_gap_mean": 0.2, "sigma": 0.01,
             "clip_first_frac": 0.0, "skipped": 0, "reward_std": 0.0, "groups": 0}
     assert not list(warnings_for(fine, args))

@@ -5,6 +5,7 @@ and kernels. The first word names the command, so that eval.py and sample.py kno
 
     python lab/ideas/int4.py train --quant int4 --out runs/int4-s0
     python lab/ideas/int4.py eval --run runs/int4-s0
+    python lab/ideas/int4.py sample --run runs/int4-s0 --prompt "What is 12+39?"
 """
 import sys
 from importlib import import_module
@@ -18,7 +19,10 @@ from nvfp4 import FORMATS, Format
 
 FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
 
+MODULES = {"train": "train", "eval": "eval", "sample": "lab.chat"}
+
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (["train"], ["eval"], ["sample"]):
+    command, argv = "".join(sys.argv[1:2]), sys.argv[2:]
+    if command not in MODULES:
         sys.exit(f"int4.py: error: train, eval or sample?\n\n{__doc__}")
-    sys.exit(import_module(sys.argv.pop(1)).main())
+    sys.exit(import_module(MODULES[command]).main(argv))
