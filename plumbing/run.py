@@ -33,8 +33,9 @@ from plumbing.files import append, cause, check_out, lock, read_json, saved, who
 
 import torch
 
-# what --resume may change: a run must be able to continue on a card with less memory
-FREE = ("steps", *IDLE, *MINOR)
+# what --resume may change: a run must be able to continue on a card with less memory, and where its
+# files have moved (`restore` compares what is in them)
+FREE = ("steps", "model", "data", *IDLE, *MINOR)
 # what a start leaves that was killed before its first checkpoint, and the next one removes
 LEFTOVERS = ("config.json", "eval_before.jsonl", "metrics.jsonl", "rollouts.jsonl", "adapter",
              "adapter_best", "model")

@@ -112,6 +112,19 @@ def test_curves_are_drawn_without_pytorch():
     assert found.stdout == "False\n", found
 
 
+def test_a_run_goes_on_where_its_questions_have_moved(tmp_path, capsys):
+    """Their new place was refused, although a resume compares what they are."""
+    out, here, there = tmp_path / "run", tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    here.write_text("".join(json.dumps({"question": f"What is {i}+1?", "answer": i + 1}) + "\n" for i in range(20)))
+    assert run(out, "--steps", "1", "--data", str(here)) == 0
+    there.write_text(here.read_text().replace("3+1", "4+0"))
+    assert run(out, "--resume", "--steps", "2", "--data", str(there)) == 2
+    here.rename(there)
+    assert run(out, "--resume", "--steps", "2", "--data", str(here)) == 2
+    assert "needs the same questions" in capsys.readouterr().err
+    assert run(out, "--resume", "--steps", "2", "--data", str(there)) == 0 and len(rows_of(out)) == 2
+
+
 def test_resume_is_exact(straight, tmp_path, monkeypatch):
     """k + (n - k) steps == n steps: weights, optimizer, samples, data order, noise stage."""
     out, generate, calls = tmp_path / "run", sample.generate, []
@@ -174,7 +187,7 @@ def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     old = flags.parse(train.COMMAND, ["--model", "m", "--out", str(tmp_path)])
     (tmp_path / "lock").touch()
     (tmp_path / "checkpoint").mkdir()
-    free = {"steps", "resume", "out", "save_every", "card_share", "eval_every"}
+    free = {"steps", "resume", "out", "save_every", "card_share", "eval_every", "model", "data"}  # these two are compared by what they hold
     free |= {"micro_batch_tokens", "checkpointing", "max_rows", "engine"}  # for a card with less memory
     lower = ["--micro-batch-tokens", "9", "--max-rows", "5", "--checkpointing", "on", "--engine", "plain"]
     kinds = {f.dest: f.kind for f in train.COMMAND.flags}
