@@ -204,7 +204,7 @@ def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
             resolve_flags(train.COMMAND, SimpleNamespace(resume=True, out=str(tmp_path)), again)
     new = resolve_flags(train.COMMAND, SimpleNamespace(resume=True, out=str(tmp_path)), ["--resume", "--out", str(tmp_path), *lower])
     assert (new.micro_batch_tokens, new.max_rows, new.checkpointing, new.engine) == (9, 5, "on", "plain")
-    assert {"steps", *IDLE, *MINOR} == free
+    assert {"steps", "model", "data", *IDLE, *MINOR} == free
 
 
 def test_a_run_of_an_older_version_is_refused_in_one_line(straight, tmp_path, capsys):
