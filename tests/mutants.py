@@ -1375,6 +1375,7 @@ MUTANTS = {
          "checkpoint::what_is_not_rounded_stays_as_it_is_stored"),
     ],
     "plumbing/files.py": [
+        ("half a character is read", 'if "\\\\ud" in text.lower():', "if False:", "bad_inputs::what_files_hold_is_checked"),
         ("behind blank lines a broken row is the last", "if n < rows[-1][0]:", "if n < len(rows):",
          "plot::broken_line_in_the_middle_is_an_error"),
         ("numbers past all bounds are read", "if value - value != 0:", "if False:",
@@ -2132,7 +2133,6 @@ MUTANTS = {
          'False or', 'marlin_triton::what_does_not_fit_is_refused'),
     ],
     "plumbing/datasets.py": [
-        ("a text that cannot be read has no file", "--calib {path or 'by default'}: {e}", "{e}", "bad_inputs::what_files_hold_is_checked"),
         ("levels end at 9", "([1-9][0-9]{0,3})", "([1-9])", "data::the_levels_of_math_are_read"),
         ("the worked solution is the answer", 'answer.rsplit("####", 1)[1]',
          'answer.rsplit("####", 1)[0]', "data::jsonl_columns_of_the_usual_sets"),
