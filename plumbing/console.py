@@ -77,8 +77,9 @@ def warnings_for(row, args):
                "choose easier or harder --data")
     gap, alike = row["logp_gap_mean"] or 0, row["sigma"] == 0 or args.aqn_scope == "both"
     if alike and gap > GAP_BOUND:
+        weighted = "" if args.old_logp == "current" else "--old-logp current, or "
         yield (f"sampler and trainer disagree by more than {GAP_BOUND} nats a token: "
-               "use --old-logp current, or --dtype float32")
+               f"use {weighted}--dtype float32")
     if row["skipped"]:
         yield "an update was skipped: its gradient was not finite; lower --lr, or check --model"
     if (row["clip_first_frac"] or 0) > 0.02:  # nothing has been learned from these completions yet

@@ -302,7 +302,12 @@ class Run(ExitStack):
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
         or if the questions or the weights are not the same."""
-        now, was = self.state, self.load(optimizer)
+        config, now = saved(self.out, "config.json"), self.state
+        begun, here = script_of(str(config.get("command", ""))), script_of(now.command)
+        if begun not in ("", here):
+            print(f"warning: --resume: {begun} began the run in {self.out}; {here} goes on without "
+                  "what that replaces", file=sys.stderr)
+        was = self.load(optimizer)
         if was.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
@@ -310,12 +315,8 @@ class Run(ExitStack):
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
-        begun, here = script_of(was.command), script_of(now.command)
-        if begun not in ("", here):
-            print(f"warning: --resume: {begun} began the run in {self.out}; {here} goes on without "
-                  "what that replaces", file=sys.stderr)
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
-        if saved(self.out, "config.json").get("steps") != self.args.steps:
+        if config.get("steps") != self.args.steps:
             was.command += f" && {now.command}"
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
