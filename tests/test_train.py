@@ -618,6 +618,8 @@ def test_a_run_that_cannot_learn_is_told_what_to_do(change, told):
     assert any(told in text for text in warnings_for({**fine, **change}, args))
     args.aqn_scope = "both"  # sampler and trainer are as noisy, so that noise is no reason for a gap
     assert any("--old-logp current" in text for text in warnings_for(fine, args))
+    args.old_logp = "current"  # what is done already is no advice
+    assert any("use --dtype float32" in text for text in warnings_for(fine, args))
 
 
 FINE = {"reward": 0.5, "accuracy": 0.0, "format": 0.5, "truncated_frac": 0.99, "zero_var_frac": 0.99, "logp_gap_mean": 0.04, "sigma": 0.0,
