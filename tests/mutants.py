@@ -1406,7 +1406,7 @@ MUTANTS = {
          "bad_inputs::flags_and_places_are_checked_before_the_work"),
     ],
     "plumbing/__init__.py": [
-        ("a prompt in a folder of ours is ours", '"__file__", None)  #', '"__file__", ".")  #',
+        ("a prompt in a folder of ours is ours", '"__file__", None)  #', '"__file__", "train.py")  #',
          "kill::who_imports_keeps_its_own_ctrl_c"),
         ("a script beside the commands is one of them", "or Path(MAIN).resolve() in [HOME / name for name in COMMANDS]",
          "or Path(MAIN).resolve().parent == HOME", "flags::a_script_beside_the_commands_is_what_a_run_continues_with"),
