@@ -114,7 +114,8 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
         for path in pieces:
             piece = model.get_submodule(path)
             if path == "embed":
-                plain = adapted = merged = piece(ids)  # (B, T, C)
+                plain = adapted = piece(ids)  # (B, T, C)
+                merged = adapted.to(torch.bfloat16).to(dtype)  # as it is written
             elif path.startswith("layers."):
                 plain = piece(plain, *rope)
                 for name in PROJECTIONS:
@@ -127,11 +128,12 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
                 adapted = piece(adapted, *rope)
                 for name in PROJECTIONS:
                     piece.set_submodule(name, in_16_bits(piece.get_submodule(name)))
-                piece.to(torch.bfloat16)  # as it is written
-                merged = piece.to(dtype)(merged, *rope)
+                merged = piece.to(torch.bfloat16).to(dtype)(merged, *rope)
             write(writer, model, path, torch.bfloat16)
-        plain, adapted, merged = (model.lm_head(model.norm(x)).float()  # (B, T, V)
-                                  for x in (plain, adapted, merged))
+        plain, adapted = (model.lm_head(model.norm(x)).float() for x in (plain, adapted))
+        for end in (model.norm, model.lm_head):
+            end.to(torch.bfloat16).to(dtype)
+        merged = model.lm_head(model.norm(merged)).float()  # (B, T, V)
     gap = (merged - adapted).abs()
     return {"max": gap.max().item(), "mean": gap.mean().item(),
             "adapter_max": (adapted - plain).abs().max().item()}

@@ -556,3 +556,20 @@ def test_the_documented_training_of_norms(monkeypatch, quant):
     moved = {name for name, w in m.named_parameters() if not w.equal(before[name])}
     B = {name for name in before if name.endswith(".B")}
     assert B <= moved and {name for name in moved - B if not name.endswith(".A")} == {f"layers.{i}.{norm}_layernorm.weight" for i in range(len(m.layers)) for norm in ("input", "post_attention")}
+
+
+@torch.no_grad()
+def test_a_merge_tells_how_far_what_it_wrote_is(shallow, tmp_path):
+    """Measured as it is written, embedding and head included, which a base of 32 bits loses digits of, too."""
+    home, g = tmp_path / "base", torch.Generator().manual_seed(1)
+    shutil.copytree(shallow, home)
+    state = load_file(home / "model.safetensors")
+    save_file({k: t.float() * (1 + 1e-3 * torch.randn(t.shape, generator=g)) for k, t in state.items()}, home / "model.safetensors")
+    model = M.load(home, dtype=torch.float32)
+    for p in add_lora(model, 2, 2):
+        p.normal_(std=0.1, generator=g)
+    save_adapter(model, tmp_path / "a")
+    report = convert.merge(home, tmp_path / "a", tmp_path / "out", dtype=torch.float32)
+    ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    gap = (M.load(tmp_path / "out", dtype=torch.float32)(ids) - model(ids)).abs()
+    assert 0 < report["mean"] == pytest.approx(gap.mean().item(), rel=1e-3) and report["max"] == pytest.approx(gap.max().item(), rel=1e-3)
