@@ -51,9 +51,8 @@ class Graphs:
 
     stall, ahead = 2, 1
 
-    def __init__(self, model, slots, max_len, top_p=1.0):
-        self.slots, self.max_len = slots, max_len
-        self.prefill_tokens = memory.PREFILL_TOKENS[0]  # that go through the model together
+    def __init__(self, model, slots, max_len, top_p=1.0, prefill_tokens=memory.PREFILL_TOKENS[0]):
+        self.slots, self.max_len, self.prefill_tokens = slots, max_len, prefill_tokens
         larger = range(BUCKETS[-1] + 64, slots, 64)
         self.sizes = [*(b for b in (*BUCKETS, *larger) if b < slots), slots]  # batch sizes
         self.top_p = top_p  # if < 1, the memory plan has room for its sort
@@ -223,12 +222,17 @@ def make_room(model):
         release(model)
 
 
+def training_bytes(params):
+    """Bytes that come with the first update: gradients and two moments; with several ranks, also
+    the buffer that gradients are summed in."""
+    return (12 if ranks.world == 1 else 16) * sum(p.numel() for p in params)
+
+
 def plan_update(model, args, params):
     """Settle train.py's --micro-batch-tokens and --checkpointing by the free memory, and print what
     takes how much. A resumed run keeps its micro-batches: others round differently."""
     longest = args.max_prompt + args.max_new_tokens
-    # gradient and two moments; with several ranks, also the buffer that gradients are summed in
-    later = (12 if ranks.world == 1 else 16) * sum(p.numel() for p in params)
+    later = training_bytes(params)
     free = min(ranks.gather(free_bytes())) - later
     tokens, recompute = memory.fit_update(model.config, free, longest, args.micro_batch_tokens,
                                           args.checkpointing)
@@ -259,11 +263,11 @@ def fingerprint(model):
             tuple(a and a.scaling for a in adapters))
 
 
-def working_bytes(model, *what):
-    """memory.rollout_bytes of this model, minus the scratch that is there already."""
+def working_bytes(model, *args):
+    """memory.rollout_bytes(model.config, *args), minus the scratch that is there already."""
     held = sum(t.nbytes for t in gemm_buffers(model.embed.weight.device))
     scratch = memory.gemm_scratch(model.config)
-    return memory.rollout_bytes(model.config, *what) - min(held, scratch)
+    return memory.rollout_bytes(model.config, *args) - min(held, scratch)
 
 
 def own_code(model):
@@ -315,8 +319,7 @@ def engine_for(model, slots, max_len, top_p):
         raise ValueError(f"--max-new-tokens: one row of {max_len} tokens needs "
                          f"{(row + fixed) / 2**30:.1f} GiB, {free / 2**30:.1f} are free; lower "
                          "it, shorten the prompts, or choose a smaller --model or another --quant")
-    engine = Graphs(model, min(slots, fit), max_len, top_p)
-    engine.prefill_tokens = prefill_tokens
+    engine = Graphs(model, min(slots, fit), max_len, top_p, prefill_tokens)
     ENGINES[model] = (fingerprint(model), engine, slots)  # it may have moved the weights
     return engine
 

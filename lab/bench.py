@@ -344,9 +344,8 @@ def phases(row, c, ceiling, args):
         row["capture_s"], _ = draw(model, prompts, 1, 2)  # compiles and captures
         row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
         row["rollout_gib"] = peak_gib()
-        engine.UPDATES[model] = sum(memory.update_bytes(
+        engine.UPDATES[model] = engine.training_bytes(optimizer.params) + sum(memory.update_bytes(
             c, max(row["micro_batch"], length), model.checkpointing))
-        engine.UPDATES[model] += 12 * sum(p.numel() for p in optimizer.params)  # its moments
         engine.make_room(model)
     settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
     completions = random_completions(rows, args.prompt, args.new, args.group)

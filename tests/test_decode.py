@@ -450,7 +450,7 @@ def test_an_engine_is_made_anew_only_where_the_last_one_does_not_serve(monkeypat
     weights have moved."""
     made, m = [], build()
 
-    def graphs(model, slots, max_len, top_p):
+    def graphs(model, slots, max_len, top_p, prefill_tokens):
         made.append((slots, max_len, top_p))
         m.norm.weight.data = m.norm.weight.clone()  # as where an adapter's A goes below each weight
         return SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p)
@@ -496,7 +496,7 @@ def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
 def test_rows_are_planned_by_what_each_of_them_takes(monkeypatch):
     """Logits and the sort of top_p are of the rows that fit, not of those asked for: they took memory from keys and values, and
     were called the needs of one row."""
-    monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, top_p: SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p))
+    monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, top_p, _: SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p))
     for top_p in (1.0, 0.9):
         m = build(rank=0)
         need = engine.working_bytes(m, 9, top_p) + 9 * 64 * memory.kv_per_token(CPU, 4)
@@ -506,7 +506,8 @@ def test_rows_are_planned_by_what_each_of_them_takes(monkeypatch):
 
 def test_where_few_rows_fit_a_prefill_takes_fewer_tokens(monkeypatch):
     """The activations of 8,192 tokens take more of a small card, beside the weights of 32B, than is left of it."""
-    monkeypatch.setattr(engine, "Graphs", lambda model, slots, *a: SimpleNamespace(slots=slots, max_len=64, top_p=1.0))
+    monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, top_p, prefill_tokens: SimpleNamespace(
+        slots=slots, max_len=max_len, top_p=top_p, prefill_tokens=prefill_tokens))
     for rows, asked, tokens in ((8, 100, 2048), (8, 8, 2048), (3, 100, 1024), (3, 3, 2048)):
         m = build(rank=0)
         need = engine.working_bytes(m, rows, 1.0, 2048) + rows * 64 * memory.kv_per_token(CPU, 4)
