@@ -20,12 +20,11 @@ lab/experiments.py compare, lab/plot.py and lab/bench_report.py cards take patte
 """
 import base64
 import json
-import shlex
 import sys
 import tempfile
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from itertools import dropwhile, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,9 +50,9 @@ def script_of(line, flags):
     for name, value in flags.items():
         for no in ("", "no-"):
             alone[f"--{no}{name.replace('_', '-')}"] = isinstance(value, bool)
-    words = dropwhile(lambda word: not word.endswith(".py"), shlex.split(line))
     own, is_value = [], False
-    for word in takewhile(lambda word: word != "&&", words):  # what follows resumed the run
+    # what follows && resumed the run
+    for word in takewhile(lambda word: word != "&&", command.from_script(line)):
         flag, equals, _ = word.partition("=")
         if is_value:
             is_value = False

@@ -12,12 +12,14 @@ what can be saved is saved (plumbing/run.py has its own handler).
 import argparse
 import os
 import runpy
+import shlex
 import shutil
 import signal
 import sys
 import textwrap
 import threading
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -141,6 +143,12 @@ def numbers(low, end):
 
     parse.__name__ = "comma-separated int"
     return parse
+
+
+def from_script(line):
+    """The words of a command line from its script on: ["mine.py", "--lr", "1"] of "python mine.py
+    --lr 1"."""
+    return [*dropwhile(lambda word: not word.endswith(".py"), shlex.split(line))]
 
 
 def become(script, *words):

@@ -20,7 +20,6 @@ import math
 import os
 import pickle
 import resource
-import shlex
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -404,7 +403,7 @@ class Run(ExitStack):
 
 def script_of(line):
     """The name of the script that a command line starts."""
-    return next((Path(word).name for word in shlex.split(line) if word.endswith(".py")), "")
+    return Path(*command.from_script(line)[:1]).name
 
 
 def rows_of(path):
