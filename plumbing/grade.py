@@ -176,10 +176,12 @@ def split(text, *separators):
 @functools.lru_cache(maxsize=1 << 14)
 def read(text):
     """Clean text -> Answer."""
-    parts = split(text, ",", ";", "and", "or")
-    for i, part in enumerate(parts):
+    parts = []
+    for part in split(text, ",", ";", "and", "or"):
         if "," not in part and re.search(r"\\(?:pm|mp)", part):  # 1 \pm 2 is two answers
-            parts[i : i + 1] = [part.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
+            parts += [part.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
+        else:
+            parts.append(part)
     if len(parts) != 1:
         return Answer("list" if parts else "unread", tuple(map(read, parts)), "", text)
     m = NAME.match(parts[0])

@@ -143,7 +143,9 @@ def announce(wanted, files, flag):
 
 def left_of(wanted, file):
     """Bytes of a large file that a killed download has left among the blobs: all, or a part."""
-    blob = blobs_of(wanted) / (file.lfs.sha256 if file.lfs else "-")
+    if not file.lfs:
+        return 0
+    blob = blobs_of(wanted) / file.lfs.sha256
     found = (p.stat().st_size for p in (blob, blob.with_name(f"{blob.name}.part")) if p.is_file())
     return next(found, 0)
 
