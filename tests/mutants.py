@@ -921,7 +921,7 @@ MUTANTS = {
     "fast/engine.py": [
         ("a small card prefills as a large one does", "            break\n    if fit < 1", "            pass\n    if fit < 1",
          "decode::where_few_rows_fit_a_prefill_takes_fewer_tokens"),
-        ("a prefill that was planned small is not", "    engine.prefill_tokens = prefill_tokens\n", "",
+        ("a prefill that was planned small is not", "max_len, top_p, prefill_tokens)\n", "max_len, top_p, memory.PREFILL_TOKENS[0])\n",
          "decode::where_few_rows_fit_a_prefill_takes_fewer_tokens"),
         ("each size compiles alone", "if all(known[1:] != way for known in self.graphs):", "if False:",
          "decode::the_first_size_of_each_way_to_draw_has_all_compiled"),
@@ -1344,6 +1344,10 @@ MUTANTS = {
          "bad_inputs::what_files_hold_is_checked"),
     ],
     "lab/convert.py": [
+        ("a merge does not round the head that it measures", "            end.to(torch.bfloat16).to(dtype)", "            end",
+         "lora::a_merge_tells_how_far_what_it_wrote_is"),
+        ("a merge does not round the embedding that it measures", "merged = adapted.to(torch.bfloat16).to(dtype)", "merged = adapted",
+         "lora::a_merge_tells_how_far_what_it_wrote_is"),
         ('AWQ rounds in a merge as on a GPU', 'had.get("dtype", "bfloat16") if calibrate else',
          '"bfloat16" if calibrate else',
          "lora::awqs_weights_are_merged_as_they_came_out_in_training"),
@@ -1424,6 +1428,7 @@ MUTANTS = {
          "    pass", "kill::ctrl_c_while_torch_is_imported_is_one_line"),
     ],
     "plumbing/command.py": [
+        ("a script's name ends at a space", "shlex.split(line))", "line.split())", "plot::labels_are_the_flags_that_differ"),
         ("the file that hands over is imported again", "    sys.modules[Path(main.__file__).stem] = main\n", "",
          "kill::a_command_that_another_file_does_is_one_process"),
         ("a resume keeps the engine it began with", 'MINOR = ("engine", ',
@@ -1797,7 +1802,6 @@ MUTANTS = {
         ("a value is the script's", "is_value = not (equals or alone[flag])", "is_value = False", "plot::labels_are_the_flags_that_differ"),
         ("a switch has a value", "is_value = not (equals or alone[flag])", "is_value = not equals", "plot::labels_are_the_flags_that_differ"),
         ("a resume is another script", 'word != "&&"', "word", "plot::labels_are_the_flags_that_differ"),
-        ("a script's name ends at a space", "shlex.split(line))", "line.split())", "plot::labels_are_the_flags_that_differ"),
         ("grades lose the zeros that they begin with", 'int("1" + "".join(map(str, bits)), 2)', 'int("".join(map(str, bits)), 2)',
          "archive::rows_print_what_their_folders_print"),
         ("the defaults of another day", "flags = defaults | row", "flags = {} | row", "archive::a_row_is_of_the_flags_that_its_run_had"),
