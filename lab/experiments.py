@@ -1,27 +1,17 @@
 """
 Training runs that differ in one thing, and what it adds.
 
-    2x2        the paper's central ablation: {16 bits, NVFP4} x {AQN off, on}. Each arm is trained
-               with each seed, in a folder of its own in --out. A finished run is not repeated, a
-               stopped one continues; the flags must be the same. At the end come each arm's
-               held-out accuracy, and what `compare` says of all
-
-    compare    existing runs, whatever made them, or rows of results/runs.jsonl: what each flag in
-               which they differ adds, to the accuracy after training or, with --growth, to how
-               fast that of the samples rises. So any other experiment is a loop over train.py
+    compare    runs of train.py, or rows of results/runs.jsonl: what each flag in which they differ
+               adds, to the accuracy after training or, with --growth, to how fast that of the
+               samples rises. So an experiment is a loop over train.py
 
     gradient   which log-probs should the ratio be taken against when the sampler is noisy? The
                gradient of one step from noisy samples, for each --old-logp, beside the gradient
                from clean samples of the same prompts: their cosine, and the share of tokens that
                the clip takes away. Sigma 0, two clean gradients of different samples, is the
-               ceiling.
+               ceiling. The flags are train.py's; --prompts-per-step x --group-size completions are
+               drawn for each gradient
 
-Flags after 2x2 and gradient are train.py's, and for 2x2 also --seeds 0,1,2,3,4: several cards may
-each train some seeds into one --out, and a small model leaves room for several runs on a card
-(--card-share). For `gradient`, --prompts-per-step x --group-size completions are drawn for each
-gradient.
-
-    python lab/experiments.py 2x2 --out runs/2x2 --model DIR --data gsm8k
     python lab/experiments.py compare '2x2_1.5b/*' runs/2x2/*/ [--growth] [--interval]
     python lab/experiments.py gradient --model DIR --data gsm8k --out gradient.json
 """
@@ -38,7 +28,6 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command, curves, flags, metrics
-from plumbing.command import IDLE, MINOR
 from plumbing.files import check_out, saved, write_json
 
 import numpy as np
@@ -55,38 +44,6 @@ from lab import archive, plot
 
 SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 UNUSED = "-"  # the value of a flag that did nothing in a run
-# {arm of 2x2: train.py's flags}
-ARMS = {f"{quant}{noise}": ["--quant", quant, noise]
-        for quant in ("none", "nvfp4") for noise in ("--no-aqn", "--aqn")}
-
-
-# ---- training the arms
-
-
-def two_by_two(seeds, args, argv):
-    """Train every arm with every seed, then print what they say."""
-    if not args.eval_n:
-        raise ValueError("--eval-n 0: arms are compared by held-out accuracy; leave it out")
-    given = flags.given(train.COMMAND, argv)
-    for flag in ("seed", "quant", "aqn"):
-        if flag in given:
-            raise ValueError(f"--{flag}: is what the runs of 2x2 differ in; leave it out "
-                             "(--seeds 0,1 are those to train)")
-    every = {Path(args.out) / f"{arm}-s{seed}": [*argv, *own, "--seed", str(seed)]
-             for seed in seeds for arm, own in ARMS.items()}
-    for run, words in every.items():  # a run that is there must have the flags that are wanted
-        had = saved(run, "config.json")
-        for flag, value in vars(flags.parse(train.COMMAND, words)).items():
-            counts = flag not in IDLE + MINOR and (flag, value) != ("steps", None)
-            if counts and had.get(flag, value) != value:
-                raise ValueError(f"--{flag.replace('_', '-')} {value}: the run in {run} used "
-                                 f"{had[flag]}; choose another --out")
-    for run, words in every.items():
-        if not (run / "summary.json").is_file():
-            resume = ["--resume"] if (run / "config.json").is_file() else []
-            if code := train.main([*words, *resume, "--out", str(run)]):
-                return code
-    print("\n".join([*arms(every), *compare(every)]))
 
 
 # ---- comparing runs
@@ -316,25 +273,17 @@ def gradient_of(model, params, completions, settings):
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    name, words = (argv or [None])[0], argv[1:]
-    train_py = partial(flags.run_command, train.COMMAND, name="lab/experiments.py")
+    name, *words = (sys.argv[1:] if argv is None else argv) or [None]
     if name == "compare":
         return command.run("lab/experiments.py", partial(comparison, words))
-    if {"-h", "--help"} & {*argv}:
+    if {"-h", "--help"} & {name, *words}:
         print(f"{__doc__.strip()}\n\n`python train.py --help` lists its flags.")
         return 0
     if name == "gradient":
-        return train_py(gradient, ["--out", "gradient.json", *words])
-    if name != "2x2":
-        print("lab/experiments.py: error: name an experiment: 2x2, compare, gradient",
-              file=sys.stderr)
-        return 2
-    own = argparse.ArgumentParser("lab/experiments.py 2x2", add_help=False, allow_abbrev=False)
-    own.add_argument("--seeds", type=command.numbers(0, 1 << 63), default=[*range(5)])
-    mine, rest = own.parse_known_args(words)
-    # train.py's own --out is another run's folder
-    return train_py(partial(two_by_two, mine.seeds), ["--out", "runs/2x2", *rest])
+        return flags.run_command(train.COMMAND, gradient, ["--out", "gradient.json", *words],
+                                 "lab/experiments.py")
+    print("lab/experiments.py: error: name an experiment: compare, gradient", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """lab/experiments.py: the arms of the ablation, and what its table counts."""
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -17,75 +16,24 @@ import train
 from lab import experiments
 
 
-@pytest.fixture
-def trained(monkeypatch):
-    """train.main writes a run whose accuracy is 0.5, + 0.1 with NVFP4, + 0.02 with noise, + 0.01 a seed; the arguments of each."""
-    calls = []
-
-    def main(argv):
-        args = flags.parse(train.COMMAND, argv)
-        calls.append(args)
-        out = Path(args.out)
-        out.mkdir(parents=True, exist_ok=True)
+def trained(folder, seeds):
+    """Runs whose accuracy is 0.5, + 0.1 with NVFP4, + 0.02 with noise, + 0.01 a seed: their folders."""
+    runs = [folder / f"{quant}{noise}-s{seed}" for seed in range(seeds) for quant in ("none", "nvfp4") for noise in ("--no-aqn", "--aqn")]
+    for out in runs:
+        args = flags.parse(train.COMMAND, ["--quant", out.name.partition("--")[0], "--aqn" if "--aqn" in out.name else "--no-aqn",
+                                           "--seed", out.name[-1]])
+        out.mkdir()
         after = 0.5 + 0.1 * (args.quant == "nvfp4") + 0.02 * args.aqn + 0.01 * args.seed
         rows = [{"step": 0, "eval_accuracy": 0.25, "entropy": 0.5}, {"step": 1, "eval_accuracy": 0.4 + 0.01 * args.seed, "entropy": 0.25}]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (out / "summary.json").write_text(json.dumps({"accuracy_before": 0.25, "accuracy_after": after}))
         (out / "config.json").write_text(json.dumps(vars(args)))
-        return 0
-
-    monkeypatch.setattr(train, "main", main)
-    return calls
+    return [*map(str, runs)]
 
 
-def test_arms_differ_by_format_noise_and_seed_alone(trained, tmp_path):
-    """An arm at another learning rate, or on other questions, measures those."""
-    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0
-    assert len({(a.quant, a.aqn, a.seed, a.out) for a in trained}) == 20
-    rest = [{k: v for k, v in vars(a).items() if k not in ("quant", "aqn", "seed", "out")} for a in trained]
-    assert all(r == rest[0] and r["lr"] == 0.02 for r in rest)
-
-
-def test_a_run_that_is_there_is_not_repeated_and_a_stopped_one_goes_on(trained, tmp_path):
-    stopped = tmp_path / "none--no-aqn-s3"
-    stopped.mkdir()
-    (stopped / "config.json").write_text("{}")
-    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0 and len(trained) == 20
-    # with its flags, so that train.py refuses others than it began with
-    assert [(Path(a.out), a.lr, a.quant, a.aqn) for a in trained if a.resume] == [(stopped, 0.02, "none", False)]
-    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0 and len(trained) == 20
-
-
-def test_runs_of_other_flags_are_not_taken_for_those_asked_for(trained, tmp_path, capsys):
-    """Twice the steps into the folder of the first experiment: its numbers were printed again, under the new flags."""
-    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02"]) == 0
-    for more, told in ((["--lr", "0.03"], "--lr 0.03: the run in .* used 0.02"), (["--steps", "60"], "--steps 60: the run in .* used 30")):
-        capsys.readouterr()
-        assert experiments.main(["2x2", "--out", str(tmp_path), *more]) == 2 and len(trained) == 20
-        said = capsys.readouterr()
-        assert re.search(told, said.err) and not said.out
-
-
-def test_runs_of_default_flags_do_not_join_those_of_others(trained, tmp_path, capsys):
-    """More seeds without the flags of the first: one table row was the mean of two learning rates."""
-    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02", "--seeds", "0"]) == 0
-    assert experiments.main(["2x2", "--out", str(tmp_path), "--seeds", "0,1"]) == 2 and len(trained) == 4
-    assert "--lr 0.001: the run in" in capsys.readouterr().err
-    assert experiments.main(["2x2", "--out", str(tmp_path), "--lr", "0.02", "--seeds", "0,1"]) == 0 and len(trained) == 8
-
-
-def test_experiments_have_folders_of_their_own(trained, tmp_path, monkeypatch):
-    """Without --out they went into the folder of the demo's run, which train.py then refused, or all into one another's."""
-    monkeypatch.chdir(tmp_path)
-    assert experiments.main(["2x2", "--seeds", "0"]) == 0
-    assert [a.out for a in trained] == [f"runs/2x2/{arm}-s0" for arm in experiments.ARMS]
-    monkeypatch.setattr(experiments, "gradient", lambda args, argv: trained.append(args))
-    assert experiments.main(["gradient"]) == 0 and trained[-1].out == "gradient.json"
-
-
-def test_arms_have_means_and_errors_over_seeds_and_effects_within_a_seed(trained, tmp_path, capsys):
+def test_arms_have_means_and_errors_over_seeds_and_effects_within_a_seed(tmp_path, capsys):
     """Seeds 0 to 4 add 0 to 4 points: mean 2, standard error sqrt(2.5 / 5); within a seed they cancel."""
-    experiments.main(["2x2", "--out", str(tmp_path)])
+    assert experiments.main(["compare", "--arms", *trained(tmp_path, 5)]) == 0
     out = capsys.readouterr().out
     assert "quant=none aqn=off (5 seeds): 25.0 -> 42.0 +- 0.7 after 1, 52.0 +- 0.7, entropy 0.500 -> 0.250\n" in out
     assert "quant=nvfp4 aqn=on (5 seeds): 25.0 -> 42.0 +- 0.7 after 1, 64.0 +- 0.7, entropy 0.500 -> 0.250\n" in out
@@ -93,14 +41,13 @@ def test_arms_have_means_and_errors_over_seeds_and_effects_within_a_seed(trained
                         "quant none -> nvfp4: +10.0 points, +- 0.0 over 5 seeds (10 pairs)\n")
 
 
-def test_no_means_of_some_seeds_stand_beside_those_of_others(trained, tmp_path, capsys):
+def test_no_means_of_some_seeds_stand_beside_those_of_others(tmp_path, capsys):
     """One seed was evaluated more often: its accuracy alone stood in a row of means over all."""
-    experiments.main(["2x2", "--seeds", "0,1", "--out", str(tmp_path)])
-    for arm in experiments.ARMS:
-        with open(tmp_path / f"{arm}-s1" / "metrics.jsonl", "a") as f:
+    runs = trained(tmp_path, 2)
+    for run in runs[4:]:
+        with open(Path(run) / "metrics.jsonl", "a") as f:
             f.write(json.dumps({"step": 2, "eval_accuracy": 0.3, "entropy": 0.25}) + "\n")
-    capsys.readouterr()
-    experiments.main(["2x2", "--seeds", "0,1", "--out", str(tmp_path)])
+    experiments.main(["compare", "--arms", *runs])
     out = capsys.readouterr().out
     assert "after 1, " in out and "after 2" not in out
 
@@ -178,14 +125,6 @@ def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     assert experiments.main(["compare", *runs]) == 2 and "none_1_0: has no accuracy_after of its last step" in capsys.readouterr().err
     (tmp_path / "none_1_0" / "summary.json").unlink()
     assert experiments.main(["compare", *runs]) == 2 and "none_1_0: has no accuracy_after" in capsys.readouterr().err
-
-
-def test_a_run_that_fails_or_is_stopped_ends_the_experiment(monkeypatch, tmp_path, capsys):
-    """Or ctrl-C would begin the next one, and the table be one of runs that are not there."""
-    calls = []
-    monkeypatch.setattr(train, "main", lambda argv: calls.append(argv) or 130)
-    assert experiments.main(["2x2", "--out", str(tmp_path)]) == 130 and len(calls) == 1
-    assert not capsys.readouterr().out
 
 
 def test_no_gradient_is_an_error(monkeypatch):
@@ -276,22 +215,6 @@ def test_a_share_is_of_tokens_clipped_on_either_side(monkeypatch):
         assert flat.tolist() == [1, 1] and clipped == 0.75
 
 
-def test_an_experiment_has_to_be_named(capsys):
-    assert experiments.main([]) == 2 and "2x2, compare, gradient" in capsys.readouterr().err
-    for argv in (["--help"], ["2x2", "--help"], ["gradient", "-h"]):  # it was train.py's
-        assert experiments.main(argv) == 0
-        out = capsys.readouterr().out
-        assert "--seeds 0,1,2,3,4" in out and "python train.py --help" in out
-
-
-def test_what_arms_differ_in_is_not_asked_for(trained, tmp_path, capsys):
-    """--quant nf4 beside the arms' own was passed over: NVFP4's table, under another name."""
-    for flag, told in ((["--quant", "nf4"], "--quant: is what the runs of 2x2 differ in"), (["--no-aqn"], "--aqn: "),
-                       (["--seed", "4"], "--seed: .*--seeds")):
-        assert experiments.main(["2x2", "--out", str(tmp_path), *flag]) == 2 and re.search(told, capsys.readouterr().err)
-    assert not trained
-
-
 def test_a_flag_that_did_nothing_tells_no_runs_apart(tmp_path, capsys):
     """Noise that was off, of another size: with and without noise were two flags apart."""
     runs = kept(tmp_path, none_1_0="1100", none_1_1="1110")
@@ -314,7 +237,7 @@ def test_what_is_switched_on_is_one_change_whatever_its_size(tmp_path, capsys):
         "old-logp sampler -> current: -100.0"]
 
 
-def test_a_table_of_held_out_accuracy_needs_questions(trained, tmp_path, capsys):
-    """It was a traceback after the last training."""
-    assert experiments.main(["2x2", "--eval-n", "0", "--out", str(tmp_path)]) == 2 and not trained
-    assert "--eval-n 0" in capsys.readouterr().err
+def test_an_experiment_has_to_be_named(capsys):
+    assert experiments.main([]) == 2 and "compare, gradient" in capsys.readouterr().err
+    for argv in (["--help"], ["gradient", "-h"]):  # it was train.py's
+        assert experiments.main(argv) == 0 and "python train.py --help" in capsys.readouterr().out
