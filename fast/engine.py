@@ -223,9 +223,8 @@ def make_room(model):
 
 
 def training_bytes(params):
-    """Bytes that come with the first update: gradients and two moments; with several ranks, also
-    the buffer that gradients are summed in."""
-    return (12 if ranks.world == 1 else 16) * sum(p.numel() for p in params)
+    """Bytes that come with the first update: gradients and two moments."""
+    return 12 * sum(p.numel() for p in params)
 
 
 def plan_update(model, args, params):
