@@ -127,10 +127,8 @@ class Fast:
         return why is None
 
     def plan_rollouts(self, model, args, longest):
-        """Compile the update; make the sampler for all rollouts and evaluations, with rows of
-        `longest` tokens."""
-        from fast import batches, engine
+        """Make the sampler for all rollouts and evaluations, with rows of `longest` tokens."""
+        from fast import engine
 
         if self.knows(model):
-            batches.compile_update(model)
             engine.prepare(model, args, longest)
