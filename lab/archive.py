@@ -34,7 +34,8 @@ from plumbing.files import append, read_jsonl, saved
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl"
 COLUMNS = ("accuracy", "entropy", "length_mean", "format", "zero_var_frac", "logp_gap_mean",
-           "prompts_sampled", "seconds", "seconds_rollout", "seconds_update")
+           "sampler_kl", "clip_first_frac", "prompts_sampled", "seconds", "seconds_rollout",
+           "seconds_update")
 # what older runs were told by flags and newer ones have as constants
 CONSTANTS = {"aqn_stages": 10, "tis_cap": 2.0, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1,
              "warmup": 0.1, "eps_low": None, "eval_top_p": 0.95, "spare_prompts": 0,

@@ -1,4 +1,4 @@
-"""lab/experiments.py: the arms of the ablation, and what its table counts."""
+"""lab/experiments.py: what runs are compared by, and the gradient from noisy samples."""
 import json
 import shutil
 from pathlib import Path
@@ -241,3 +241,11 @@ def test_an_experiment_has_to_be_named(capsys):
     assert experiments.main([]) == 2 and "compare, gradient" in capsys.readouterr().err
     for argv in (["--help"], ["gradient", "-h"]):  # it was train.py's
         assert experiments.main(argv) == 0 and "python train.py --help" in capsys.readouterr().out
+
+
+def test_a_gradient_has_a_file_of_its_own(monkeypatch):
+    """Without --out it went to the folder of the demo's run, which train.py then refused."""
+    asked = []
+    monkeypatch.setattr(experiments, "gradient", lambda args, argv: asked.append(args.out))
+    assert experiments.main(["gradient"]) == 0 and experiments.main(["gradient", "--out", "g.json"]) == 0
+    assert asked == ["gradient.json", "g.json"]
