@@ -1629,7 +1629,7 @@ MUTANTS = {
     "plumbing/console.py": [
         ("the format that is not followed is what to try", 'other = "tags" if args.prompt_style == "boxed" else "boxed"', 'other = "boxed"',
          "train::a_run_that_cannot_learn_is_told_what_to_do"),
-        ("noise is blamed where there is none", '"--dtype float32") if alike else (', '"--dtype float32") if False else (',
+        ("noise is blamed where there is none", 'if alike else ("the noise"', 'if False else ("the noise"',
          "train::a_run_that_cannot_learn_is_told_what_to_do"),
         ("nothing is right, and nobody says why", 'if args.reward and row["accuracy"] == 0 and', "if False and",
          "train::a_run_that_cannot_learn_is_told_what_to_do"),

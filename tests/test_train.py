@@ -604,7 +604,7 @@ def test_the_warm_up_is_the_nearest_number_of_updates():
     ({"reward": 0.0}, "--prompt-style"), ({"format": 0.0}, "--prompt-style boxed"), ({"format": 0.0, "style": "boxed"}, "--prompt-style tags"),
     ({"truncated_frac": 1.0}, "--max-new-tokens"),
     ({"zero_var_frac": 1.0}, "--group-size"), ({"logp_gap_mean": 0.2, "sigma": 0.0}, "--old-logp current"),
-    ({"clip_first_frac": 0.03}, "the noise alone"), ({"clip_first_frac": 0.03}, "lower --aqn-start"),
+    ({"clip_first_frac": 0.03}, "the noise alone"), ({"clip_first_frac": 0.03}, "--old-logp trainer, or lower --aqn-start"),
     ({"clip_first_frac": 0.03, "sigma": 0.0}, "rounding in sampler and trainer alone"),
     ({"accuracy": 0.0, "reward_std": 0.1, "own": "r.py:f"}, 'beside its "reward", as "correct"'),
 ])
