@@ -83,8 +83,10 @@ def warnings_for(row, args):
     if row["skipped"]:
         yield "an update was skipped: its gradient was not finite; lower --lr, or check --model"
     if (row["clip_first_frac"] or 0) > 0.02:  # nothing has been learned from these completions yet
-        what, use = ("rounding in sampler and trainer", "--old-logp current, or --dtype float32") \
-            if alike else ("the noise", "--old-logp trainer, or lower --aqn-start")
+        if alike:
+            what, use = "rounding in sampler and trainer", "--old-logp current, or --dtype float32"
+        else:
+            what, use = "the noise", "--old-logp trainer, or lower --aqn-start"
         yield (f"more than 2% of the tokens are clipped before the first update: {what} alone "
                f"moves the ratio out of the clip; use {use}")
     if args.reward and row["accuracy"] == 0 and row["reward_std"]:

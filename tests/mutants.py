@@ -1629,7 +1629,7 @@ MUTANTS = {
     "plumbing/console.py": [
         ("the format that is not followed is what to try", 'other = "tags" if args.prompt_style == "boxed" else "boxed"', 'other = "boxed"',
          "train::a_run_that_cannot_learn_is_told_what_to_do"),
-        ("noise is blamed where there is none", 'if alike else ("the noise"', 'if False else ("the noise"',
+        ("noise is blamed where there is none", 'if alike:', 'if False:',
          "train::a_run_that_cannot_learn_is_told_what_to_do"),
         ("nothing is right, and nobody says why", 'if args.reward and row["accuracy"] == 0 and', "if False and",
          "train::a_run_that_cannot_learn_is_told_what_to_do"),
@@ -1795,6 +1795,8 @@ MUTANTS = {
          "if True:", "plot::a_flag_that_is_a_constant_now_does_not_part_new_runs_from_old_ones"),
     ],
     "lab/archive.py": [
+        ("the kept rows have no KL, which plans quote", '"sampler_kl", "clip_first_frac", ', "",
+         "archive::rows_print_what_their_folders_print"),
         ("scripts with other flags of their own are seeds of one", "            own.append(word)", "            own = own or [word]",
          "plot::labels_are_the_flags_that_differ"),
         ("flags of its own behind train.py's are lost", "        elif flag in alone:\n            is_value",

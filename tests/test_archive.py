@@ -35,6 +35,7 @@ def trained(out, quant, seed, steps=8, questions=40, **flags):
         **{f"accuracy_{when}": sum(of) / questions for when, of in right.items()}, "steps": steps, "seconds": 12.3456, "peak_gib": 1.04,
         "best": {"step": steps, "accuracy": 0.7}, "command": command}))
     rows = [{"step": i, "accuracy": rng.randrange(97) / 96, "entropy": 0.2 / (i + 1), "length_mean": 30.123 + i, "seconds": 1.5 * i,
+             "sampler_kl": 1.234e-5 * (i + 1), "clip_first_frac": i / 1000,
              "eval_accuracy": 0.25 if i == 0 else None, "eval_stderr": 0.1 if i == 0 else None} for i in range(steps)]
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for when, of in right.items():
@@ -63,6 +64,8 @@ def test_rows_print_what_their_folders_print(table, tmp_path, capsys):
         assert {k: v for k, v in plot.told(run).items() if k in plot.told(runs[4])} == plot.told(runs[4])
         assert [row["length_mean"] for row in curves.read(run)] == pytest.approx([30.123 + i for i in range(8)], rel=5e-3)
         assert archive.answers(run) == archive.answers(runs[4])
+        assert [row["sampler_kl"] for row in curves.read(run)] == pytest.approx([1.234e-5 * i for i in range(1, 9)], rel=5e-3)
+        assert [row["clip_first_frac"] for row in curves.read(run)] == pytest.approx([i / 1000 for i in range(8)])
     assert not Path(run).exists()
 
 
