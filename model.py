@@ -34,8 +34,7 @@ import nvfp4
 
 @dataclass
 class Config:
-    """The part of a checkpoint's config.json that the model needs; `quantization` is its
-    quantization_config, not interpreted here."""
+    """What the model needs of config.json; `quantization` is its quantization_config, as it is."""
 
     vocab_size: int
     hidden_size: int
@@ -170,8 +169,7 @@ class KVCache:
         self.used = 0
 
     def write(self, layer, k, v, pos):
-        """Store k, v (B, Hkv, T, D) at positions pos (B, T); returns views of the keys and values
-        up to `used`."""
+        """Store k, v (B, Hkv, T, D) at positions pos (B, T) -> views of all up to `used`."""
         rows = torch.arange(pos.shape[0], device=pos.device)[:, None]
         self.k[layer].transpose(1, 2)[rows, pos] = k.transpose(1, 2)  # (B, T, Hkv, D)
         self.v[layer].transpose(1, 2)[rows, pos] = v.transpose(1, 2)
@@ -242,14 +240,12 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """`checkpointing`: recompute each block in backward. `valid_vocab`: ids from it on belong to no
-    token and are never sampled or scored (Qwen's embedding has more rows than its tokenizer has
-    ids). `fast`: None on the plain path, else what fast.install has put there."""
+    token, of which Qwen's embedding has some, and are never sampled or scored."""
 
     def __init__(self, config):
         super().__init__()
         V, C = config.vocab_size, config.hidden_size
-        self.config, self.checkpointing, self.valid_vocab = config, False, V
-        self.fast = None
+        self.config, self.valid_vocab, self.checkpointing, self.fast = config, V, False, None
         self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)
         random_init(self.embed.weight)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
@@ -342,8 +338,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
     (default: 0.5 GiB of float32 logits); a chunk's logits are recomputed in backward, so that no
     (S, V) tensor ever exists."""
     if temperature <= 0:
-        raise ValueError(f"--temperature {temperature}: must be > 0; greedy decoding has no "
-                         "log-prob to train on")
+        raise ValueError(f"--temperature {temperature}: must be > 0 to have log-probs to train on")
     V = weight.shape[0]
     valid_vocab = V if valid_vocab is None else valid_vocab
     if not 0 < valid_vocab <= V:
@@ -437,9 +432,8 @@ def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
 
 def weight_name(path):
     """The checkpoint's name of the weight of a norm, of the embedding or of the head."""
-    if path in ("embed", "lm_head"):
-        return {"embed": "model.embed_tokens", "lm_head": "lm_head"}[path] + ".weight"
-    return f"model.{path}.weight".replace(".attn.", ".self_attn.")
+    name = {"embed": "model.embed_tokens", "lm_head": "lm_head"}.get(path, f"model.{path}")
+    return name.replace(".attn.", ".self_attn.") + ".weight"
 
 
 def read_weight(source, name, shape, dtype, device):

@@ -36,7 +36,7 @@ text. Your own format is one more row of FORMATS: 16 ascending values, and a flo
 
 Left out: quantized activations, and NF4's double quantization.
 
-    q = quantize(w, "nvfp4"); w_hat = dequantize(q)
+    q = quantize(w, "nvfp4"); w_hat = q.dequantize()
     python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --out qwen-3b-nvfp4/
 
 Shapes: N rows (outputs), K columns (inputs), K/block scales a row. AWQ: B sequences, T tokens, C
@@ -44,7 +44,6 @@ hidden, H query heads, Hkv kv heads, D head size, G = H / Hkv.
 """
 import math
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 from plumbing import command
@@ -95,7 +94,6 @@ FORMATS = {
     "mxfp4": Format(32, torch.uint8, E2M1),
     "nf4": Format(64, torch.float32, NF4),
 }
-OURS = tuple(FORMATS)  # a script may add others
 PORTION = 1 << 25  # weights that are rounded at a time: the temporaries are several times that
 
 
@@ -129,11 +127,6 @@ def quantize(w, fmt="nvfp4", name="weight"):
     return encode(w, fmt, *block_scales(w, fmt, name))
 
 
-def dequantize(q):
-    """w_hat (N, K) float32 of a Quantized."""
-    return q.dequantize()
-
-
 def block_scales(w, fmt, name="weight"):
     """(scale (N, K/block) in its stored type, global_scale (N,) float32) of w (N, K), as
     round-to-nearest uses them."""
@@ -161,8 +154,7 @@ def block_scales(w, fmt, name="weight"):
     # The floor keeps 1/global finite when a whole tensor is (almost) zero. Checkpoints store the
     # reciprocal; taking it twice makes global a number whose reciprocal leads back to it, so that
     # saving and loading changes no bit.
-    top = (amax.max() / (6 * 448)).clamp(min=torch.finfo(torch.float32).tiny)
-    top = 1 / (1 / top)
+    top = 1 / (1 / (amax.max() / (6 * 448)).clamp(min=torch.finfo(torch.float32).tiny))
     # the cast rounds to nearest even
     return (amax / 6 / top).to(torch.float8_e4m3fn), one * top
 
@@ -174,7 +166,7 @@ def encode(w, fmt, scale, global_scale):
 
 
 def snap(w, fmt, scale, global_scale):
-    """w (N, K) rounded to the grid of given scales and back, float32: dequantize(encode(...))
+    """w (N, K) rounded to the grid of given scales and back, float32: encode(...).dequantize()
     without the packing."""
     out = torch.empty(w.shape, device=w.device)
     for rows in portions(w):
@@ -382,9 +374,6 @@ class Trial(NamedTuple):
     blocks: tuple
 
 
-BY_ERROR = attrgetter("error")
-
-
 class Search:
     """One linear: the best scales of its input channels, and its quantized weight.
 
@@ -413,9 +402,9 @@ class Search:
         # a search of blocks costs ten trials, and evens out much of the difference between
         # exponents: only for the best of them, and 0
         plain = attempt(0.0, torch.ones_like(magnitude))
-        finalists = [plain, *sorted(trials, key=BY_ERROR)[:FINALISTS]]
+        finalists = [plain, *sorted(trials, key=lambda t: t.error)[:FINALISTS]]
         searched = [attempt(t.exponent, t.s, search=True) for t in finalists]
-        best = min(finalists + searched, key=BY_ERROR)
+        best = min(finalists + searched, key=lambda t: t.error)
         self.exponent, self.s, self.awq = best.exponent, best.s, best.error
         self.q = encode(w * best.s / divide, fmt, *best.blocks)
 
@@ -440,7 +429,7 @@ def quantize_pair(owner, names, norm, feeding, stats, fmt):
     """Quantize two linears of `owner`: a producer behind `norm`, and the consumer that its last
     rows feed. feeding: (the first of these rows, G, D): D rows for D inputs of each of G heads."""
     producer, consumer = (getattr(owner, name) for name in names)
-    first_row, G, D = feeding
+    _, G, D = feeding
 
     # The consumer first. Its scales divide the producer's rows, so heads that read the same rows
     # must share one scale.
@@ -454,8 +443,7 @@ def quantize_pair(owner, names, norm, feeding, stats, fmt):
                                            fmt)
 
     norm.weight.data = folded(norm.weight, produced.s)
-    bias = producer.bias
-    if bias is not None:
+    if (bias := producer.bias) is not None:
         bias = (bias.float() / divide).to(bias.dtype)
     setattr(owner, names[0], QuantLinear(produced.q, producer.parts, bias))
     setattr(owner, names[1], QuantLinear(consumed.q, consumer.parts, consumer.bias))
@@ -513,19 +501,14 @@ def gather(block, x, rope):
         linear = block.get_submodule(f"{owner}.{name}")
         stats[name] = Stats(linear.shape[1], x.device)
         hooks.append(linear.register_forward_pre_hook(stats[name]))
-    through(block, x, rope)
+    for sequences in x.split(BATCH):
+        sequences.copy_(block(sequences, *rope))
     for hook in hooks:
         hook.remove()
     for s in stats.values():
         s.H /= s.n
         s.mean /= s.n
     return stats
-
-
-def through(block, x, rope):
-    """x (B, T, C) through a block, in place, a few sequences at a time."""
-    for rows in x.split(BATCH):
-        rows.copy_(block(rows, *rope))
 
 
 if __name__ == "__main__":

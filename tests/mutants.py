@@ -1172,7 +1172,7 @@ MUTANTS = {
          "formats::ties_go_to_the_even_code_and_large_values_saturate"),
         ("block scales leave the top of the grid empty", "(amax / 6 / top)", "(amax / 4 / top)",
          "formats::nvfp4_follows_its_formula_element_by_element"),
-        ("the global scale changes when it is stored", "top = 1 / (1 / top)", "top = 1 * top",
+        ("the global scale changes when it is stored", "top = 1 / (1 / (amax", "top = 1 * (1 * (amax",
          "formats::the_global_scale_survives_its_stored_reciprocal"),
         ("MXFP4's scale is twice as large", "exponent - 3 + 127", "exponent - 2 + 127",
          "formats::mxfp4_scale_is_the_ocp_power_of_two"),

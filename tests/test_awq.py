@@ -19,7 +19,7 @@ import nvfp4
 import sample
 import train
 from lab import convert
-from nvfp4 import FORMATS, QuantLinear, block_scales, dequantize, snap
+from nvfp4 import FORMATS, QuantLinear, block_scales, snap
 from tests.conftest import policy_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -145,7 +145,7 @@ def test_scales_folded_into_a_bfloat16_norm_are_exact():
         assert new.dtype == torch.bfloat16
         s = old.float() / new.float()
         assert torch.equal((old.float() / s).to(torch.bfloat16), new)
-        w = dequantize(block.attn.qkv_proj.q) / s
+        w = block.attn.qkv_proj.q.dequantize() / s
         original = model.layers[0 if block is q.layers[0] else 1].attn.qkv_proj.weight.float()
         D = w[:96] - original[:96]  # the q and k rows, which nothing else divides
         H = stats["qkv_proj"].H
@@ -195,7 +195,7 @@ def test_the_reported_error_is_the_error_of_the_weights_in_the_model():
     for i, (a, b, stats) in enumerate(zip(model.layers, q.layers, calibrated(model), strict=True)):
         s = a.post_attention_layernorm.weight / b.post_attention_layernorm.weight  # (C,)
         up = a.mlp.gate_up_proj.weight[128:]  # (F, C): W s / divide, as rounded
-        gate_hat = dequantize(b.mlp.gate_up_proj.q)[:128] / s
+        gate_hat = b.mlp.gate_up_proj.q.dequantize()[:128] / s
         D = gate_hat - a.mlp.gate_up_proj.weight[:128]
         H, row = stats["gate_up_proj"].H, rows[4 * i + 2]
         assert row["linear"] == "gate_up_proj"
@@ -248,7 +248,7 @@ def test_block_scales_are_searched_for_the_scaled_activations(monkeypatch):
             h = H[k : k + 16, k : k + 16]  # in the original units: D = Q(W s) / s - W against H
             a, b = ((snap(t, "nvfp4", c, top) / found.s - w)[:, k : k + 16] for c in (found.q.scale, other))
             assert (((a @ h) * a).sum(1) <= ((b @ h) * b).sum(1) * (1 + 1e-4)).all()
-    assert abs(found.awq - nvfp4.output_error(dequantize(found.q) / found.s - w, H) / nvfp4.output_error(w, H)) < 1e-6
+    assert abs(found.awq - nvfp4.output_error(found.q.dequantize() / found.s - w, H) / nvfp4.output_error(w, H)) < 1e-6
 
 
 def test_where_no_channel_scale_helps_block_scales_still_do(monkeypatch):
@@ -274,7 +274,7 @@ def test_the_grid_has_both_its_ends(monkeypatch):
 def test_a_linear_of_zeros_has_no_error():
     """A share of nothing: it was not to divide by."""
     found = nvfp4.Search(torch.zeros(4, 64), torch.eye(64), torch.ones(64), "nvfp4")
-    assert found.rtn == found.awq == 0 and dequantize(found.q).eq(0).all()
+    assert found.rtn == found.awq == 0 and found.q.dequantize().eq(0).all()
 
 
 def test_the_largest_scale_has_no_neighbour_that_is_none():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import model as M
 from lab import convert
-from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize, pack, quantize
+from nvfp4 import FORMATS, Quantized, QuantLinear, pack, quantize
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
@@ -133,7 +133,7 @@ def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own, few):
     q = M.load(tmp_path / "q").layers[0].attn.o_proj.q
     assert q.fmt == own and state[f"{name}_scale"].dtype == torch.float32
     codes = torch.stack([state[f"{name}_packed"] & 15, state[f"{name}_packed"] >> 4], -1).flatten(1).float() - 8
-    assert torch.equal(dequantize(q), codes * state[f"{name}_scale"].repeat_interleave(FORMATS[own].block, 1))
+    assert torch.equal(q.dequantize(), codes * state[f"{name}_scale"].repeat_interleave(FORMATS[own].block, 1))
     state[f"{name}_scale"][1, 0] = float("inf")
     save_file(state, tmp_path / "q" / "model.safetensors")
     with pytest.raises(ValueError, match="the checkpoint is damaged"):
@@ -363,7 +363,7 @@ def test_projections_that_others_left_in_16_bits_and_a_head_in_four(tmp_path, ca
     qkv, rows = model.layers[1].attn.qkv_proj, [*want.layers[1].attn.qkv_proj.parts.values()]
     a, b, c = want.layers[1].attn.qkv_proj.dense().split(rows)
     assert torch.equal(qkv.weight, torch.cat([a, plain[f"{name}.weight"].float(), c])) and not torch.equal(b, plain[f"{name}.weight"])
-    assert torch.equal(model.lm_head.weight, dequantize(q))
+    assert torch.equal(model.lm_head.weight, q.dequantize())
     assert isinstance(model.layers[0].attn.qkv_proj, QuantLinear) and isinstance(model.layers[1].attn.o_proj, QuantLinear)
     assert "lm_head and 2 more" in (said := capsys.readouterr().err) and "dequantized to torch.float32" in said
     assert torch.equal(M.load(tmp_path / "q").layers[1].attn.qkv_proj.weight, qkv.weight.bfloat16())

@@ -11,7 +11,6 @@ from nvfp4 import (
     Format,
     Quantized,
     block_scales,
-    dequantize,
     pack,
     quantize,
     unpack,
@@ -57,9 +56,9 @@ def test_every_code_with_every_e4m3_scale_decodes_to_its_exact_value():
     codes = torch.arange(16, dtype=torch.uint8).repeat(len(finite), 1)  # (254, 16): a row a scale
     scale = torch.tensor(finite, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
     want = torch.tensor([[v * e4m3(b) for v in CODE_VALUE] for b in finite])
-    assert torch.equal(dequantize(make("nvfp4", codes, scale)), want)
+    assert torch.equal(make("nvfp4", codes, scale).dequantize(), want)
     g = torch.full((len(finite),), 0.37)
-    assert torch.equal(dequantize(make("nvfp4", codes, scale, g)), want * g[:, None])
+    assert torch.equal(make("nvfp4", codes, scale, g).dequantize(), want * g[:, None])
 
 
 def test_every_code_with_every_e8m0_scale_decodes_to_its_exact_value():
@@ -67,7 +66,7 @@ def test_every_code_with_every_e8m0_scale_decodes_to_its_exact_value():
     codes = torch.arange(16, dtype=torch.uint8).repeat(255, 2)  # (255, 32)
     scale = torch.arange(255, dtype=torch.uint8)[:, None]
     want = torch.tensor([[v * 2.0 ** (s - 127) for v in CODE_VALUE * 2] for s in range(255)], dtype=torch.float64)
-    assert torch.equal(dequantize(make("mxfp4", codes, scale)).double(), want.float().double())
+    assert torch.equal(make("mxfp4", codes, scale).dequantize().double(), want.float().double())
 
 
 def test_nf4_decodes_through_the_published_codebook():
@@ -80,7 +79,7 @@ def test_nf4_decodes_through_the_published_codebook():
     low = -quantile(torch.linspace(0.9677083, 0.5, 8)[:-1])
     assert torch.allclose(torch.cat([low, torch.zeros(1), top.flip(0)]) / top[0], table, atol=2e-7)
     codes = torch.arange(16, dtype=torch.uint8).repeat(1, 4)
-    assert torch.equal(dequantize(make("nf4", codes, torch.tensor([[0.25]]))), table.repeat(1, 4) * 0.25)
+    assert torch.equal(make("nf4", codes, torch.tensor([[0.25]])).dequantize(), table.repeat(1, 4) * 0.25)
 
 
 # ---- rounding
@@ -90,8 +89,8 @@ def test_nf4_decodes_through_the_published_codebook():
 def test_each_code_is_a_fixed_point(fmt):
     """Quantizing dequantized weights again must change nothing: else save, load and quantize would drift."""
     q = quantize(weights(), fmt)
-    again = quantize(dequantize(q), fmt)
-    assert torch.equal(dequantize(again), dequantize(q))
+    again = quantize(q.dequantize(), fmt)
+    assert torch.equal(again.dequantize(), q.dequantize())
 
 
 def test_ties_go_to_the_even_code_and_large_values_saturate():
@@ -130,7 +129,7 @@ def test_mxfp4_scale_is_the_ocp_power_of_two():
     w[:, 5] = torch.tensor(amax)
     q = quantize(w, "mxfp4")
     assert q.scale[:, 0].tolist() == [127 + math.frexp(a)[1] - 3 for a in torch.tensor(amax).tolist()]
-    assert (dequantize(q)[:, 5] / w[:, 5]).clamp(0.75, 1.2).equal(dequantize(q)[:, 5] / w[:, 5])
+    assert (q.dequantize()[:, 5] / w[:, 5]).clamp(0.75, 1.2).equal(q.dequantize()[:, 5] / w[:, 5])
 
 
 def test_nf4_takes_the_nearest_codebook_entry():
@@ -151,10 +150,10 @@ def test_a_codebook_of_ones_own_is_one_row(own):
     scale = blocks.abs().amax(-1) / 7
     code = torch.where(scale[..., None] > 0, blocks / scale[..., None], 0).round().clamp(-8, 7)
     assert torch.equal(q.scale, scale) and q.scale.dtype == torch.float32 and q.global_scale.eq(1).all()
-    assert torch.equal(dequantize(q), (code * scale[..., None]).view(9, 384))
+    assert torch.equal(q.dequantize(), (code * scale[..., None]).view(9, 384))
     assert torch.equal(unpacked(q).view(9, -1, block).float() - 8, code)
-    assert torch.equal(dequantize(quantize(dequantize(q), own)), dequantize(q))
-    assert torch.equal(nvfp4.snap(w, own, *block_scales(w, own)), dequantize(q))
+    assert torch.equal(quantize(q.dequantize(), own).dequantize(), q.dequantize())
+    assert torch.equal(nvfp4.snap(w, own, *block_scales(w, own)), q.dequantize())
 
 
 @pytest.mark.parametrize("block, dtype, values", [
@@ -197,7 +196,7 @@ def test_zero_and_tiny_blocks_never_make_nan(fmt):
              torch.full((2, K), 1e-38), one_zero_block, one_tiny_block, torch.full((2, K), 3e38)]
     for w in cases:
         q = quantize(w, fmt)
-        w_hat = dequantize(q)
+        w_hat = q.dequantize()
         assert torch.isfinite(w_hat).all() and torch.isfinite(1 / q.global_scale).all()
         assert fmt != "nvfp4" or q.scale.view(torch.uint8).max() < 127  # no NaN, and no -0, which checkpoints must not hold
         assert (w_hat[w == 0] == 0).all()
@@ -229,7 +228,7 @@ def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
     for chunk in (1, 256, 2560, 10**6):
         monkeypatch.setattr(nvfp4, "PORTION", chunk)
         assert torch.equal(quantize(w, "nvfp4").codes, want.codes)
-        assert torch.equal(nvfp4.snap(w, "nvfp4", *block_scales(w, "nvfp4")), dequantize(want))
+        assert torch.equal(nvfp4.snap(w, "nvfp4", *block_scales(w, "nvfp4")), want.dequantize())
 
 
 def test_four_and_a_half_bits_a_weight():
@@ -268,7 +267,7 @@ def test_the_gpu_rounds_and_decodes_as_the_cpu_does(fmt):
     a, b = quantize(w, fmt), quantize(w.cuda(), fmt)
     for field in ("codes", "scale", "global_scale"):
         assert torch.equal(getattr(a, field).view(torch.uint8), getattr(b, field).cpu().view(torch.uint8))
-    assert torch.equal(dequantize(a), dequantize(b).cpu())
+    assert torch.equal(a.dequantize(), b.dequantize().cpu())
     every = make("mxfp4", torch.arange(16, dtype=torch.uint8).repeat(255, 2), torch.arange(255, dtype=torch.uint8)[:, None])
     moved = Quantized("mxfp4", every.shape, *(t.cuda() for t in (every.codes, every.scale, every.global_scale)))
-    assert torch.equal(dequantize(moved).cpu(), dequantize(every))
+    assert torch.equal(moved.dequantize().cpu(), every.dequantize())

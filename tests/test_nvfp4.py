@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import lora
 import model as M
-from nvfp4 import FORMATS, Quantized, QuantLinear, dequantize, quantize
+from nvfp4 import FORMATS, Quantized, QuantLinear, quantize
 from tests.conftest import weights
 
 # ---- the linear, and loading
@@ -20,21 +20,21 @@ def test_quantlinear_is_x_times_the_dequantized_weight(fmt):
     q, bias, x = quantize(weights(6, 64), fmt), torch.randn(6), torch.randn(2, 3, 64)
     for b in (None, bias):
         layer = QuantLinear(q, {"q_proj": 4, "k_proj": 2}, b)
-        want = x @ dequantize(q).T + (0 if b is None else b)  # (2, 3, K) @ (K, N)
+        want = x @ q.dequantize().T + (0 if b is None else b)  # (2, 3, K) @ (K, N)
         assert torch.allclose(layer(x), want, atol=1e-6)
     assert layer(x).dtype == torch.float32
     low = QuantLinear(q, {"q_proj": 4, "k_proj": 2})
     assert low(x.bfloat16()).dtype == torch.bfloat16
     assert torch.allclose(low(x), want - bias, atol=1e-6)  # the cached copy follows x's dtype both ways
     low.load_state_dict(QuantLinear(quantize(-weights(6, 64), fmt), {"o_proj": 6}).state_dict())
-    assert torch.allclose(low(x), x @ dequantize(low.q).T, atol=1e-6)  # and the weights
+    assert torch.allclose(low(x), x @ low.q.dequantize().T, atol=1e-6)  # and the weights
 
 
 def test_quantlinear_passes_the_gradient_to_x_and_has_nothing_to_train():
     layer = QuantLinear(quantize(weights(6, 64)), {"o_proj": 6}, torch.zeros(6))
     x = torch.randn(5, 64, requires_grad=True)
     layer(x).square().sum().backward()
-    w = dequantize(layer.q)
+    w = layer.q.dequantize()
     assert torch.allclose(x.grad, 2 * (x @ w.T) @ w, atol=1e-5)
     assert not any(p.requires_grad for p in layer.parameters())
 
@@ -44,7 +44,7 @@ def test_rows_of_a_fused_group_may_carry_their_own_global_scale():
     parts = [quantize(weights(4, 64, seed) * 10**seed) for seed in range(3)]
     fused = Quantized("nvfp4", (12, 64), *(torch.cat([getattr(p, f) for p in parts]) for f in ("codes", "scale", "global_scale")))
     x = torch.randn(2, 64)
-    want = torch.cat([x @ dequantize(p).T for p in parts], -1)
+    want = torch.cat([x @ p.dequantize().T for p in parts], -1)
     assert torch.allclose(QuantLinear(fused, {"q_proj": 4, "k_proj": 4, "v_proj": 4})(x), want, rtol=1e-5, atol=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_quantizing_while_loading_is_quantizing_the_loaded_weight(tmp_path, fmt)
     ids = torch.arange(10)[None]
     for path, linear in plain.named_modules():
         if path.endswith("_proj"):
-            linear.weight.data = dequantize(quantize(linear.weight, fmt))
+            linear.weight.data = quantize(linear.weight, fmt).dequantize()
     assert torch.allclose(quant(ids), plain(ids), atol=1e-5)
 
 
