@@ -163,7 +163,7 @@ def row_of(run, group, commit, defaults):
     row["summary"] = short(summary, 8)
     row["evals"] = [[s["step"], round(s["eval_accuracy"], 4)] for s in steps
                     if s.get("eval_accuracy") is not None]
-    row["metrics"] = {c: short([s.get(c) for s in steps], 5) for c in COLUMNS
+    row["metrics"] = {c: short([s.get(c) for s in steps], 4) for c in COLUMNS
                       if any(s.get(c) is not None for s in steps)}
     # right samples instead of their share, if that is what the shares are of
     shares = [s["accuracy"] for s in steps]
@@ -183,7 +183,7 @@ def add(runs, group, commit):
     if there := {f"{group}/{row['name']}" for row in rows} & known.keys():
         raise ValueError(f"--group {group}: {min(there)} is in {TABLE} already; choose another, or "
                          "delete its row")
-    append(TABLE, rows)
+    append(TABLE, rows, separators=(",", ":"))
     print(f"{TABLE}: {len(rows)} rows more, {len(known) + len(rows)} runs")
 
 

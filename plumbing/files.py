@@ -203,10 +203,10 @@ def check_regular(path, name):
         raise ValueError(f"{name}: is a device or a pipe, not a file; choose another name")
 
 
-def append(path, rows):
-    """Append `rows` to the file as JSON, a line each."""
+def append(path, rows, **form):
+    """Append `rows` to the file as JSON, a line each. form: of json.dumps."""
     with writing(path), open(path, "a", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
+        f.writelines(json.dumps(row, **form) + "\n" for row in rows)
 
 
 def check_out(out, folder=False):

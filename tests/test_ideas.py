@@ -301,10 +301,10 @@ def test_the_documented_choice_of_a_blocks_end(restored):
     zeros = [0.0] * 13
     q = nvfp4.quantize(torch.tensor([[6, -5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]), "nvfp4")
     assert q.scale.tolist() == [[384, 256, 0]]
-    assert nvfp4.dequantize(q).tolist() == [[6, -4.5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]
+    assert q.dequantize().tolist() == [[6, -4.5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]
     w = weights(64, 256, spread=0).bfloat16()
     both = nvfp4.quantize(w, "nvfp4"), nvfp4.encode(w, "nvfp4", *plain_scales(w, "nvfp4"))
-    error, plain = ((nvfp4.dequantize(q) - w).square().sum() for q in both)
+    error, plain = ((q.dequantize() - w).square().sum() for q in both)
     assert error < 0.9 * plain
     for fmt in ("mxfp4", "nf4"):
         assert all(map(torch.equal, nvfp4.block_scales(w, fmt), plain_scales(w, fmt)))
