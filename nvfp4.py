@@ -155,8 +155,7 @@ def block_scales(w, fmt, name="weight"):
     # reciprocal; taking it twice makes global a number whose reciprocal leads back to it, so that
     # saving and loading changes no bit.
     top = 1 / (1 / (amax.max() / (6 * 448)).clamp(min=torch.finfo(torch.float32).tiny))
-    # the cast rounds to nearest even
-    return (amax / 6 / top).to(torch.float8_e4m3fn), one * top
+    return (amax / 6 / top).to(torch.float8_e4m3fn), one * top  # the cast rounds to nearest even
 
 
 def encode(w, fmt, scale, global_scale):
@@ -216,9 +215,8 @@ def round_e2m1(x):
     """Codes (uint8) of the E2M1 values nearest to x, ties to the even mantissa, saturating at 6."""
     a, code = x.abs(), torch.zeros_like(x, dtype=torch.uint8)
     # a midpoint of the grid and whether its upper neighbour has the even mantissa (codes 2, 4, 6)
-    for midpoint, ties_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1),
-                              (5.0, 0)):
-        code += (a >= midpoint) if ties_up else (a > midpoint)
+    for midpoint, up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5, 0)):
+        code += (a >= midpoint) if up else (a > midpoint)
     return code + ((x < 0) & (code > 0)).to(torch.uint8) * 8
 
 
@@ -229,8 +227,7 @@ def round_to(codebook, x):
 
 
 def pack(codes):
-    """Codes (N, K), one uint8 each in 0..15 -> (N, K/2) uint8, the even column in the low four
-    bits."""
+    """Codes (N, K), one uint8 each in 0..15 -> (N, K/2), the even column in the low four bits."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
@@ -317,8 +314,7 @@ class Stats:
     """H = X^T X / n (K, K) and mean|x| (K,) of a linear's inputs, gathered by a forward hook."""
 
     def __init__(self, K, device):
-        self.H = torch.zeros(K, K, device=device)
-        self.mean = torch.zeros(K, device=device)
+        self.H, self.mean = torch.zeros(K, K, device=device), torch.zeros(K, device=device)
         self.n = 0
 
     def __call__(self, module, args):
@@ -410,8 +406,7 @@ class Search:
 
 
 def quantize_block(block, stats, config, fmt):
-    """Replace the four linears of `block` (model.Block, 16-bit weights) by QuantLinears, its norms
-    by folded ones.
+    """Replace the four linears of `block` (model.Block, 16 bits) by QuantLinears; fold its norms.
 
     stats: {name: Stats} of its linears. Returns a row of the report for each linear: {"linear",
     "exponent", "rtn", "awq"}."""
@@ -429,18 +424,18 @@ def quantize_pair(owner, names, norm, feeding, stats, fmt):
     """Quantize two linears of `owner`: a producer behind `norm`, and the consumer that its last
     rows feed. feeding: (the first of these rows, G, D): D rows for D inputs of each of G heads."""
     producer, consumer = (getattr(owner, name) for name in names)
-    _, G, D = feeding
-
-    # The consumer first. Its scales divide the producer's rows, so heads that read the same rows
-    # must share one scale.
-    mean = stats[names[1]].mean.view(-1, G, D).mean(1, keepdim=True)  # (Hkv, 1, D)
-    mean = mean.expand(-1, G, D).flatten()  # (H*D,)
-    consumed = Search(consumer.dense(), stats[names[1]].H, mean, fmt)
-    divide, produced = search_producer(producer, norm, consumed.s, feeding, stats[names[0]], fmt)
-    if produced.awq > produced.rtn:  # worse than plain rounding: the consumer gets no scales
-        consumed = Search(consumer.dense(), stats[names[1]].H, mean, fmt, scaled=False)
-        divide, produced = search_producer(producer, norm, consumed.s, feeding, stats[names[0]],
-                                           fmt)
+    inputs, between = (stats[name] for name in names)
+    first_row, G, D = feeding
+    # the consumer's scales divide the producer's rows: heads that read the same must share one
+    mean = between.mean.view(-1, G, D).mean(1, keepdim=True).expand(-1, G, D).flatten()  # (H*D,)
+    for scaled in True, False:  # without, where its scales make the producer worse than plain
+        consumed = Search(consumer.dense(), between.H, mean, fmt, scaled=scaled)
+        divide = torch.ones(producer.shape[0], device=mean.device)
+        divide[first_row:] = consumed.s.view(-1, G, D).mean(1).flatten()  # the G heads' are equal
+        produced = Search(producer.dense(), inputs.H, inputs.mean, fmt,
+                          lambda s: foldable(norm.weight, s), divide)
+        if produced.awq <= produced.rtn:
+            break
 
     norm.weight.data = folded(norm.weight, produced.s)
     if (bias := producer.bias) is not None:
@@ -449,16 +444,6 @@ def quantize_pair(owner, names, norm, feeding, stats, fmt):
     setattr(owner, names[1], QuantLinear(consumed.q, consumer.parts, consumer.bias))
     return [{"linear": name, "exponent": s.exponent, "rtn": s.rtn, "awq": s.awq}
             for name, s in zip(names, (produced, consumed), strict=True)]
-
-
-def search_producer(producer, norm, s, feeding, stats, fmt):
-    """(what the producer's rows are divided by (N,), its Search) for a consumer whose input
-    channels have the scales s."""
-    first_row, G, D = feeding
-    divide = torch.ones(producer.shape[0], device=s.device)
-    divide[first_row:] = s.view(-1, G, D).mean(1).flatten()  # the G heads have the same
-    return divide, Search(producer.dense(), stats.H, stats.mean, fmt,
-                          lambda s: foldable(norm.weight, s), divide)
 
 
 def folded(weight, s):
