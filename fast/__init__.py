@@ -127,8 +127,10 @@ class Fast:
         return why is None
 
     def plan_rollouts(self, model, args, longest):
-        """Make the sampler for all rollouts and evaluations, with rows of `longest` tokens."""
-        from fast import engine
+        """Compile the update; make the sampler for all rollouts and evaluations, with rows of
+        `longest` tokens."""
+        from fast import batches, engine
 
         if self.knows(model):
+            batches.compile_update(model)
             engine.prepare(model, args, longest)

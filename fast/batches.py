@@ -26,7 +26,7 @@ import triton.language as tl
 from triton import next_power_of_2 as power
 
 import grpo
-from fast import engine, packed
+from fast import decode, engine, packed
 from model import logits, to_device
 
 # completions of a group at most: with more, few programs would do most of attention's backward
@@ -77,6 +77,17 @@ def completion_logprobs(model, completions, temperature):
     logp, entropy = token_logprobs(hidden, model.lm_head.weight, targets, temperature,
                                    model.valid_vocab)
     return grpo.in_rows(completions, logp, entropy)
+
+
+def compile_update(model):
+    """Compile what an update launches, for completions that share a prompt and for one alone."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    completion = grpo.Completion({}, [0] * 16, [0] * 16, [], True)
+    # in this thread, where `compiling` sees the backward's kernels too
+    with decode.compiling(), torch.autograd.set_multithreading_enabled(False):
+        for n in (2, 1):
+            logp, _, _ = completion_logprobs(model, [completion] * n, 1.0)
+            torch.autograd.grad(logp.sum(), params, allow_unused=True)
 
 
 def rows_end_to_end(groups):

@@ -31,6 +31,7 @@ Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / H
 S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.
 """
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
@@ -55,6 +56,20 @@ GOLDEN, MIX1, MIX2 = map(tl.constexpr, (-0x61C8864680B583EB, -0x40A7B892E31B1A47
                                         -0x6B2FB644ECCEEE15))
 LOG2E = tl.constexpr(1.4426950408889634)
 MASK30, MASK27, MASK31 = (tl.constexpr((1 << 64 - s) - 1) for s in (30, 27, 31))
+
+
+@contextmanager
+def compiling():
+    """Within the block kernels are compiled, side by side, and none is launched. As they come up,
+    one by one, they take most of a minute of a first step."""
+    run = triton.JITFunction.run
+
+    def compile_only(kernel, *args, warmup, **options):
+        return run(kernel, *args, warmup=True, **options)
+
+    with (ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool),
+          mock.patch.object(triton.JITFunction, "run", compile_only)):
+        yield
 
 
 @triton.jit
@@ -448,20 +463,11 @@ class Step:
         self.sample(logits(self.hidden(rows), self.head), greedy, nucleus)  # (B, C) @ (C, V)
 
     def compile(self, sizes, *way):
-        """Compile the kernels of step(size, *way) for all `sizes` side by side, and launch none (on
-        the CPU there is nothing to compile). As they come up, one by one, they take most of a
-        minute of a first rollout."""
-        if not self.cache.k.is_cuda:
-            return
-        run = triton.JITFunction.run
-
-        def compile_only(kernel, *args, warmup, **options):
-            return run(kernel, *args, warmup=True, **options)
-
-        with (ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool),
-              mock.patch.object(triton.JITFunction, "run", compile_only)):
-            for size in sizes:
-                self.step(size, *way)
+        """Compile the kernels of step(size, *way) for all `sizes` (the CPU has none)."""
+        if self.cache.k.is_cuda:
+            with compiling():
+                for size in sizes:
+                    self.step(size, *way)
 
     def sample(self, logits, greedy=False, nucleus=None):
         """Draw a token for each row of logits (B, V) float32 and move the rows on."""

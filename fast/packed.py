@@ -46,7 +46,7 @@ from triton import next_power_of_2 as power
 
 from fast import attention
 from fast.adapter import product32
-from fast.decode import norm_kernel, norm_weight, swiglu_kernel
+from fast.decode import compiling, norm_kernel, norm_weight, swiglu_kernel
 from fast.linears import linears_of, refresh
 from model import rope_tables, to_device
 
@@ -287,6 +287,7 @@ class Prefill:
 
     def __init__(self, step):
         self.step, self.graphs = step, {}  # size -> (graph, its input)
+        self.compiled = set()  # sizes, and None for what is launched without a graph
 
     @torch.no_grad()
     def run(self, model, rows, slots, capture=None):
@@ -298,7 +299,9 @@ class Prefill:
         most = size and max(8, size // 32)  # rows that a graph of this size takes
         if capture is None or size is None or len(rows) > most:
             x = [to_device(t, device) for t in (ids, places, slot_of, borders)]
-            self.launch(model, *x, max(map(len, rows)))
+            launch = partial(self.launch, model, *x, max(map(len, rows)))
+            self.compile(None, launch)
+            launch()
             return
         pad = size - len(ids)
         padded = (ids + [0] * pad + places + [-1] * pad + slot_of + [0] * pad
@@ -306,10 +309,19 @@ class Prefill:
         if size not in self.graphs:
             static = to_device(padded, device)
             split = static.split([size, size, size, most + 2])
-            self.graphs[size] = capture(partial(self.launch, model, *split, size)), static
+            launch = partial(self.launch, model, *split, size)
+            self.compile(size, launch)
+            self.graphs[size] = capture(launch), static
         replay, static = self.graphs[size]
         static.copy_(to_device(padded, device))
         replay()
+
+    def compile(self, size, launch):
+        """Compile the kernels of launch(), which does prompts of `size` or, None, of any size."""
+        if size not in self.compiled and self.step.cache.k.is_cuda:
+            self.compiled.add(size)
+            with compiling():
+                launch()
 
     def launch(self, model, ids, places, slots, borders, longest):
         blocks = attention.blocks(borders, len(ids))

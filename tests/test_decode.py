@@ -18,11 +18,12 @@ from plumbing import checkpoint, ranks
 
 import aqn
 import fast
+import grpo
 import lora
 import model as M
 import nvfp4
 import sample
-from fast import decode, engine, gemm, memory, packed, plan, scheduler
+from fast import attention, batches, decode, engine, gemm, memory, packed, plan, scheduler
 from fast.layout import tile
 
 gpu = pytest.mark.gpu
@@ -563,27 +564,38 @@ def test_graphs_draw_what_the_plain_function_draws_and_one_row_at_a_time(exact, 
 
 
 @gpu
-@torch.no_grad()
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
 def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
-    """As they come up, one by one, they took most of a minute of a first rollout."""
+    """As they come up, one by one, they took most of a minute of a first step."""
     made, sizes = [], (1, 8, 24)
-    monkeypatch.setattr(decode.triton.knobs.runtime, "jit_cache_hook",
-                        lambda fn, **_: made.append(fn.name))
-    shapes = dataclasses.replace(GPU, hidden_size=384, intermediate_size=896)  # of no other test
-    m = build(shapes, quant, 16, "cuda", torch.bfloat16)
-    step = decode.Step(m, filled(m, [3] * 24, 24, 64))
-    before = step.token.clone()
-    for way in ((False, None), (True, None)):
-        step.compile(sizes, *way)
-        assert made and step.token.equal(before) and not step.out_ids.any()
-        made.clear()
-        for size in sizes:
-            step.step(size, *way)
-        assert not made
-        made.append("a way may have no kernel of its own")
-        step.token.copy_(before)
-        step.out_ids.zero_()
+    monkeypatch.setattr(decode.triton.knobs.runtime, "jit_cache_hook", lambda fn, **_: made.append(fn.name))
+    for module in (attention, batches, decode, gemm, packed):
+        for kernel in vars(module).values():
+            if isinstance(kernel, decode.triton.JITFunction):
+                kernel.device_caches.clear()  # what other tests compiled
+    m = build(GPU, quant, 16, "cuda", torch.bfloat16)
+    m.fast = fast.Fast()
+    batches.compile_update(m)
+    assert {"dkdv_kernel", "score_kernel"} <= {*made} and all(p.grad is None for p in m.parameters())
+    made.clear()
+    for n in (3, 1):
+        completions = [grpo.Completion({}, [1] * 35, [2] * 90, [], True)] * n
+        batches.completion_logprobs(m, completions, 1.0)[0].sum().backward()
+    assert not made
+
+    with torch.no_grad():
+        step = decode.Step(m, filled(m, [3] * 24, 24, 64))
+        before = step.token.clone()
+        for way in ((False, None), (True, None)):
+            step.compile(sizes, *way)
+            assert made and step.token.equal(before) and not step.out_ids.any()
+            made.clear()
+            for size in sizes:
+                step.step(size, *way)
+            assert not made
+            made.append("a way may have no kernel of its own")
+            step.token.copy_(before)
+            step.out_ids.zero_()
 
 
 @gpu
