@@ -21,7 +21,8 @@ max|w| = 0.09 gets 0.09/6/5e-4 = 30, which E4M3 holds exactly. Its weight 0.04 i
 
 MXFP4 has the same values, blocks of 32 and a power-of-two scale (E8M0: a bare exponent byte): 4.25
 bits. NF4 (QLoRA) looks codes up in 16 quantiles of a normal, blocks of 64 with a float32 absmax,
-without double quantization: 4.5 bits. Embeddings, lm_head, norms and biases stay in 16 bits.
+without double quantization: 4.5 bits. Embeddings, lm_head, norms, biases and activations stay in
+16 bits.
 
 In memory, and in checkpoints, two codes share a byte: the even column in the low four bits.
 
@@ -34,9 +35,7 @@ text. Your own format is one more row of FORMATS: 16 ascending values, and a flo
 
     FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
 
-Left out: quantized activations, and NF4's double quantization.
-
-    q = quantize(w, "nvfp4"); w_hat = q.dequantize()
+    q = quantize(w, "nvfp4"); w_hat = dequantize(q)
     python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --out qwen-3b-nvfp4/
 
 Shapes: N rows (outputs), K columns (inputs), K/block scales a row. AWQ: B sequences, T tokens, C
@@ -127,14 +126,18 @@ def quantize(w, fmt="nvfp4", name="weight"):
     return encode(w, fmt, *block_scales(w, fmt, name))
 
 
+def dequantize(q):
+    """The inverse of quantize: w_hat (N, K) float32."""
+    return q.dequantize()
+
+
 def block_scales(w, fmt, name="weight"):
     """(scale (N, K/block) in its stored type, global_scale (N,) float32) of w (N, K), as
     round-to-nearest uses them."""
     if fmt not in FORMATS:
         raise ValueError(f"--quant {fmt}: unknown format, choose from none, {', '.join(FORMATS)}")
     if fmt not in ("nvfp4", "mxfp4") and not FORMATS[fmt].codebook:
-        raise ValueError(f"--quant {fmt}: a format of one's own has a codebook and float32 scales; "
-                         "E4M3's are nvfp4's alone, E8M0's mxfp4's")
+        raise ValueError(f"--quant {fmt}: a format of one's own needs a codebook, float32 scales")
     (N, K), block = w.shape, FORMATS[fmt].block
     if K % block:
         raise ValueError(f"{name}: K = {K} is not divisible by {fmt}'s block of {block}; "
@@ -143,8 +146,7 @@ def block_scales(w, fmt, name="weight"):
     low, high = w.detach().reshape(N, K // block, block).aminmax(dim=-1)
     amax = torch.maximum(-low, high).abs().float()  # (N, K/block)
     if not torch.isfinite(amax).all():
-        raise ValueError(f"{name}: the weight holds NaN or inf, it cannot be quantized; "
-                         "check the checkpoint")
+        raise ValueError(f"{name}: the weight holds NaN or inf; check the checkpoint")
     one = torch.ones(N, device=w.device)
     if book := FORMATS[fmt].codebook:
         return amax / book[-1], one
@@ -165,8 +167,7 @@ def encode(w, fmt, scale, global_scale):
 
 
 def snap(w, fmt, scale, global_scale):
-    """w (N, K) rounded to the grid of given scales and back, float32: encode(...).dequantize()
-    without the packing."""
+    """w (N, K) rounded to the grid of given scales and back, float32, without packing."""
     out = torch.empty(w.shape, device=w.device)
     for rows in portions(w):
         grid = fmt, scale[rows], global_scale[rows]
@@ -193,10 +194,9 @@ def nearest(w, fmt, scale, global_scale):
 
 def to_values(codes, fmt, scale, global_scale):
     """w_hat (N, K) float32: value[code] * block scale, which is exact, * global scale."""
-    N, K = codes.shape
     values = torch.tensor(FORMATS[fmt].values, device=codes.device)[codes.int()]  # (N, K)
-    values = values.view(N, -1, FORMATS[fmt].block) * scale_value(scale, fmt)[..., None]
-    return values.view(N, K) * global_scale[:, None]
+    values = values.unflatten(1, (-1, FORMATS[fmt].block)) * scale_value(scale, fmt)[..., None]
+    return values.flatten(1) * global_scale[:, None]
 
 
 def scale_value(scale, fmt):

@@ -150,7 +150,7 @@ def test_a_codebook_of_ones_own_is_one_row(own):
     scale = blocks.abs().amax(-1) / 7
     code = torch.where(scale[..., None] > 0, blocks / scale[..., None], 0).round().clamp(-8, 7)
     assert torch.equal(q.scale, scale) and q.scale.dtype == torch.float32 and q.global_scale.eq(1).all()
-    assert torch.equal(q.dequantize(), (code * scale[..., None]).view(9, 384))
+    assert torch.equal(nvfp4.dequantize(q), (code * scale[..., None]).view(9, 384))
     assert torch.equal(unpacked(q).view(9, -1, block).float() - 8, code)
     assert torch.equal(quantize(q.dequantize(), own).dequantize(), q.dequantize())
     assert torch.equal(nvfp4.snap(w, own, *block_scales(w, own)), q.dequantize())

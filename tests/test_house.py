@@ -1,6 +1,8 @@
 """The house: which file imports which, that the kernels alone need Triton, and what README.md says of files and defaults."""
 import ast
 import functools
+import importlib
+import inspect
 import re
 import runpy
 import subprocess
@@ -130,6 +132,30 @@ def test_the_walk_takes_a_question_and_its_answer(monkeypatch, capsys, words, sa
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(ROOT / "walk.py"), run_name="__main__")
     assert says in f"{e.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("signature", """\
+model.load path_or_hub_id device dtype quant
+nvfp4.quantize w fmt
+nvfp4.dequantize q
+marlin_triton.matmul x q
+lora.add_lora model rank alpha
+lora.save_adapter model folder
+lora.load_adapter model folder
+aqn.sigma step total_steps start end stages schedule
+aqn.set_noise model sigma seed
+sample.generate model prompts n max_new_tokens temperature top_p eos_ids seed
+grpo.advantages rewards scale
+grpo.policy_loss logp old_logp advantages mask loss eps_low eps_high
+data.load name split
+data.reward text answer
+fast.install model""".splitlines())
+def test_other_peoples_scripts_find_what_they_call(signature):
+    """nvfp4.dequantize was gone for a day, since nothing here called it."""
+    name, *arguments = signature.split()
+    module, function = name.split(".")
+    found = list(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
+    assert found[: len(arguments)] == arguments
 
 
 def section(file, title):
