@@ -24,6 +24,7 @@ from statistics import fmean, stdev
 
 from plumbing import checkpoint, flags, ranks
 from plumbing.command import number, numbers
+from plumbing.console import show_results
 from plumbing.files import check_out, write_jsonl
 from plumbing.flags import Flag
 
@@ -153,37 +154,6 @@ def check_adapter(model, ids, folder):
         raise ValueError(f"--adapter {folder}: changes nothing ({why})")
 
 
-def report(results, own_reward=None):
-    """The table of all sets and models, and the lines below it. results: (set, model, evaluate's
-    dict) of each."""
-    yield (f"{'data':<16}{'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
-           f"{'cut':>7}{'questions':>11}")
-    for name, arm, r in results:
-        yield (f"{name:<16}{arm:<10}{100 * r['accuracy']:>7.1f}%{error(r['stderr']):>7}"
-               f"{100 * r['format']:>8.1f}%{r['length']:>9.1f}{100 * r['truncated']:>6.1f}%"
-               f"{r['questions']:>11}")
-    for name, arm, r in results:
-        many = [f"{k} {100 * v[0]:.1f}% (s.e. {error(v[1])})" for k, v in r.items() if "@" in k]
-        if many:
-            yield f"{name}, {arm}: {', '.join(many)}"
-    for name, arm, r in results if own_reward else ():
-        yield f"{name}, {arm}: mean reward {r['reward']:.3f}"
-    for name, _, r in results:
-        if "gain" in r:
-            yield (f"{name}: the adapter adds {100 * r['gain']:+.1f} points (s.e. "
-                   f"{error(r['stderr_gain'])})")
-    for name, arm, r in results:
-        if r["skipped"]:
-            yield f"{name}, {arm}: {r['skipped']} questions skipped, longer than --max-prompt"
-        if r["format"] == 0:
-            yield (f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
-                   "fit the model?")
-
-
-def error(stderr):
-    return "-" if stderr is None else f"{100 * stderr:.1f}"
-
-
 def gain(base, adapter):
     """The adapter's gain over the base and its standard error, paired by question."""
     d = [b["accuracy"] - a["accuracy"] for a, b in zip(base["rows"], adapter["rows"], strict=True)]
@@ -266,7 +236,7 @@ def run(args, argv):
         if args.adapter:
             r = measure(name, rows, "adapter")
             r["gain"], r["stderr_gain"] = gain(base, r)
-    print("\n".join(report(results, args.reward)))
+    show_results(results, args.reward)
     if args.json:
         rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
                 for name, arm, r in results]

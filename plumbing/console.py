@@ -109,9 +109,39 @@ def show_end(out, args, summary, before, after):
             break
     if after:
         s = summary
-        error = cell(s["stderr_gain"] and 100 * s["stderr_gain"], ".1f")
         print(f"held-out accuracy: {s['accuracy_before']:.1%} before, {s['accuracy_after']:.1%} "
-              f"after {s['steps']} steps ({100 * s['gain']:+.1f} +- {error} points)")
+              f"after {s['steps']} steps ({100 * s['gain']:+.1f} +- {points(s['stderr_gain'])} "
+              "points)")
+
+
+def show_results(results, own_reward=None):
+    """Print eval.py's table and what is to be said of each of its rows. results: (set, model,
+    evaluate's dict) of each."""
+    print(f"{'data':<16}{'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
+          f"{'cut':>7}{'questions':>11}")
+    for name, arm, r in results:
+        print(f"{name:<16}{arm:<10}{100 * r['accuracy']:>7.1f}%{points(r['stderr']):>7}"
+              f"{100 * r['format']:>8.1f}%{r['length']:>9.1f}{100 * r['truncated']:>6.1f}%"
+              f"{r['questions']:>11}")
+    for name, arm, r in results:
+        many = [f"{k} {100 * v[0]:.1f}% (s.e. {points(v[1])})" for k, v in r.items() if "@" in k]
+        if many:
+            print(f"{name}, {arm}: {', '.join(many)}")
+        if own_reward:
+            print(f"{name}, {arm}: mean reward {r['reward']:.3f}")
+        if "gain" in r:
+            print(f"{name}: the adapter adds {100 * r['gain']:+.1f} points (s.e. "
+                  f"{points(r['stderr_gain'])})")
+        if r["skipped"]:
+            print(f"{name}, {arm}: {r['skipped']} questions skipped, longer than --max-prompt")
+        if r["format"] == 0:
+            print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
+                  "fit the model?")
+
+
+def points(share):
+    """A share as percent for the terminal; "-" for None."""
+    return cell(share and 100 * share, ".1f")
 
 
 def one_line(text, beside=10):

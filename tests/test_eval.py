@@ -185,9 +185,9 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
     many = "pass@2 62.5% (s.e. 25.0)"
     assert [" ".join(line.split()) for line in lines] == [
         "data model pass@1 s.e. format length cut questions", "d base 25.0% 3.1 0.0% 12.2 50.0% 3", "d adapter 50.0% 6.2 75.0% 9.5 12.5% 3",
-        f"d, base: {many}", f"d, adapter: {many}", "d: the adapter adds +25.0 points (s.e. 14.4)",
-        "d, base: 2 questions skipped, longer than --max-prompt",
-        "warning: d, base: no completion follows the format; does --prompt-style fit the model?"]
+        f"d, base: {many}", "d, base: 2 questions skipped, longer than --max-prompt",
+        "warning: d, base: no completion follows the format; does --prompt-style fit the model?",
+        f"d, adapter: {many}", "d: the adapter adds +25.0 points (s.e. 14.4)"]
 
 
 def test_json_is_printed_when_asked_for(shallow, capsys):
