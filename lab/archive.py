@@ -163,7 +163,7 @@ def row_of(run, group, commit, defaults):
     row["summary"] = short(summary, 8)
     row["evals"] = [[s["step"], round(s["eval_accuracy"], 4)] for s in steps
                     if s.get("eval_accuracy") is not None]
-    row["metrics"] = {c: short([s.get(c) for s in steps], 4) for c in COLUMNS
+    row["metrics"] = {c: short([s.get(c) for s in steps], 3) for c in COLUMNS
                       if any(s.get(c) is not None for s in steps)}
     # right samples instead of their share, if that is what the shares are of
     shares = [s["accuracy"] for s in steps]
