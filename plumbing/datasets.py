@@ -98,21 +98,26 @@ def graded(paths):
     return graded
 
 
-def row_of(raw, where):
+def asked(raw, where):
+    """(question, answer) of a row, as the file has them."""
     def first(*columns):
         return next((raw[k] for k in columns if raw.get(k) is not None), None)
 
     question, answer = first("question", "problem", "prompt"), first("answer", "solution")
-    asked = isinstance(question, str) and question.strip()
-    if not asked or type(answer) not in (str, int, float):
+    if (not isinstance(question, str) or not question.strip()
+            or type(answer) not in (str, int, float)):
         raise ValueError(f"{where}: needs question and answer (or problem and answer, or prompt "
                          "and solution) as text")
+    return question, str(answer)
+
+
+def row_of(raw, where):
+    question, answer = asked(raw, where)
     if "ids" in raw:
         raise ValueError(f"{where}: a column is called ids, as a prompt's tokens are here; rename "
                          "it")
     if type(rate := raw.get("llama8b_solve_rate")) not in (int, float, type(None)):
         raise ValueError(f"{where}: llama8b_solve_rate {shown(rate)} must be a number")
-    answer = str(answer)
     if "####" in answer:  # GSM8K: the worked solution, then "#### 72"
         answer = answer.rsplit("####", 1)[1]
     elif raw.get("answer") is None and (box := last_boxed(answer)) is not None:
@@ -169,18 +174,13 @@ def from_hub(place, split, revision=""):
 
 
 def texts(path):
-    """The texts of a file: question and answer of each row of a .jsonl (or its "text"), else the
-    file as one text."""
+    """The texts of a file: "text", or question and answer, of each row of a .jsonl or .parquet,
+    else the file as one text."""
     path = text_file(path)
-    if path.suffix.lower() != ".jsonl":
+    if path.suffix.lower() not in (".jsonl", ".parquet"):
         return [decode(path.read_bytes(), path)]
-    out = []
-    for where, row in read_jsonl(path, {"text": str}):
-        text, question, answer = map(row.get, ("text", "question", "answer"))
-        if text is None and not (isinstance(question, str) and isinstance(answer, str | int)):
-            raise ValueError(f'{where}: needs "text", or "question" and "answer"')
-        out.append(f"{question}\n{answer}" if text is None else text)
-    return out
+    return [row["text"] if isinstance(row.get("text"), str) else "\n".join(asked(row, where))
+            for where, row in read_rows(path)]
 
 
 def calibration(path, folder, sequences=128, length=512):

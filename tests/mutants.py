@@ -2163,7 +2163,7 @@ MUTANTS = {
          'first("prompt", "problem", "question")', "data::the_question_comes_before_a_prompt"),
         ("fifths are cut", "-(-len(known) * k // 5) - 1", "max(0, len(known) * k // 5 - 1)",
          "data::fifths_that_do_not_divide_are_rounded_up"),
-        ("null is a text", "if text is None else text", "if text == 0 else text",
+        ("null is a text", 'isinstance(row.get("text"), str)', '"text" in row',
          "awq::calibration_text_comes_from_files_or_the_embedded_task"),
         ("documents run into each other", "ids += doc + tok.eos_ids[-1:]", "ids += doc",
          "awq::calibration_text_comes_from_files_or_the_embedded_task"),

@@ -389,8 +389,9 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("12 + 30 = 42. " * 100)
     rows = tmp_path / "t.jsonl"
-    rows.write_text('{"text": "one plus one"}\n{"text": null, "question": "q?", "answer": "a"}\n')
-    assert datasets.texts(rows) == ["one plus one", "q?\na"]
+    rows.write_text('{"text": "one plus one"}\n{"text": null, "question": "q?", "answer": "a"}\n'
+                    '{"prompt": "p?", "solution": "worked, so \\\\boxed{3}"}\n')  # MATH's, which only --data took
+    assert datasets.texts(rows) == ["one plus one", "q?\na", "p?\nworked, so \\boxed{3}"]
     assert datasets.calibration(text, TINY, 3, 16).shape == (3, 16)
     tok = Tokenizer(TINY)
     ids = [i for t in datasets.texts(rows) for i in [*tok.encode(t), tok.eos_ids[-1]]]  # documents end
