@@ -160,11 +160,6 @@ def gain(base, adapter):
     return fmean(d), stderr(d)
 
 
-def plain(args):
-    """The model's name without an adapter: if a run trained all of it, it is not the base."""
-    return "trained" if args.run and not args.adapter else "base"
-
-
 @ranks.first
 def save_rows(path, results):
     """Write the rows of all sets and models so far."""
@@ -230,9 +225,11 @@ def run(args, argv):
             save_rows(args.out, results)
         return r
 
+    # a run without an adapter has trained all of the model
+    plain = "trained" if args.run and not args.adapter else "base"
     for name, rows in sets:
         with lora.disabled(model):
-            base = measure(name, rows, plain(args))
+            base = measure(name, rows, plain)
         if args.adapter:
             r = measure(name, rows, "adapter")
             r["gain"], r["stderr_gain"] = gain(base, r)
