@@ -364,17 +364,18 @@ def record_trainer_logprobs(model, completions, settings):
     """Fill `trainer_logprobs` of each completion that is trained on, in a separate pass before any
     parameter moves (--old-logp trainer)."""
     chosen = trained(completions, settings.overlong)
-    number = {id(c): i for i, c in enumerate(chosen)}
-    values = {}  # number of a completion -> its log-probs
+    for c in chosen:
+        c.trainer_logprobs = None
     for batch in micro_batches(model, chosen, settings.micro_batch_tokens):
         logp, _, _ = completion_logprobs(model, batch, settings.temperature)
         rows = logp.tolist()  # all at once: each transfer waits for the device
         for c, row in zip(batch, rows, strict=True):
-            values[number[id(c)]] = row[: len(c.ids)]
+            c.trainer_logprobs = row[: len(c.ids)]
 
     # Each rank has computed its share; all need all.
-    for part in ranks.gather(values):
-        for i, logprobs in part.items():
+    own = {i: c.trainer_logprobs for i, c in enumerate(chosen) if c.trainer_logprobs}
+    for share in ranks.gather(own):
+        for i, logprobs in share.items():
             chosen[i].trainer_logprobs = logprobs
 
 
