@@ -46,12 +46,9 @@ def fetch(path_or_hub_id, weights=True):
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == ".gguf" and path.is_file():
-        raise ValueError(f"--model {name}: a GGUF file; make a checkpoint folder of it first: "
-                         f"python lab/convert.py {name} --out DIR")
     if path.exists() or not hub.ID.fullmatch(name):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
-                                "hub id")
+                                "hub id (of a GGUF file lab/convert.py makes a folder)")
     return hub.download(name, "model", HUB_FILES if weights else ("config.json",))
 
 
@@ -75,14 +72,10 @@ class Checkpoint:
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
-            for other in sorted([*self.folder.glob("pytorch_model*.bin"),
-                                 *self.folder.glob("*.gguf")]):
-                what = other if other.suffix == ".gguf" else self.folder
-                raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; make a "
-                                 f"folder of those first: python lab/convert.py {what} --out DIR")
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete? (.bin and GGUF files are "
-                                    "lab/convert.py's)")
+                                    "there; is the download complete? Of a GGUF file, or .bin "
+                                    "files, make a folder first: python lab/convert.py FILE|FOLDER "
+                                    "--out DIR")
         for shard in sorted(set(self.where.values())):
             if not (self.folder / shard).is_file():
                 raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} "
@@ -239,24 +232,15 @@ def fingerprint(path_or_hub_id):
             "weights": f"{stored}:{digest(f'({each!r}, {shape})'.encode())}"}
 
 
-class RandomCheckpoint:
-    """Stands in for a Checkpoint: seeded random weights of the true shapes, made where they are
-    needed. For speed and memory."""
+class RandomCheckpoint(Checkpoint):
+    """Seeded random weights of the true shapes, made where they are needed. For speed and
+    memory."""
 
     def __init__(self, seed=0):
-        self.seed = seed
+        self.seed, self.layout, self.unused, self.dense = seed, None, set(), {}
 
     def check_format(self, quant, formats):
         return None
-
-    def is_packed(self, name):
-        return False
-
-    def check_tied_head(self, embedding):
-        pass
-
-    def check_all_used(self):
-        pass
 
     def get(self, name, shape, dtype, device="cpu"):
         dtype = dtype or torch.bfloat16  # as stored

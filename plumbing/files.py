@@ -213,15 +213,6 @@ def check_out(out, folder=False):
     """ValueError unless `out`, a file or a `folder`, can be written; called before the work."""
     name, out = f"--out {out}", Path(out)
     try:
-        os.fsencode(out).decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"--out {ascii(str(out))}: is not UTF-8, as other programs' names are; "
-                         "choose another name") from None
-    try:
-        for link in (out, *out.parents):
-            if link.is_symlink() and not link.exists():
-                raise ValueError(f"{name}: {link} is a link to {os.readlink(link)}, which is not "
-                                 "there; make that, or choose another name")
         check_regular(out, name)
         out = out.resolve()
         if out.exists() and out.is_dir() != folder:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from plumbing.checkpoint import Checkpoint
 from plumbing.files import cause, read_json, write_json
+from plumbing.tokenizer import Tokenizer
 
 import torch
 
@@ -37,16 +38,7 @@ BLOCK = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
 # what a tokenizer splits text into before its merges, by the name that GGUF gives it
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-
-
-def split(digits):
-    return {"type": "Split", "pattern": {"Regex": WORDS % digits}, "behavior": "Isolated",
-            "invert": False}
-
-
-SPLITS = {"qwen2": [split(""), BYTES], "llama-bpe": [split("{1,3}"), BYTES],
-          "smollm": [{"type": "Digits", "individual_digits": True}, BYTES | {"use_regex": True}]}
+SPLITS = {"qwen2": WORDS % "", "llama-bpe": WORDS % "{1,3}", "smollm": None}
 NORMAL, CONTROL, ADDED, UNUSED = 1, 3, 4, 5  # kinds of tokens
 
 
@@ -169,12 +161,7 @@ class Gguf(Checkpoint):
     def check_vocabulary(self, folder):
         """ValueError unless the tokenizer in `folder` gives the tokens the ids that they have
         here."""
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"--tokenizer {folder}: tokenizer.json is missing")
-        found, tokens = read_json(path, {"model": dict, "added_tokens": list}, ["model"]), {}
-        tokens |= found["model"].get("vocab") or {}
-        tokens |= {t["content"]: t["id"] for t in found.get("added_tokens") or []}
+        tokens = Tokenizer(folder).tokenizer.get_vocab(with_added_tokens=True)
         here = {token: i for i, (token, _) in enumerate(self.tokens())}
         other = [t for t, i in tokens.items() if here.get(t) != i]
         if other:
@@ -187,21 +174,22 @@ class Gguf(Checkpoint):
             raise ValueError(f"{self.path}: its tokenizer ({kind!r}) is none of "
                              f"{', '.join(SPLITS)}; give --tokenizer, a folder of this model with "
                              "tokenizer.json")
+        import tokenizers
+        from tokenizers import AddedToken, Regex, decoders, models, normalizers
+        from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
         tokens = self.tokens()
-        added = [{"id": i, "content": token, "special": kind == CONTROL, "single_word": False,
-                  "lstrip": False, "rstrip": False, "normalized": False}
-                 for i, (token, kind) in enumerate(tokens) if kind in (CONTROL, ADDED)]
-        merges = self.fields["tokenizer.ggml.merges"]
+        merges = [tuple(merge.split(" ")) for merge in self.fields["tokenizer.ggml.merges"]]
         # special tokens too: `tokenizers` numbers those that are not in the vocabulary anew
-        vocab = {token: i for i, (token, kind) in enumerate(tokens) if kind != UNUSED}
-        model = {"type": "BPE", "vocab": vocab, "merges": merges, "dropout": None,
-                 "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-                 "fuse_unk": False, "byte_fallback": False, "ignore_merges": kind == "llama-bpe"}
-        write_json(folder / "tokenizer.json", {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-            "normalizer": {"type": "NFC"} if kind == "qwen2" else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[kind]},
-            "post_processor": None, "decoder": BYTES, "model": model})
+        vocab = {token: i for i, (token, of) in enumerate(tokens) if of != UNUSED}
+        made = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama-bpe"))
+        made.normalizer = normalizers.NFC() if kind == "qwen2" else None
+        split = Split(Regex(SPLITS[kind]), "isolated") if SPLITS[kind] else Digits(True)
+        made.pre_tokenizer = Sequence([split, ByteLevel(False, use_regex=kind == "smollm")])
+        made.decoder = decoders.ByteLevel()
+        made.add_tokens([AddedToken(token, special=of == CONTROL, normalized=False)
+                         for token, of in tokens if of in (CONTROL, ADDED)])
+        made.save(str(folder / "tokenizer.json"))
         special = {f"{name}_token": tokens[i][0] for name, field in
                    (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
                    if (i := self.fields.get(f"tokenizer.ggml.{field}_token_id")) is not None}

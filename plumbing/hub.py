@@ -33,7 +33,7 @@ def download(place, kind, patterns):
     repo, _, revision = place.partition("@")
     revision = COMMITS.get(place) or revision or "main"
     page = f"{constants.ENDPOINT}/{'datasets/' * (kind == 'dataset')}{repo}"
-    wanted = {"repo_id": repo, "repo_type": kind, "revision": revision}
+    wanted, unreachable = {"repo_id": repo, "repo_type": kind, "revision": revision}, ""
     try:
         info = HfApi().repo_info(**wanted, files_metadata=True)
     except errors.RevisionNotFoundError:
@@ -44,7 +44,7 @@ def download(place, kind, patterns):
                                 f"what is gated or private: ask for access at {page}, then log in "
                                 "by hf auth login") from None
     except Exception as e:  # no network, and all that the hub may answer to a request
-        folder = cached(wanted, patterns, flag, cause(e))
+        unreachable = cause(e)
     else:
         files = {f.rfilename: f for f in info.siblings
                  if any(fnmatch(f.rfilename, p) for p in patterns)}
@@ -52,29 +52,21 @@ def download(place, kind, patterns):
             raise FileNotFoundError(f"{flag}: holds no {' nor '.join(patterns)}; see {page}/tree/"
                                     f"{revision}")
         announce(wanted | {"revision": info.sha}, files, flag)
-        try:
-            folder = Path(snapshot_download(**wanted, allow_patterns=list(patterns)))
-        except Exception as e:
-            raise OSError(f"{flag}: the download broke off ({cause(e)}); the same command goes on "
-                          "with it") from None
-    COMMITS[place] = folder.name
-    FOLDERS[place, *patterns] = folder
-    return folder
-
-
-def cached(wanted, patterns, flag, why):
-    """The repository's folder in the cache, where the hub could not be asked."""
-    from huggingface_hub import snapshot_download
-
     try:
         folder = Path(snapshot_download(**wanted, allow_patterns=list(patterns),
-                                        local_files_only=True))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{flag}: not a local file or folder, not whole in the cache, and "
-                                f"the hub did not give it ({why}); check id, network and login"
-                                ) from None
-    print(f"{flag}: the hub cannot be asked ({why}); taken from the cache, commit "
-          f"{folder.name[:12]}", file=sys.stderr)
+                                        local_files_only=bool(unreachable)))
+    except Exception as e:
+        if unreachable:
+            raise FileNotFoundError(f"{flag}: not a local file or folder, not whole in the cache, "
+                                    f"and the hub did not give it ({unreachable}); check id, "
+                                    "network and login") from None
+        raise OSError(f"{flag}: the download broke off ({cause(e)}); the same command goes on with "
+                      "it") from None
+    if unreachable:
+        print(f"{flag}: the hub cannot be asked ({unreachable}); taken from the cache, commit "
+              f"{folder.name[:12]}", file=sys.stderr)
+    COMMITS[place] = folder.name
+    FOLDERS[place, *patterns] = folder
     return folder
 
 

@@ -140,22 +140,8 @@ class Tokenizer:
         return text
 
     def chat_ids(self, messages):
-        """Ids of `chat`'s text. Special tokens are the template's to write: in a message, text
-        that reads like one is encoded as the text that it is."""
-        found = self.tokenizer.get_added_tokens_decoder().values()
-        special = sorted((t.content for t in found if t.special), key=len, reverse=True)
-        pattern = "|".join(map(re.escape, special)) or "(?!)"
-        if not any(re.search(pattern, m["content"]) for m in messages):
-            return self.encode(self.chat(messages))
-        # a mark stands in its place while the template is rendered
-        marked = [{**m, "content": re.sub(pattern, lambda t: f"\ue000{special.index(t[0])}\ue001",
-                                          m["content"])} for m in messages]
-        ids = []
-        for i, part in enumerate(re.split("\ue000([0-9]+)\ue001", self.chat(marked))):
-            self.tokenizer.encode_special_tokens = i % 2 == 1
-            ids += self.encode(special[int(part)] if i % 2 else part)
-        self.tokenizer.encode_special_tokens = False
-        return ids
+        """Ids of `chat`'s text."""
+        return self.encode(self.chat(messages))
 
     def prompt_ids(self, question, style="tags", max_prompt=None):
         """Ids of a question with the style's instruction; None if more than max_prompt."""

@@ -226,7 +226,7 @@ def test_a_tokenizer_of_the_models_own_page_is_checked_and_taken(tmp_path, make)
     fields["tokenizer.ggml.tokens"] = ["0", *fields["tokenizer.ggml.tokens"][1:]]
     with pytest.raises(ValueError, match="--tokenizer .*one: is another model's: '!' is its id 0, and None in"):
         convert.rewrite_body([str(make(fields, tensors)), "--out", str(tmp_path / "three"), "--tokenizer", str(tmp_path / "one")])
-    with pytest.raises(FileNotFoundError, match="--tokenizer .*: tokenizer.json is missing"):
+    with pytest.raises(FileNotFoundError, match="tokenizer.json: not found"):
         convert.rewrite_body([str(path), "--out", str(tmp_path / "three"), "--tokenizer", str(tmp_path)])
 
 
@@ -290,12 +290,9 @@ def test_the_model_flag_says_what_to_run(tmp_path):
     file.parent.mkdir()
     file.write_bytes(b"GGUF")
     shutil.copy(folder / "config.json", file.parent)
-    with pytest.raises(ValueError, match=f"holds pytorch_model.bin and no safetensors.*python lab/convert.py {folder} --out DIR"):
-        M.load(folder)
-    with pytest.raises(ValueError, match=f"--model {file}: a GGUF file.*python lab/convert.py {file} --out DIR"):
-        M.load(file)
-    with pytest.raises(ValueError, match=f"holds m.gguf and no safetensors.*python lab/convert.py {file} --out DIR"):
-        M.load(file.parent)
+    for place in (folder, file, file.parent):
+        with pytest.raises(FileNotFoundError, match="(?i)of a GGUF file.*lab/convert.py"):
+            M.load(place)
 
 
 def test_what_is_quantized_in_bin_files_is_refused(tmp_path):
