@@ -226,7 +226,7 @@ def fingerprint(path_or_hub_id):
     C, stored = config["hidden_size"], "none"
     ends = some("model.norm.weight", C) + some("model.embed_tokens.weight", 64 * C)
     if config["quantization"]:
-        stored = layouts.packed_format(config["quantization"], folder)
+        stored = layouts.layout_of(config["quantization"], folder).fmt
     norms = [told for name, told in each if name.endswith("layernorm.weight")]
     return {"base": digest(ends), "norms": digest(repr(norms).encode()),
             "weights": f"{stored}:{digest(f'({each!r}, {shape})'.encode())}"}

@@ -94,11 +94,6 @@ def layout_of(raw, where, formats=None):
     return layout
 
 
-def packed_format(raw, where):
-    """The name of the format that a `quantization_config` declares."""
-    return layout_of(raw, where).fmt
-
-
 def quantizes_activations(raw):
     """Whether a `quantization_config` asks for more than weights."""
     groups = (raw.get("config_groups") or {}).values()
