@@ -61,8 +61,7 @@ def warnings_for(row, args):
     if row["truncated_frac"] == 1:
         yield f"every completion was cut at {args.max_new_tokens} tokens: raise --max-new-tokens"
     if row["zero_var_frac"] == 1 and not drawn_anew:
-        yield ("no group has rewards that differ, so there is no gradient: raise --group-size, or "
-               "choose easier or harder --data")
+        yield "no group has rewards that differ: raise --group-size, or choose other --data"
     gap, alike = row["logp_gap_mean"] or 0, row["sigma"] == 0 or args.aqn_scope == "both"
     if alike and gap > GAP_BOUND:
         weighted = "" if args.old_logp == "current" else "--old-logp current, or "

@@ -32,8 +32,7 @@ def read(name, split, levels=None):
     set_levels(rows)
     if levels is not None and name != "bigmath":  # whose configuration the levels have chosen
         if any(row.get("level") is None for row in rows):
-            raise ValueError(f"{files[0]}: --levels needs a column level or llama8b_solve_rate in "
-                             "each row")
+            raise ValueError(f"{files[0]}: --levels needs a level (or a solve rate) in each row")
         rows = [row for row in rows if row["level"] in levels]
         if not rows:
             raise ValueError(f"{files[0]}: no row has a level in {sorted(levels)}")
@@ -60,8 +59,7 @@ def files_of(name, split, levels):
         return [Path(name)]
     if hub.ID.fullmatch(name) and not name.endswith((".jsonl", ".parquet")):
         return from_hub(local, split, at + revision)
-    raise FileNotFoundError(f"--data {name}: no such file or folder, nor one of arithmetic, "
-                            f"{', '.join(HUB)}")
+    raise FileNotFoundError(f"--data {name}: no such file, nor one of arithmetic, {', '.join(HUB)}")
 
 
 def find_split(folder, split):
@@ -70,8 +68,7 @@ def find_split(folder, split):
             return [path]
     parts = sorted(folder.glob(f"**/{split}-*.parquet"))
     if not parts:
-        raise FileNotFoundError(f"{folder / split}.jsonl: not found (nor a parquet); this set may "
-                                f"have no {split} split")
+        raise FileNotFoundError(f"{folder / split}.jsonl: not found, nor a .parquet of this split")
     homes = sorted({str(p.parent) for p in parts})
     if len(homes) > 1:
         raise ValueError(f"{folder}: {split} is in several folders; choose one: {', '.join(homes)}")
@@ -97,11 +94,9 @@ def row_of(raw, where):
     question, answer = first("question", "problem", "prompt"), first("answer", "solution")
     asked = isinstance(question, str) and question.strip()
     if not asked or type(answer) not in (str, int, float):
-        raise ValueError(f"{where}: needs question and answer (or problem and answer, or prompt "
-                         "and solution) as text")
+        raise ValueError(f"{where}: needs question and answer (or problem, prompt; solution)")
     if "ids" in raw:
-        raise ValueError(f"{where}: a column is called ids, as a prompt's tokens are here; rename "
-                         "it")
+        raise ValueError(f"{where}: a column is called ids, as a prompt's tokens are; rename it")
     if type(rate := raw.get("llama8b_solve_rate")) not in (int, float, type(None)):
         raise ValueError(f"{where}: llama8b_solve_rate {shown(rate)} must be a number")
     answer = str(answer)

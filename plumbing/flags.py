@@ -180,8 +180,7 @@ def read_policy(command, folder):
     found = saved(folder, "policy.json", policy.TEXTS)
     values = {f.name: found.get(f.dest) for f in command.flags if f.in_policy or f.name == "dtype"}
     from_file(command, values, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
-              "that script, else delete the file to choose --model, --quant and --prompt-style by "
-              "hand")
+              "that script, else delete the file and choose --model and --quant by hand")
     return found
 
 
@@ -222,8 +221,7 @@ def check_copies(flag, n, temperature, zero):
 
 def check_graded(args):
     if args.prompt_style == "plain" and not args.reward:
-        raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
-                         "or boxed, or grade by --reward")
+        raise ValueError("--prompt-style plain: cannot be graded without --reward; choose another")
 
 
 def warn_idle(command, needs, args, argv):

@@ -37,12 +37,10 @@ def download(place, kind, patterns):
     try:
         info = HfApi().repo_info(**wanted, files_metadata=True)
     except errors.RevisionNotFoundError:
-        raise FileNotFoundError(f"{flag}: has no revision {revision}; its branches and tags are "
-                                f"at {page}/tree/main") from None
+        raise FileNotFoundError(f"{flag}: has no revision {revision}: {page}/tree/main") from None
     except errors.RepositoryNotFoundError as e:  # a GatedRepoError is one too
-        raise FileNotFoundError(f"{flag}: {e.server_message or 'not found'} Is the id right? For "
-                                f"what is gated or private: ask for access at {page}, then log in "
-                                "by hf auth login") from None
+        raise FileNotFoundError(f"{flag}: {e.server_message or 'not found'} Is the id right? If "
+                                f"it is gated: ask for access at {page}, hf auth login") from None
     except Exception as e:  # no network, and all that the hub may answer to a request
         unreachable = cause(e)
     else:
@@ -57,11 +55,9 @@ def download(place, kind, patterns):
                                         local_files_only=bool(unreachable)))
     except Exception as e:
         if unreachable:
-            raise FileNotFoundError(f"{flag}: not a local file or folder, not whole in the cache, "
-                                    f"and the hub did not give it ({unreachable}); check id, "
-                                    "network and login") from None
-        raise OSError(f"{flag}: the download broke off ({cause(e)}); the same command goes on with "
-                      "it") from None
+            raise FileNotFoundError(f"{flag}: not a local file or folder, nor whole in the cache; "
+                                    f"the hub: {unreachable}; check id, network, login") from None
+        raise OSError(f"{flag}: the download broke off ({cause(e)}); start it again") from None
     if unreachable:
         print(f"{flag}: the hub cannot be asked ({unreachable}); taken from the cache, commit "
               f"{folder.name[:12]}", file=sys.stderr)

@@ -121,8 +121,7 @@ def read_config(path):
     refused = [f"{k} = {v!r:.80}" for k, v in config.items()
                if k not in read and v and v not in PLAIN.get(k, ())]
     if refused:
-        raise ValueError(f"{path}: only plain LoRA is supported, this adapter has "
-                         f"{', '.join(refused)}")
+        raise ValueError(f"{path}: only LoRA can be read, this adapter has {', '.join(refused)}")
     for field, kind in zip(PATTERNS, ((int, 1, 4096), (float, 1e-6, 1e6)), strict=True):
         found = config.get(field) or {}
         check_fields(found, f"{path}: {field}", dict.fromkeys(found, kind), found)
@@ -147,8 +146,7 @@ def read(folder):
                          "any code; save it anew by PEFT's save_pretrained, as safetensors")
     for file in (path, weights):
         if not file.is_file():
-            raise FileNotFoundError(f"--adapter {folder}: {file.name} is missing; give the folder "
-                                    "that train.py calls adapter/")
+            raise FileNotFoundError(f"--adapter {folder}: {file.name} is missing; give RUN/adapter")
     config = read_config(path)
     try:
         state = load_file(weights)
@@ -205,5 +203,4 @@ def check(folder, state, shapes):
         if tuple(t.shape) != fits[name]:
             raise ValueError(f"{weights}: {name} is {tuple(t.shape)}, the model's is {fits[name]}")
         if not t.is_floating_point() or t.dtype.itemsize < 2 or not torch.isfinite(t).all():
-            raise ValueError(f"{weights}: {name} holds NaN or inf, or no floats of 16 bits or more "
-                             f"({t.dtype})")
+            raise ValueError(f"{weights}: {name} ({t.dtype}) holds NaN, inf or no 16-bit floats")

@@ -63,8 +63,7 @@ def resolve_flags(spec, args, argv):
     check_out(out, folder=True)
     begun = (out / "checkpoint" / "state.pt").is_file()
     if begun and not args.resume:
-        raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, or "
-                         "choose another folder")
+        raise ValueError(f"--out {out}: holds a run; add --resume, or choose another folder")
     if args.resume:
         args = flags_of_run(spec, args.out, argv)
         args.resume = begun  # a run killed before its first save begins anew
@@ -230,8 +229,7 @@ class Run(ExitStack):
         for _, norm in filter(None, updates):
             self.failed = 0 if math.isfinite(norm) else self.failed + 1
         if self.failed >= 10:
-            raise ValueError(f"{self.failed} updates in a row had a gradient that is not finite; "
-                             "lower --lr, or check --model")
+            raise ValueError(f"{self.failed} updates in a row had no finite gradient; lower --lr")
 
     @ranks.first
     def log(self, row, groups, result):
@@ -303,8 +301,7 @@ class Run(ExitStack):
                              "with; --resume needs the same questions")
         if was.base != now.base:
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
-                             f"--calib, are not those the run in {self.out} began with; --resume "
-                             "needs the same")
+                             f"--calib, are not those the run in {self.out} began with")
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -326,8 +323,7 @@ class Run(ExitStack):
         except Exception as e:  # torch's unpickler raises many kinds
             # torch's own message advises to load it without safety
             why = "not a checkpoint" if isinstance(e, pickle.UnpicklingError) else cause(e)
-            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
-                             ) from None
+            raise ValueError(f"{path}: cannot be resumed ({why}); take another --out") from None
 
     @ranks.first
     def cut(self, path):

@@ -37,8 +37,7 @@ class Tokenizer:
         path, self.settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
         for file in (path, self.settings):
             if not file.is_file():
-                raise FileNotFoundError(f"{file}: not found; --model must be the folder of a chat "
-                                        "checkpoint")
+                raise FileNotFoundError(f"{file}: not found; give a chat checkpoint's folder")
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # tokenizers raises plain Exception
@@ -52,9 +51,8 @@ class Tokenizer:
         if not self.size:
             raise ValueError(f"{path}: has no vocabulary; download it again")
         if self.size > model.get("vocab_size", self.size):
-            raise ValueError(f"{path} has {self.size} ids but {folder / 'config.json'} says "
-                             f"vocab_size {model.get('vocab_size')}: the tokenizer is another "
-                             "model's")
+            raise ValueError(f"{path}: is another model's tokenizer: it has {self.size} ids, "
+                             f"config.json's vocab_size is {model.get('vocab_size')}")
         self.special = {}  # bos_token and others as text, for the template
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = config.get(name)
@@ -88,8 +86,7 @@ class Tokenizer:
         if file.is_file():  # newer, and first in transformers too
             template, self.source = decode(file.read_bytes(), file), file
         if not template or not isinstance(template, str):
-            raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint, or "
-                             "add one")
+            raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint")
         # with {% generation %} other trainers mark the assistant's tokens: here an ordinary block
         template = re.sub(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})",
                           lambda m: m[1] + ("endif" if m[2] else "if true"), template)
@@ -120,8 +117,8 @@ class Tokenizer:
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # a panic in the library's Rust is no Exception
-            raise ValueError(f"{self.folder / 'tokenizer.json'}: cannot encode {shown(text)} ({e})"
-                             ) from None
+            file = self.folder / "tokenizer.json"
+            raise ValueError(f"{file}: cannot encode {shown(text)} ({e})") from None
 
     def decode(self, ids):
         """Text of a completion without special tokens (<|im_end|>, padding); <think> is not one."""

@@ -2125,7 +2125,7 @@ MUTANTS = {
     "plumbing/reward.py": [
         ("a reward empties the prompts", "function(text, copy.deepcopy(row))", "function(text, dict(row))",
          "data::an_own_reward_changes_no_prompt"),
-        ("a library's line is named", "[f for f in frames if f.filename == file][-1:] or", "",
+        ("a library's line is named", "([f for f in frames if f.filename == file] or frames)[-1]", "frames[-1]",
          "data::an_own_reward_is_named_by_its_own_line"),
         ("a reward that overflows is taken", "not abs(r) <= 1e9", 'not abs(r) < float("inf")',
          "data::an_own_reward_that_is_no_finite_number_is_an_error"),

@@ -48,7 +48,7 @@ def test_flags_that_contradict_each_other_are_refused(name, argv, says):
 def test_a_style_without_answers_needs_a_reward_of_ones_own():
     """eval.py refused it when all samples had been drawn, train.py also where a reward could grade it."""
     for name in ("train", "eval"):
-        with pytest.raises(ValueError, match="--prompt-style plain: asks for nothing that could be graded"):
+        with pytest.raises(ValueError, match="--prompt-style plain: cannot be graded without --reward"):
             flags.parse(COMMANDS[name], ["--prompt-style", "plain"])
         assert flags.parse(COMMANDS[name], ["--prompt-style", "plain", "--reward", "own.py:f"]).prompt_style == "plain"
 
