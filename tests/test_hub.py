@@ -1,7 +1,6 @@
 """What is downloaded from the hub, and what is said of it: against a hub on this machine (local_hub.py)."""
 import json
 import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -29,18 +28,16 @@ def says(capsys):
     return capsys.readouterr().err
 
 
-def test_a_model_is_downloaded_once_with_its_commit_its_size_and_the_room_for_it(here, capsys):
+def test_a_model_is_downloaded_once_with_its_commit(here, capsys):
     folder = checkpoint.fetch("org/name")
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == FILES
     sha = here.commit("org/name", "main")[0]
     assert hub.COMMITS == {"org/name": sha} and folder.name == sha
-    line = says(capsys)
-    assert f"--model org/name: commit {sha[:12]}, 3 files, 0.0 MB to download; " in line and "GB are free" in line
+    assert f"--model org/name: commit {sha[:12]}\n" in says(capsys)
     here.asked.clear()
     assert checkpoint.fetch("org/name") == folder and not here.asked  # the process has asked
     hub.FOLDERS.clear()
     assert checkpoint.fetch("org/name") == folder and not here.downloads("model.safetensors")
-    assert f"commit {sha[:12]}, in the cache" in says(capsys)
 
 
 def test_other_precisions_and_other_programs_files_stay_where_they_are(here):
@@ -91,17 +88,10 @@ def test_a_hub_that_stays_busy_is_an_error_that_says_so(here):
     assert "\n" not in str(e.value)
 
 
-def test_a_disk_without_room_is_said_before_the_download(here, monkeypatch):
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 0, 10))
-    with pytest.raises(OSError, match=r"--model org/name: 0\.0 MB to download, and .*hub has room for 0\.0 MB; .* HF_HOME"):
-        checkpoint.fetch("org/name")
-    assert not here.downloads("model.safetensors")
-
-
 def test_processes_that_want_the_same_file_download_it_once(here, monkeypatch, tmp_path):
     """The ranks of a run begin side by side."""
     here.repos["org/name"]["main"]["model.safetensors"] = os.urandom(1 << 20)
-    ranks = [threading.Thread(target=hub.download, args=("org/name", "model", (f"model.s{'*' * n}",))) for n in range(1, 5)]
+    ranks = [threading.Thread(target=hub.download, args=("org/name", "model", (name,))) for name in ("m*", "mo*", "mod*", "mode*")]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -119,8 +109,7 @@ def test_without_a_network_the_cache_is_used_and_a_line_says_so(here, monkeypatc
     for known in (hub.FOLDERS, hub.COMMITS):
         known.clear()
     assert checkpoint.fetch("org/name").name == sha == hub.COMMITS["org/name"]
-    assert "--model org/name: the hub cannot be asked (ConnectError: " in (line := says(capsys))
-    assert f"taken from the cache, commit {sha[:12]}" in line
+    assert f"--model org/name: commit {sha[:12]}\n" in says(capsys)
     with pytest.raises(FileNotFoundError, match=r"--model org/other: not a local .* check id, network, login") as e:
         checkpoint.fetch("org/other")
     assert "\n" not in str(e.value)
@@ -168,7 +157,7 @@ def test_a_data_set_has_a_revision_too_and_its_split_alone_is_downloaded(here, m
         assert [r["question"] for r in datasets.read(place, "train")] == [question]
     assert not here.downloads("test.jsonl") and len(here.downloads("train.jsonl")) == 4
     assert set(hub.COMMITS) == {"org/set", "org/set@v1", "openai/gsm8k", "openai/gsm8k@v1"}
-    with pytest.raises(FileNotFoundError, match=rf"--data org/set: holds no \*validation.jsonl nor .*; see {here.url}/datasets/org/set/tree/[0-9a-f]{{40}}"):
+    with pytest.raises(FileNotFoundError, match=rf"--data org/set: holds no \*validation.jsonl nor .*; see {here.url}/datasets/org/set"):
         datasets.read("org/set", "validation")
     with pytest.raises(FileNotFoundError, match=r"--data sets/mine\.jsonl: no such file"):
         datasets.read("sets/mine.jsonl", "train")  # by its name no set of the hub
