@@ -7,7 +7,6 @@ code. Left out: tool calls and chat histories.
     Tokenizer("assets/tiny").prompt_ids("What is 1+1?")
 """
 import json
-import re
 from datetime import datetime
 from pathlib import Path
 
@@ -87,9 +86,6 @@ class Tokenizer:
             template, self.source = decode(file.read_bytes(), file), file
         if not template or not isinstance(template, str):
             raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint")
-        # with {% generation %} other trainers mark the assistant's tokens: here an ordinary block
-        template = re.sub(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})",
-                          lambda m: m[1] + ("endif" if m[2] else "if true"), template)
 
         def raise_exception(message):
             raise ValueError(message)

@@ -573,9 +573,9 @@ def test_a_template_may_lie_in_a_file_of_its_own(checkpoint):
     assert Tokenizer(checkpoint).chat(turn) == "own: 7"
 
 
-def test_a_template_for_training_elsewhere_is_rendered(checkpoint):
-    """Marks round what the assistant says were an unknown tag; and without tools a template asked for them, which were not None."""
-    marked = "{% for m in messages %}{%- generation -%}{{ m.content }}{%- endgeneration %}|{% endfor %}{% if tools is not none %}TOOLS{% endif %}"
+def test_a_template_that_asks_for_tools_is_told_of_none(checkpoint):
+    """Without tools a template asked for them, which were not None."""
+    marked = "{% for m in messages %}{{ m.content }}|{% endfor %}{% if tools is not none %}TOOLS{% endif %}"
     edit(checkpoint / "tokenizer_config.json", chat_template=marked)
     assert Tokenizer(checkpoint).chat([{"role": "user", "content": "7"}]) == "7|"
 
