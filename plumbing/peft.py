@@ -152,9 +152,6 @@ def read(folder):
         state = load_file(weights)
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{weights}: not a readable safetensors file ({e})") from None
-    # the adapter's name, which save_pretrained leaves out and a plain state_dict does not
-    state = {re.sub(r"(\.lora_[AB]|\.modules_to_save)\.default\.", r"\1.", name): t
-             for name, t in state.items() if ".original_module." not in name}
     state = {name.replace(".modules_to_save.", "."): t for name, t in state.items()}
     for norm in config.get("modules_to_save") or []:
         if not any(name.endswith(f".{norm}.weight") for name in state):
@@ -191,10 +188,6 @@ def check(folder, state, shapes):
         partner |= {a: b, b: a}
         fits |= {a: shape_a, b: shape_b}
     strangers = sorted(set(state) - set(fits)) or ([] if state else ["nothing in it"])
-    for part in ("lm_head", "embed_tokens"):
-        if any(part in name for name in strangers):
-            raise ValueError(f"{weights}: adapts {part}; adapters of the blocks' projections and "
-                             "norms can be read: merge this one into its base with PEFT")
     if strangers:
         raise ValueError(f"{weights}: {strangers[0]} fits this model nowhere")
     for name, t in state.items():

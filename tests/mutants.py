@@ -475,8 +475,6 @@ MUTANTS = {
          "alpha = config[\"lora_alpha\"]", "lora::modules_with_a_rank_alpha_or_norm_of_their_own"),
         ("a module's own rank scales nothing", "factor = scaling_of(ranks[module], alpha) / scaling", "factor = scaling_of(rank, alpha) / scaling",
          "lora::modules_with_a_rank_alpha_or_norm_of_their_own"),
-        ("the adapter's own name is in the way", '.default\\.", r"\\1.", name)', '.other\\.", r"\\1.", name)',
-         "lora::names_with_the_adapters_own_name_are_read"),
         ('every projection has an adapter', '[t for t in TARGETS if t in targets]',
          'list(TARGETS)',
          "lora::only_what_has_an_adapter_is_named"),
