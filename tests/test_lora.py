@@ -271,7 +271,7 @@ def test_a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named(
             ({"rank_pattern": {"q_.*": 2}}, None, "rank_pattern has 'q_.\\*'; names of modules can be read"),
             ({"alpha_pattern": {"q_proj": "x"}}, None, "alpha_pattern: q_proj 'x' must be a number"),
             (None, lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}), "lm_head.lora_A.weight fits this model nowhere"),
-            (None, lambda s: s.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 32)}), "adapts embed_tokens")):
+            (None, lambda s: s.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 32)}), "lora_embedding_A fits this model nowhere")):
         with pytest.raises(ValueError, match=says):
             load_adapter(base(), change(FIXTURES / "peft_all", tmp_path, config, weights))
 
