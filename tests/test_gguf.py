@@ -73,7 +73,7 @@ def tensors_of(folder, arch, heads, kv_heads):
 
 
 def stand_in(fields, tensors):
-    """A module with what plumbing/gguf.py asks of the package."""
+    """A module with what lab/foreign.py asks of the package."""
     kind = SimpleNamespace(name="F32")
     reader = SimpleNamespace(
         fields={k: SimpleNamespace(contents=lambda v=v: v) for k, v in fields.items()},
