@@ -49,17 +49,23 @@ def files_of(name, split, levels):
             raise FileNotFoundError("bigmath has no test split")
         if (chosen := sorted(levels or ())) not in ([3, 4, 5], [4, 5]):
             raise ValueError("--levels: --data bigmath comes as 3,4,5 or 4,5; choose one")
-        folder = f"level_{'_'.join(map(str, chosen))}"
-        return from_hub(f"{HUB[local]}/{folder}", split, at + revision)
-    if local in HUB:
-        return from_hub(HUB[local], split, at + revision)
-    if Path(name).is_dir():
+        place = f"{HUB[local]}/level_{'_'.join(map(str, chosen))}"
+    elif local in HUB:
+        place = HUB[local]
+    elif Path(name).is_dir():
         return find_split(Path(name), split)
-    if Path(name).is_file():
+    elif Path(name).is_file():
         return [Path(name)]
-    if hub.ID.fullmatch(name) and not name.endswith((".jsonl", ".parquet")):
-        return from_hub(local, split, at + revision)
-    raise FileNotFoundError(f"--data {name}: no such file, nor one of arithmetic, {', '.join(HUB)}")
+    elif hub.ID.fullmatch(name) and not name.endswith((".jsonl", ".parquet")):
+        place = local
+    else:
+        raise FileNotFoundError(f"--data {name}: no such file, nor one of arithmetic, "
+                                f"{', '.join(HUB)}")
+    owner, repo, *folders = place.split("/")
+    under = "".join(f"{folder}/" for folder in folders)
+    home = hub.download(f"{owner}/{repo}{at}{revision}", "dataset", tuple(
+        f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")))
+    return find_split(home / under, split)
 
 
 def find_split(folder, split):
@@ -143,16 +149,6 @@ def set_levels(rows):
     for row, rate in zip(rows, rates, strict=True):
         if row.get("level") is None:
             row["level"] = None if rate is None else 5 - sum(rate > edge for edge in edges)
-
-
-def from_hub(place, split, revision=""):
-    """The files of a split of owner/name on the hub, or of owner/name/folder, downloaded once.
-    revision: empty, or @ and a branch, tag or commit."""
-    owner, name, *folders = place.split("/")
-    under = "".join(f"{folder}/" for folder in folders)
-    home = hub.download(f"{owner}/{name}{revision}", "dataset", tuple(
-        f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")))
-    return find_split(home / under, split)
 
 
 def texts(path):
