@@ -346,7 +346,7 @@ def load_policy(args):
     stored = checkpoint.read_config(folder)["quantization"]
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
-                         f"--quant {layouts.packed_format(stored, folder)}")
+                         f"--quant {layouts.layout_of(stored, folder).fmt}")
     tok, text = Tokenizer(folder), None
     # a quantized one already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):

@@ -22,7 +22,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import checkpoint, command, datasets, flags, gguf, peft, policy
+from plumbing import checkpoint, command, datasets, flags, peft, policy
 from plumbing.files import file_digest
 
 import torch
@@ -33,7 +33,7 @@ import lora
 import model as qwen
 import nvfp4
 from fast import memory
-from lab import chat
+from lab import chat, foreign
 from model import PROJECTIONS, Linear
 from nvfp4 import FORMATS
 
@@ -233,9 +233,9 @@ def rewrite_body(argv):
                                        "(default: made of what the file says)")
     args = p.parse_args(argv)
     if Path(args.source).is_dir():
-        rewrite(gguf.Bins(args.source), args.source, args.out)
+        rewrite(foreign.Bins(args.source), args.source, args.out)
     else:
-        source = gguf.Gguf(args.source)
+        source = foreign.Gguf(args.source)
         with tempfile.TemporaryDirectory() as folder:
             source.write_config(Path(folder), args.tokenizer)
             rewrite(source, folder, args.out, torch.bfloat16)

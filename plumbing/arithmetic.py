@@ -23,8 +23,7 @@ def problems(split, n, seed=0):
     training. ValueError for more than MOST.
     """
     if n > MOST:
-        raise ValueError(f"--data arithmetic: asked for {n} rows; at most {MOST} distinct ones are "
-                         "drawn")
+        raise ValueError(f"--data arithmetic: asked for {n} rows; there are at most {MOST}")
     rng = random.Random(f"{split} {seed}")
     rows, seen = [], set()
     while len(rows) < n:

@@ -46,12 +46,9 @@ def fetch(path_or_hub_id, weights=True):
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == ".gguf" and path.is_file():
-        raise ValueError(f"--model {name}: a GGUF file; make a checkpoint folder of it first: "
-                         f"python lab/convert.py {name} --out DIR")
     if path.exists() or not hub.ID.fullmatch(name):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
-                                "hub id")
+                                "hub id (of a GGUF file lab/convert.py makes a folder)")
     return hub.download(name, "model", HUB_FILES if weights else ("config.json",))
 
 
@@ -68,25 +65,18 @@ class Checkpoint:
             for shard in self.where.values():
                 # a name, not a path: an index must not lead to another folder's files
                 if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
-                    raise ValueError(f"{index}: {shard!r:.80} is no shard's name; download it "
-                                     "again")
+                    raise ValueError(f"{index}: {shard!r:.80} is no shard's name")
             if not self.where:
                 raise ValueError(f"{index}: not an index of tensors to shards; download it again")
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
-            for other in sorted([*self.folder.glob("pytorch_model*.bin"),
-                                 *self.folder.glob("*.gguf")]):
-                what = other if other.suffix == ".gguf" else self.folder
-                raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; make a "
-                                 f"folder of those first: python lab/convert.py {what} --out DIR")
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete? (.bin and GGUF files are "
-                                    "lab/convert.py's)")
+                                    "there; is the download complete? Of a GGUF file, or .bin "
+                                    "files, lab/convert.py makes such a folder")
         for shard in sorted(set(self.where.values())):
             if not (self.folder / shard).is_file():
-                raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} "
-                                        "is missing; download it again")
+                raise FileNotFoundError(f"{self.folder / shard}: is missing; download it again")
         if single.is_file() and single.name not in self.where.values():
             raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
                              f"older, and {index.name} if that is the shards")
@@ -137,16 +127,14 @@ class Checkpoint:
         t = t.to(device=device, dtype=dtype or t.dtype)
         # minimum and maximum show NaN and inf, at a twentieth of the cost of testing each number
         if not torch.stack(t.aminmax()).isfinite().all():
-            raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; the checkpoint is "
-                             "damaged, download it again")
+            raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; download it again")
         return t
 
     def stored(self, name, shape, dtype, device="cpu"):
         """The codes or scales `name`, checked: casting them would change them."""
         t = self.take(name, shape)
         if t.dtype != dtype:
-            raise ValueError(f"{self.folder}: {name} is stored as {t.dtype}, config.json asks for "
-                             f"{dtype}")
+            raise ValueError(f"{self.folder}: {name} is {t.dtype}, config.json asks for {dtype}")
         return t.to(device)
 
     # ---- what model.stream asks
@@ -161,8 +149,7 @@ class Checkpoint:
         stored = self.layout.fmt
         self.format = formats[stored]
         if quant not in ("none", stored):
-            raise ValueError(f"--quant {quant}: {self.folder} is quantized to {stored} already; "
-                             f"use --quant {stored}")
+            raise ValueError(f"--quant {quant}: {self.folder} is {stored}; use --quant {stored}")
         if layouts.quantizes_activations(raw):
             print(f"{self.folder}: its weights are read as they are; activations and the KV cache, "
                   "which it would quantize too, stay in 16 bits", file=sys.stderr)
@@ -196,8 +183,7 @@ class Checkpoint:
         free = ("rotary_emb.inv_freq", *layouts.OF_ACTIVATIONS * bool(self.layout))
         unused = sorted(n for n in self.unused if not n.endswith(free))
         if unused:
-            raise ValueError(f"{self.folder}: {len(unused)} tensors fit nowhere in this model, the "
-                             f"first is {unused[0]}")
+            raise ValueError(f"{self.folder}: {len(unused)} tensors fit nowhere: {unused[0]}, ...")
         if self.dense:
             (name, into), *more = self.dense.items()
             print(f"{self.folder}: {name}{f' and {len(more)} more' * bool(more)} lie in four bits "
@@ -233,30 +219,21 @@ def fingerprint(path_or_hub_id):
     C, stored = config["hidden_size"], "none"
     ends = some("model.norm.weight", C) + some("model.embed_tokens.weight", 64 * C)
     if config["quantization"]:
-        stored = layouts.packed_format(config["quantization"], folder)
+        stored = layouts.layout_of(config["quantization"], folder).fmt
     norms = [told for name, told in each if name.endswith("layernorm.weight")]
     return {"base": digest(ends), "norms": digest(repr(norms).encode()),
             "weights": f"{stored}:{digest(f'({each!r}, {shape})'.encode())}"}
 
 
-class RandomCheckpoint:
-    """Stands in for a Checkpoint: seeded random weights of the true shapes, made where they are
-    needed. For speed and memory."""
+class RandomCheckpoint(Checkpoint):
+    """Seeded random weights of the true shapes, made where they are needed. For speed and
+    memory."""
 
     def __init__(self, seed=0):
-        self.seed = seed
+        self.seed, self.layout, self.unused, self.dense = seed, None, set(), {}
 
     def check_format(self, quant, formats):
         return None
-
-    def is_packed(self, name):
-        return False
-
-    def check_tied_head(self, embedding):
-        pass
-
-    def check_all_used(self):
-        pass
 
     def get(self, name, shape, dtype, device="cpu"):
         dtype = dtype or torch.bfloat16  # as stored

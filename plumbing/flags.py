@@ -18,7 +18,7 @@ from pathlib import Path
 from plumbing import command as commands
 from plumbing import hub, policy, ranks
 from plumbing.command import number
-from plumbing.files import TINY, file_digest, saved
+from plumbing.files import TINY, saved
 from plumbing.tokenizer import SUFFIX
 
 import torch
@@ -151,10 +151,8 @@ def given(command, argv):
 
 
 def is_tiny(model):
-    """Whether --model is the embedded model, by its name or as a copy of its folder."""
-    weights, ours = Path(model, "model.safetensors"), TINY / "model.safetensors"
-    return model == "tiny" or (weights.is_file() and weights.stat().st_size == ours.stat().st_size
-                               and file_digest(weights) == file_digest(ours))
+    """Whether --model is the embedded model, by its name or its folder."""
+    return model == "tiny" or Path(model).resolve() == TINY
 
 
 def parse(command, argv):
@@ -182,8 +180,7 @@ def read_policy(command, folder):
     found = saved(folder, "policy.json", policy.TEXTS)
     values = {f.name: found.get(f.dest) for f in command.flags if f.in_policy or f.name == "dtype"}
     from_file(command, values, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
-              "that script, else delete the file to choose --model, --quant and --prompt-style by "
-              "hand")
+              "that script, else delete the file and choose --model and --quant by hand")
     return found
 
 
@@ -224,8 +221,7 @@ def check_copies(flag, n, temperature, zero):
 
 def check_graded(args):
     if args.prompt_style == "plain" and not args.reward:
-        raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
-                         "or boxed, or grade by --reward")
+        raise ValueError("--prompt-style plain: cannot be graded without --reward; choose another")
 
 
 def warn_idle(command, needs, args, argv):

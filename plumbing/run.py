@@ -63,8 +63,7 @@ def resolve_flags(spec, args, argv):
     check_out(out, folder=True)
     begun = (out / "checkpoint" / "state.pt").is_file()
     if begun and not args.resume:
-        raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, or "
-                         "choose another folder")
+        raise ValueError(f"--out {out}: holds a run; add --resume, or choose another folder")
     if args.resume:
         args = flags_of_run(spec, args.out, argv)
         args.resume = begun  # a run killed before its first save begins anew
@@ -87,10 +86,6 @@ def flags_of_run(spec, out, argv):
     found = read_json(config, {"commits": dict})
     hub.COMMITS.update(found.get("commits") or {})  # it goes on with the files that it began with
     saved = {k.replace("_", "-"): v for k, v in found.items() if k not in ("command", "commits")}
-    if gone := saved.keys() - {f.name for f in spec.flags}:
-        raise ValueError(f"{config}: the run was begun by another version of train.py, or by a "
-                         f"script of yours, which has a flag --{min(gone)}; continue it with that, "
-                         "or start anew in another --out")
     args = flags.from_file(spec, saved, config)
     for name, value in flags.given(spec, argv).items():
         if name not in FREE and value != getattr(args, name):
@@ -234,8 +229,7 @@ class Run(ExitStack):
         for _, norm in filter(None, updates):
             self.failed = 0 if math.isfinite(norm) else self.failed + 1
         if self.failed >= 10:
-            raise ValueError(f"{self.failed} updates in a row had a gradient that is not finite; "
-                             "lower --lr, or check --model")
+            raise ValueError(f"{self.failed} updates in a row had no finite gradient; lower --lr")
 
     @ranks.first
     def log(self, row, groups, result):
@@ -301,22 +295,14 @@ class Run(ExitStack):
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
         or if the questions or the weights are not the same."""
-        config, now = saved(self.out, "config.json"), self.state
-        begun, here = script_of(str(config.get("command", ""))), script_of(now.command)
-        if begun not in ("", here):
-            print(f"warning: --resume: {begun} began the run in {self.out}; {here} goes on without "
-                  "what that replaces", file=sys.stderr)
-        was = self.load(optimizer)
+        was, now = self.load(optimizer), self.state
         if was.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
         if was.base != now.base:
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
-                             f"--calib, are not those the run in {self.out} began with; --resume "
-                             "needs the same")
+                             f"--calib, are not those the run in {self.out} began with")
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
-        if config.get("steps") != self.args.steps:
-            was.command += f" && {now.command}"
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self.cut(self.out / name)
@@ -337,8 +323,7 @@ class Run(ExitStack):
         except Exception as e:  # torch's unpickler raises many kinds
             # torch's own message advises to load it without safety
             why = "not a checkpoint" if isinstance(e, pickle.UnpicklingError) else cause(e)
-            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
-                             ) from None
+            raise ValueError(f"{path}: cannot be resumed ({why}); take another --out") from None
 
     @ranks.first
     def cut(self, path):
@@ -399,11 +384,6 @@ class Run(ExitStack):
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
-
-
-def script_of(line):
-    """The name of the script that a command line starts."""
-    return Path(*command.from_script(line)[:1]).name
 
 
 def rows_of(path):

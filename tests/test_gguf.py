@@ -73,7 +73,7 @@ def tensors_of(folder, arch, heads, kv_heads):
 
 
 def stand_in(fields, tensors):
-    """A module with what plumbing/gguf.py asks of the package."""
+    """A module with what lab/foreign.py asks of the package."""
     kind = SimpleNamespace(name="F32")
     reader = SimpleNamespace(
         fields={k: SimpleNamespace(contents=lambda v=v: v) for k, v in fields.items()},
@@ -213,8 +213,8 @@ def test_what_a_gguf_file_cannot_be_is_named(tmp_path, make, capsys, change, mes
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_of_the_models_own_page_is_checked_and_taken(tmp_path, make):
-    """Sentencepiece vocabularies are not rebuilt; another model's tokenizer fits every shape."""
+def test_a_tokenizer_of_the_models_own_page_is_taken(tmp_path, make):
+    """Sentencepiece vocabularies are not rebuilt."""
     _, fields, tensors = model_of("qwen2")
     tensors["token_embd.weight"] = np.zeros((263, 32), np.float32)
     fields |= tokenizer_fields(263)
@@ -223,11 +223,6 @@ def test_a_tokenizer_of_the_models_own_page_is_checked_and_taken(tmp_path, make)
     path = make(fields, tensors)
     convert.rewrite_body([str(path), "--out", str(tmp_path / "two"), "--tokenizer", str(tmp_path / "one")])
     assert (tmp_path / "two" / "tokenizer.json").read_bytes() == (tmp_path / "one" / "tokenizer.json").read_bytes()
-    fields["tokenizer.ggml.tokens"] = ["0", *fields["tokenizer.ggml.tokens"][1:]]
-    with pytest.raises(ValueError, match="--tokenizer .*one: is another model's: '!' is its id 0, and None in"):
-        convert.rewrite_body([str(make(fields, tensors)), "--out", str(tmp_path / "three"), "--tokenizer", str(tmp_path / "one")])
-    with pytest.raises(FileNotFoundError, match="--tokenizer .*: tokenizer.json is missing"):
-        convert.rewrite_body([str(path), "--out", str(tmp_path / "three"), "--tokenizer", str(tmp_path)])
 
 
 def test_without_the_package_a_line_says_what_to_install(tmp_path, monkeypatch, capsys):
@@ -290,12 +285,9 @@ def test_the_model_flag_says_what_to_run(tmp_path):
     file.parent.mkdir()
     file.write_bytes(b"GGUF")
     shutil.copy(folder / "config.json", file.parent)
-    with pytest.raises(ValueError, match=f"holds pytorch_model.bin and no safetensors.*python lab/convert.py {folder} --out DIR"):
-        M.load(folder)
-    with pytest.raises(ValueError, match=f"--model {file}: a GGUF file.*python lab/convert.py {file} --out DIR"):
-        M.load(file)
-    with pytest.raises(ValueError, match=f"holds m.gguf and no safetensors.*python lab/convert.py {file} --out DIR"):
-        M.load(file.parent)
+    for place in (folder, file, file.parent):
+        with pytest.raises(FileNotFoundError, match="(?i)of a GGUF file.*lab/convert.py"):
+            M.load(place)
 
 
 def test_what_is_quantized_in_bin_files_is_refused(tmp_path):

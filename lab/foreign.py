@@ -37,16 +37,7 @@ BLOCK = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
 # what a tokenizer splits text into before its merges, by the name that GGUF gives it
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-
-
-def split(digits):
-    return {"type": "Split", "pattern": {"Regex": WORDS % digits}, "behavior": "Isolated",
-            "invert": False}
-
-
-SPLITS = {"qwen2": [split(""), BYTES], "llama-bpe": [split("{1,3}"), BYTES],
-          "smollm": [{"type": "Digits", "individual_digits": True}, BYTES | {"use_regex": True}]}
+SPLITS = {"qwen2": WORDS % "", "llama-bpe": WORDS % "{1,3}", "smollm": None}
 NORMAL, CONTROL, ADDED, UNUSED = 1, 3, 4, 5  # kinds of tokens
 
 
@@ -57,19 +48,16 @@ class Gguf(Checkpoint):
         try:
             import gguf
         except ImportError:
-            raise ValueError(f"{path}: reading GGUF needs the package gguf; pip install gguf"
-                             ) from None
+            raise ValueError(f"{path}: needs the package gguf; pip install gguf") from None
         self.path = self.folder = Path(path)
         try:
             reader = gguf.GGUFReader(path)
             self.fields = {name: field.contents() for name, field in reader.fields.items()}
         except Exception as e:  # numpy's and struct's, of whatever kind
-            raise ValueError(f"{path}: not a GGUF file that can be read ({cause(e)}); download it "
-                             "again") from None
+            raise ValueError(f"{path}: not a GGUF file that can be read ({cause(e)})") from None
         self.dequantize, self.arch = gguf.dequantize, self.fields.get("general.architecture")
         if self.arch not in ARCHITECTURES:
-            raise ValueError(f"{path}: the architecture {self.arch!r} is not supported (qwen2, "
-                             "qwen3 and llama are)")
+            raise ValueError(f"{path}: the architecture {self.arch!r} is not supported")
         self.tensors = {self.name(t.name): t for t in reader.tensors}
         self.factors = self.tensors.pop("rope_freqs.weight", None)
         self.where = dict.fromkeys(self.tensors, self.path.name)
@@ -129,7 +117,6 @@ class Gguf(Checkpoint):
                                        for name in ("eot", "eom"))} - {None}
         write_json(folder / "generation_config.json", ids | {"eos_token_id": sorted(ends)})
         if tokenizer is not None:
-            self.check_vocabulary(tokenizer)
             for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
                 if (Path(tokenizer) / file).is_file():
                     shutil.copyfile(Path(tokenizer) / file, folder / file)
@@ -157,52 +144,30 @@ class Gguf(Checkpoint):
                 "original_max_position_embeddings":
                     self.field("rope.scaling.original_context_length", int)}
 
-    def tokens(self):
-        """[(token, its kind)], in the order of ids; ValueError if the file has none."""
-        tokens = self.fields.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, list):
-            raise ValueError(f"{self.path}: holds no tokenizer; give --tokenizer, a folder of this "
-                             "model with tokenizer.json")
-        kinds = self.fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-        return list(zip(tokens, kinds, strict=True))
-
-    def check_vocabulary(self, folder):
-        """ValueError unless the tokenizer in `folder` gives the tokens the ids that they have
-        here."""
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"--tokenizer {folder}: tokenizer.json is missing")
-        found, tokens = read_json(path, {"model": dict, "added_tokens": list}, ["model"]), {}
-        tokens |= found["model"].get("vocab") or {}
-        tokens |= {t["content"]: t["id"] for t in found.get("added_tokens") or []}
-        here = {token: i for i, (token, _) in enumerate(self.tokens())}
-        other = [t for t, i in tokens.items() if here.get(t) != i]
-        if other:
-            raise ValueError(f"--tokenizer {folder}: is another model's: {other[0]!r:.40} is its "
-                             f"id {tokens[other[0]]}, and {here.get(other[0])} in {self.path}")
-
     def write_tokenizer(self, folder):
         kind = self.fields.get("tokenizer.ggml.pre")
         if self.fields.get("tokenizer.ggml.model") != "gpt2" or kind not in SPLITS:
             raise ValueError(f"{self.path}: its tokenizer ({kind!r}) is none of "
                              f"{', '.join(SPLITS)}; give --tokenizer, a folder of this model with "
                              "tokenizer.json")
-        tokens = self.tokens()
-        added = [{"id": i, "content": token, "special": kind == CONTROL, "single_word": False,
-                  "lstrip": False, "rstrip": False, "normalized": False}
-                 for i, (token, kind) in enumerate(tokens) if kind in (CONTROL, ADDED)]
-        merges = self.fields["tokenizer.ggml.merges"]
+        tokens = self.fields["tokenizer.ggml.tokens"]
+        kinds = self.fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+        from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+        merges = [tuple(merge.split(" ")) for merge in self.fields["tokenizer.ggml.merges"]]
         # special tokens too: `tokenizers` numbers those that are not in the vocabulary anew
-        vocab = {token: i for i, (token, kind) in enumerate(tokens) if kind != UNUSED}
-        model = {"type": "BPE", "vocab": vocab, "merges": merges, "dropout": None,
-                 "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-                 "fuse_unk": False, "byte_fallback": False, "ignore_merges": kind == "llama-bpe"}
-        write_json(folder / "tokenizer.json", {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-            "normalizer": {"type": "NFC"} if kind == "qwen2" else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[kind]},
-            "post_processor": None, "decoder": BYTES, "model": model})
-        special = {f"{name}_token": tokens[i][0] for name, field in
+        vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
+        made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama-bpe"))
+        made.normalizer = normalizers.NFC() if kind == "qwen2" else None
+        split = Split(Regex(SPLITS[kind]), "isolated") if SPLITS[kind] else Digits(True)
+        made.pre_tokenizer = Sequence([split, ByteLevel(False, use_regex=kind == "smollm")])
+        made.decoder = decoders.ByteLevel()
+        made.add_tokens([AddedToken(token, special=of == CONTROL, normalized=False)
+                         for token, of in zip(tokens, kinds, strict=True)
+                         if of in (CONTROL, ADDED)])
+        made.save(str(folder / "tokenizer.json"))
+        special = {f"{name}_token": tokens[i] for name, field in
                    (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
                    if (i := self.fields.get(f"tokenizer.ggml.{field}_token_id")) is not None}
         write_json(folder / "tokenizer_config.json", special | {
