@@ -59,10 +59,7 @@ def told(run):
         return {}
     if had.get("overlong") != "soft":
         flags.pop("overlong_buffer", None)  # an eighth of the limit now
-    try:
-        script = archive.script_of(str(had.get("command", "train.py")), had)
-    except ValueError as e:
-        raise ValueError(f"{run}: config.json: {e}") from None
+    script = archive.script_of(had.get("command", "train.py"), had)
     return archive.CONSTANTS | flags | {"script": script}
 
 
@@ -75,24 +72,27 @@ def lines(runs):
     def on(flags):  # runs from before a flag was there do not have it at all
         return {k: v for k, v in flags.items() if v}
 
-    found = []  # (flags, {seed: (run, its name)})
-    for run, name in zip(runs, names(runs), strict=True):
+    name, found = dict(zip(runs, names(runs), strict=True)), []  # found: (flags, {seed: run})
+    for run in runs:
         flags = told(run)
         seed = flags.pop("seed", None)
-        alike = [seeds for other, seeds in found if flags and on(other) == on(flags) and
-                 seed not in seeds]
-        if alike:
-            alike[0][seed] = run, name
+        for other, seeds in found:
+            if flags and on(other) == on(flags) and seed not in seeds:
+                seeds[seed] = run
+                break
         else:
-            found.append((flags, {seed: (run, name)}))
-    every, many = [flags for flags, _ in found], [[*seeds.values()] for _, seeds in found]
+            found.append((flags, {seed: run}))
+    every = [flags for flags, _ in found]
     differ = [k for k in every[0] if all(k in f for f in every) and
               any(f[k] != every[0][k] for f in every)]
     labels = [" ".join(f"{k.replace('_', '-')}={shown(k, f[k])}" for k in differ) for f in every]
-    if not 1 <= len(differ) <= 4 or len({*labels}) < len(labels):
-        labels = [commonprefix([name for _, name in m]) + "*" * (len(m) > 1) for m in many]
-    return [(label + (f" ({len(m)} seeds)" if len(m) > 1 else ""), [run for run, _ in m])
-            for label, m in zip(labels, many, strict=True)]
+    tell_apart = 1 <= len(differ) <= 4 and len({*labels}) == len(labels)
+    out = []
+    for label, (_, seeds) in zip(labels, found, strict=True):
+        n, members = len(seeds), [*seeds.values()]
+        label = label if tell_apart else commonprefix([*map(name.get, members)]) + "*" * (n > 1)
+        out.append((label + f" ({n} seeds)" * (n > 1), members))
+    return out
 
 
 def over_seeds(seeds):
@@ -144,9 +144,7 @@ def main(argv=None):
     parser = command.Parser(
         description="Plot the curves of training runs from their metrics.jsonl.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("runs", metavar="RUN", nargs="+",
-                        help="run folder of train.py, or a quoted pattern of rows in "
-                        "results/runs.jsonl, as '2x2_1.5b/*'; several are overlaid")
+    parser.add_argument("runs", **archive.RUNS)
     parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or "
                         "compare.png for several runs")
 
