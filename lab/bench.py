@@ -54,14 +54,14 @@ ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvf
             "14b:none:16:1,8 32b:nvfp4:16:1,2,8,32 32b:none:16:1,8").split()
 
 
-def build(c, quant):
+def build(c, quant, path="fast"):
     """A model of random weights on the GPU, and the memory that it takes, beside the plan."""
     gc.collect()  # a model before this one may be part of a reference cycle
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = qwen.build(c, checkpoint.RandomCheckpoint(), "cuda", quant=quant)
-    sample.set_engine(model, "fast")
+    sample.set_engine(model, path)
     return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
                    "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
                    "load_peak_gib": peak_gib()}
@@ -201,6 +201,16 @@ def random_completions(count, prompt, new, group=1):
                             advantage=i % 3 - 1.0) for i, ids in enumerate(texts)]
 
 
+def decoding(model, prompts, n, new):
+    """Seconds to the first token of n samples a prompt, and of a decode step of all of them, host
+    included."""
+    draw(model, prompts, n, new)  # compiles and captures
+    first = min(draw(model, prompts, n, 1)[0] for _ in range(3))
+    last, out = draw(model, prompts, n, new)
+    assert all(len(s.ids) == new for group in out for s in group)
+    return first, (last - first) / (new - 1)
+
+
 def update_seconds(*args):
     """Seconds of grpo.update(*args)."""
     return timed(lambda: grpo.update(*args))[0]
@@ -209,13 +219,8 @@ def update_seconds(*args):
 def rows_alive(model, floors, what, args, ceiling):
     """`what`: "8" rows of one prompt, or "8x16": 16 samples of each of 8 prompts."""
     groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
-    rows, prompts = groups * n, random_prompts(groups, args.prompt)
-    engine.engine_for(model, rows, args.prompt + args.new, 1.0)  # one engine, whatever is drawn
-    draw(model, prompts, n, 2)  # compiles and captures
-    first = min(draw(model, prompts, n, 1)[0] for _ in range(3))
-    last, out = draw(model, prompts, n, args.new)
-    assert all(len(s.ids) == args.new for group in out for s in group)
-    step = (last - first) / (args.new - 1)
+    rows = groups * n
+    first, step = decoding(model, random_prompts(groups, args.prompt), n, args.new)
     floor = sum(floors(rows, args.prompt + args.new / 2).values()) / ceiling / 1e9
     return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step,
             "step_ms": 1e3 * step, "prefill_s": first, "floor_ms": 1e3 * floor}
@@ -366,7 +371,7 @@ def plain(args):
 def by_paths(size, paths, rows=0):
     """Figures of a row of `plain`: a decode step of `rows` rows, if any, and an update by each
     path, the plain one first."""
-    model = qwen.build(config(size), checkpoint.RandomCheckpoint(), "cuda", quant="nvfp4")
+    model, _ = build(config(size), "nvfp4", "plain")
     model.checkpointing = True
     optimizer, out = grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6), {}
     completions, settings = random_completions(8, 256, 1024), grpo.Settings()
@@ -374,20 +379,13 @@ def by_paths(size, paths, rows=0):
     for path in paths:
         sample.set_engine(model, path)
         if rows:
-            out[f"{path}_step_ms"] = decode_ms(model, random_prompts(rows, 256))
+            prompts = random_prompts(rows, 256)
+            out[f"{path}_step_ms"] = 1e3 * decoding(model, prompts, 1, 144)[1]
         for _ in range(2):  # the first compiles
             out[f"{path}_update_s"] = update_seconds(model, optimizer, completions, settings)
         out[f"{path}_gib"] = peak_gib()
         torch.cuda.reset_peak_memory_stats()
     return out
-
-
-def decode_ms(model, prompts, short=16, long=144):
-    """Milliseconds of a decode step, host included: the difference between a short and a long
-    rollout, after one that compiles and captures."""
-    draw(model, prompts, 1, long)
-    few, many = (min(draw(model, prompts, 1, n)[0] for _ in range(2)) for n in (short, long))
-    return (many - few) / (long - short) * 1e3
 
 
 def rollout_config(text):
