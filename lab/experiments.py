@@ -105,9 +105,6 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
     over seeds and, where their answers are kept, over questions. pairs: each pair is a draw."""
     runs = [*{Path(run).resolve(): run for run in runs}.values()]
     had = flags_used(runs)
-    for one, other in combinations(runs, 2):
-        if had[one] == had[other]:
-            raise ValueError(f"{one} and {other} have the same flags; leave one out")
     measure = late_entropy if entropy else rise if growth else accuracy_after
     after = {run: [measure(run)] for run in runs}
     if not (growth or entropy or pairs):
@@ -123,6 +120,8 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
     found = {}  # {(what lines are sorted by, the change as text): {seed: [gains by question]}}
     for pair in combinations(runs, 2):
         one, other = (had[run] for run in pair)
+        if one == other:
+            raise ValueError("{} and {} have the same flags; leave one out".format(*pair))
         # what differs and was on in both; what was on in one alone follows from these
         causes = [f for f in values if one[f] != other[f] and UNUSED not in (one[f], other[f])]
         if "seed" in causes or len({grouping[f] for f in causes}) > 1:

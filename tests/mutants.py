@@ -984,9 +984,9 @@ MUTANTS = {
          "scheduler::more_stop_tokens_than_a_step_compares_with_are_refused"),
         ("a long prompt's attention keeps all its scores", "later = max(1, min(most, 512 * most // len(tokens)))", "later = most",
          "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
-        ("weights that are trained will do", "if trained and not has_gradient(name, m):", "if False:",
+        ("weights that are trained will do", "if trained and (not known or name", "if False and (name",
          "fast::weights_that_are_trained_go_back_to_the_plain_functions"),
-        ("norms of heads are trained in vain", ' and not name.endswith((".q_norm", ".k_norm"))', "",
+        ("norms of heads are trained in vain", '(not known or name.endswith((".q_norm", ".k_norm")))', "not known",
          "fast::weights_that_are_trained_go_back_to_the_plain_functions"),
     ],
     "plumbing/tokenizer.py": [
@@ -1879,7 +1879,7 @@ MUTANTS = {
          "experiments::what_cannot_be_compared_is_named"),
         ("an older run has no default", "else now.get(k) for k", "else given.get(k) for k",
          "experiments::flags_are_compared_as_they_are"),
-        ("runs of the same flags are a difference", "if had[one] == had[other]:", "if False:",
+        ("runs of the same flags are a difference", "if one == other:", "if False:",
          "experiments::what_cannot_be_compared_is_named"),
     ],
     "lab/ideas/two_copies.py": [
