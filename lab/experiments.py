@@ -220,8 +220,6 @@ def comparison(argv):
 def gradient(args, argv):
     """What `gradient` above says, as a JSON list in --out."""
     check_out(args.out)
-    if args.lora_rank == 0:
-        raise ValueError("--lora-rank 0: the gradients are of an adapter; use 1 or more")
     score = data.scorer(args.prompt_style, args.reward)
     model, tok = sample.load_policy(args)
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
