@@ -72,27 +72,24 @@ def lines(runs):
     def on(flags):  # runs from before a flag was there do not have it at all
         return {k: v for k, v in flags.items() if v}
 
-    name, found = dict(zip(runs, names(runs), strict=True)), []  # found: (flags, {seed: run})
-    for run in runs:
+    found = []  # (flags, {seed: (run, its name)})
+    for run, name in zip(runs, names(runs), strict=True):
         flags = told(run)
         seed = flags.pop("seed", None)
-        for other, seeds in found:
-            if flags and on(other) == on(flags) and seed not in seeds:
-                seeds[seed] = run
-                break
+        alike = [seeds for other, seeds in found if flags and on(other) == on(flags) and
+                 seed not in seeds]
+        if alike:
+            alike[0][seed] = run, name
         else:
-            found.append((flags, {seed: run}))
-    every = [flags for flags, _ in found]
+            found.append((flags, {seed: (run, name)}))
+    every, many = [flags for flags, _ in found], [[*seeds.values()] for _, seeds in found]
     differ = [k for k in every[0] if all(k in f for f in every) and
               any(f[k] != every[0][k] for f in every)]
     labels = [" ".join(f"{k.replace('_', '-')}={shown(k, f[k])}" for k in differ) for f in every]
-    tell_apart = 1 <= len(differ) <= 4 and len({*labels}) == len(labels)
-    out = []
-    for label, (_, seeds) in zip(labels, found, strict=True):
-        n, members = len(seeds), [*seeds.values()]
-        label = label if tell_apart else commonprefix([*map(name.get, members)]) + "*" * (n > 1)
-        out.append((label + f" ({n} seeds)" * (n > 1), members))
-    return out
+    if not 1 <= len(differ) <= 4 or len({*labels}) < len(labels):
+        labels = [commonprefix([name for _, name in m]) + "*" * (len(m) > 1) for m in many]
+    return [(label + (f" ({len(m)} seeds)" if len(m) > 1 else ""), [run for run, _ in m])
+            for label, m in zip(labels, many, strict=True)]
 
 
 def over_seeds(seeds):
