@@ -2066,7 +2066,7 @@ MUTANTS = {
     "lab/ideas/target_noise.py": [
         ("the target is passed", "if kl < target else", "if kl > target else", "ideas::a_target_is_met_whatever_the_norms_weigh"),
         ("the schedule is not scaled", "* largest / args.aqn_start", "* largest", "ideas::a_target_is_met_whatever_the_norms_weigh"),
-        ("no noise is sized", "        if not args.aqn:\n", "        if False:\n", "ideas::a_target_is_met_whatever_the_norms_weigh"),
+        ("no noise is sized", "    if not args.aqn:\n", "    if False:\n", "ideas::a_target_is_met_whatever_the_norms_weigh"),
     ],
     "lab/ideas/int4.py": [
         ("sample.py has no main of its own", '"sample": "lab.chat"', '"sample": "sample"',
