@@ -104,10 +104,8 @@ def unpack(row, defaults, out):
     flags = defaults | row["flags"] | {"seed": row["seed"]}
     config = flags | {"command": f"python {row.get('script', 'train.py')}"}
     (out / "config.json").write_text(json.dumps(config))
-    if "summary" in row:
-        (out / "summary.json").write_text(json.dumps(row["summary"]))
+    (out / "summary.json").write_text(json.dumps(row.get("summary", {})))
     evals, samples = dict(row["evals"]), samples_of(flags)
-    (out / "metrics.jsonl").touch()
     steps = [dict(zip(row["metrics"], values, strict=True))
              for values in zip(*row["metrics"].values(), strict=True)]
     for i, step in enumerate(steps):
