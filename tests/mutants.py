@@ -764,7 +764,7 @@ MUTANTS = {
         ("a copied prompt lacks its last token", "len(self.live[first].prompt) - 1)", "len(self.live[first].prompt) - 2)",
          "scheduler::refill_and_shrink_keep_every_sample"),
         ("a prompt is filled in for each row", "if p not in holder:", "if True:", "scheduler::a_prompt_is_filled_in_once_for_its_group"),
-        ("a prompt in another slot is not copied", "lambda p: p not in fresh)", "lambda p: False)",
+        ("a prompt in another slot is not copied", "        self.copy(early, holder)\n", "",
          "scheduler::refill_and_shrink_keep_every_sample"),
         ("a row that moves leaves its newest keys behind", "len(row.prompt) + self.launched[id(row)]", "len(row.prompt)",
          "scheduler::refill_and_shrink_keep_every_sample"),
