@@ -59,7 +59,7 @@ def told(run):
         return {}
     if had.get("overlong") != "soft":
         flags.pop("overlong_buffer", None)  # an eighth of the limit now
-    script = archive.script_of(had.get("command", "train.py"), had)
+    script = archive.script_of(str(had.get("command", "train.py")), had)
     return archive.CONSTANTS | flags | {"script": script}
 
 
