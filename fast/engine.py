@@ -279,17 +279,11 @@ def own_code(model):
         if changed(m):
             return f"{name or 'the model'} has a forward or a hook of your own"
         trained = any(p is not None and p.requires_grad for p in m._parameters.values())
-        if trained and not has_gradient(name, m):
+        known = isinstance(m, qwen.RMSNorm | lora.LoRALinear)
+        if trained and (not known or name.endswith((".q_norm", ".k_norm"))):  # Qwen3's of heads
             return (f"{name} has parameters that are trained, and the kernels train adapters and "
                     "the norms of blocks alone")
     return None
-
-
-def has_gradient(name, m):
-    """Whether the kernels give a gradient to the parameters of module m: an adapter's, and those of
-    norms but for Qwen3's of heads."""
-    norm = isinstance(m, qwen.RMSNorm) and not name.endswith((".q_norm", ".k_norm"))
-    return norm or isinstance(m, lora.LoRALinear)
 
 
 def engine_for(model, slots, max_len, top_p):

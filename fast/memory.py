@@ -134,9 +134,8 @@ def table(c, rank=32, tokens=16384):
     peaks = {f: training_peak(c, f, rank, tokens) for f in BITS}
     lines = [line("GiB", ["bf16" if f == "none" else f for f in BITS])]
     rows = {name: [parts[f][name] for f in BITS] for name in parts["none"]}
-    rows["weights"] = [peaks[f][0] for f in BITS]
-    for i, name in ((1, f"LoRA r={rank} with AdamW"), (2, f"kept for {tokens} tokens"),
-                    (3, "alive for a moment")):
+    for i, name in enumerate(("weights", f"LoRA r={rank} with AdamW", f"kept for {tokens} tokens",
+                              "alive for a moment")):
         rows[name] = [peaks[f][i] for f in BITS]
     rows["training peak, estimate"] = [sum(peaks[f]) for f in BITS]
     lines += [line(name, [f"{v / GIB:.2f}" for v in values]) for name, values in rows.items()]

@@ -88,11 +88,12 @@ class Scheduler:
         prefilled."""
         holder = {p: slot for slot, p in enumerate(self.held) if p is not None}
         fresh = {}  # {prompt: the slot that it is prefilled into}
-        copies = []  # [prompt, first slot, end]: neighbours go at once
+        early, late = [], []  # [prompt, first slot, end] to copy: neighbours go at once
         for slot in slots:
             p = self.live[slot].p
             if self.held[slot] == p:
                 continue
+            copies = late if p in fresh else early
             if p not in holder:
                 holder[p] = fresh[p] = slot
             elif copies and copies[-1][0] == p and copies[-1][2] == slot:
@@ -102,10 +103,10 @@ class Scheduler:
 
         # A slot that still holds another group's prompt may be its only copy: read those before
         # they are overwritten.
-        self.copy(copies, holder, lambda p: p not in fresh)
+        self.copy(early, holder)
         prefill(self.model, self.engine, [self.live[slot].prompt for slot in fresh.values()],
                 list(fresh.values()))
-        self.copy(copies, holder, lambda p: p in fresh)
+        self.copy(late, holder)
 
         rows = [self.live[slot] for slot in slots]
         for slot, row in zip(slots, rows, strict=True):
@@ -114,10 +115,9 @@ class Scheduler:
                           [len(row.prompt) - 1 for row in rows], [row.limit for row in rows],
                           [row.key for row in rows])
 
-    def copy(self, copies, holder, wanted):
+    def copy(self, copies, holder):
         for p, first, end in copies:
-            if wanted(p):
-                self.engine.copy_row(holder[p], first, end, len(self.live[first].prompt) - 1)
+            self.engine.copy_row(holder[p], first, end, len(self.live[first].prompt) - 1)
 
     def close_holes(self):
         """Move the last rows into the holes, so that the batch shrinks; none begins after that."""

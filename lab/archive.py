@@ -18,6 +18,7 @@ lab/experiments.py compare, lab/plot.py and lab/bench_report.py cards take patte
     python lab/archive.py runs/2x2/* --group 2x2_3b --commit $(git rev-parse --short HEAD)
     python lab/plot.py '2x2_3b/*' --out 2x2.png
 """
+import argparse
 import base64
 import json
 import sys
@@ -42,26 +43,28 @@ CONSTANTS = {"aqn_stages": 10, "tis_cap": 2.0, "beta1": 0.9, "beta2": 0.99, "wei
              "max_resample": 2}
 # flags that change no number of a run; on --card-share its last digits may depend
 LEFT_OUT = {*command.IDLE, "command", "commits", "seed"} - {"card_share"}
+# the argument of commands that compare runs
+RUNS = {"nargs": "+", "metavar": "RUN", "help": "folder that train.py wrote, or a quoted pattern "
+        "of rows in results/runs.jsonl, as '2x2_1.5b/nvfp4*'"}
 
 
 def script_of(line, flags):
     """The script of a run's command line, and its words that are none of train.py's `flags`, {name:
     value}, wherever they stand, as text: "mine.py --tau 5"."""
-    alone = {}  # {flag of train.py: whether it takes no value}
+    parser = command.Parser(add_help=False)
     for name, value in flags.items():
-        for no in ("", "no-"):
-            alone[f"--{no}{name.replace('_', '-')}"] = isinstance(value, bool)
-    own, is_value = [], False
-    # what follows && resumed the run
-    for word in takewhile(lambda word: word != "&&", command.from_script(line)):
-        flag, equals, _ = word.partition("=")
-        if is_value:
-            is_value = False
-        elif flag in alone:
-            is_value = not (equals or alone[flag])
-        else:
-            own.append(word)
+        action = argparse.BooleanOptionalAction if isinstance(value, bool) else "store"
+        parser.add_argument(f"--{name.replace('_', '-')}", action=action)
+    words = takewhile(lambda word: word != "&&", command.from_script(line))  # behind it: a resume
+    _, own = parser.parse_known_args([*words])
     return " ".join(own) or "train.py"
+
+
+def config(run):
+    """The flags in config.json of a run's folder."""
+    if had := saved(run, "config.json"):
+        return had
+    raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
 
 
 def read():
@@ -101,10 +104,8 @@ def unpack(row, defaults, out):
     flags = defaults | row["flags"] | {"seed": row["seed"]}
     config = flags | {"command": f"python {row.get('script', 'train.py')}"}
     (out / "config.json").write_text(json.dumps(config))
-    if "summary" in row:
-        (out / "summary.json").write_text(json.dumps(row["summary"]))
+    (out / "summary.json").write_text(json.dumps(row.get("summary", {})))
     evals, samples = dict(row["evals"]), samples_of(flags)
-    (out / "metrics.jsonl").touch()
     steps = [dict(zip(row["metrics"], values, strict=True))
              for values in zip(*row["metrics"].values(), strict=True)]
     for i, step in enumerate(steps):
@@ -149,9 +150,7 @@ def short(value, digits):
 
 def row_of(run, group, commit, defaults):
     """The row of a run's folder."""
-    had, steps = saved(run, "config.json"), curves.read(run)
-    if not had:
-        raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
+    steps, had = curves.read(run), config(run)
     if [s["step"] for s in steps] != [*range(len(steps))]:
         raise ValueError(f"{run}: metrics.jsonl lacks a step; give runs that are whole")
     flags = {k: v for k, v in (CONSTANTS | had).items() if k not in LEFT_OUT}

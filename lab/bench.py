@@ -7,9 +7,9 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
     step      rollout and update of a step of train.py, and its memory
     plain     the files that one reads beside fast/: a decode step and an update of each
 
-Rows are merged into --out as they are measured (one measured again replaces the old one), so that
-a long table can be made in parts; lab/bench_report.py prints them. Kernels are timed as one CUDA
-graph of many launches, median of its replays: what is measured is the GPU, not Python.
+Rows are merged into --out as they are measured, so that a long table can be made in parts;
+lab/bench_report.py prints them. Kernels are timed as one CUDA graph of many launches, median of its
+replays: what is measured is the GPU, not Python.
 
     python lab/bench.py kernels
     python lab/bench.py rollout 7b:nvfp4:16:1,8,64 7b:none:16:1,8,64 --profile
@@ -24,7 +24,9 @@ import re
 import statistics
 import sys
 import time
+from collections import defaultdict
 from functools import partial
+from itertools import cycle, pairwise, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,6 +36,7 @@ from plumbing import checkpoint, command
 import torch
 import triton
 import triton.language as tl
+from triton.testing import do_bench_cudagraph
 
 import grpo
 import lora
@@ -43,32 +46,22 @@ import sample
 from fast import batches, engine, memory
 from fast import gemm as fast_gemm
 from fast.layout import tile
-from lab.bench_report import (
-    LAYERS,
-    RESULTS,
-    ROWS,
-    SIZES,
-    card,
-    config,
-    floor_bytes,
-    linear,
-    parsers,
-    record,
-)
+from lab import bench_report as report
+from lab.bench_report import LAYERS, SIZES, config, record
 
 ROLLOUTS = ("7b:nvfp4:16:1,2,8,32,64,128,8x16,queue 7b:nvfp4:0:1,8,64,128 7b:nvfp4:32:8 "
             "7b:nvfp4:64:8 7b:mxfp4:16:8 7b:nf4:16:8 7b:none:16:1,2,8,32,64,128 14b:nvfp4:16:1,8 "
             "14b:none:16:1,8 32b:nvfp4:16:1,2,8,32 32b:none:16:1,8").split()
 
 
-def build(c, quant):
+def build(c, quant, path="fast"):
     """A model of random weights on the GPU, and the memory that it takes, beside the plan."""
     gc.collect()  # a model before this one may be part of a reference cycle
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = qwen.build(c, checkpoint.RandomCheckpoint(), "cuda", quant=quant)
-    sample.set_engine(model, "fast")
+    sample.set_engine(model, path)
     return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
                    "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
                    "load_peak_gib": peak_gib()}
@@ -83,28 +76,19 @@ def timed(f):
     return time.perf_counter() - begin, out
 
 
-def graph_time(f, things, at_least=20):
+def graph_time(f, things):
     """Median microseconds of f on one of `things`, taken in turn in one CUDA graph. Few replays:
     under seconds of load the card lowers its clock, as it did not for the peers' figures."""
-    calls = [partial(f, t) for t in things * math.ceil(at_least / len(things))]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:  # compile, check each weight, let cuBLAS pick its workspace
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return event_us(graph.replay, 1) / len(calls)
+    torch.cuda.synchronize()  # on another stream it would read what is not there yet
+    ms = do_bench_cudagraph(lambda: [f(t) for t in things], rep=5, return_mode="median")
+    return 1e3 * ms / len(things)
 
 
-def event_us(f, calls, repeats=5):
+def event_us(f, calls=4):
     """Median microseconds of f, called `calls` times in a row, by the card's clock: a host's clock
     may tick in steps of 8 ms."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(6):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
@@ -143,8 +127,8 @@ def read_ceiling():
 def kernels(args):
     """The FP4 GEMM against cuBLAS."""
     ceiling = read_ceiling()
-    for name in (f"{size}.{layer}" for size in args.sizes for layer in LAYERS):
-        N, K = linear(name)
+    for name in map(".".join, product(args.sizes, LAYERS)):
+        N, K = report.linear(name)
         # more weights than L2 holds
         dense = [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
                  for _ in range(max(2, math.ceil(2.4e8 / (2 * N * K))))]
@@ -164,8 +148,7 @@ def gemm(weights, dense, M, back, ceiling):
         ours, theirs = (lambda q: fast_gemm.many(x, q, transposed=True)), (lambda w: x @ w)
     else:
         ours, theirs = (lambda q: fast_gemm.matmul(x, q)), (lambda w: x @ w.T)
-    calls = 8 if back else 24 if M <= 1024 else 4
-    us, cublas = graph_time(ours, weights, calls), graph_time(theirs, dense, calls)
+    us, cublas = graph_time(ours, weights), graph_time(theirs, dense)
     gbps = (N * K * memory.BITS[fmt] / 8 + 2 * M * (N + K)) / us / 1e3
     some, w = torch.randperm(M, device="cuda")[:64], weights[0].dequantize().double()
     exact = x[some].double() @ (w if back else w.T)
@@ -182,10 +165,11 @@ def rollout(args):
         size, quant, rank, todo = text.split(":")
         rank, c = int(rank), config(size)
         model, made = build(c, quant)
-        for p in lora.add_lora(model, rank, rank) if rank else ():
-            torch.nn.init.normal_(p, std=0.01)
+        if rank:
+            for p in lora.add_lora(model, rank, rank):
+                torch.nn.init.normal_(p, std=0.01)
         torch.cuda.reset_peak_memory_stats()
-        floors = partial(floor_bytes, c, quant, rank)
+        floors = partial(report.floor_bytes, c, quant, rank)
         for what in todo.split(","):
             row = {"size": size, "quant": quant, "lora_rank": rank, "prompt": args.prompt,
                    "new": args.new, "weights_gib": made["weights_gib"]}
@@ -200,6 +184,7 @@ def rollout(args):
 
 
 def draw(model, prompts, n, new, rows=None):
+    """(seconds, samples) of n samples a prompt, `rows` side by side."""
     rows = rows or len(prompts) * n
     return timed(lambda: sample.generate(model, prompts, n, new, max_rows=rows, seed=1))
 
@@ -216,16 +201,26 @@ def random_completions(count, prompt, new, group=1):
                             advantage=i % 3 - 1.0) for i, ids in enumerate(texts)]
 
 
+def decoding(model, prompts, n, new):
+    """Seconds to the first token of n samples a prompt, and of a decode step of all of them, host
+    included."""
+    draw(model, prompts, n, new)  # compiles and captures
+    first = min(draw(model, prompts, n, 1)[0] for _ in range(3))
+    last, out = draw(model, prompts, n, new)
+    assert all(len(s.ids) == new for group in out for s in group)
+    return first, (last - first) / (new - 1)
+
+
+def update_seconds(*args):
+    """Seconds of grpo.update(*args)."""
+    return timed(lambda: grpo.update(*args))[0]
+
+
 def rows_alive(model, floors, what, args, ceiling):
     """`what`: "8" rows of one prompt, or "8x16": 16 samples of each of 8 prompts."""
     groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
-    rows, prompts = groups * n, random_prompts(groups, args.prompt)
-    engine.engine_for(model, rows, args.prompt + args.new, 1.0)  # one engine, whatever is drawn
-    draw(model, prompts, n, 2)  # compiles and captures
-    first = min(draw(model, prompts, n, 1)[0] for _ in range(3))
-    last, out = draw(model, prompts, n, args.new)
-    assert all(len(s.ids) == args.new for group in out for s in group)
-    step = (last - first) / (args.new - 1)
+    rows = groups * n
+    first, step = decoding(model, random_prompts(groups, args.prompt), n, args.new)
     floor = sum(floors(rows, args.prompt + args.new / 2).values()) / ceiling / 1e9
     return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step,
             "step_ms": 1e3 * step, "prefill_s": first, "floor_ms": 1e3 * floor}
@@ -235,8 +230,8 @@ def queue(model, args, requests=256, slots=64):
     """Requests of log-normal length (median 300, at most 2048) through 64 slots: tokens/s over
     the whole, prefills included."""
     g = torch.Generator().manual_seed(0)
-    lengths = torch.randn(requests, generator=g).mul(0.7).exp().mul(300).clamp(8, 2048)
-    lengths = lengths.long().tolist()
+    lengths = torch.randn(requests, generator=g).mul(0.7).exp().mul(300).clamp(8, 2048).int()
+    lengths = lengths.tolist()
     prompts = random_prompts(requests, args.prompt)
     engine.engine_for(model, slots, args.prompt + max(lengths), 1.0)
     for rows in (b for b in engine.BUCKETS if b <= slots):  # capture each batch size
@@ -255,8 +250,7 @@ def perfect(model, lengths, slots, prompt):
     for free: the decode steps alone, each at the speed of its batch size."""
     @functools.cache
     def step_seconds(rows):
-        replay = replayer(model, rows, prompt + 300)
-        return event_us(replay, 4) / 1e6
+        return event_us(replayer(model, rows, prompt + 300)) / 1e6
 
     left, ahead, seconds = lengths[:slots], lengths[slots:], 0.0
     while left:
@@ -294,15 +288,13 @@ def profile(model, rows, tokens, floors, ceiling, steps=20):
         torch.cuda.synchronize()
     spans = sorted((e.time_range.end, e.name) for e in prof.events()
                    if e.device_type == torch.autograd.DeviceType.CUDA)
-    took, last, gemms = {}, spans[0][0], 0
-    for end, name in spans:
-        if name == "gemm":
-            name, gemms = f"gemm, {LAYERS[gemms % 4]}", gemms + 1
-        count, us = took.get(name, (0, 0.0))
-        took[name], last = (count + 1, us + end - last), end
+    took, layers = defaultdict(list), cycle(LAYERS)
+    for (last, _), (end, name) in pairwise(spans):
+        took[f"gemm, {next(layers)}" if name == "gemm" else name].append(end - last)
     print(f"{'kernel':<60}{'calls':>8}{'us a call':>11}{'us a step':>11}")
-    for name, (count, us) in sorted(took.items(), key=lambda t: -t[1][1])[:16]:
-        print(f"{name[:58]:<60}{count / steps:>8.0f}{us / count:>11.1f}{us / steps:>11.1f}")
+    for name, us in sorted(took.items(), key=lambda t: -sum(t[1]))[:16]:
+        print(f"{name[:58]:<60}{len(us) / steps:>8.0f}{statistics.fmean(us):>11.1f}"
+              f"{sum(us) / steps:>11.1f}")
     for part, nbytes in floors.items():
         print(f"floor, {part + ':':<10}{nbytes / ceiling / 1e3:>9.1f} us a step")
 
@@ -317,7 +309,7 @@ def step(args):
     if args.card_gib:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.card_gib * memory.GIB / total)
-    for size, quant in ((s, q) for s in args.sizes for q in args.quants):
+    for size, quant in product(args.sizes, args.quants):
         row = {"size": size, "quant": quant, "lora_rank": args.rank, "prompt": args.prompt,
                "completions": args.completions, "group": args.group, "new": args.new,
                "card_gib": args.card_gib}
@@ -352,10 +344,9 @@ def phases(row, c, ceiling, args):
     # a prompt's states are computed once for several of its completions
     row["tokens"] = sum(map(batches.size, batches.by_prompt(completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
-    row["first_update_s"], _ = timed(  # compiles
-        lambda: grpo.update(model, optimizer, completions, settings))
-    row["update_s"] = statistics.median(
-        timed(lambda: grpo.update(model, optimizer, completions, settings))[0] for _ in range(3))
+    seconds = [update_seconds(model, optimizer, completions, settings) for _ in range(4)]
+    row["first_update_s"] = seconds[0]  # it compiles
+    row["update_s"] = statistics.median(seconds[1:])
     row["update_gib"], row["peak_gib"] = peak_gib(), max(peak_gib(), row.get("rollout_gib", 0))
     # forward and dL/dx of the blocks, and of the head on the completions; no recomputation counted
     blocks = sum(n * k for n, k, _ in memory.linears(c).values()) * c.num_hidden_layers
@@ -369,51 +360,32 @@ def plain(args):
     tokens with checkpointing, NVFP4 and LoRA 16."""
     for size in args.sizes:
         rows = 64 if size in ("0.5b", "1.5b", "3b") else 8
-        record(args.out, both_paths(size, rows), ("size", "rows"))
-    for size in args.largest:
-        row = {"size": size}
-        update_by("plain", *trainable(size), row)
+        row = {"size": size, "rows": rows} | by_paths(size, ("plain", "fast"), rows)
+        for what in ("step_ms", "update_s"):
+            row[f"times_{what}"] = row[f"plain_{what}"] / row[f"fast_{what}"]
         record(args.out, row, ("size", "rows"))
+    for size in args.largest:
+        record(args.out, {"size": size} | by_paths(size, ("plain",)), ("size", "rows"))
 
 
-def trainable(size):
-    """(a model of random weights with an adapter, its optimizer)."""
-    model = qwen.build(config(size), checkpoint.RandomCheckpoint(), "cuda", quant="nvfp4")
+def by_paths(size, paths, rows=0):
+    """Figures of a row of `plain`: a decode step of `rows` rows, if any, and an update by each
+    path, the plain one first."""
+    model, _ = build(config(size), "nvfp4", "plain")
     model.checkpointing = True
-    return model, grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6)
-
-
-def update_by(path, model, optimizer, row):
-    """Add to a row of `plain` the second of two updates, and the peak since the last reset."""
+    optimizer, out = grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6), {}
     completions, settings = random_completions(8, 256, 1024), grpo.Settings()
-    for _ in range(2):  # the first compiles
-        row[f"{path}_update_s"], _ = timed(
-            lambda: grpo.update(model, optimizer, completions, settings))
-    row[f"{path}_gib"] = peak_gib()
     torch.cuda.reset_peak_memory_stats()
-
-
-def both_paths(size, rows):
-    """A row of `plain`."""
-    model, optimizer = trainable(size)
-    row = {"size": size, "rows": rows}
-    torch.cuda.reset_peak_memory_stats()
-    for path in ("plain", "fast"):
-        if path == "fast":
-            sample.set_engine(model, "fast")
-        row[f"{path}_step_ms"] = decode_ms(model, random_prompts(rows, 256))
-        update_by(path, model, optimizer, row)
-    for what in ("step_ms", "update_s"):
-        row[f"times_{what}"] = row[f"plain_{what}"] / row[f"fast_{what}"]
-    return row
-
-
-def decode_ms(model, prompts, short=16, long=144):
-    """Milliseconds of a decode step, host included: the difference between a short and a long
-    rollout, after one that compiles and captures."""
-    draw(model, prompts, 1, long)
-    few, many = (min(draw(model, prompts, 1, n)[0] for _ in range(2)) for n in (short, long))
-    return (many - few) / (long - short) * 1e3
+    for path in paths:
+        sample.set_engine(model, path)
+        if rows:
+            prompts = random_prompts(rows, 256)
+            out[f"{path}_step_ms"] = 1e3 * decoding(model, prompts, 1, 144)[1]
+        for _ in range(2):  # the first compiles
+            out[f"{path}_update_s"] = update_seconds(model, optimizer, completions, settings)
+        out[f"{path}_gib"] = peak_gib()
+        torch.cuda.reset_peak_memory_stats()
+    return out
 
 
 def rollout_config(text):
@@ -427,14 +399,14 @@ def rollout_config(text):
 
 
 def parse_args(argv=None):
-    parser, each = parsers("Benchmarks on one GPU.", (kernels, rollout, step, plain))
+    parser, each = report.parsers("Benchmarks on one GPU.", (kernels, rollout, step, plain))
     for name, sub in each.items():
         sub.add_argument("--out", type=Path, help="JSON list that the rows are merged into "
                          f"(default: {name}_CARD.json in results/)")
     some = {"nargs": "+", "metavar": "NAME"}
     add = each["kernels"].add_argument
     add("--sizes", **some, choices=SIZES, default=["7b", "32b"], help="models")
-    add("--rows", **some, type=int, default=list(ROWS), help="values of M")
+    add("--rows", **some, type=int, default=list(report.ROWS), help="values of M")
     add = each["rollout"].add_argument
     add("configs", nargs="*", type=rollout_config, default=ROLLOUTS,
         help="size:format:LoRA rank (0: none):rows, rows as 1,8 or 8x16 or queue")
@@ -458,7 +430,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error(f"{args.what}: needs a CUDA device")
-    args.out = args.out or RESULTS / f"{args.what}_{card()}.json"
+    args.out = args.out or report.RESULTS / f"{args.what}_{report.card()}.json"
     return args
 
 

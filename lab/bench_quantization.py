@@ -80,10 +80,9 @@ def per_token(sums):
 
 def row(args, fmt, method, docs, questions, tok):
     """One line of the table, and [[nats, tokens] of each document]."""
-    where = args.model, args.device, args.dtype
-    text = ()
+    where, text = (args.model, args.device, args.dtype), []
     if method == "awq":
-        text = (datasets.calibration(args.calib, checkpoint.fetch(args.model)),)
+        text = [datasets.calibration(args.calib, checkpoint.fetch(args.model))]
     model, out = qwen.load(*where, fmt, *text), {"format": fmt, "method": method}
     sample.set_engine(model, "auto")
     model.valid_vocab = len(tok)

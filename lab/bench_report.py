@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from plumbing import command
 from plumbing.command import cell
 from plumbing.curves import read
-from plumbing.files import saved, whole
+from plumbing.files import whole
 
 import torch
 
@@ -69,35 +69,35 @@ def card(name=None):
     return "-".join(words).lower()
 
 
-def line(row):
-    """A row as "size=7b rows=8 step_ms=2.67", its floats to four significant digits."""
-    return " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}"
-                    for k, v in rounded(row).items())
-
-
 def rounded(row):
+    """A row with its floats to four significant digits."""
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def line(row):
+    """A rounded row as "size=7b rows=8 step_ms=2.67"."""
+    return " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
 
 
 def record(path, row, key):
     """Print a row and write it into the JSON list at `path`, where it replaces one with the same
     values of `key`. A row of what did not fit lacks some of them."""
+    row = rounded(row)
     print(line(row), flush=True)
     old = json.loads(path.read_text()) if path.is_file() else []
     kept = [r for r in old if any(r.get(k) != row.get(k) for k in key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as part:
-        part.write_text("[\n" + ",\n".join(map(json.dumps, [*kept, rounded(row)])) + "\n]\n")
+        part.write_text("[\n" + ",\n".join(map(json.dumps, [*kept, row])) + "\n]\n")
 
 
 def parsers(description, functions):
     """An argparse parser with a subcommand for each function, and {name: its parser}."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser, each = command.Parser(description=description), {}
     sub = parser.add_subparsers(dest="what", required=True)
-    each = {f.__name__: sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__,
-                                       formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                                       allow_abbrev=False) for f in functions}
     for f in functions:
+        each[f.__name__] = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__,
+                                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         each[f.__name__].set_defaults(run=f)
     return parser, each
 
@@ -175,14 +175,12 @@ def cards(args):
         for run, name in zip(runs, plot.names(runs), strict=True):
             row = speed(run, args.skip)
             first = first or row["per_second"]
-            print(line({"run": name, **row, "times": row["per_second"] / first}))
+            print(line(rounded({"run": name, **row, "times": row["per_second"] / first})))
 
 
 def speed(run, skip):
     """A row of `cards`: means over the steps of a run after the first `skip`."""
-    group = saved(run, "config.json").get("group_size")
-    if not group:
-        raise ValueError(f"{run}: has no config.json; give folders that train.py wrote")
+    group = archive.config(run)["group_size"]
     before, *rows = read(run)[skip - 1 :] or [None]
     if not rows:
         raise ValueError(f"--skip {skip}: leaves no step of {run}")
@@ -198,8 +196,7 @@ def speed(run, skip):
 def parse_args(argv=None):
     parser, each = parsers("Benchmarks without a GPU.", (tables, cards))
     add = each["cards"].add_argument
-    add("runs", nargs="+", metavar="RUN", help="folder that train.py wrote, or a quoted pattern of "
-        "rows in results/runs.jsonl")
+    add("runs", **archive.RUNS)
     add("--skip", type=command.number(1, 1e9), default=8, help="steps at the start that do not "
         "count: they compile kernels and capture batch sizes")
     return parser.parse_args(argv)

@@ -4,13 +4,10 @@ Training runs that differ in one thing, and what it adds.
     compare    runs of train.py, or rows of results/runs.jsonl: what each flag in which they differ
                adds, to the accuracy after training or, with --growth, to how fast that of the
                samples rises. So an experiment is a loop over train.py
-
-    gradient   which log-probs should the ratio be taken against when the sampler is noisy? The
-               gradient of one step from noisy samples, for each --old-logp, beside the gradient
-               from clean samples of the same prompts: their cosine, and the share of tokens that
-               the clip takes away. Sigma 0, two clean gradients of different samples, is the
-               ceiling. The flags are train.py's; --prompts-per-step x --group-size completions are
-               drawn for each gradient
+    gradient   which log-probs should the ratio be taken against when the sampler is noisy? Of one
+               step's gradient from noisy samples, for each --old-logp: its cosine with that from
+               clean samples of the same prompts, and the share of tokens that the clip takes away.
+               Sigma 0 is the ceiling: two sets of clean samples. The flags are train.py's
 
     python lab/experiments.py compare '2x2_1.5b/*' runs/2x2/*/ [--growth] [--interval]
     python lab/experiments.py gradient --model DIR --data gsm8k --out gradient.json
@@ -108,9 +105,6 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
     over seeds and, where their answers are kept, over questions. pairs: each pair is a draw."""
     runs = [*{Path(run).resolve(): run for run in runs}.values()]
     had = flags_used(runs)
-    for one, other in combinations(runs, 2):
-        if had[one] == had[other]:
-            raise ValueError(f"{one} and {other} have the same flags; leave one out")
     measure = late_entropy if entropy else rise if growth else accuracy_after
     after = {run: [measure(run)] for run in runs}
     if not (growth or entropy or pairs):
@@ -126,6 +120,8 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
     found = {}  # {(what lines are sorted by, the change as text): {seed: [gains by question]}}
     for pair in combinations(runs, 2):
         one, other = (had[run] for run in pair)
+        if one == other:
+            raise ValueError("{} and {} have the same flags; leave one out".format(*pair))
         # what differs and was on in both; what was on in one alone follows from these
         causes = [f for f in values if one[f] != other[f] and UNUSED not in (one[f], other[f])]
         if "seed" in causes or len({grouping[f] for f in causes}) > 1:
@@ -155,11 +151,10 @@ def change_text(less, more, causes, values):
 def flags_used(runs):
     """{run: {flag: value}}, the same flags for each, by name: an older run that was not asked for
     one has its default, and one that did nothing is UNUSED."""
-    had, default = {run: plot.told(run) for run in runs}, vars(flags.parse(train.COMMAND, []))
-    if empty := [run for run in runs if not had[run]]:
-        raise ValueError(f"{empty[0]}: has no config.json; give folders that train.py wrote")
-    every = sorted({*chain(*had.values())})
-    for run, given in had.items():
+    default, had = vars(flags.parse(train.COMMAND, [])), {}
+    told = {run: plot.told(run) for run in runs if archive.config(run)}
+    every = sorted({*chain(*told.values())})
+    for run, given in told.items():
         now = default | given
         off = {k for k, (_, used) in train.NEEDS.items() if not used(argparse.Namespace(**now))}
         had[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
@@ -204,8 +199,7 @@ def student(p, freedom, cells=100_000):
 
 def comparison(argv):
     p = command.Parser(prog="lab/experiments.py compare", description=compare.__doc__)
-    p.add_argument("runs", nargs="+", metavar="RUN", help="folder that train.py wrote, or a "
-                   "quoted pattern of rows in results/runs.jsonl, as '2x2_1.5b/nvfp4*'")
+    p.add_argument("runs", **archive.RUNS)
     add = partial(p.add_argument, action="store_true")
     add("--growth", help="of the samples' accuracy, in the first half of training")
     add("--entropy", help="of the samples' entropy, in the second half of training")
@@ -226,8 +220,6 @@ def comparison(argv):
 def gradient(args, argv):
     """What `gradient` above says, as a JSON list in --out."""
     check_out(args.out)
-    if args.lora_rank == 0:
-        raise ValueError("--lora-rank 0: the gradients are of an adapter; use 1 or more")
     score = data.scorer(args.prompt_style, args.reward)
     model, tok = sample.load_policy(args)
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)

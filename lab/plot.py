@@ -59,10 +59,7 @@ def told(run):
         return {}
     if had.get("overlong") != "soft":
         flags.pop("overlong_buffer", None)  # an eighth of the limit now
-    try:
-        script = archive.script_of(str(had.get("command", "train.py")), had)
-    except ValueError as e:
-        raise ValueError(f"{run}: config.json: {e}") from None
+    script = archive.script_of(str(had.get("command", "train.py")), had)
     return archive.CONSTANTS | flags | {"script": script}
 
 
@@ -144,9 +141,7 @@ def main(argv=None):
     parser = command.Parser(
         description="Plot the curves of training runs from their metrics.jsonl.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("runs", metavar="RUN", nargs="+",
-                        help="run folder of train.py, or a quoted pattern of rows in "
-                        "results/runs.jsonl, as '2x2_1.5b/*'; several are overlaid")
+    parser.add_argument("runs", **archive.RUNS)
     parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or "
                         "compare.png for several runs")
 

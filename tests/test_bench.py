@@ -30,15 +30,15 @@ def test_what_does_not_fit_is_a_row_among_the_others(tmp_path):
 def test_floor_of_a_7b_step():
     """The arithmetic behind every floor: 3.67 GB of four-bit weights, 1.09 GB of head, 80 MB of
     adapter, 56 KiB a token."""
-    floor = bench.floor_bytes(bench_report.config("7b"), "nvfp4", 16, 8, 512)
+    floor = bench_report.floor_bytes(bench_report.config("7b"), "nvfp4", 16, 8, 512)
     assert floor == {"linear": pytest.approx(3.67e9, rel=0.01), "head": 152064 * 3584 * 2,
                      "lora": pytest.approx(8.07e7, rel=0.01), "kv": 8 * 512 * 57344}
     tied = bench_report.config("0.5b")  # its head is the embedding, and is read all the same
-    assert tied.tie_word_embeddings and bench.floor_bytes(tied, "nvfp4", 0, 1, 1)["head"] == 151936 * 896 * 2
+    assert tied.tie_word_embeddings and bench_report.floor_bytes(tied, "nvfp4", 0, 1, 1)["head"] == 151936 * 896 * 2
 
 
 def test_shapes_are_found_by_name():
-    assert (bench.linear("0.5b.down"), bench.linear("7b.qkv")) == ((896, 4864), (4608, 3584))
+    assert (bench_report.linear("0.5b.down"), bench_report.linear("7b.qkv")) == ((896, 4864), (4608, 3584))
 
 
 @pytest.mark.parametrize("argv, told", [
@@ -46,10 +46,9 @@ def test_shapes_are_found_by_name():
     (["rollout", "7b:nvfp4:16:x"], "7b:nvfp4"), (["rollout", "7b:nvfp4:16:0"], "7b:nvfp4:16:0"),
     (["rollout", "7b:nvfp4:16:1,"], "7b:nvfp4:16:1,"),
     (["kernels", "--sizes", "8b"], "0.5b"), (["step", "--sizes", "8b"], "0.5b")])
-def test_bad_arguments_are_told(argv, told, capsys):
-    with pytest.raises(SystemExit) as e:
+def test_bad_arguments_are_told(argv, told):
+    with pytest.raises(ValueError, match=told):
         bench.parse_args(argv)
-    assert e.value.code == 2 and told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, short", [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"),
@@ -135,5 +134,5 @@ def test_the_bound_of_a_queue_fills_each_slot_at_once(monkeypatch):
     """By hand, four requests through two slots: two at once for 4 steps, then the last one alone for 5 more."""
     batches = []
     monkeypatch.setattr(bench, "replayer", lambda model, rows, tokens: batches.append(rows))
-    monkeypatch.setattr(bench, "event_us", lambda f, calls: {1: 1e6, 2: 3e6}[batches[-1]])
+    monkeypatch.setattr(bench, "event_us", lambda f: {1: 1e6, 2: 3e6}[batches[-1]])
     assert bench.perfect(None, [4, 1, 2, 6], 2, 10) == pytest.approx(4 * 3.0 + 5 * 1.0)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from fast import bits, gemm, layout, memory, plan
 from fast.adapter import adapter_work
 from fast.layout import Tiled, pack, untile
-from lab import bench
+from lab import bench_report
 from model import Config
 from nvfp4 import E2M1, FORMATS, NF4, Format, quantize
 
@@ -393,7 +393,7 @@ def test_plans_are_near_the_fastest_that_was_measured():
     of those that were tried in it."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "tiles_h200.json").read_text()):
-        t = plan.plan(r["M"], *bench.linear(r["shape"]), 132)[1]
+        t = plan.plan(r["M"], *bench_report.linear(r["shape"]), 132)[1]
         own = " ".join(f"{k}={t[k]}" for k in ("BM", "BN", "warps", "stages", "split", "whole", "maxnreg") if k in t)
         if own in r["us"]:
             loss.append((r["us"][own] - min(r["us"].values())) * r["blocks"] / r["step_us"])
@@ -405,7 +405,7 @@ def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
     of three to five on average; fitted to decode steps alone they were 2.5% from it, and up to 31."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "gemm_tiles_h100.json").read_text()):
-        shape = r["M"], *bench.linear(r["shape"]), 132
+        shape = r["M"], *bench_report.linear(r["shape"]), 132
         us = r["us"].get("BN={BN} split={split} whole={whole}".format_map(plan.plan(*shape)[1])) if plan.few(*shape) else r["many_us"]
         if us:
             loss.append(us / min(r["many_us"], *r["us"].values()) - 1)
@@ -415,8 +415,8 @@ def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
 def test_rows_that_pay_for_decoding_the_weight_first():
     """As measured (results/kernels_h200.json): the kernel is the faster for the 7B's gate_up at 1,024 rows, but for no linear at
     2,048, where it took 1,089 us for 32b.down and the dequantized weight's backward 820."""
-    def few(M, names=tuple(f"{size}.{layer}" for size in ("7b", "32b") for layer in bench.LAYERS)):
-        return [plan.few(M, *bench.linear(name), 132) for name in names]
+    def few(M, names=tuple(f"{size}.{layer}" for size in ("7b", "32b") for layer in bench_report.LAYERS)):
+        return [plan.few(M, *bench_report.linear(name), 132) for name in names]
 
     assert all(few(512)) and few(1024, ["7b.gate_up", "7b.down"]) == [True, False] and not any(few(2048))
 

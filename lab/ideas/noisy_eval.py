@@ -9,7 +9,6 @@ its own for each sample of a question. All else is eval.py:
 """
 import sys
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -35,7 +34,7 @@ def generate(model, prompts, n, limits, temperature, top_p, eos_ids, seed, *rest
         aqn.set_noise(model, float(sys.argv[1]), own)
         each.append(together(model, prompts, 1, limits, temperature, top_p, eos_ids, own, *rest,
                              **options))
-    return [[*chain(*group)] for group in zip(*each, strict=True)]
+    return [sum(group, []) for group in zip(*each, strict=True)]
 
 
 aqn.clean = noisy

@@ -8,7 +8,6 @@ prompts have the j-th noise, so that a group compares policies as well. All else
 """
 import sys
 from argparse import Namespace
-from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -31,7 +30,7 @@ def complete_each(model, tok, rows, args, seed, indices=None):
         own = aqn.noise_seed(seed, j)
         draw(model, level, own)
         each.append(complete(model, tok, rows, single, own, indices))
-    return [[*chain(*group)] for group in zip(*each, strict=True)]
+    return [sum(group, []) for group in zip(*each, strict=True)]
 
 
 aqn.set_noise, train.complete = set_noise, complete_each
