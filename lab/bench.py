@@ -36,7 +36,6 @@ from plumbing import checkpoint, command
 import torch
 import triton
 import triton.language as tl
-from triton.testing import do_bench_cudagraph
 
 import grpo
 import lora
@@ -76,19 +75,28 @@ def timed(f):
     return time.perf_counter() - begin, out
 
 
-def graph_time(f, things):
+def graph_time(f, things, at_least=20):
     """Median microseconds of f on one of `things`, taken in turn in one CUDA graph. Few replays:
     under seconds of load the card lowers its clock, as it did not for the peers' figures."""
-    torch.cuda.synchronize()  # on another stream it would read what is not there yet
-    ms = do_bench_cudagraph(lambda: [f(t) for t in things], rep=5, return_mode="median")
-    return 1e3 * ms / len(things)
+    calls = [partial(f, t) for t in things * math.ceil(at_least / len(things))]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:  # compile, check each weight, let cuBLAS pick its workspace
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return event_us(graph.replay, 1) / len(calls)
 
 
-def event_us(f, calls=4):
+def event_us(f, calls, repeats=5):
     """Median microseconds of f, called `calls` times in a row, by the card's clock: a host's clock
     may tick in steps of 8 ms."""
     times = []
-    for _ in range(6):
+    for _ in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
@@ -148,7 +156,8 @@ def gemm(weights, dense, M, back, ceiling):
         ours, theirs = (lambda q: fast_gemm.many(x, q, transposed=True)), (lambda w: x @ w)
     else:
         ours, theirs = (lambda q: fast_gemm.matmul(x, q)), (lambda w: x @ w.T)
-    us, cublas = graph_time(ours, weights), graph_time(theirs, dense)
+    calls = 8 if back else 24 if M <= 1024 else 4
+    us, cublas = graph_time(ours, weights, calls), graph_time(theirs, dense, calls)
     gbps = (N * K * memory.BITS[fmt] / 8 + 2 * M * (N + K)) / us / 1e3
     some, w = torch.randperm(M, device="cuda")[:64], weights[0].dequantize().double()
     exact = x[some].double() @ (w if back else w.T)
@@ -250,7 +259,7 @@ def perfect(model, lengths, slots, prompt):
     for free: the decode steps alone, each at the speed of its batch size."""
     @functools.cache
     def step_seconds(rows):
-        return event_us(replayer(model, rows, prompt + 300)) / 1e6
+        return event_us(replayer(model, rows, prompt + 300), 4) / 1e6
 
     left, ahead, seconds = lengths[:slots], lengths[slots:], 0.0
     while left:

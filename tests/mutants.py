@@ -1374,6 +1374,16 @@ MUTANTS = {
         ("a link is replaced", "path = Path(path).resolve()", "path = Path(path)", "kill::what_a_link_points_to_is_written"),
         ("a pipe is replaced", "        check_regular(out, name)\n", "", "bad_inputs::flags_and_places_are_checked_before_the_work"),
     ],
+    "plumbing/__init__.py": [
+        ("--help waits for nothing, and says so", 'not {"-h", "--help"} & {*sys.argv}', "True",
+         "kill::who_waits_at_a_terminal_is_told_for_what"),
+        ("every rank says that it loads", 'os.environ.get("LOCAL_RANK", "0") == "0"', "True",
+         "kill::who_waits_at_a_terminal_is_told_for_what"),
+        ("a log holds what is for a terminal", "and sys.stderr.isatty()", "and True",
+         "kill::who_waits_at_a_terminal_is_told_for_what"),
+        ("seconds of silence", 'print("loading PyTorch ...", file=sys.stderr, flush=True)', "pass",
+         "kill::who_waits_at_a_terminal_is_told_for_what"),
+    ],
     "plumbing/command.py": [
         ("a script's name ends at a space", "shlex.split(line))", "line.split())", "plot::labels_are_the_flags_that_differ"),
         ("the file that hands over is imported again", "    sys.modules[Path(main.__file__).stem] = main\n", "",

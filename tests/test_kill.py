@@ -1,5 +1,6 @@
 """Kills, signals and a closed stdout at any moment: a run that goes on afterwards ends with the same bits, a command that does not
 leaves one line and nothing else. Runs are forked, since torch takes seconds to import."""
+import importlib
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import plumbing
 from plumbing import checkpoint, command, curves
 from plumbing.files import whole
 
@@ -277,6 +279,21 @@ def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeyp
     assert code in (0, 130) and "Traceback" not in text and "Error" not in text, (code, text[-800:])
     assert code == 0 or f"{name}.py: stopped" in text or "\nstopped" in text, text[-800:]
     assert {p.name for p in tmp_path.iterdir()} <= {"p.txt", "log", "model", "out.jsonl", "out"}
+
+
+@pytest.mark.parametrize(("script", "words", "rank", "seen"), [
+    ("train.py", [], "0", True), ("eval.py", ["--run", "x"], "0", True), ("train.py", ["--help"], "0", False), ("mine.py", [], "0", False),
+    ("lab/plot.py", [], "0", False), ("train.py", [], "1", False)])
+def test_who_waits_at_a_terminal_is_told_for_what(monkeypatch, script, words, rank, seen):
+    """Seconds without a word; but not in a log, nor where --help answers, nor once a rank, nor by a script of one's own."""
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    for terminal in (True, False):
+        stream = io.StringIO()
+        stream.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr(sys, "stderr", stream)
+        importlib.reload(plumbing)
+        assert stream.getvalue() == "loading PyTorch ...\n" * (seen and terminal)
 
 
 def test_a_command_that_another_file_does_is_one_process():
