@@ -107,6 +107,8 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
     had = flags_used(runs)
     measure = late_entropy if entropy else rise if growth else accuracy_after
     after = {run: [measure(run)] for run in runs}
+    if entropy and any(math.isnan(nats) for [nats] in after.values()):
+        raise ValueError("--entropy: not all of these runs have logged it")
     if not (growth or entropy or pairs):
         by_question = {run: archive.answers(run) for run in runs}
         after = after if None in by_question.values() else by_question
