@@ -101,8 +101,8 @@ def asked(raw, where):
     question, answer = first("question", "problem", "prompt"), first("answer", "solution")
     if (not isinstance(question, str) or not question.strip()
             or type(answer) not in (str, int, float)):
-        raise ValueError(f"{where}: needs text as question and answer (or problem, "
-                         "prompt; solution)")
+        raise ValueError(f"{where}: needs question and answer (or problem, prompt; "
+                         "solution) as text")
     return question, str(answer)
 
 
