@@ -2,16 +2,40 @@
 What is not QeRL: files, flags, signals, checkpoints, tokenizers, grading, ranks. Whoever reads for
 the method can skip it.
 
-This file runs before torch is imported, which takes seconds: whoever has started a command in a
-terminal reads what it is doing.
+This file runs before torch is imported, which takes seconds: from here on ctrl-C ends a command in
+one line, and whoever started it in a terminal reads what it is doing.
 """
 import os
+import signal
 import sys
 from pathlib import Path
 
+HOME = Path(__file__).resolve().parents[1]
+MAIN = getattr(sys.modules["__main__"], "__file__", None)  # None: a prompt, or a notebook
 COMMANDS = ("train.py", "eval.py", "sample.py", "walk.py", "nvfp4.py", "lora.py")
-if (Path(sys.argv[0]).name in COMMANDS and not {"-h", "--help"} & {*sys.argv} and sys.stderr
-        and sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"):
+# whether one of this project's own commands was started: not imported, and no script of a user's,
+# who is told to put it beside them
+ALONE = MAIN is not None and (Path(MAIN).resolve().parent == HOME / "lab"
+                              or Path(MAIN).resolve() in [HOME / name for name in COMMANDS])
+
+
+def leave(*_):
+    os.write(2, b"stopped\n")
+    os._exit(130)
+
+
+def loads_slowly(words):
+    """Whether someone at a terminal waits for one of the commands that need PyTorch, without
+    --help. torchrun starts many processes; the first of them prints."""
+    slow = ALONE and Path(MAIN).name != "plot.py"
+    asked = not {"-h", "--help"}.isdisjoint(words)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return slow and not asked and first and sys.stderr is not None and sys.stderr.isatty()
+
+
+if ALONE:
+    signal.signal(signal.SIGINT, leave)
+if loads_slowly(sys.argv[1:]):
     print("loading PyTorch ...", file=sys.stderr, flush=True)
 # Rollouts and updates need tensors of ever new sizes: without this setting, which torch reads when
 # it is imported, the allocator keeps 46 GiB where tensors peak at 26.

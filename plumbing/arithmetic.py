@@ -23,7 +23,8 @@ def problems(split, n, seed=0):
     training. ValueError for more than MOST.
     """
     if n > MOST:
-        raise ValueError(f"--data arithmetic: asked for {n} rows; there are at most {MOST}")
+        raise ValueError(f"--data arithmetic: asked for {n} rows; at most {MOST} distinct ones are "
+                         "drawn")
     rng = random.Random(f"{split} {seed}")
     rows, seen = [], set()
     while len(rows) < n:

@@ -46,9 +46,12 @@ def fetch(path_or_hub_id, weights=True):
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        raise ValueError(f"--model {name}: a GGUF file; make a checkpoint folder of it first: "
+                         f"python lab/convert.py {name} --out DIR")
     if path.exists() or not hub.ID.fullmatch(name):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
-                                "hub id (of a GGUF file lab/convert.py makes a folder)")
+                                "hub id")
     return hub.download(name, "model", HUB_FILES if weights else ("config.json",))
 
 
@@ -65,18 +68,25 @@ class Checkpoint:
             for shard in self.where.values():
                 # a name, not a path: an index must not lead to another folder's files
                 if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
-                    raise ValueError(f"{index}: {shard!r:.80} is no shard's name")
+                    raise ValueError(f"{index}: {shard!r:.80} is no shard's name; download it "
+                                     "again")
             if not self.where:
                 raise ValueError(f"{index}: not an index of tensors to shards; download it again")
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
+            for other in sorted([*self.folder.glob("pytorch_model*.bin"),
+                                 *self.folder.glob("*.gguf")]):
+                what = other if other.suffix == ".gguf" else self.folder
+                raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; make a "
+                                 f"folder of those first: python lab/convert.py {what} --out DIR")
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete? Of a GGUF file, or .bin "
-                                    "files, lab/convert.py makes such a folder")
+                                    "there; is the download complete? (.bin and GGUF files are "
+                                    "lab/convert.py's)")
         for shard in sorted(set(self.where.values())):
             if not (self.folder / shard).is_file():
-                raise FileNotFoundError(f"{self.folder / shard}: is missing; download it again")
+                raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} "
+                                        "is missing; download it again")
         if single.is_file() and single.name not in self.where.values():
             raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
                              f"older, and {index.name} if that is the shards")
@@ -127,14 +137,16 @@ class Checkpoint:
         t = t.to(device=device, dtype=dtype or t.dtype)
         # minimum and maximum show NaN and inf, at a twentieth of the cost of testing each number
         if not torch.stack(t.aminmax()).isfinite().all():
-            raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; download it again")
+            raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; the checkpoint is "
+                             "damaged, download it again")
         return t
 
     def stored(self, name, shape, dtype, device="cpu"):
         """The codes or scales `name`, checked: casting them would change them."""
         t = self.take(name, shape)
         if t.dtype != dtype:
-            raise ValueError(f"{self.folder}: {name} is {t.dtype}, config.json asks for {dtype}")
+            raise ValueError(f"{self.folder}: {name} is stored as {t.dtype}, config.json asks for "
+                             f"{dtype}")
         return t.to(device)
 
     # ---- what model.stream asks
@@ -149,7 +161,8 @@ class Checkpoint:
         stored = self.layout.fmt
         self.format = formats[stored]
         if quant not in ("none", stored):
-            raise ValueError(f"--quant {quant}: {self.folder} is {stored}; use --quant {stored}")
+            raise ValueError(f"--quant {quant}: {self.folder} is quantized to {stored} already; "
+                             f"use --quant {stored}")
         if layouts.quantizes_activations(raw):
             print(f"{self.folder}: its weights are read as they are; activations and the KV cache, "
                   "which it would quantize too, stay in 16 bits", file=sys.stderr)
@@ -183,7 +196,8 @@ class Checkpoint:
         free = ("rotary_emb.inv_freq", *layouts.OF_ACTIVATIONS * bool(self.layout))
         unused = sorted(n for n in self.unused if not n.endswith(free))
         if unused:
-            raise ValueError(f"{self.folder}: {len(unused)} tensors fit nowhere: {unused[0]}, ...")
+            raise ValueError(f"{self.folder}: {len(unused)} tensors fit nowhere in this model, the "
+                             f"first is {unused[0]}")
         if self.dense:
             (name, into), *more = self.dense.items()
             print(f"{self.folder}: {name}{f' and {len(more)} more' * bool(more)} lie in four bits "

@@ -38,7 +38,8 @@ def read_config(folder):
     path = Path(folder)
     path = path if path.suffix == ".json" else path / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; --model takes a checkpoint folder")
+        raise FileNotFoundError(f"{path}: no such file; --model takes a Hugging Face checkpoint "
+                                "folder or a hub id")
     raw = read_json(path, FIELDS)
     if raw.get("model_type") == "mistral":
         raw.setdefault("sliding_window", 4096)
@@ -54,7 +55,8 @@ def read_config(folder):
     heads = raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ValueError(f"{path}: {heads} heads do not divide among {kv_heads} key-value heads")
+        raise ValueError(f"{path}: {heads} attention heads do not divide among {kv_heads} "
+                         "key-value heads")
     family = raw["model_type"]
     room = raw.get("max_position_embeddings", POSITIONS.get(family, 32768))
     head_dim = raw.get("head_dim", 128 if family == "qwen3" else raw["hidden_size"] // heads)

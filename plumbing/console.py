@@ -5,15 +5,19 @@ of it is a view of rows that run.py has written into the run's folder.
 import sys
 import textwrap
 
-from plumbing.command import cell
+from plumbing.command import cell, width
 
+# columns of a step's line in the order in which a narrow terminal does without them
+DROP_ORDER = ("GiB", "sigma", "tok/s", "dlogp", "trunc", "grad", "seconds", "ent", "len", "eta",
+            "held-out")
 SHOW_EVERY = 10  # steps between samples
 GAP_BOUND = 0.05  # nats a token between sampler and trainer to warn at
 
 
 def show_flags(args):
     text = "  ".join(f"{k}={v}" for k, v in vars(args).items())
-    print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False))
+    wide = min(100, width() or 100)
+    print(textwrap.fill(text, wide, break_long_words=False, break_on_hyphens=False))
     if args.aqn and args.aqn_end > args.aqn_start:
         print(f"warning: --aqn-end {args.aqn_end:g}: is above --aqn-start {args.aqn_start:g}, so "
               "sigma rises from stage to stage", file=sys.stderr)
@@ -22,30 +26,38 @@ def show_flags(args):
 def show_step(row, samples, args, warned):
     """Print a row of metrics.jsonl as one line, its samples (rows of rollouts.jsonl) every
     SHOW_EVERY steps, and its warnings; `warned`: the set of warnings the run has had."""
-    print(step_line(row, args), flush=True)
+    print(step_line(row, args, width()), flush=True)
     if row["step"] % SHOW_EVERY == 0:
         for s in samples:
             mark = "right" if s["correct"] else f"wrong, it is {s['answer']}"
-            print(f"      Q: {one_line(s['question'])}\n      A: {one_line(s['text'])} ({mark})")
+            text = one_line(s["text"], 12 + len(mark))
+            print(f"      Q: {one_line(s['question'])}\n      A: {text} ({mark})")
     for text in warnings_for(row, args):
         if text not in warned:  # one warning a run is enough
             print(f"warning: {text}", flush=True)
         warned.add(text)
 
 
-def step_line(row, args):
-    """A step's row as a line of text."""
+def step_line(row, args, wide=None):
+    """A step's row as text of at most `wide` characters, if that can be done by leaving columns
+    out."""
     eta = (args.steps - row["step"] - 1) * row["seconds_step"]
-    columns = [
-        f"{row['step']:>5}", f"reward {row['reward']:.3f}", f"acc {row['accuracy']:.3f}",
-        f"len {row['length_mean']:.0f}", f"trunc {row['truncated_frac']:.0%}",
-        f"ent {cell(row['entropy'], '.3f')}", f"grad {cell(row['grad_norm'], '.3f')}",
-        f"dlogp {cell(row['logp_gap_mean'], '.4f')}", f"sigma {row['sigma']:.1e}",
-        f"{row['rollout_tok_s']:.0f} tok/s", f"{row['peak_gib']:.1f} GiB",
-        f"{row['seconds_step']:.1f} s"]
+    columns = {
+        "step": f"{row['step']:>5}", "reward": f"reward {row['reward']:.3f}",
+        "acc": f"acc {row['accuracy']:.3f}", "len": f"len {row['length_mean']:.0f}",
+        "trunc": f"trunc {row['truncated_frac']:.0%}", "ent": f"ent {cell(row['entropy'], '.3f')}",
+        "grad": f"grad {cell(row['grad_norm'], '.3f')}",
+        "dlogp": f"dlogp {cell(row['logp_gap_mean'], '.4f')}", "sigma": f"sigma {row['sigma']:.1e}",
+        "tok/s": f"{row['rollout_tok_s']:.0f} tok/s", "GiB": f"{row['peak_gib']:.1f} GiB",
+        "seconds": f"{row['seconds_step']:.1f} s"}
     if row["eval_accuracy"] is not None:
-        columns.append(f"held-out {row['eval_accuracy']:.1%}")
-    return " | ".join([*columns, f"eta {eta / 60:.0f} min"])
+        columns["held-out"] = f"held-out {row['eval_accuracy']:.1%}"
+    columns["eta"] = f"eta {eta / 60:.0f} min"
+    for name in DROP_ORDER:
+        if wide is None or len(" | ".join(columns.values())) <= wide:
+            break
+        columns.pop(name, None)
+    return " | ".join(columns.values())
 
 
 def warnings_for(row, args):
@@ -61,7 +73,8 @@ def warnings_for(row, args):
     if row["truncated_frac"] == 1:
         yield f"every completion was cut at {args.max_new_tokens} tokens: raise --max-new-tokens"
     if row["zero_var_frac"] == 1 and not drawn_anew:
-        yield "no group has rewards that differ: raise --group-size, or choose other --data"
+        yield ("no group has rewards that differ, so there is no gradient: raise --group-size, or "
+               "choose easier or harder --data")
     gap, alike = row["logp_gap_mean"] or 0, row["sigma"] == 0 or args.aqn_scope == "both"
     if alike and gap > GAP_BOUND:
         weighted = "" if args.old_logp == "current" else "--old-logp current, or "
@@ -89,7 +102,8 @@ def show_end(out, args, summary, before, after):
           f"summary.json ({summary['seconds']:.0f} s)")
     for b, a in zip(before, after, strict=True):
         if b["accuracy"] == 0 and a["accuracy"] == 1:
-            print(f"one of the questions: {one_line(a['question'])} (it is {a['answer']})\n"
+            question = one_line(a["question"], 31 + len(str(a["answer"])))
+            print(f"one of the questions: {question} (it is {a['answer']})\n"
                   f"  before: {one_line(b['samples'][0]['text'])}\n"
                   f"  after:  {one_line(a['samples'][0]['text'])}")
             break
@@ -130,7 +144,8 @@ def points(share):
     return cell(share and 100 * share, ".1f")
 
 
-def one_line(text):
-    """A text without line breaks, cut to 160 characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= 160 else text[:157] + "..."
+def one_line(text, beside=10):
+    """A text without line breaks, cut to what fits a line of the terminal `beside` other
+    characters."""
+    text, most = " ".join(text.split()), max(10, width() - beside) if width() else 160
+    return text if len(text) <= most else text[: most - 3] + "..."

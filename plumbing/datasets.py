@@ -19,6 +19,7 @@ HUB = {  # a repository, followed by the folder if it holds several sets
     "aime24": "math-ai/aime24", "aime25": "math-ai/aime25", "amc23": "math-ai/amc23",
     "bigmath": "open-r1/Big-Math-RL-Verified-Processed",
 }
+TEST_ROWS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}
 WORKED = re.compile(r"\S\s*\n\s*\S|(?:\b[A-Za-z]{2,}[,.]? ){5}")  # lines or a sentence: no answer
 
 
@@ -29,10 +30,14 @@ def read(name, split, levels=None):
     files = files_of(name, split, levels)
     rows = graded(files)
     name = name.partition("@")[0]  # without the revision
+    if split == "test" and len(rows) != TEST_ROWS.get(name, len(rows)):
+        raise ValueError(f"{files[0]}: {len(rows)} rows, {name} has {TEST_ROWS[name]}; delete it "
+                         "and try again")
     set_levels(rows)
     if levels is not None and name != "bigmath":  # whose configuration the levels have chosen
         if any(row.get("level") is None for row in rows):
-            raise ValueError(f"{files[0]}: --levels needs a level (or a solve rate) in each row")
+            raise ValueError(f"{files[0]}: --levels needs a column level or llama8b_solve_rate in "
+                             "each row")
         rows = [row for row in rows if row["level"] in levels]
         if not rows:
             raise ValueError(f"{files[0]}: no row has a level in {sorted(levels)}")
@@ -49,23 +54,18 @@ def files_of(name, split, levels):
             raise FileNotFoundError("bigmath has no test split")
         if (chosen := sorted(levels or ())) not in ([3, 4, 5], [4, 5]):
             raise ValueError("--levels: --data bigmath comes as 3,4,5 or 4,5; choose one")
-        place = f"{HUB[local]}/level_{'_'.join(map(str, chosen))}"
-    elif local in HUB:
-        place = HUB[local]
-    elif Path(name).is_dir():
+        folder = f"level_{'_'.join(map(str, chosen))}"
+        return from_hub(f"{HUB[local]}/{folder}", split, at + revision)
+    if local in HUB:
+        return from_hub(HUB[local], split, at + revision)
+    if Path(name).is_dir():
         return find_split(Path(name), split)
-    elif Path(name).is_file():
+    if Path(name).is_file():
         return [Path(name)]
-    elif hub.ID.fullmatch(name) and not name.endswith((".jsonl", ".parquet")):
-        place = local
-    else:
-        raise FileNotFoundError(f"--data {name}: no such file, nor one of arithmetic, "
-                                f"{', '.join(HUB)}")
-    owner, repo, *folders = place.split("/")
-    under = "".join(f"{folder}/" for folder in folders)
-    home = hub.download(f"{owner}/{repo}{at}{revision}", "dataset", tuple(
-        f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")))
-    return find_split(home / under, split)
+    if hub.ID.fullmatch(name) and not name.endswith((".jsonl", ".parquet")):
+        return from_hub(local, split, at + revision)
+    raise FileNotFoundError(f"--data {name}: no such file or folder, nor one of arithmetic, "
+                            f"{', '.join(HUB)}")
 
 
 def find_split(folder, split):
@@ -74,10 +74,15 @@ def find_split(folder, split):
             return [path]
     parts = sorted(folder.glob(f"**/{split}-*.parquet"))
     if not parts:
-        raise FileNotFoundError(f"{folder / split}.jsonl: not found, nor a .parquet of this split")
+        raise FileNotFoundError(f"{folder / split}.jsonl: not found (nor a parquet); this set may "
+                                f"have no {split} split")
     homes = sorted({str(p.parent) for p in parts})
     if len(homes) > 1:
         raise ValueError(f"{folder}: {split} is in several folders; choose one: {', '.join(homes)}")
+    count = re.search(r"-of-([0-9]+)", parts[0].name)
+    if count and int(count[1]) != len(parts):
+        raise ValueError(f"{parts[0]}: {len(parts)} of {int(count[1])} parts are here; get the "
+                         "others")
     return parts
 
 
@@ -101,15 +106,16 @@ def asked(raw, where):
     question, answer = first("question", "problem", "prompt"), first("answer", "solution")
     if (not isinstance(question, str) or not question.strip()
             or type(answer) not in (str, int, float)):
-        raise ValueError(f"{where}: needs question and answer (or problem, prompt; "
-                         "solution) as text")
+        raise ValueError(f"{where}: needs question and answer (or problem and answer, or prompt "
+                         "and solution) as text")
     return question, str(answer)
 
 
 def row_of(raw, where):
     question, answer = asked(raw, where)
     if "ids" in raw:
-        raise ValueError(f"{where}: a column is called ids, as a prompt's tokens are; rename it")
+        raise ValueError(f"{where}: a column is called ids, as a prompt's tokens are here; rename "
+                         "it")
     if type(rate := raw.get("llama8b_solve_rate")) not in (int, float, type(None)):
         raise ValueError(f"{where}: llama8b_solve_rate {shown(rate)} must be a number")
     if "####" in answer:  # GSM8K: the worked solution, then "#### 72"
@@ -155,6 +161,16 @@ def set_levels(rows):
     for row, rate in zip(rows, rates, strict=True):
         if row.get("level") is None:
             row["level"] = None if rate is None else 5 - sum(rate > edge for edge in edges)
+
+
+def from_hub(place, split, revision=""):
+    """The files of a split of owner/name on the hub, or of owner/name/folder, downloaded once.
+    revision: empty, or @ and a branch, tag or commit."""
+    owner, name, *folders = place.split("/")
+    under = "".join(f"{folder}/" for folder in folders)
+    home = hub.download(f"{owner}/{name}{revision}", "dataset", tuple(
+        f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")))
+    return find_split(home / under, split)
 
 
 def texts(path):

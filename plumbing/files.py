@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def decode(raw, where):
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise ValueError(f"{where}: not UTF-8 text (byte {raw[e.start]:#x} at {e.start}); convert "
-                         "it, or unpack it if it is compressed") from None
+                         "it, unpack it if it is compressed, or choose another file") from None
 
 
 def lines(path):
@@ -52,8 +51,8 @@ def parse_json(text, where, fields=None, needs=()):
         if "\\ud" in text.lower():  # half of an escaped pair, perhaps without the other
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
-        what = f"{e.object[e.start]!a} is half a character"
-        raise ValueError(f"{where}: not UTF-8 text ({what})") from None
+        raise ValueError(f"{where}: not UTF-8 text ({e.object[e.start]!a} is half a character)"
+                         ) from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({e})") from None
     return check(value, where, fields or {}, needs)
@@ -146,7 +145,8 @@ def writing(path):
         if isinstance(e, OSError) and e.errno is None:
             raise  # a message of ours
         why = getattr(e, "strerror", None) or str(e).partition("\n")[0]
-        raise OSError(f"{path}: cannot be written ({why}); make room or move it") from None
+        raise OSError(f"{path}: cannot be written ({why}); make room, or choose another place"
+                      ) from None
 
 
 def beside(path):
@@ -213,16 +213,30 @@ def check_out(out, folder=False):
     """ValueError unless `out`, a file or a `folder`, can be written; called before the work."""
     name, out = f"--out {out}", Path(out)
     try:
+        os.fsencode(out).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"--out {ascii(str(out))}: is not UTF-8, as other programs' names are; "
+                         "choose another name") from None
+    try:
+        for link in (out, *out.parents):
+            if link.is_symlink() and not link.exists():
+                raise ValueError(f"{name}: {link} is a link to {os.readlink(link)}, which is not "
+                                 "there; make that, or choose another name")
         check_regular(out, name)
         out = out.resolve()
         if out.exists() and out.is_dir() != folder:
             raise ValueError(f"{name}: is a {'file' if folder else 'folder'}; choose another name")
-        place = out if out.is_dir() else out.parent
-        while folder and not place.exists():
+        place = out / "probe" if out.is_dir() else out
+        while folder and not place.parent.exists():
             place = place.parent
-        tempfile.TemporaryFile(dir=place).close()
+        probe = beside(place)
+        try:
+            open(probe, "x").close()
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as e:
-        raise ValueError(f"{name}: cannot be written ({e.strerror}); choose another") from None
+        raise ValueError(f"{name}: cannot be written ({e.strerror}); choose another place"
+                         ) from None
 
 
 def lock(path, problem):

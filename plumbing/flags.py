@@ -18,7 +18,7 @@ from pathlib import Path
 from plumbing import command as commands
 from plumbing import hub, policy, ranks
 from plumbing.command import number
-from plumbing.files import TINY, saved
+from plumbing.files import TINY, file_digest, saved
 from plumbing.tokenizer import SUFFIX
 
 import torch
@@ -151,8 +151,10 @@ def given(command, argv):
 
 
 def is_tiny(model):
-    """Whether --model is the embedded model, by its name or its folder."""
-    return model == "tiny" or Path(model).resolve() == TINY
+    """Whether --model is the embedded model, by its name or as a copy of its folder."""
+    weights, ours = Path(model, "model.safetensors"), TINY / "model.safetensors"
+    return model == "tiny" or (weights.is_file() and weights.stat().st_size == ours.stat().st_size
+                               and file_digest(weights) == file_digest(ours))
 
 
 def parse(command, argv):
@@ -180,7 +182,8 @@ def read_policy(command, folder):
     found = saved(folder, "policy.json", policy.TEXTS)
     values = {f.name: found.get(f.dest) for f in command.flags if f.in_policy or f.name == "dtype"}
     from_file(command, values, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
-              "that script, else delete the file and choose --model and --quant by hand")
+              "that script, else delete the file to choose --model, --quant and --prompt-style by "
+              "hand")
     return found
 
 
@@ -221,7 +224,8 @@ def check_copies(flag, n, temperature, zero):
 
 def check_graded(args):
     if args.prompt_style == "plain" and not args.reward:
-        raise ValueError("--prompt-style plain: cannot be graded without --reward; choose another")
+        raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "
+                         "or boxed, or grade by --reward")
 
 
 def warn_idle(command, needs, args, argv):

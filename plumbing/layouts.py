@@ -128,7 +128,8 @@ def read(source, layout, format, name, n, K, device):
     """(codes (n, K/2), scale (n, K/block), global scale (n,)) of the projection `name` in `source`,
     a Checkpoint, checked; format: the layout's nvfp4.Format, in whose type the scales come."""
     if K % format.block:
-        raise ValueError(f"{source.folder}: {name} has K = {K}, not divisible by {format.block}")
+        raise ValueError(f"{source.folder}: {name} has K = {K}, not divisible by {layout.fmt}'s "
+                         f"block of {format.block}")
     if layout.flat:
         codes, scale = (t.to(device) for t in read_flat(source, format, f"{name}.weight", n, K))
     else:
@@ -140,7 +141,8 @@ def read(source, layout, format, name, n, K, device):
         bits = bits.abs()  # double quantization may leave a block of zeros a scale just below 0
     valid = {"nvfp4": bits < 127, "mxfp4": bits < 253}.get(layout.fmt, (bits >= 0) & (bits < 1e38))
     if not valid.all():
-        raise ValueError(f"{source.folder}: {name}.{layout.scale} is damaged: negative, NaN or inf")
+        raise ValueError(f"{source.folder}: {name}.{layout.scale} holds negative numbers, NaN or "
+                         "inf; the checkpoint is damaged")
     top = torch.ones((), device=device)
     if layout.top:
         name = f"{name}.{layout.top}"
@@ -148,7 +150,8 @@ def read(source, layout, format, name, n, K, device):
         top = source.stored(name, shape, torch.float32, device).squeeze()
         top = 1 / top if layout.reciprocal else top
         if not 0 < top < 1e34:  # 6 * 448 times that is still finite
-            raise ValueError(f"{source.folder}: {name} is damaged: not a positive number")
+            raise ValueError(f"{source.folder}: {name} is not a positive number; the checkpoint is "
+                             "damaged")
     return codes, scale, top.expand(n)
 
 
@@ -160,7 +163,8 @@ def read_flat(source, format, name, n, K):
     state = parse_json(decode(state, where), where, number | {"nested_offset": (float, -1e9, 1e9)})
     if state.get("blocksize") != format.block or state.get("shape") != [n, K]:
         raise ValueError(f"{where} says blocks of {state.get('blocksize')} in a matrix of "
-                         f"{state.get('shape')!r:.40}, not of {format.block} in ({n}, {K})")
+                         f"{state.get('shape')!r:.40}; blocks of {format.block} in ({n}, {K}) can "
+                         "be read")
     values = torch.tensor(format.values)
     if not torch.allclose(source.stored(f"{name}.quant_map", (16,), torch.float32), values):
         raise ValueError(f"{source.folder}: {name}.quant_map is not NF4's; give the 16-bit "

@@ -121,7 +121,8 @@ def read_config(path):
     refused = [f"{k} = {v!r:.80}" for k, v in config.items()
                if k not in read and v and v not in PLAIN.get(k, ())]
     if refused:
-        raise ValueError(f"{path}: only LoRA can be read, this adapter has {', '.join(refused)}")
+        raise ValueError(f"{path}: only plain LoRA is supported, this adapter has "
+                         f"{', '.join(refused)}")
     for field, kind in zip(PATTERNS, ((int, 1, 4096), (float, 1e-6, 1e6)), strict=True):
         found = config.get(field) or {}
         check_fields(found, f"{path}: {field}", dict.fromkeys(found, kind), found)
@@ -146,12 +147,16 @@ def read(folder):
                          "any code; save it anew by PEFT's save_pretrained, as safetensors")
     for file in (path, weights):
         if not file.is_file():
-            raise FileNotFoundError(f"--adapter {folder}: {file.name} is missing; give RUN/adapter")
+            raise FileNotFoundError(f"--adapter {folder}: {file.name} is missing; give the folder "
+                                    "that train.py calls adapter/")
     config = read_config(path)
     try:
         state = load_file(weights)
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{weights}: not a readable safetensors file ({e})") from None
+    # the adapter's name, which save_pretrained leaves out and a plain state_dict does not
+    state = {re.sub(r"(\.lora_[AB]|\.modules_to_save)\.default\.", r"\1.", name): t
+             for name, t in state.items() if ".original_module." not in name}
     state = {name.replace(".modules_to_save.", "."): t for name, t in state.items()}
     for norm in config.get("modules_to_save") or []:
         if not any(name.endswith(f".{norm}.weight") for name in state):
@@ -188,6 +193,10 @@ def check(folder, state, shapes):
         partner |= {a: b, b: a}
         fits |= {a: shape_a, b: shape_b}
     strangers = sorted(set(state) - set(fits)) or ([] if state else ["nothing in it"])
+    for part in ("lm_head", "embed_tokens"):
+        if any(part in name for name in strangers):
+            raise ValueError(f"{weights}: adapts {part}; adapters of the blocks' projections and "
+                             "norms can be read: merge this one into its base with PEFT")
     if strangers:
         raise ValueError(f"{weights}: {strangers[0]} fits this model nowhere")
     for name, t in state.items():
@@ -196,4 +205,5 @@ def check(folder, state, shapes):
         if tuple(t.shape) != fits[name]:
             raise ValueError(f"{weights}: {name} is {tuple(t.shape)}, the model's is {fits[name]}")
         if not t.is_floating_point() or t.dtype.itemsize < 2 or not torch.isfinite(t).all():
-            raise ValueError(f"{weights}: {name} ({t.dtype}) holds NaN, inf or no 16-bit floats")
+            raise ValueError(f"{weights}: {name} holds NaN or inf, or no floats of 16 bits or more "
+                             f"({t.dtype})")

@@ -4,11 +4,14 @@
 import copy
 import importlib.util
 import numbers
+import os
 import sys
 import traceback
 from pathlib import Path
 
 from plumbing.files import cause
+
+import torch
 
 
 def own_reward(spec):
@@ -24,22 +27,29 @@ def own_reward(spec):
     file = str(Path(spec.rpartition(":")[0]).resolve())
 
     def grade(text, row):
+        folder, gradients = os.getcwd(), torch.is_grad_enabled()
         try:
             value = function(text, copy.deepcopy(row))
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # the user's own code, or a completion that it ran
             frames = traceback.extract_tb(e.__traceback__)
-            at = ([f for f in frames if f.filename == file] or frames)[-1]
-            raise ValueError(f"{flag}: raised {cause(e)} ({at.filename}, line {at.lineno})") from e
+            place = [f for f in frames if f.filename == file][-1:] or frames[-1:]
+            raise ValueError(f"{flag}: raised {cause(e)} ({place[0].filename}, line "
+                             f"{place[0].lineno})") from e
+        finally:  # what it may have changed for all
+            os.chdir(folder)
+            torch.set_grad_enabled(gradients)
         score = value if isinstance(value, dict) else {"reward": value}
         r = _plain(score.get("reward"))
         if not isinstance(r, numbers.Real) or not abs(r) <= 1e9:  # its square must fit float32
-            raise ValueError(f'{flag}: returned {value!r:.80}, which is no number within 1e9')
+            raise ValueError(f'{flag}: returned {value!r:.80}; return a number within +-1e9, or a '
+                             'dict with one as "reward"')
         said = {"correct": score.get("correct", r >= 1), "format": score.get("format", True)}
         for name, mark in said.items():
             if not isinstance(mark := _plain(mark), numbers.Real) or mark not in (0, 1):
-                raise ValueError(f'{flag}: returned {mark!r:.40} as "{name}", not True or False')
+                raise ValueError(f'{flag}: returned {mark!r:.40} as "{name}"; it is True or False, '
+                                 "or left out")
             said[name] = bool(mark)
         return {"reward": float(r), **said,
                 "given": None if score.get("given") is None else str(score["given"])}
@@ -57,7 +67,8 @@ def _function(spec):
     if not path.endswith(".py") or not name.isidentifier():
         raise ValueError(f"--reward {spec}: want file.py:function")
     if not Path(path).is_file():
-        raise FileNotFoundError(f"--reward {path}: not found; define {name}(text, row) there")
+        raise FileNotFoundError(f"--reward {path}: not found; name a Python file that defines "
+                                f"{name}(text, row)")
     sys.path.append(str(Path(path).resolve().parent))  # its folder, as `python path` does
     loader = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}",
                                                     Path(path).resolve())
@@ -67,7 +78,8 @@ def _function(spec):
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # the user's own code
-        raise ValueError(f"--reward {path}: import fails with {cause(e)}; try it alone") from e
+        raise ValueError(f"--reward {path}: import fails with {cause(e)}; `python {path}` shows "
+                         "where") from e
     if not callable(function := getattr(module, name, None)):
         raise ValueError(f"--reward {path}: has no function {name}; define {name}(text, row) there")
     return function

@@ -7,6 +7,7 @@ code. Left out: tool calls and chat histories.
     Tokenizer("assets/tiny").prompt_ids("What is 1+1?")
 """
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -36,7 +37,8 @@ class Tokenizer:
         path, self.settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
         for file in (path, self.settings):
             if not file.is_file():
-                raise FileNotFoundError(f"{file}: not found; give a chat checkpoint's folder")
+                raise FileNotFoundError(f"{file}: not found; --model must be the folder of a chat "
+                                        "checkpoint")
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # tokenizers raises plain Exception
@@ -50,8 +52,9 @@ class Tokenizer:
         if not self.size:
             raise ValueError(f"{path}: has no vocabulary; download it again")
         if self.size > model.get("vocab_size", self.size):
-            raise ValueError(f"{path}: is another model's tokenizer: it has {self.size} ids, "
-                             f"config.json's vocab_size is {model.get('vocab_size')}")
+            raise ValueError(f"{path} has {self.size} ids but {folder / 'config.json'} says "
+                             f"vocab_size {model.get('vocab_size')}: the tokenizer is another "
+                             "model's")
         self.special = {}  # bos_token and others as text, for the template
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = config.get(name)
@@ -85,7 +88,11 @@ class Tokenizer:
         if file.is_file():  # newer, and first in transformers too
             template, self.source = decode(file.read_bytes(), file), file
         if not template or not isinstance(template, str):
-            raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint")
+            raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint, or "
+                             "add one")
+        # with {% generation %} other trainers mark the assistant's tokens: here an ordinary block
+        template = re.sub(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})",
+                          lambda m: m[1] + ("endif" if m[2] else "if true"), template)
 
         def raise_exception(message):
             raise ValueError(message)
@@ -113,8 +120,8 @@ class Tokenizer:
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # a panic in the library's Rust is no Exception
-            file = self.folder / "tokenizer.json"
-            raise ValueError(f"{file}: cannot encode {shown(text)} ({e})") from None
+            raise ValueError(f"{self.folder / 'tokenizer.json'}: cannot encode {shown(text)} ({e})"
+                             ) from None
 
     def decode(self, ids):
         """Text of a completion without special tokens (<|im_end|>, padding); <think> is not one."""
@@ -133,8 +140,22 @@ class Tokenizer:
         return text
 
     def chat_ids(self, messages):
-        """Ids of `chat`'s text."""
-        return self.encode(self.chat(messages))
+        """Ids of `chat`'s text. Special tokens are the template's to write: in a message, text
+        that reads like one is encoded as the text that it is."""
+        found = self.tokenizer.get_added_tokens_decoder().values()
+        special = sorted((t.content for t in found if t.special), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, special)) or "(?!)"
+        if not any(re.search(pattern, m["content"]) for m in messages):
+            return self.encode(self.chat(messages))
+        # a mark stands in its place while the template is rendered
+        marked = [{**m, "content": re.sub(pattern, lambda t: f"\ue000{special.index(t[0])}\ue001",
+                                          m["content"])} for m in messages]
+        ids = []
+        for i, part in enumerate(re.split("\ue000([0-9]+)\ue001", self.chat(marked))):
+            self.tokenizer.encode_special_tokens = i % 2 == 1
+            ids += self.encode(special[int(part)] if i % 2 else part)
+        self.tokenizer.encode_special_tokens = False
+        return ids
 
     def prompt_ids(self, question, style="tags", max_prompt=None):
         """Ids of a question with the style's instruction; None if more than max_prompt."""

@@ -1,5 +1,5 @@
-"""A hub on this machine's loopback: repositories as dicts of files, served as huggingface_hub asks for them, and told to refuse
-or to be busy. `served(monkeypatch, folder)` is the fixture's body: a Hub, and a cache of its own in `folder`."""
+"""A hub on this machine's loopback: repositories as dicts of files, served as huggingface_hub asks for them, and told to refuse,
+to break off or to be gone. `served(monkeypatch, folder)` is the fixture's body: a Hub, and a cache of its own in `folder`."""
 import hashlib
 import json
 import re
@@ -14,14 +14,15 @@ REFUSAL = {"gated": (403, "GatedRepo", "Access to model is restricted. You must 
 
 class Hub(ThreadingHTTPServer):
     """repos: {id: {revision: {file: bytes}}}, data sets as datasets/owner/name. refused: {id: a word of REFUSAL}. busy: the status
-    and headers of the next answers, in order. asked: (method, path, Range) of
-    each request."""
+    and headers of the next answers, in order. stalls: {file: bytes after which its next download stands still}. asked: (method,
+    path, Range) of each request."""
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.repos, self.refused, self.busy, self.asked = {}, {}, [], []
+        self.repos, self.refused, self.busy, self.stalls, self.asked = {}, {}, [], {}, []
+        self.over = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_):
@@ -46,9 +47,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def reply(self, status, body=b"", headers=()):
+    def reply(self, status, body=b"", headers=(), length=None):
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **dict(headers)}.items():
+        for name, value in {"Content-Length": str(len(body) if length is None else length), **dict(headers)}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -94,7 +95,11 @@ class Handler(BaseHTTPRequestHandler):
             first = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
             content, status = content[first:], 206
-        self.reply(status, content, headers)
+        stall = self.server.stalls.pop(name, None) if self.command == "GET" else None
+        self.reply(status, content[:stall], headers, length=len(content))
+        if stall:
+            self.server.over.wait()
+            self.close_connection = True
 
 
 @contextmanager
@@ -111,8 +116,10 @@ def served(monkeypatch, folder):
         monkeypatch.setattr(constants, name, value)
     for name in ("COMMITS", "FOLDERS"):
         monkeypatch.setattr(client, name, {})
+    monkeypatch.setattr(client, "PAUSES", (0, 0))
     try:
         yield hub
     finally:
+        hub.over.set()
         hub.shutdown()
         hub.server_close()

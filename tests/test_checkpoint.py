@@ -73,7 +73,7 @@ def test_a_global_scale_may_be_a_scalar(tmp_path):
 def test_a_width_that_is_no_whole_number_of_blocks_is_named():
     """Its last weights would have no scale."""
     source = checkpoint.Checkpoint(FIXTURES / "compressed_nvfp4")
-    with pytest.raises(ValueError, match="compressed_nvfp4: o_proj has K = 24, not divisible by 16"):
+    with pytest.raises(ValueError, match="compressed_nvfp4: o_proj has K = 24, not divisible by nvfp4's block of 16"):
         source.check_format("none", FORMATS)
         source.packed({"o_proj": 8}, 24, "cpu")
 
@@ -136,7 +136,7 @@ def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own, few):
     assert torch.equal(q.dequantize(), codes * state[f"{name}_scale"].repeat_interleave(FORMATS[own].block, 1))
     state[f"{name}_scale"][1, 0] = float("inf")
     save_file(state, tmp_path / "q" / "model.safetensors")
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match="the checkpoint is damaged"):
         M.load(tmp_path / "q")
 
 
@@ -461,7 +461,7 @@ def test_nf4_in_the_layout_of_before_is_still_read(tmp_path):
     ({".quant_state.bitsandbytes__nf4": torch.tensor([*b'{"blocksize": 128, "shape": [128, 128]}'], dtype=torch.uint8)},
      "quant_state says blocks of 128 in a matrix of"),
     ({".quant_state.bitsandbytes__nf4": torch.tensor([*b'{"blocksize": 64, "shape": [64, 256]}'], dtype=torch.uint8)},
-     r"in a matrix of \[64, 256\], not of 64 in \(128, 128\)"),
+     r"in a matrix of \[64, 256\]; blocks of 64 in \(128, 128\)"),
     ({".quant_state.bitsandbytes__nf4": torch.tensor([123, 255], dtype=torch.uint8)}, "quant_state: not UTF-8 text"),
     ({".nested_absmax": None}, "nested_absmax is missing"),
 ])
@@ -495,7 +495,7 @@ def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
             M.load(tmp_path / "q")
         if "weight" in name:
             save_file(original | {name: t.view(torch.uint8).view(torch.int8) if t.element_size() == 1 else t.double()}, file)
-            with pytest.raises(ValueError, match=f"{name} is torch.(int8|float64), config.json asks for"):
+            with pytest.raises(ValueError, match=f"{name} is stored as torch.(int8|float64), config.json asks for"):
                 M.load(tmp_path / "q")
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="not a readable safetensors file"):
@@ -517,7 +517,7 @@ def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
     flat = state[name].view(torch.uint8) if state[name].element_size() == 1 else state[name]
     flat.flatten()[-1:] = bad
     save_file(state, tmp_path / "q" / "model.safetensors")
-    with pytest.raises(ValueError, match=f"{name} is damaged"):
+    with pytest.raises(ValueError, match=f"{name} .*the checkpoint is damaged"):
         M.load(tmp_path / "q")
 
 
@@ -560,7 +560,7 @@ def declared(folder, source, tensors=None, group=None, **change):
 
 
 def test_a_quant_that_contradicts_the_checkpoint_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="--quant nf4: .*compressed_nvfp4 is nvfp4; use --quant nvfp4"):
+    with pytest.raises(ValueError, match="--quant nf4: .*compressed_nvfp4 is quantized to nvfp4 already; use --quant nvfp4"):
         M.load(FIXTURES / "compressed_nvfp4", quant="nf4")
     with pytest.raises(ValueError, match="quantized already; give the 16-bit checkpoint"):
         convert.convert(FIXTURES / "compressed_nvfp4", tmp_path / "q")

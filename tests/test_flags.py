@@ -48,7 +48,7 @@ def test_flags_that_contradict_each_other_are_refused(name, argv, says):
 def test_a_style_without_answers_needs_a_reward_of_ones_own():
     """eval.py refused it when all samples had been drawn, train.py also where a reward could grade it."""
     for name in ("train", "eval"):
-        with pytest.raises(ValueError, match="--prompt-style plain: cannot be graded without --reward"):
+        with pytest.raises(ValueError, match="--prompt-style plain: asks for nothing that could be graded"):
             flags.parse(COMMANDS[name], ["--prompt-style", "plain"])
         assert flags.parse(COMMANDS[name], ["--prompt-style", "plain", "--reward", "own.py:f"]).prompt_style == "plain"
 
@@ -195,6 +195,14 @@ def test_four_bits_are_not_taken_for_sixteen():
         sample.load_policy(args)
 
 
+def test_a_copy_of_the_embedded_model_is_the_embedded_model(tmp_path, shallow):
+    """It had the defaults of a large one: another data set, a rate of a hundredth, completions of 4096 tokens."""
+    shutil.copytree(TINY, tmp_path / "copy")
+    for main in (train, evaluation):
+        args = [vars(flags.parse(main.COMMAND, ["--model", str(m), "--out", "o"])) | {"model": ""} for m in ("tiny", tmp_path / "copy", shallow)]
+        assert args[0] == args[1] != args[2]
+
+
 def test_questions_are_asked_for_a_format_and_chats_are_not():
     assert [flags.parse(c, []).prompt_style for c in COMMANDS.values()] == ["tags", "tags", "plain"]
 
@@ -245,6 +253,33 @@ def test_a_letter_that_the_terminal_does_not_know_ends_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
     assert command.run("x.py", lambda: print("\u4e8c = 2, \u00e9")) == 0
     assert shown.getvalue() == b"\\u4e8c = 2, \xe9\n"
+
+
+def test_a_terminal_breaks_lines_between_words(monkeypatch):
+    """At 80 columns each long line was broken within a word. A file has its lines as they are, and a progress bar draws itself."""
+    def printed(terminal):
+        streams = [io.TextIOWrapper(io.BytesIO()) for _ in range(2)]
+        for stream in streams:
+            monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+        monkeypatch.setattr(sys, "stdout", streams[0])
+        monkeypatch.setattr(sys, "stderr", streams[1])
+
+        def body():
+            print("word " * 20 + "end\nshort")
+            print("\r" + "=" * 90, file=sys.stderr)
+            raise ValueError("one two " * 12 + "three")
+
+        assert command.run("x.py", body) == 2 and (sys.stdout, sys.stderr) == tuple(streams)
+        for stream in streams:
+            stream.flush()
+        return [stream.buffer.getvalue().decode() for stream in streams]
+
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ["word " * 20 + "end\nshort\n", "\r" + "=" * 90 + "\nx.py: error: " + "one two " * 12 + "three\n"]
+    assert printed(False) == lines
+    out, err = printed(True)
+    assert out.splitlines() == [("word " * 16).strip(), "word word word word end", "short"] and err.startswith(lines[1][:92])
+    assert max(map(len, err.split("\n")[1:])) <= 80 and err.split()[1:] == lines[1].split()[1:]
 
 
 def test_a_signal_that_a_library_makes_an_error_of_is_a_stop(capsys):

@@ -285,9 +285,12 @@ def test_the_model_flag_says_what_to_run(tmp_path):
     file.parent.mkdir()
     file.write_bytes(b"GGUF")
     shutil.copy(folder / "config.json", file.parent)
-    for place in (folder, file, file.parent):
-        with pytest.raises(FileNotFoundError, match="(?i)of a GGUF file.*lab/convert.py"):
-            M.load(place)
+    with pytest.raises(ValueError, match=f"holds pytorch_model.bin and no safetensors.*python lab/convert.py {folder} --out DIR"):
+        M.load(folder)
+    with pytest.raises(ValueError, match=f"--model {file}: a GGUF file.*python lab/convert.py {file} --out DIR"):
+        M.load(file)
+    with pytest.raises(ValueError, match=f"holds m.gguf and no safetensors.*python lab/convert.py {file} --out DIR"):
+        M.load(file.parent)
 
 
 def test_what_is_quantized_in_bin_files_is_refused(tmp_path):

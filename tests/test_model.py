@@ -241,7 +241,7 @@ def test_each_wrong_shape_is_named(tmp_path):
 def test_a_tensor_that_fits_nowhere_is_an_error(tmp_path):
     folder = copy(tmp_path)
     edit(folder, lambda s: s.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
-    with pytest.raises(ValueError, match="1 tensors fit nowhere: model.layers.0.self_attn.q_norm.weight"):
+    with pytest.raises(ValueError, match="1 tensors fit nowhere .* model.layers.0.self_attn.q_norm.weight"):
         M.load(folder)
 
 
@@ -263,7 +263,7 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
 def test_missing_shards_and_indices_are_named(tmp_path):
     folder = copy(tmp_path, "qwen2_sharded")
     (folder / "model-00002-of-00003.safetensors").rename(tmp_path / "away")
-    with pytest.raises(FileNotFoundError, match="model-00002-of-00003.safetensors: is missing"):
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00003.safetensors: the shard named in .*index.json is missing"):
         M.load(folder)
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor model.safetensors.index.json is there"):
@@ -305,7 +305,7 @@ def test_an_index_that_lies_is_named(tmp_path):
     ({"model_type": "llama", "attention_bias": True}, "attention_bias is not supported"),
     ({"hidden_size": ...}, "the field 'hidden_size' is missing"),
     ({"num_attention_heads": ...}, "the field 'num_attention_heads' is missing"),
-    ({"num_key_value_heads": 3}, "4 heads do not divide among 3 key-value heads"),
+    ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 key-value heads"),
     ({"hidden_size": "32"}, "hidden_size '32' must be a whole number from 1 to 8388608"),
     ({"num_hidden_layers": 0}, "num_hidden_layers 0 must be a whole number from 1 to 8388608"),
 ])

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from plumbing import arithmetic, curves, files, flags
 from plumbing.command import IDLE, MINOR
-from plumbing.console import show_flags, warnings_for
+from plumbing.console import DROP_ORDER, show_flags, step_line, warnings_for
 from plumbing.files import TINY, lock
 from plumbing.run import Run, resolve_flags
 from plumbing.tokenizer import Tokenizer
@@ -637,6 +637,21 @@ def test_a_step_is_told_as_it_was(tmp_path, monkeypatch, capsys):
     a, b = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (a["eval_accuracy"], a["eval_stderr"], b["eval_accuracy"], b["eval_stderr"]) == (None, None, 0.25, 0.1)
     assert a["update_tok_s"] == 12.5 and "trained_tokens" not in a
+
+
+def test_a_steps_line_fits_the_terminal():
+    """At 80 columns each of its 170 characters long lines broke within a word. Columns go in the order of DROP_ORDER; a log has all."""
+    args = flags.parse(train.COMMAND, ["--steps", "300"])
+    row = {**FINE, "step": 10, "accuracy": 0.5, "length_mean": 1000.0, "entropy": 1.0, "grad_norm": 1.0, "rollout_tok_s": 5000.0, "peak_gib": 20.0,
+           "seconds_step": 100.0, "eval_accuracy": 0.5}
+    whole = step_line(row, args).split(" | ")
+    assert len(whole) == 14 and len(" | ".join(whole)) > 160
+    for wide in (160, 120, 80, 40):
+        columns = step_line(row, args, wide).split(" | ")
+        assert len(" | ".join(columns)) <= wide and columns == [c for c in whole if c in columns]
+        gone = [name for name in DROP_ORDER if any(name in c for c in whole) and not any(name in c for c in columns)]
+        assert gone == [name for name in DROP_ORDER if name != "seconds"][: len(gone)]
+    assert "   10 | reward 0.500 | acc 0.500 | " in step_line(row, args, 80) and step_line(row, args, 5) == "   10 | reward 0.500 | acc 0.500"
 
 
 def test_noise_that_rises_is_told_of(capsys):
