@@ -63,7 +63,8 @@ def resolve_flags(spec, args, argv):
     check_out(out, folder=True)
     begun = (out / "checkpoint" / "state.pt").is_file()
     if begun and not args.resume:
-        raise ValueError(f"--out {out}: holds a run; add --resume, or choose another folder")
+        raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, or "
+                         "choose another folder")
     if args.resume:
         args = flags_of_run(spec, args.out, argv)
         args.resume = begun  # a run killed before its first save begins anew
@@ -229,7 +230,8 @@ class Run(ExitStack):
         for _, norm in filter(None, updates):
             self.failed = 0 if math.isfinite(norm) else self.failed + 1
         if self.failed >= 10:
-            raise ValueError(f"{self.failed} updates in a row had no finite gradient; lower --lr")
+            raise ValueError(f"{self.failed} updates in a row had a gradient that is not finite; "
+                             "lower --lr, or check --model")
 
     @ranks.first
     def log(self, row, groups, result):
