@@ -19,8 +19,12 @@ from pathlib import Path
 
 from plumbing.checkpoint import Checkpoint
 from plumbing.files import cause, read_json, write_json
+from plumbing.tokenizer import Tokenizer
 
+import tokenizers
 import torch
+from tokenizers import AddedToken, Regex, decoders, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
                  "qwen3": "Qwen3ForCausalLM"}
@@ -117,6 +121,7 @@ class Gguf(Checkpoint):
                                        for name in ("eot", "eom"))} - {None}
         write_json(folder / "generation_config.json", ids | {"eos_token_id": sorted(ends)})
         if tokenizer is not None:
+            self.check_vocabulary(tokenizer)
             for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
                 if (Path(tokenizer) / file).is_file():
                     shutil.copyfile(Path(tokenizer) / file, folder / file)
@@ -144,6 +149,16 @@ class Gguf(Checkpoint):
                 "original_max_position_embeddings":
                     self.field("rope.scaling.original_context_length", int)}
 
+    def check_vocabulary(self, folder):
+        """ValueError unless the tokenizer in `folder` gives the tokens the ids that they have
+        here."""
+        tokens = self.fields.get("tokenizer.ggml.tokens") or []
+        here = {token: i for i, token in enumerate(tokens)}
+        for token, i in Tokenizer(folder).tokenizer.get_vocab(with_added_tokens=True).items():
+            if here.get(token) != i:
+                raise ValueError(f"--tokenizer {folder}: is another model's: {token!r:.40} is its "
+                                 f"id {i}, and {here.get(token)} in {self.path}")
+
     def write_tokenizer(self, folder):
         kind = self.fields.get("tokenizer.ggml.pre")
         if self.fields.get("tokenizer.ggml.model") != "gpt2" or kind not in SPLITS:
@@ -152,13 +167,10 @@ class Gguf(Checkpoint):
                              "tokenizer.json")
         tokens = self.fields["tokenizer.ggml.tokens"]
         kinds = self.fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-        from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-
         merges = [tuple(merge.split(" ")) for merge in self.fields["tokenizer.ggml.merges"]]
         # special tokens too: `tokenizers` numbers those that are not in the vocabulary anew
         vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
-        made = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama-bpe"))
+        made = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama-bpe"))
         made.normalizer = normalizers.NFC() if kind == "qwen2" else None
         split = Split(Regex(SPLITS[kind]), "isolated") if SPLITS[kind] else Digits(True)
         made.pre_tokenizer = Sequence([split, ByteLevel(False, use_regex=kind == "smollm")])

@@ -213,8 +213,8 @@ def test_what_a_gguf_file_cannot_be_is_named(tmp_path, make, capsys, change, mes
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_of_the_models_own_page_is_taken(tmp_path, make):
-    """Sentencepiece vocabularies are not rebuilt."""
+def test_a_tokenizer_of_the_models_own_page_is_checked_and_taken(tmp_path, make):
+    """Sentencepiece vocabularies are not rebuilt; another model's tokenizer fits every shape."""
     _, fields, tensors = model_of("qwen2")
     tensors["token_embd.weight"] = np.zeros((263, 32), np.float32)
     fields |= tokenizer_fields(263)
@@ -223,6 +223,11 @@ def test_a_tokenizer_of_the_models_own_page_is_taken(tmp_path, make):
     path = make(fields, tensors)
     convert.rewrite_body([str(path), "--out", str(tmp_path / "two"), "--tokenizer", str(tmp_path / "one")])
     assert (tmp_path / "two" / "tokenizer.json").read_bytes() == (tmp_path / "one" / "tokenizer.json").read_bytes()
+    fields["tokenizer.ggml.tokens"] = ["0", *fields["tokenizer.ggml.tokens"][1:]]
+    with pytest.raises(ValueError, match="--tokenizer .*one: is another model's: '!' is its id 0, and None in"):
+        convert.rewrite_body([str(make(fields, tensors)), "--out", str(tmp_path / "three"), "--tokenizer", str(tmp_path / "one")])
+    with pytest.raises(FileNotFoundError, match="tokenizer.json: not found"):
+        convert.rewrite_body([str(path), "--out", str(tmp_path / "three"), "--tokenizer", str(tmp_path)])
 
 
 def test_without_the_package_a_line_says_what_to_install(tmp_path, monkeypatch, capsys):
