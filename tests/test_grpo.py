@@ -297,3 +297,12 @@ def test_contradicting_arguments_are_errors():
             grpo.policy_loss(x, x, a, m, **kw)
     with pytest.raises(ValueError, match="shapes"):
         grpo.policy_loss(x, x, torch.zeros(3), m)
+
+
+def test_a_rank_sends_no_log_probs_of_an_earlier_pass(monkeypatch):
+    """One whose share is empty would send what it had, and overwrite the others'."""
+    c, sent = grpo.Completion({}, [1], [2], [0.0], True, trainer_logprobs=[9.0]), []
+    monkeypatch.setattr(grpo, "micro_batches", lambda *_: [])
+    monkeypatch.setattr(grpo.ranks, "gather", lambda own: sent.append(own) or [own])
+    grpo.record_trainer_logprobs(None, [c], grpo.Settings())
+    assert sent == [{}] and c.trainer_logprobs is None
