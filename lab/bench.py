@@ -210,10 +210,10 @@ def random_completions(count, prompt, new, group=1):
                             advantage=i % 3 - 1.0) for i, ids in enumerate(texts)]
 
 
-def decoding(model, prompts, n, new):
+def decoding(model, prompts, n, new, warm):
     """Seconds to the first token of n samples a prompt, and of a decode step of all of them, host
-    included."""
-    draw(model, prompts, n, new)  # compiles and captures
+    included. A first rollout of `warm` tokens compiles and captures."""
+    draw(model, prompts, n, warm)
     first = min(draw(model, prompts, n, 1)[0] for _ in range(3))
     last, out = draw(model, prompts, n, new)
     assert all(len(s.ids) == new for group in out for s in group)
@@ -229,7 +229,8 @@ def rows_alive(model, floors, what, args, ceiling):
     """`what`: "8" rows of one prompt, or "8x16": 16 samples of each of 8 prompts."""
     groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
     rows = groups * n
-    first, step = decoding(model, random_prompts(groups, args.prompt), n, args.new)
+    engine.engine_for(model, rows, args.prompt + args.new, 1.0)  # one engine, whatever is drawn
+    first, step = decoding(model, random_prompts(groups, args.prompt), n, args.new, warm=2)
     floor = sum(floors(rows, args.prompt + args.new / 2).values()) / ceiling / 1e9
     return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step,
             "step_ms": 1e3 * step, "prefill_s": first, "floor_ms": 1e3 * floor}
@@ -389,7 +390,7 @@ def by_paths(size, paths, rows=0):
         sample.set_engine(model, path)
         if rows:
             prompts = random_prompts(rows, 256)
-            out[f"{path}_step_ms"] = 1e3 * decoding(model, prompts, 1, 144)[1]
+            out[f"{path}_step_ms"] = 1e3 * decoding(model, prompts, 1, 144, warm=144)[1]
         for _ in range(2):  # the first compiles
             out[f"{path}_update_s"] = update_seconds(model, optimizer, completions, settings)
         out[f"{path}_gib"] = peak_gib()
