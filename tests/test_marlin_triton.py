@@ -270,7 +270,7 @@ def test_layers_of_the_7b(layer):
 def test_types_and_formats_on_the_gpu(fmt, dtype):
     """Forward and backward, few rows and many; float32 keeps a float32 result."""
     if fmt == "mxfp4" and dtype == torch.float16:
-        pytest.skip("refused")
+        pytest.skip("matmul refuses it, since E8M0 scales go beyond float16: test_what_does_not_fit_is_refused")
     q = weight(fmt, 1000, 1600)
     if dtype == torch.float16:
         q.global_scale *= 1e-3  # float16 would overflow
