@@ -153,8 +153,10 @@ def change_text(less, more, causes, values):
 def flags_used(runs):
     """{run: {flag: value}}, the same flags for each, by name: an older run that was not asked for
     one has its default, and one that did nothing is UNUSED."""
-    default, had = vars(flags.parse(train.COMMAND, [])), {}
-    told = {run: plot.told(run) for run in runs if archive.config(run)}
+    default, told, had = vars(flags.parse(train.COMMAND, [])), {}, {}
+    for run in runs:
+        archive.config(run)  # ValueError without one, which `told` passes over
+        told[run] = plot.told(run)
     every = sorted({*chain(*told.values())})
     for run, given in told.items():
         now = default | given
@@ -222,6 +224,8 @@ def comparison(argv):
 def gradient(args, argv):
     """What `gradient` above says, as a JSON list in --out."""
     check_out(args.out)
+    if args.lora_rank == 0:
+        raise ValueError("--lora-rank 0: the gradients are of an adapter; use 1 or more")
     score = data.scorer(args.prompt_style, args.reward)
     model, tok = sample.load_policy(args)
     rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)

@@ -52,16 +52,19 @@ class Gguf(Checkpoint):
         try:
             import gguf
         except ImportError:
-            raise ValueError(f"{path}: needs the package gguf; pip install gguf") from None
+            raise ValueError(f"{path}: reading GGUF needs the package gguf; pip install gguf"
+                             ) from None
         self.path = self.folder = Path(path)
         try:
             reader = gguf.GGUFReader(path)
             self.fields = {name: field.contents() for name, field in reader.fields.items()}
         except Exception as e:  # numpy's and struct's, of whatever kind
-            raise ValueError(f"{path}: not a GGUF file that can be read ({cause(e)})") from None
+            raise ValueError(f"{path}: not a GGUF file that can be read ({cause(e)}); download it "
+                             "again") from None
         self.dequantize, self.arch = gguf.dequantize, self.fields.get("general.architecture")
         if self.arch not in ARCHITECTURES:
-            raise ValueError(f"{path}: the architecture {self.arch!r} is not supported")
+            raise ValueError(f"{path}: the architecture {self.arch!r} is not supported (qwen2, "
+                             "qwen3 and llama are)")
         self.tensors = {self.name(t.name): t for t in reader.tensors}
         self.factors = self.tensors.pop("rope_freqs.weight", None)
         self.where = dict.fromkeys(self.tensors, self.path.name)
@@ -149,11 +152,21 @@ class Gguf(Checkpoint):
                 "original_max_position_embeddings":
                     self.field("rope.scaling.original_context_length", int)}
 
+    def tokens(self):
+        """[(token, its kind)], in the order of ids; ValueError if the file has none."""
+        tokens = self.fields.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, list):
+            raise ValueError(f"{self.path}: holds no tokenizer; give --tokenizer, a folder of this "
+                             "model with tokenizer.json")
+        kinds = self.fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+        return list(zip(tokens, kinds, strict=True))
+
     def check_vocabulary(self, folder):
         """ValueError unless the tokenizer in `folder` gives the tokens the ids that they have
         here."""
-        tokens = self.fields.get("tokenizer.ggml.tokens") or []
-        here = {token: i for i, token in enumerate(tokens)}
+        if not (Path(folder) / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"--tokenizer {folder}: tokenizer.json is missing")
+        here = {token: i for i, (token, _) in enumerate(self.tokens())}
         for token, i in Tokenizer(folder).tokenizer.get_vocab(with_added_tokens=True).items():
             if here.get(token) != i:
                 raise ValueError(f"--tokenizer {folder}: is another model's: {token!r:.40} is its "
@@ -165,21 +178,24 @@ class Gguf(Checkpoint):
             raise ValueError(f"{self.path}: its tokenizer ({kind!r}) is none of "
                              f"{', '.join(SPLITS)}; give --tokenizer, a folder of this model with "
                              "tokenizer.json")
-        tokens = self.fields["tokenizer.ggml.tokens"]
-        kinds = self.fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+        tokens = self.tokens()
         merges = [tuple(merge.split(" ")) for merge in self.fields["tokenizer.ggml.merges"]]
         # special tokens too: `tokenizers` numbers those that are not in the vocabulary anew
-        vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
-        made = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama-bpe"))
+        vocab = {token: i for i, (token, of) in enumerate(tokens) if of != UNUSED}
+        try:
+            bpe = models.BPE(vocab, merges, ignore_merges=kind == "llama-bpe")
+        except Exception as e:  # the library has no class of its own for it
+            raise ValueError(f"{self.path}: its merges do not fit its tokens ({cause(e)}); give "
+                             "--tokenizer, a folder of this model with tokenizer.json") from None
+        made = tokenizers.Tokenizer(bpe)
         made.normalizer = normalizers.NFC() if kind == "qwen2" else None
         split = Split(Regex(SPLITS[kind]), "isolated") if SPLITS[kind] else Digits(True)
         made.pre_tokenizer = Sequence([split, ByteLevel(False, use_regex=kind == "smollm")])
         made.decoder = decoders.ByteLevel()
         made.add_tokens([AddedToken(token, special=of == CONTROL, normalized=False)
-                         for token, of in zip(tokens, kinds, strict=True)
-                         if of in (CONTROL, ADDED)])
+                         for token, of in tokens if of in (CONTROL, ADDED)])
         made.save(str(folder / "tokenizer.json"))
-        special = {f"{name}_token": tokens[i] for name, field in
+        special = {f"{name}_token": tokens[i][0] for name, field in
                    (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
                    if (i := self.fields.get(f"tokenizer.ggml.{field}_token_id")) is not None}
         write_json(folder / "tokenizer_config.json", special | {

@@ -59,7 +59,10 @@ def told(run):
         return {}
     if had.get("overlong") != "soft":
         flags.pop("overlong_buffer", None)  # an eighth of the limit now
-    script = archive.script_of(str(had.get("command", "train.py")), had)
+    try:
+        script = archive.script_of(str(had.get("command", "train.py")), had)
+    except ValueError as e:
+        raise ValueError(f"{run}: config.json: {e}") from None
     return archive.CONSTANTS | flags | {"script": script}
 
 

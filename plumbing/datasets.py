@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plumbing import hub
 from plumbing.arithmetic import problems, solution
-from plumbing.files import decode, read_jsonl, shown, text_file
+from plumbing.files import check, decode, read_jsonl, shown, text_file
 from plumbing.grade import last_boxed
 from plumbing.tokenizer import Tokenizer
 
@@ -179,8 +179,11 @@ def texts(path):
     path = text_file(path)
     if path.suffix.lower() not in (".jsonl", ".parquet"):
         return [decode(path.read_bytes(), path)]
-    return [row["text"] if isinstance(row.get("text"), str) else "\n".join(asked(row, where))
-            for where, row in read_rows(path)]
+    out = []
+    for where, row in read_rows(path):
+        text = check(row, where, {"text": str}).get("text")
+        out.append("\n".join(asked(row, f'{where}: has no "text"')) if text is None else text)
+    return out
 
 
 def calibration(path, folder, sequences=128, length=512):

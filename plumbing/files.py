@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -227,10 +226,14 @@ def check_out(out, folder=False):
         out = out.resolve()
         if out.exists() and out.is_dir() != folder:
             raise ValueError(f"{name}: is a {'file' if folder else 'folder'}; choose another name")
-        place = out if out.is_dir() else out.parent
-        while folder and not place.exists():
+        place = out / "probe" if out.is_dir() else out
+        while folder and not place.parent.exists():
             place = place.parent
-        tempfile.TemporaryFile(dir=place).close()
+        probe = beside(place)
+        try:
+            open(probe, "x").close()
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as e:
         raise ValueError(f"{name}: cannot be written ({e.strerror}); choose another place"
                          ) from None

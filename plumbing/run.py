@@ -87,6 +87,10 @@ def flags_of_run(spec, out, argv):
     found = read_json(config, {"commits": dict})
     hub.COMMITS.update(found.get("commits") or {})  # it goes on with the files that it began with
     saved = {k.replace("_", "-"): v for k, v in found.items() if k not in ("command", "commits")}
+    if gone := saved.keys() - {f.name for f in spec.flags}:
+        raise ValueError(f"{config}: the run was begun by another version of train.py, or by a "
+                         f"script of yours, which has a flag --{min(gone)}; continue it with that, "
+                         "or start anew in another --out")
     args = flags.from_file(spec, saved, config)
     for name, value in flags.given(spec, argv).items():
         if name not in FREE and value != getattr(args, name):
@@ -297,14 +301,22 @@ class Run(ExitStack):
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
         or if the questions or the weights are not the same."""
-        was, now = self.load(optimizer), self.state
+        config, now = saved(self.out, "config.json"), self.state
+        begun, here = script_of(str(config.get("command", ""))), script_of(now.command)
+        if begun not in ("", here):
+            print(f"warning: --resume: {begun} began the run in {self.out}; {here} goes on without "
+                  "what that replaces", file=sys.stderr)
+        was = self.load(optimizer)
         if was.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
         if was.base != now.base:
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
-                             f"--calib, are not those the run in {self.out} began with")
+                             f"--calib, are not those the run in {self.out} began with; --resume "
+                             "needs the same")
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
+        if config.get("steps") != self.args.steps:
+            was.command += f" && {now.command}"
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self.cut(self.out / name)
@@ -325,7 +337,8 @@ class Run(ExitStack):
         except Exception as e:  # torch's unpickler raises many kinds
             # torch's own message advises to load it without safety
             why = "not a checkpoint" if isinstance(e, pickle.UnpicklingError) else cause(e)
-            raise ValueError(f"{path}: cannot be resumed ({why}); take another --out") from None
+            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
+                             ) from None
 
     @ranks.first
     def cut(self, path):
@@ -386,6 +399,11 @@ class Run(ExitStack):
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
+
+
+def script_of(line):
+    """The name of the script that a command line starts."""
+    return Path(*command.from_script(line)[:1]).name
 
 
 def rows_of(path):

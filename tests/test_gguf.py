@@ -204,6 +204,8 @@ def test_longer_contexts_come_along(tmp_path, make, more, scaling):
     (lambda f, t: f.pop("qwen2.attention.layer_norm_rms_epsilon"), "layer_norm_rms_epsilon is None, not a float"),
     (lambda f, t: f.update({"tokenizer.ggml.model": "llama"}), "give --tokenizer, a folder of this model"),
     (lambda f, t: f.update({"tokenizer.ggml.pre": "tekken"}), r"its tokenizer \('tekken'\) is none of qwen2, llama-bpe, smollm"),
+    (lambda f, t: f.pop("tokenizer.ggml.tokens"), "holds no tokenizer; give --tokenizer"),
+    (lambda f, t: f.update({"tokenizer.ggml.merges": ["q# q#"]}), "its merges do not fit its tokens.*give --tokenizer"),
 ])
 def test_what_a_gguf_file_cannot_be_is_named(tmp_path, make, capsys, change, message):
     _, fields, tensors = model_of("qwen2")
@@ -226,7 +228,7 @@ def test_a_tokenizer_of_the_models_own_page_is_checked_and_taken(tmp_path, make)
     fields["tokenizer.ggml.tokens"] = ["0", *fields["tokenizer.ggml.tokens"][1:]]
     with pytest.raises(ValueError, match="--tokenizer .*one: is another model's: '!' is its id 0, and None in"):
         convert.rewrite_body([str(make(fields, tensors)), "--out", str(tmp_path / "three"), "--tokenizer", str(tmp_path / "one")])
-    with pytest.raises(FileNotFoundError, match="tokenizer.json: not found"):
+    with pytest.raises(FileNotFoundError, match="--tokenizer .*: tokenizer.json is missing"):
         convert.rewrite_body([str(path), "--out", str(tmp_path / "three"), "--tokenizer", str(tmp_path)])
 
 

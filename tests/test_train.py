@@ -16,7 +16,7 @@ from plumbing import arithmetic, curves, files, flags
 from plumbing.command import IDLE, MINOR
 from plumbing.console import DROP_ORDER, show_flags, step_line, warnings_for
 from plumbing.files import TINY, lock
-from plumbing.run import Run, resolve_flags
+from plumbing.run import Run, resolve_flags, script_of
 from plumbing.tokenizer import Tokenizer
 
 import pytest
@@ -207,6 +207,21 @@ def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     assert {"steps", "model", "data", *IDLE, *MINOR} == free
 
 
+def test_a_run_of_an_older_version_is_refused_in_one_line(straight, tmp_path, capsys):
+    """Its config.json has flags that are constants now, perhaps other ones than it was trained with: a traceback, or half a run of
+    another kind. Its adapter is used all the same."""
+    out = copy_of(straight, tmp_path)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"weight_decay": 0.0, "aqn_stages": 10, "timeout": 1800}))
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert train.main(["--resume", "--out", str(out), "--steps", "9"]) == 2
+    assert capsys.readouterr().err == (
+        f"train.py: error: {out / 'config.json'}: the run was begun by another version of train.py, or by a script of yours, which has a "
+        "flag --aqn-stages; continue it with that, or start anew in another --out\n")
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+    sample.load_policy(flags.parse(evaluation.COMMAND, ["--run", str(out)]))
+
+
 def copy_of(straight, tmp_path):
     return Path(shutil.copytree(straight, tmp_path / "copy"))
 
@@ -218,9 +233,20 @@ def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path, monkeypatc
     assert train.main() == 0
     assert rows_of(out)[:4] == rows_of(straight) and [r["step"] for r in rows_of(out)] == [0, 1, 2, 3, 4, 5]
     began = [json.loads((folder / "summary.json").read_text())["command"] for folder in (straight, out)]
-    assert began[1] == began[0]  # it was the resume's, which says nothing of the run
+    assert began[1] == f"{began[0]} && python train.py --resume --out {out} --steps 6"  # it was the resume's, which says nothing of the run
     assert json.loads((out / "config.json").read_text())["steps"] == 6
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
+
+
+def test_a_resume_by_another_script_says_so(straight, tmp_path, monkeypatch, capsys):
+    """It went on without what the script replaces, and nothing told."""
+    began = script_of(json.loads((straight / "summary.json").read_text())["command"])
+    for script in ("mine.py", began):
+        out = copy_of(straight, tmp_path / script)
+        monkeypatch.setattr(sys, "argv", [f"home/{script}", "--resume", "--out", str(out), "--steps", "5"])
+        assert train.main() == 0
+        told = f"warning: --resume: {began} began the run in {out}; {script} goes on without what that replaces"
+        assert (told in capsys.readouterr().err) == (script == "mine.py")
 
 
 def test_what_is_done_is_done(straight, tmp_path):
