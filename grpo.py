@@ -32,7 +32,8 @@ import torch
 
 import aqn
 import lora
-from model import to_device, token_logprobs
+import model as qwen
+from model import to_device
 
 # the paper's, and no flags
 BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1  # AdamW's
@@ -324,8 +325,8 @@ def completion_logprobs(model, completions, temperature):
     states = [h[len(c.prompt) - 1 : len(row)]
               for c, row, h in zip(completions, rows, hidden, strict=True)]
     targets = to_device([i for c in completions for i in c.ids], device)  # (S,)
-    logp, entropy = token_logprobs(torch.cat(states), model.lm_head.weight, targets, temperature,
-                                   model.valid_vocab)  # (S,), (S,)
+    logp, entropy = qwen.token_logprobs(torch.cat(states), model.lm_head.weight, targets,
+                                        temperature, model.valid_vocab)  # (S,), (S,)
     return in_rows(completions, logp, entropy)
 
 

@@ -35,7 +35,7 @@ from tqdm import tqdm
 import lora
 import model as qwen
 import nvfp4
-from model import KVCache, to_device
+from model import to_device
 
 MAX_ROWS = 256  # rows that decode together, if the caller does not say
 PREFILL_TOKENS = 8192  # tokens of prompts that go through the model together, padding included
@@ -219,7 +219,7 @@ class Decoder:
         place = {p: i for i, p in enumerate(prompts)}
         group = to_device([place[row.p] for row in rows], device)  # (B,)
         longest = max(len(row.prompt) + row.limit for row in rows)
-        self.cache = KVCache(model, len(rows), longest)
+        self.cache = qwen.KVCache(model, len(rows), longest)
         T = filled.k.shape[3]
         self.cache.k[:, :, :, :T] = filled.k[:, group]  # (L, P, Hkv, T, D) -> (L, B, Hkv, T, D)
         self.cache.v[:, :, :, :T] = filled.v[:, group]
@@ -294,7 +294,7 @@ class Decoder:
 def prefill(model, prompts):
     """A KVCache with a row for each prompt, filled with all of it but its last token."""
     longest = max(len(prompt) for prompt in prompts) - 1
-    cache = KVCache(model, len(prompts), longest)
+    cache = qwen.KVCache(model, len(prompts), longest)
     ids = [torch.tensor(prompt[:-1], dtype=torch.long) for prompt in prompts]
     ids = pad_sequence(ids, batch_first=True).to(cache.k.device)  # (P, T), padded on the right
     together = max(1, PREFILL_TOKENS // max(1, longest))

@@ -53,7 +53,8 @@ FLAGS = (
          ".jsonl or .parquet, a folder, a hub id", "arithmetic", in_policy=True),
     Flag("levels", numbers(1, 1e4), None,
          "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
-    Flag("reward", str, None, "file.py:function, a reward of one's own (default: data.rewards)"),
+    Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
+         "1 on (default: data.rewards)"),
     *flags.PROMPT_FLAGS,
     "rollout",
     Flag("steps", number(1, 1e8), None, "rollouts (default: one pass over the data)", 30),

@@ -17,6 +17,7 @@ plans how many fit, the others wait.
 Shapes: B rows, S slots, T tokens, C hidden, V vocabulary, L layers, Hkv kv heads, D head size.
 """
 import functools
+import sys
 import weakref
 
 from plumbing import ranks
@@ -31,6 +32,27 @@ from model import KVCache, projections, to_device
 
 # batch sizes with a graph; beyond them every 64
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+# what generate and completion_logprobs call of the plain files, and the kernels do themselves
+BYPASSED = {
+    "model": ("apply_rope", "rope_tables", "logits", "score", "token_logprobs", "KVCache.write",
+              "Transformer.rope", "Transformer.hidden"),
+    "sample": ("mix", "uniform", "sample_ids", "draw", "prefill", "Decoder.__init__",
+               "Decoder.step", "Decoder.launch", "Decoder.keep"),
+    "marlin_triton": ("matmul",),
+}
+
+
+def replaced():
+    """The name of a function of BYPASSED that is not its file's any more, or None."""
+    for home, names in BYPASSED.items():
+        module = sys.modules.get(home)
+        for name in names if module else ():
+            function = functools.reduce(lambda o, part: getattr(o, part, None),
+                                        name.split("."), module)
+            if getattr(function, "__globals__", None) is not vars(module):
+                return f"{home}.{name}"
+    return None
 
 
 def changed(m):
@@ -270,8 +292,10 @@ def working_bytes(model, *args):
 
 
 def own_code(model):
-    """What of the model the kernels do not have, in a few words: a noise, a forward or a hook of
-    the user's own, a parameter that gets no gradient; None if there is none."""
+    """What of the model the kernels do not have, in a few words: a function, a noise, a forward or
+    a hook of the user's own, a parameter that gets no gradient; None if there is none."""
+    if name := replaced():
+        return f"{name} is your own, and the kernels do not call it"
     for name in aqn.buffers(model):
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
             return f"{name} is a noise of your own, and the kernels read that of the norms alone"

@@ -273,6 +273,7 @@ class Writer:
         self.partial = beside(self.out)
         self.shard_bytes, self.shard, self.size, self.total = shard_bytes, {}, 0, 0
         self.shards, self.notes, self.dtype = [], {}, None
+        self.dense = []  # projections in 16 bits
 
     def __enter__(self):
         check_out(self.out, folder=True)
@@ -289,6 +290,8 @@ class Writer:
             self.flush()
         self.shard[name] = t
         self.size += t.nbytes
+        if name.endswith("_proj.weight") and t.is_floating_point():
+            self.dense.append(name.removesuffix(".weight"))
         if name == "model.embed_tokens.weight":
             self.dtype = str(t.dtype).removeprefix("torch.")
 
@@ -331,6 +334,7 @@ class Writer:
         if self.dtype:  # other tools read the tensors as this dtype
             raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype
         if self.fmt:
-            raw["quantization_config"] = layouts.quantization_config(self.fmt, self.format)
+            raw["quantization_config"] = layouts.quantization_config(self.fmt, self.format,
+                                                                     self.dense)
         write_json(self.partial / "config.json", raw)
         self.partial.rename(self.out)

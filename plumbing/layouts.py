@@ -103,20 +103,22 @@ def quantizes_activations(raw):
                 or any(g.get(k) for g in groups for k in asked))
 
 
-def quantization_config(fmt, format):
-    """The `quantization_config` of a checkpoint whose projections are in `fmt`, an nvfp4.Format."""
+def quantization_config(fmt, format, dense=()):
+    """The `quantization_config` of a checkpoint whose projections are in `fmt`, an nvfp4.Format,
+    but for those named in `dense`."""
+    dense = ["lm_head", *dense]
     if fmt == "nf4":
         return {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
                 "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False,
                 "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
-                "llm_int8_skip_modules": ["lm_head"]}
+                "llm_int8_skip_modules": dense}
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": format.block,
                "dynamic": False, "strategy": "tensor_group" if fmt == "nvfp4" else "group",
                "scale_dtype": str(format.scale_dtype)}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None,
              "output_activations": None}
     return {"quant_method": "qerl" if format.codebook else "compressed-tensors",
-            "format": f"{fmt}-pack-quantized", "ignore": ["lm_head"],
+            "format": f"{fmt}-pack-quantized", "ignore": dense,
             "quantization_status": "compressed", "kv_cache_scheme": None,
             "config_groups": {"group_0": group}}
 

@@ -69,9 +69,19 @@ def _function(spec):
     if not Path(path).is_file():
         raise FileNotFoundError(f"--reward {path}: not found; name a Python file that defines "
                                 f"{name}(text, row)")
-    sys.path.append(str(Path(path).resolve().parent))  # its folder, as `python path` does
-    loader = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}",
-                                                    Path(path).resolve())
+    if not callable(function := getattr(_module(path), name, None)):
+        raise ValueError(f"--reward {path}: has no function {name}; define {name}(text, row) there")
+    return function
+
+
+def _module(path):
+    """The module in a file: the running script, if it is that, whose patches must not be applied
+    twice; else it is imported."""
+    file, script = Path(path).resolve(), sys.modules["__main__"]
+    if getattr(script, "__file__", None) and Path(script.__file__).resolve() == file:
+        return script
+    sys.path.append(str(file.parent))  # its folder, as `python path` does
+    loader = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
     module = sys.modules[loader.name] = importlib.util.module_from_spec(loader)
     try:
         loader.loader.exec_module(module)
@@ -80,6 +90,4 @@ def _function(spec):
     except BaseException as e:  # the user's own code
         raise ValueError(f"--reward {path}: import fails with {cause(e)}; `python {path}` shows "
                          "where") from e
-    if not callable(function := getattr(module, name, None)):
-        raise ValueError(f"--reward {path}: has no function {name}; define {name}(text, row) there")
-    return function
+    return module

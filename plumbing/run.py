@@ -23,6 +23,7 @@ import resource
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from time import time  # by name: a reward that replaces time.time leaves the run's clock alone
 
@@ -91,7 +92,7 @@ def flags_of_run(spec, out, argv):
         raise ValueError(f"{config}: the run was begun by another version of train.py, or by a "
                          f"script of yours, which has a flag --{min(gone)}; continue it with that, "
                          "or start anew in another --out")
-    args = flags.from_file(spec, saved, config)
+    args = flags.from_file(spec, saved, f"{config}; a value of a script's own needs that script")
     for name, value in flags.given(spec, argv).items():
         if name not in FREE and value != getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
@@ -296,13 +297,14 @@ class Run(ExitStack):
         self.save_weights(self.out / name)
         flags = [f.dest for f in self.spec.flags if f.in_policy]
         content = policy.content(self.args, self.state.base, [*flags, "reward"])
+        content["script"] = self.script(self.state.command)
         files.write_json(self.out / name / "policy.json", content)
 
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
         or if the questions or the weights are not the same."""
         config, now = saved(self.out, "config.json"), self.state
-        begun, here = script_of(str(config.get("command", ""))), script_of(now.command)
+        begun, here = (self.script(str(line)) for line in (config.get("command", ""), now.command))
         if begun not in ("", here):
             print(f"warning: --resume: {begun} began the run in {self.out}; {here} goes on without "
                   "what that replaces", file=sys.stderr)
@@ -320,6 +322,13 @@ class Run(ExitStack):
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self.cut(self.out / name)
+
+    def script(self, line):
+        """The name of the script that a command line starts, with the words that are its own: not
+        train.py's flags. "" where it starts none."""
+        words = [*takewhile(lambda word: word != "&&", command.from_script(line))]
+        own = flags.parser(self.spec, only_given=True).parse_known_args(words[1:])[1]
+        return " ".join([Path(words[0]).name, *own]) if words else ""
 
     def load(self, optimizer):
         """Load checkpoint/ into the optimizer and its parameters; returns its State."""
@@ -399,11 +408,6 @@ class Run(ExitStack):
         finally:
             if (self.out / "checkpoint" / "state.pt").is_file():
                 print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
-
-
-def script_of(line):
-    """The name of the script that a command line starts."""
-    return Path(*command.from_script(line)[:1]).name
 
 
 def rows_of(path):

@@ -921,6 +921,11 @@ MUTANTS = {
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
     ],
     "fast/engine.py": [
+        ("a function of one's own is passed over", "    if name := replaced():\n", "    if (name := None):\n",
+         "fast::a_plain_function_of_ones_own_goes_back_to_the_plain_functions"),
+        ("a function is whose name it says", 'getattr(function, "__globals__", None) is not vars(module)',
+         'getattr(function, "__module__", None) != home', "fast::a_plain_function_of_ones_own_goes_back_to_the_plain_functions"),
+        ("a cache of one's own is passed over", '"KVCache.write",', "", "fast::what_the_kernels_bypass_is_all_that_the_plain_functions_call"),
         ("a small card prefills as a large one does", "            break\n    if fit < 1", "            pass\n    if fit < 1",
          "decode::where_few_rows_fit_a_prefill_takes_fewer_tokens"),
         ("a prefill that was planned small is not", "max_len, top_p, prefill_tokens)\n", "max_len, top_p, memory.PREFILL_TOKENS[0])\n",
@@ -1297,6 +1302,8 @@ MUTANTS = {
          "hub::a_data_set_has_a_revision_too_and_its_split_alone_is_downloaded"),
     ],
     "plumbing/checkpoint.py": [
+        ("all is in four bits, says the config", "            self.dense.append(", "            list().append(",
+         "checkpoint::projections_that_a_script_leaves_in_16_bits_are_exempt_in_the_config"),
         ("activations in silence", "        if layouts.quantizes_activations(raw):", "        if False:",
          "checkpoint::four_bit_activations_stay_in_16_bits_and_a_line_says_so"),
         ('a head of its own is passed over', 'if not torch.equal(head, embedding):',
@@ -1493,6 +1500,11 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "plumbing/run.py": [
+        ("a script's own flags do not count on a resume", "[Path(words[0]).name, *own]", "[Path(words[0]).name]",
+         "train::a_resume_by_another_script_says_so"),
+        ("train.py's flags are a script's own", "parse_known_args(words[1:])[1]", "parse_known_args([])[1] + words[1:]",
+         "train::a_resume_by_another_script_says_so"),
+        ("the command that extended a run is the one that began it", 'word != "&&"', "True", "train::a_resume_by_another_script_says_so"),
         ("an older version's flags are refused one by one", "    if gone := saved.keys() - {f.name for f in spec.flags}:",
          "    if gone := ():", "train::a_run_of_an_older_version_is_refused_in_one_line"),
         ("every resume is by another script", 'if begun not in ("", here):', "if True:", "train::a_resume_by_another_script_says_so"),
@@ -2032,6 +2044,8 @@ MUTANTS = {
         ("JSON unasked", "    if args.json:", "    if True:", "eval::json_is_printed_when_asked_for"),
     ],
     "plumbing/policy.py": [
+        ("an adapter's script is not missed", 'not in ("", "train.py", here)', "in ()",
+         "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
         ("an adapter of another base is taken",
          "trained.get(known) not in (None, now[known])", "False",
          "train::an_adapter_remembers_what_it_was_trained_with"),
@@ -2186,6 +2200,8 @@ MUTANTS = {
          "NUMBER_WORDS[k - 1] if k < 10", "data::every_form_asks_for_the_steps_of_its_chain"),
     ],
     "plumbing/reward.py": [
+        ("a script that has the reward is run twice", "        return script\n", "        pass\n",
+         "data::a_reward_beside_what_a_script_replaces_is_that_scripts"),
         ("a reward moves the run", "            os.chdir(folder)\n", "", "data::an_own_reward_changes_nothing_of_the_trainers"),
         ("a reward switches gradients off", "            torch.set_grad_enabled(gradients)\n", "",
          "data::an_own_reward_changes_nothing_of_the_trainers"),

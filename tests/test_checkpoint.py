@@ -140,6 +140,18 @@ def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own, few):
         M.load(tmp_path / "q")
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "nf4"])
+def test_projections_that_a_script_leaves_in_16_bits_are_exempt_in_the_config(tmp_path, monkeypatch, fmt):
+    """Other tools look for four bits in all that is not on the list."""
+    read, plain = M.read_linear, "layers.1.mlp.down_proj"
+    monkeypatch.setattr(M, "read_linear", lambda m, path, source, quant, *rest: read(m, path, source, "none" if path == plain else quant, *rest))
+    convert.convert(base(tmp_path), tmp_path / "q", fmt)
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert config["ignore" if fmt == "nvfp4" else "llm_int8_skip_modules"] == ["lm_head", f"model.{plain}"]
+    model = M.load(tmp_path / "q")
+    assert [path for path, m in M.projections(model) if m.q is None] == [plain]
+
+
 def test_shards_and_index_load_as_one_file_does(tmp_path):
     folder = base(tmp_path)
     convert.convert(folder, tmp_path / "one")

@@ -2,6 +2,7 @@
 import json
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -177,6 +178,23 @@ def test_own_reward_may_import_what_lies_beside_it(tmp_path, monkeypatch):
     (tmp_path / "beside_it.py").write_text("TWO = 2\n")
     grade = own(tmp_path, "from beside_it import TWO\ndef score(text, row):\n    return TWO\n")
     assert grade("", {})["reward"] == 2
+
+
+def test_a_reward_beside_what_a_script_replaces_is_that_scripts(tmp_path):
+    """Loaded a second time, the file replaced its own replacement: a penalty was taken twice."""
+    (tmp_path / "mine.py").write_text(f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+from plumbing.reward import own_reward
+import data
+data.reward = lambda had=data.reward.__name__: "once" if had == "reward" else "twice"
+def score(text, row):
+    return float(data.reward() == "once")
+if __name__ == "__main__":
+    print(own_reward(sys.argv[1])("", dict())["reward"])
+""")
+    for spec in (f"{tmp_path / 'mine.py'}:score", "mine.py:score"):
+        done = subprocess.run([sys.executable, "mine.py", spec], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout == "1.0\n", done.stderr
 
 
 @pytest.mark.parametrize(("spec", "body", "says"), [

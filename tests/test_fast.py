@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import re
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +248,57 @@ def test_what_counts_as_ones_own_code(monkeypatch, patch):
         way = {"before": "forward_pre", "after": "forward", "back": "full_backward"}[patch]
         getattr(layer, f"register_{way}_hook")(lambda *_: None)
     assert engine.own_code(m).endswith("has a forward or a hook of your own")
+
+
+@pytest.mark.parametrize("how", ["function", "wraps", "partial", "subclass", "factory"])
+def test_a_plain_function_of_ones_own_goes_back_to_the_plain_functions(monkeypatch, on_fast_path, capsys, how):
+    """Noise on the keys of the cache, a sampler of one's own: the kernels compute these themselves, and would pass over them."""
+    m, drawn, kw = random_model(ONE, "nvfp4"), sample.draw, dict(n=2, max_new_tokens=3, seed=1)
+    plain = sample.generate(m, PROMPTS[:3], **kw)
+    if how in ("subclass", "factory"):
+        class Loud(M.KVCache):
+            def write(self, layer, k, v, pos):
+                return super().write(layer, k * 2, v * 2, pos)
+
+        monkeypatch.setattr(M, "KVCache", Loud if how == "subclass" else lambda *args: Loud(*args))
+        name = "model.KVCache.write"
+    else:
+        def lowest(logits, *rest):
+            return drawn(-logits, *rest)
+
+        own = {"wraps": functools.wraps(drawn)(lowest), "partial": functools.partial(lowest)}.get(how, lowest)
+        monkeypatch.setattr(sample, "draw", own)
+        name = "sample.draw"
+    want = sample.generate(m, PROMPTS[:3], **kw)
+    assert want != plain and sample.generate(on_fast_path(m), PROMPTS[:3], **kw) == want and m.fast is None
+    assert capsys.readouterr().err == f"engine: plain from here on, since {name} is your own, and the kernels do not call it\n"
+
+
+# of what the plain path calls: what the fast one calls as well, and how rows of ids become tensors
+SHARED = {"model": {"to_device", "KVCache.__init__", "KVCache.rows"},
+          "sample": {"generate", "check_arguments", "new_rows", "samples_of", "row_keys", "signed", "Row.ended"}}
+
+
+def test_what_the_kernels_bypass_is_all_that_the_plain_functions_call():
+    """A function that joins the plain path and is in neither list: replaced by a script, it would be passed over on a card."""
+    called, files = {"model": set(), "sample": set()}, {M.__file__: "model", sample.__file__: "sample"}
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename in files and "<" not in code.co_qualname and code.co_name != "forward":
+            called[files[code.co_filename]].add(code.co_qualname)
+
+    m, settings = random_model(ONE, "nvfp4", rank=2), grpo.Settings(old_logp="trainer")
+    sys.setprofile(note)
+    try:
+        groups = sample.generate(m, PROMPTS[:3], n=2, max_new_tokens=4, top_p=0.9)
+        batch = [grpo.Completion({}, p, s.ids, s.logprobs, s.finished) for p, g in zip(PROMPTS, groups, strict=False) for s in g]
+        grpo.record_trainer_logprobs(m, batch, settings)
+        grpo.backward(m, batch, settings)
+    finally:
+        sys.setprofile(None)
+    for home, names in called.items():
+        assert names - SHARED[home] == {*engine.BYPASSED[home]}
 
 
 @pytest.mark.parametrize("name", ["embed", "layers.0.attn.q_norm", "layers.0.attn.qkv_proj.base"])

@@ -148,7 +148,7 @@ def test_the_share_of_the_card_is_taken(monkeypatch, shallow):
     assert shares == [0.25, 1.0]
 
 
-def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tmp_path, capsys):
+def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tmp_path, capsys, monkeypatch):
     """AWQ's scales are part of the base as the format is: evaluated without them, an adapter meets another one."""
     m = qwen.load(shallow, dtype=torch.float32)
     lora.add_lora(m, 2, 2.0)
@@ -164,6 +164,11 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     assert (args.awq, args.prompt_style) == (False, "tags")
     policy.check(args)
     assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
+    for script, here, warned in ("a.py --kl 1", "b/a.py", False), ("a.py --kl 1", "eval.py", True), ("train.py", "eval.py", False), ("", "eval.py", False):
+        monkeypatch.setattr(sys, "argv", [here])
+        policy.check(SimpleNamespace(**vars(args) | {"trained_with": had | {"awq": False, "script": script}}))
+        told = f"warning: --adapter {tmp_path}: was trained by a.py --kl 1; if that changes the model itself, eval.py does not\n"
+        assert capsys.readouterr().err == told * warned
     with pytest.raises(ValueError, match="another base"):
         policy.check(SimpleNamespace(**vars(args) | {"trained_with": had | {"weights": "none:0"}}))
 

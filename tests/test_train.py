@@ -16,7 +16,7 @@ from plumbing import arithmetic, curves, files, flags
 from plumbing.command import IDLE, MINOR
 from plumbing.console import DROP_ORDER, show_flags, step_line, warnings_for
 from plumbing.files import TINY, lock
-from plumbing.run import Run, resolve_flags, script_of
+from plumbing.run import Run, resolve_flags
 from plumbing.tokenizer import Tokenizer
 
 import pytest
@@ -240,13 +240,18 @@ def test_a_resume_with_more_steps_extends_the_run(straight, tmp_path, monkeypatc
 
 def test_a_resume_by_another_script_says_so(straight, tmp_path, monkeypatch, capsys):
     """It went on without what the script replaces, and nothing told."""
-    began = script_of(json.loads((straight / "summary.json").read_text())["command"])
-    for script in ("mine.py", began):
-        out = copy_of(straight, tmp_path / script)
-        monkeypatch.setattr(sys, "argv", [f"home/{script}", "--resume", "--out", str(out), "--steps", "5"])
-        assert train.main() == 0
-        told = f"warning: --resume: {began} began the run in {out}; {script} goes on without what that replaces"
-        assert (told in capsys.readouterr().err) == (script == "mine.py")
+    config = json.loads((straight / "config.json").read_text())
+    for begun, here in ("a.py", "b.py"), ("a.py", "a.py"), ("a.py --kl 0.5 fast", "a.py"), ("a.py --kl 0.5", "a.py --kl 0.5"), ("a.py --kl 1", "a.py --kl 2"):
+        out = copy_of(straight, tmp_path / f"{begun}{here}")
+        script, *own = begun.split()
+        line = f"torchrun -- home/{script} --steps 4 {' '.join(own)} --lr 0.1 && python other.py --resume"
+        (out / "config.json").write_text(json.dumps(config | {"command": line}))
+        script, *own = here.split()
+        flags = ["--resume", "--out", str(out), "--steps", "5"]
+        monkeypatch.setattr(sys, "argv", [f"home/{script}", *flags, *own])
+        assert train.main(flags) == 0
+        told = f"warning: --resume: {begun} began the run in {out}; {here} goes on without what that replaces"
+        assert (told in capsys.readouterr().err) == (begun != here)
 
 
 def test_what_is_done_is_done(straight, tmp_path):

@@ -35,7 +35,8 @@ def found(model, completions, target, low=1e-4, high=1.0, halvings=12):
 
 
 def with_target(target):
-    """train.learn, with sigma from `target`. The base decides it, so a resumed run has the same."""
+    """train.learn, with sigma from `target`. The base decides it: a run that is resumed with the
+    same target has the same."""
     def learn_with_target(run, model, tok, optimizer, prompts, *more):
         rows, args = prompts.rows[:PROMPTS], run.args
         if not args.aqn:
