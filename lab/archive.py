@@ -18,14 +18,12 @@ lab/experiments.py compare, lab/plot.py and lab/bench_report.py cards take patte
     python lab/archive.py runs/2x2/* --group 2x2_3b --commit $(git rev-parse --short HEAD)
     python lab/plot.py '2x2_3b/*' --out 2x2.png
 """
-import argparse
 import base64
 import json
 import sys
 import tempfile
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from itertools import takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,18 +44,6 @@ LEFT_OUT = {*command.IDLE, "command", "commits", "seed"} - {"card_share"}
 # the argument of commands that compare runs
 RUNS = {"nargs": "+", "metavar": "RUN", "help": "folder that train.py wrote, or a quoted pattern "
         "of rows in results/runs.jsonl, as '2x2_1.5b/nvfp4*'"}
-
-
-def script_of(line, flags):
-    """The script of a run's command line, and its words that are none of train.py's `flags`, {name:
-    value}, wherever they stand, as text: "mine.py --tau 5"."""
-    parser = command.Parser(add_help=False)
-    for name, value in flags.items():
-        action = argparse.BooleanOptionalAction if isinstance(value, bool) else "store"
-        parser.add_argument(f"--{name.replace('_', '-')}", action=action)
-    words = takewhile(lambda word: word != "&&", command.from_script(line))  # behind it: a resume
-    _, own = parser.parse_known_args([*words])
-    return " ".join(own) or "train.py"
 
 
 def config(run):
@@ -156,7 +142,8 @@ def row_of(run, group, commit, defaults):
     flags = {k: v for k, v in (CONSTANTS | had).items() if k not in LEFT_OUT}
     row = {"group": group, "name": Path(run).resolve().name, "seed": had.get("seed"),
            "flags": {k: v for k, v in flags.items() if v != defaults.get(k)}}
-    if (script := script_of(str(had.get("command")), had)) != "train.py":
+    script = " ".join(command.script_of(str(had.get("command")), had))
+    if script not in ("", "train.py"):
         row["script"] = script
     summary = {k: v for k, v in saved(run, "summary.json").items() if k != "command"}
     row["summary"] = short(summary, 8)

@@ -60,7 +60,7 @@ def told(run):
     if had.get("overlong") != "soft":
         flags.pop("overlong_buffer", None)  # an eighth of the limit now
     try:
-        script = archive.script_of(str(had.get("command", "train.py")), had)
+        script = " ".join(command.script_of(str(had.get("command")), had)) or "train.py"
     except ValueError as e:
         raise ValueError(f"{run}: config.json: {e}") from None
     return archive.CONSTANTS | flags | {"script": script}

@@ -19,7 +19,7 @@ import sys
 import textwrap
 import threading
 from contextlib import contextmanager
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -145,10 +145,15 @@ def numbers(low, end):
     return parse
 
 
-def from_script(line):
-    """The words of a command line from its script on: ["mine.py", "--lr", "1"] of "python mine.py
-    --lr 1"."""
-    return [*dropwhile(lambda word: not word.endswith(".py"), shlex.split(line))]
+def script_of(line, flags):
+    """The script of a run's command line, and its words that are none of train.py's `flags`, {name:
+    value}, wherever they stand: ["mine.py", "--tau", "5"]; [] without a script."""
+    parser = Parser(add_help=False)
+    for name, value in flags.items():
+        action = argparse.BooleanOptionalAction if isinstance(value, bool) else "store"
+        parser.add_argument(f"--{name.replace('_', '-')}", action=action)
+    words = takewhile(lambda word: word != "&&", shlex.split(line))  # behind it: a resume
+    return parser.parse_known_args([*dropwhile(lambda word: not word.endswith(".py"), words)])[1]
 
 
 def become(script, *words):

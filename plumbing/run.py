@@ -23,7 +23,6 @@ import resource
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from time import time  # by name: a reward that replaces time.time leaves the run's clock alone
 
@@ -324,11 +323,9 @@ class Run(ExitStack):
             self.cut(self.out / name)
 
     def script(self, line):
-        """The name of the script that a command line starts, with the words that are its own: not
-        train.py's flags. "" where it starts none."""
-        words = [*takewhile(lambda word: word != "&&", command.from_script(line))]
-        own = flags.parser(self.spec, only_given=True).parse_known_args(words[1:])[1]
-        return " ".join([Path(words[0]).name, *own]) if words else ""
+        """The name of the script that a command line starts, and the words that are its own."""
+        words = command.script_of(line, vars(self.args))
+        return " ".join([Path(words[0]).name, *words[1:]]) if words else ""
 
     def load(self, optimizer):
         """Load checkpoint/ into the optimizer and its parameters; returns its State."""
