@@ -181,6 +181,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         row = {"step": step, **metrics.sample_metrics(first), "groups": len(groups),
                "prompts_sampled": n_prompts, "lr": lr, "sigma": sigma,
                **metrics.update_metrics(updates, args.beta)}
+        run.state.last = dict(row)
         run.log(row, first, result)
         run.advance(step + 1, prompts.cursor, optimizer)
 

@@ -52,6 +52,7 @@ class State:
     best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
     data: str = ""  # digest of the questions
     base: dict = field(default_factory=dict)  # policy.base_of
+    last: dict = field(default_factory=dict)  # the last step's row: an idea may follow from it
     command: str = ""  # the command line that began the run
 
 

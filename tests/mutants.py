@@ -1531,6 +1531,8 @@ MUTANTS = {
          "train::resume_is_exact"),
         ("the parameters are not restored", "                    p.copy_(saved)",
          "                    p.copy_(p)", "train::resume_is_exact"),
+        ("what was measured is not remembered", "return State(**state)", 'return State(**state | {"last": {}})',
+         "train::an_idea_may_follow_what_was_measured_also_in_a_resumed_run"),
         ("the best adapter is not remembered", "return State(**state)",
          'return State(**state | {"best": None})',
          "train::an_extended_run_knows_its_best_adapter"),

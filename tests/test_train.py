@@ -254,6 +254,20 @@ def test_a_resume_by_another_script_says_so(straight, tmp_path, monkeypatch, cap
         assert (told in capsys.readouterr().err) == (begun != here)
 
 
+def test_an_idea_may_follow_what_was_measured_also_in_a_resumed_run(straight, tmp_path, monkeypatch):
+    """A closed loop: sigma is what the entropy of the step before says. It forgot that in a resumed run."""
+    learn, seen = train.learn, []
+
+    def following(run, *rest):
+        monkeypatch.setattr(train.aqn, "set_noise", lambda model, sigma, seed=0: seen.append(run.state.last.get("entropy")))
+        learn(run, *rest)
+
+    monkeypatch.setattr(train, "learn", following)
+    assert train.main(["--resume", "--out", str(copy_of(straight, tmp_path)), "--steps", "6"]) == 0
+    logged = [row["entropy"] for row in rows_of(tmp_path / "copy")]
+    assert seen == logged[3:5] and run(tmp_path / "new") == 0 and seen[2] is None
+
+
 def test_what_is_done_is_done(straight, tmp_path):
     """Resumed with fewer steps than it had, a run ended as one of two flags: it could not be compared, and no resume mended it."""
     out = copy_of(straight, tmp_path)
