@@ -472,7 +472,7 @@ def set_rate(optimizer, lr):
     """Set lr in each parameter group, times the group's `times` if it has that key. AdamW above has
     one group; an optimizer of your own may have several."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("times", 1.0)
+        group["lr"] = float(lr * group.get("times", 1.0))  # numpy's would not be resumed
 
 
 def learning_rate(step, total, peak):

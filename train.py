@@ -85,7 +85,7 @@ FLAGS = (
     Flag("eval-n", number(0, 1e4), 1, "samples a question, 0 for no evaluation"),
     Flag("eval-every", number(0, 1e8), 0, "steps between evaluations; 0: before and after", 10),
     Flag("eval-limit", number(1, 1e8), None, "how many questions (default: all)", 256),
-    Flag("eval-temperature", number(0, 100, float), 0.6, "0 is greedy"),
+    Flag("eval-temperature", flags.temperature, 0.6, "0 is greedy"),
     "run",
     Flag("out", str, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
     Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it, and noise "
@@ -107,6 +107,10 @@ NEEDS = {
 
 def check(args):
     """ValueError for flags that contradict each other; --out's default."""
+    if args.out is None:
+        args.out = f"runs/{Path(args.model).name}-{Path(args.data).stem}-{args.quant}-s{args.seed}"
+    if args.resume:  # its flags are the run's own, which were checked when it began
+        return
     flags.check_graded(args)
     if args.aqn:
         for stage in {0, 1, aqn.STAGES // 2, aqn.STAGES - 1}:  # what it would raise later
@@ -125,8 +129,6 @@ def check(args):
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
                          f"its own, and --prompts-per-step is {args.prompts_per_step}")
     flags.check_copies("eval-n", args.eval_n, args.eval_temperature, "--eval-temperature 0")
-    if args.out is None:
-        args.out = f"runs/{Path(args.model).name}-{Path(args.data).stem}-{args.quant}-s{args.seed}"
 
 
 COMMAND = flags.Command("train", "QeRL training.", FLAGS, check, trains=True)

@@ -79,30 +79,27 @@ def refusal(model):
 
 
 def tile(model):
-    """Lay out the four-bit codes of every projection for the tensor core."""
+    """Lay out the four-bit codes of every projection for the tensor core, in place: what is
+    attached to a linear stays."""
+    from fast import layout
     from fast.gemm import TiledLinear
 
-    replace_linears(model, nvfp4.QuantLinear, TiledLinear.of)
+    for _, m in projections(model):
+        if type(m.base) is nvfp4.QuantLinear:
+            m.base.codes, m.base.__class__ = layout.tile(m.base.q).codes, TiledLinear
 
 
 def uninstall(model):
     """The plain functions again, and all that the fast ones kept is freed."""
-    from fast import engine, linears
+    from fast import engine, layout, linears
     from fast.gemm import TiledLinear
 
     engine.release(model)
     linears.LINEARS.pop(model, None)
     model.fast = None
-    replace_linears(model, TiledLinear, TiledLinear.plain)
-
-
-def replace_linears(model, kind, change):
-    """Replace each frozen linear of exactly this kind by change(linear), layer by layer."""
-    paths = [path for path, _ in projections(model)]  # of the linears none must be kept alive
-    for path in paths:
-        m = model.get_submodule(path)
-        if type(m.base) is kind:
-            model.set_submodule(path if m is m.base else f"{path}.base", change(m.base))
+    for _, m in projections(model):
+        if type(m.base) is TiledLinear:
+            m.base.codes, m.base.__class__ = layout.untile(m.base.q).codes, nvfp4.QuantLinear
 
 
 class Fast:

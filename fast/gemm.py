@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work
 from fast.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
-from fast.layout import CHUNK, Tiled, tile, untile
+from fast.layout import CHUNK, Tiled
 from fast.plan import few, plan, sms, space
 from nvfp4 import FORMATS, QuantLinear, scale_bits
 
@@ -399,14 +399,8 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
 
 
 class TiledLinear(QuantLinear):
-    """nvfp4.QuantLinear with its codes laid out for the tensor core (fast/layout.py)."""
-
-    @classmethod
-    def of(cls, linear):
-        return cls(tile(linear.q), linear.parts, linear.bias)
-
-    def plain(self):
-        return QuantLinear(untile(self.q), self.parts, self.bias)
+    """nvfp4.QuantLinear with its codes laid out for the tensor core (fast/layout.py); fast.tile and
+    fast.uninstall turn one into the other."""
 
     @property
     def q(self):

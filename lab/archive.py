@@ -166,9 +166,10 @@ def add(runs, group, commit):
     """Append the rows of folders to the table."""
     defaults, known = read()
     rows = [row_of(run, group, commit, defaults) for run in runs]
-    if there := {f"{group}/{row['name']}" for row in rows} & known.keys():
-        raise ValueError(f"--group {group}: {min(there)} is in {TABLE} already; choose another, or "
-                         "delete its row")
+    names = [f"{group}/{row['name']}" for row in rows]
+    if there := {name for name in names if name in known or names.count(name) > 1}:
+        raise ValueError(f"--group {group}: {min(there)} is in {TABLE} already, or given twice; "
+                         "choose another, or delete its row")
     append(TABLE, rows, separators=(",", ":"))
     print(f"{TABLE}: {len(rows)} rows more, {len(known) + len(rows)} runs")
 

@@ -24,7 +24,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import command, curves, flags, metrics
+from plumbing import command, curves, flags, metrics, ranks
 from plumbing.files import check_out, saved, write_json
 
 import numpy as np
@@ -153,13 +153,14 @@ def change_text(less, more, causes, values):
 def flags_used(runs):
     """{run: {flag: value}}, the same flags for each, by name: an older run that was not asked for
     one has its default, and one that did nothing is UNUSED."""
-    default, told, had = vars(flags.parse(train.COMMAND, [])), {}, {}
+    told, had = {}, {}
     for run in runs:
         archive.config(run)  # ValueError without one, which `told` passes over
         told[run] = plot.told(run)
     every = sorted({*chain(*told.values())})
     for run, given in told.items():
-        now = default | given
+        tiny = flags.is_tiny(given.get("model", "tiny"))
+        now = vars(flags.parser(train.COMMAND, tiny).parse_args([])) | given
         off = {k for k, (_, used) in train.NEEDS.items() if not used(argparse.Namespace(**now))}
         had[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
     return had
@@ -254,12 +255,13 @@ def gradient(args, argv):
             cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
             out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})
             print(json.dumps(out[-1]), flush=True)
-    write_json(args.out, out)
+    ranks.first(write_json)(args.out, out)
 
 
 def gradient_of(model, params, completions, settings):
     """(gradient of all parameters as one vector, share of clipped tokens) under the clean model."""
     total = grpo.backward(model, completions, settings)
+    ranks.sum_gradients(params)
     flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None] or [torch.zeros(1)])
     if not flat.any():
         raise ValueError("--group-size: in no group do rewards differ, or all were cut and masked, "

@@ -288,8 +288,14 @@ class Run(ExitStack):
             self.write_weights("model")
         state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
                  "optimizer": optimizer.state_dict()}
+        state["last"] = json.loads(json.dumps(state["last"]))  # a schedule's numpy number, say
         with whole(self.out / "checkpoint" / "state.pt") as part:
             torch.save(state, part)
+            try:
+                torch.load(part, "meta", weights_only=True, mmap=True)  # reads no tensor
+            except pickle.UnpicklingError as e:
+                raise ValueError(f"the checkpoint could not be resumed ({cause(e):.80}): keep "
+                                 "numbers, text, lists, dicts or tensors in param_groups") from None
 
     @ranks.first
     def write_weights(self, name):

@@ -40,6 +40,8 @@ LIBRARIES = ("pytest", "torch", "torch._dynamo", "torch.utils.checkpoint", "nump
 # written as file::name without the two words "test_".
 MUTANTS = {
     "train.py": [
+        ("a resume is checked beside the demo's flags", "    if args.resume:  #", "    if False:  #",
+         "train::what_a_resume_repeats_is_checked_beside_the_runs_own_flags"),
         ("all parameters are trained in the device's dtype", 'args.dtype = "float32"', "pass",
          "train::all_parameters_are_trained_in_float32"),
         ("held-out questions are looked at in the evaluation",
@@ -210,6 +212,7 @@ MUTANTS = {
          '"lora-rank", number(0, 4097), 16', "flags::the_defaults_are_the_papers"),
     ],
     "grpo.py": [
+        ("numpy's rate is not resumed", "= float(lr * group", "= (lr * group", "train::a_schedule_in_numpy_can_be_resumed"),
         ("a ratio of inf is NaN to all", ".clamp(max=80).exp()", ".exp()",
          "grpo::a_ratio_too_large_for_its_float_leaves_the_other_tokens_their_gradient"),
         ("a ratio of 55 is as good as infinite", "clamp(max=80)", "clamp(max=4)",
@@ -622,8 +625,6 @@ MUTANTS = {
          "gemm::what_the_kernels_cannot_take_is_an_error"),
         ("a linear that was laid out has no bias", "        return y if self.bias is None else y + self.bias", "        return y",
          "fast::a_linear_that_was_laid_out_is_the_same_linear"),
-        ("a plain linear keeps the codes as they were laid out", "QuantLinear(untile(self.q),", "QuantLinear(self.q,",
-         "fast::a_linear_that_was_laid_out_is_the_same_linear"),
     ],
     "fast/adapter.py": [
         ("an adapter's gradients are rounded", "a.float() @ b.float()", "(a @ b).float()",
@@ -737,18 +738,18 @@ MUTANTS = {
          "fast::what_the_kernels_do_not_take_is_refused_with_a_reason"),
         ("heads of any size will do", "if config.head_dim not in (32, 64, 128):", "if False:",
          "fast::what_the_kernels_do_not_take_is_refused_with_a_reason"),
-        ("all codes are there twice", "    paths = [path for path, _ in projections(model)]  # of the linears none must be kept alive\n"
-         "    for path in paths:\n        m = model.get_submodule(path)\n", "    for path, m in projections(model):\n",
+        ("all codes are there twice", "            m.base.codes, m.base.__class__ = layout.tile(m.base.q).codes, TiledLinear\n",
+         "            m.base.old, m.base.codes, m.base.__class__ = m.base.codes, layout.tile(m.base.q).codes, TiledLinear\n",
          "fast::one_copy_of_the_codes_at_any_time"),
-        ("codes are laid out twice", "type(m.base) is kind", "isinstance(m.base, kind)",
+        ("codes are laid out twice", "type(m.base) is nvfp4.QuantLinear", "isinstance(m.base, nvfp4.QuantLinear)",
          "fast::a_model_that_was_laid_out_is_not_laid_out_again"),
-        ("an adapter's base stays as it is", 'path if m is m.base else f"{path}.base"', "path",
+        ("an adapter's base stays as it is", "if type(m.base) is TiledLinear", "if type(m) is TiledLinear",
          "fast::uninstall_gives_the_plain_model_back_bit_for_bit"),
         ("16-bit copies outlive the kernels", "    linears.LINEARS.pop(model, None)\n", "",
          "fast::uninstall_gives_the_plain_model_back_bit_for_bit"),
         ("keys and values outlive the kernels", "    engine.release(model)\n", "",
          "fast::uninstall_gives_the_plain_model_back_bit_for_bit"),
-        ("codes stay as they were laid out", "    replace_linears(model, TiledLinear, TiledLinear.plain)\n", "",
+        ("codes stay as they were laid out", "layout.untile(m.base.q).codes", "m.base.codes",
          "fast::uninstall_gives_the_plain_model_back_bit_for_bit"),
         ("rollouts are planned for code of one's own", "if self.knows(model):", "if True:",
          "fast::a_run_plans_no_rollouts_for_code_of_ones_own"),
@@ -1504,6 +1505,10 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "plumbing/run.py": [
+        ("a schedule's own number is saved as it is", "json.loads(json.dumps(state[\"last\"]))", 'state["last"]',
+         "train::a_schedule_in_numpy_can_be_resumed"),
+        ("what cannot be resumed is saved", 'torch.load(part, "meta", weights_only=True, mmap=True)', "pass",
+         "train::a_schedule_in_numpy_can_be_resumed"),
         ("a script's own flags do not count on a resume", "[Path(words[0]).name, *words[1:]]", "[Path(words[0]).name]",
          "train::a_resume_by_another_script_says_so"),
         ("train.py's flags are a script's own", "script_of(line, vars(self.args))", "script_of(line, {})",
@@ -1759,6 +1764,8 @@ MUTANTS = {
          "train::the_line_to_continue_with_continues"),
     ],
     "plumbing/flags.py": [
+        ("a temperature that overflows is taken", "if 0 < value < 1e-6:", "if False:",
+         "flags::a_temperature_that_overflows_is_refused_with_the_other_flags"),
         ("a copy of the embedded model is another", "and file_digest(weights) == file_digest(ours))", "and False)",
          "flags::a_copy_of_the_embedded_model_is_the_embedded_model"),
         ("an adapter is evaluated on what the branch holds now", '        hub.COMMITS.setdefault(args.model, args.trained_with["commit"])',
@@ -1803,7 +1810,7 @@ MUTANTS = {
          'if command.name == "sample" and f.name == "prompt-style":', 'if f.name == "prompt-style":',
          "flags::questions_are_asked_for_a_format_and_chats_are_not"),
         ("another temperature of evaluations than the paper's",
-         'Flag("temperature", number(0, 100, float), 0.6', 'Flag("temperature", number(0, 100, float), 1.0',
+         'Flag("temperature", temperature, 0.6', 'Flag("temperature", temperature, 1.0',
          "eval::flags_reach_the_evaluation"),
         ("another nucleus of evaluations than the paper's", 'closed=True), 0.95,\n         "draw',
          'closed=True), 1.0,\n         "draw', "eval::flags_reach_the_evaluation"),
@@ -1836,6 +1843,7 @@ MUTANTS = {
          "if True:", "plot::a_flag_that_is_a_constant_now_does_not_part_new_runs_from_old_ones"),
     ],
     "lab/archive.py": [
+        ("two folders of one name are two rows", "or names.count(name) > 1", "", "archive::what_is_no_run_is_named"),
         ("the kept rows have no KL, which plans quote", '"sampler_kl", "clip_first_frac", ', "",
          "archive::rows_print_what_their_folders_print"),
         ("grades lose the zeros that they begin with", 'int("1" + "".join(map(str, bits)), 2)', 'int("".join(map(str, bits)), 2)',
@@ -1854,6 +1862,10 @@ MUTANTS = {
         ("nothing matches, and nothing is said", "            if not matching:", "            if False:", "archive::what_is_no_run_is_named"),
     ],
     "lab/experiments.py": [
+        ("a rank measures the gradient of its share", "    ranks.sum_gradients(params)\n", "",
+         "ranks::two_ranks_measure_the_gradient_of_one"),
+        ("older runs had the demo's defaults", "flags.parser(train.COMMAND, tiny)", "flags.parser(train.COMMAND, True)",
+         "experiments::an_older_run_had_the_defaults_of_its_own_model"),
         ("an interval as if the error were known", "(student(p, len(values) - 1) for p in (0.975, 0.8))", "(student(p, 9999) for p in (0.975, 0.8))",
          "archive::intervals_are_students"),
         ("the narrower interval", "margin, least = max(margins)", "margin, least = min(margins)", "archive::the_wider_error_makes_the_interval"),

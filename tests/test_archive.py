@@ -2,6 +2,7 @@
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 from plumbing import curves, flags
@@ -83,6 +84,8 @@ def test_what_is_no_run_is_named(table, tmp_path, capsys):
     run = trained(tmp_path / "s0", "none", 0)
     assert archive.main([run, "--group", "mine"]) == 0 and "1 rows more, 1 runs" in capsys.readouterr().out
     size = table.stat().st_size
+    twice = shutil.copytree(run, tmp_path / "again" / "s0")
+    assert archive.main([run, str(twice), "--group", "other"]) == 2 and "other/s0 is in" in capsys.readouterr().err
     for argv, why in (([run, "--group", "mine"], "--group mine: mine/s0 is in"), ([str(tmp_path), "--group", "other"], "metrics.jsonl"), ([run], "--group")):
         assert archive.main(argv) == 2 and why in capsys.readouterr().err
     (tmp_path / "s0" / "config.json").unlink()

@@ -110,7 +110,7 @@ def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, c
 @pytest.mark.parametrize(("argv", "says"), [
     (["--model", "no/such-folder-here/at-all", "--prompt", "x"], "--model"),
     (["--temperature", "-1", "--prompt", "x"], "--temperature"), (["--file", "missing.txt", "--out", "o"], "--file"),
-    (["--temperature", "1e-40", "--prompt", "x"], "--temperature 1e-40: must be 0 (greedy), or 1e-6 or more"),
+    (["--temperature", "1e-40", "--prompt", "x"], "--temperature: 1e-40: must be 0 (greedy), or 1e-6 or more"),
     (["--temperature", "0", "--n", "2", "--file", "x", "--out", "o"], "--n 2: --temperature 0 gives the same completion each time"),
     (["--file", "x"], "--out"), (["--adapter", "nowhere", "--prompt", "x"], "--adapter"),
     (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"), (["--prompt", "x", "--max-new-tokens", "999"], "positions"),

@@ -127,6 +127,15 @@ def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     assert experiments.main(["compare", *runs]) == 2 and "none_1_0: has no accuracy_after" in capsys.readouterr().err
 
 
+def test_an_older_run_had_the_defaults_of_its_own_model(tmp_path, capsys):
+    """Those of the demo's made flags differ in which the two runs agree."""
+    for out in (runs := trained(tmp_path, 1)[::2]):
+        config = json.loads((tmp_path / out / "config.json").read_text()) | {"model": "Qwen/x", "loss": "grpo", "overlong": "none", "lr": 1e-5}
+        older = {k: v for k, v in config.items() if k not in ("loss", "overlong", "lr")} if "none" in str(out) else config
+        (tmp_path / out / "config.json").write_text(json.dumps(older))
+    assert experiments.main(["compare", *map(str, runs)]) == 0 and capsys.readouterr().out.startswith("quant none -> nvfp4: +10.0")
+
+
 def test_no_gradient_is_an_error(monkeypatch):
     """Where all completions of a question are graded alike."""
     p = torch.nn.Parameter(torch.zeros(2))

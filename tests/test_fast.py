@@ -116,21 +116,24 @@ def test_one_copy_of_the_codes_at_any_time(monkeypatch, rank):
 def test_a_linear_that_was_laid_out_is_the_same_linear(fmt):
     """Of rows and columns that fill no group and no chunk, with a bias, on the CPU; and back."""
     q = nvfp4.quantize(torch.randn(20, 192, generator=torch.Generator().manual_seed(0)), fmt)
-    plain = nvfp4.QuantLinear(q, {"q_proj": 12, "k_proj": 8}, torch.arange(20.0))
-    tiled, x = gemm.TiledLinear.of(plain), torch.randn(3, 2, 192)
-    torch.testing.assert_close(tiled(x), plain(x))
-    assert torch.equal(tiled.dense(), plain.dense()) and (tiled.parts, tiled.shape) == (plain.parts, plain.shape)
-    back = tiled.plain()
-    assert type(back) is nvfp4.QuantLinear and torch.equal(back.codes, plain.codes) and torch.equal(back(x), plain(x))
+    m, x = random_model(ONE), torch.randn(3, 2, 192)
+    plain = m.layers[0].attn.qkv_proj = nvfp4.QuantLinear(q, {"q_proj": 12, "k_proj": 8}, torch.arange(20.0))
+    y, dense = plain(x), plain.dense()
+    fast.tile(m)
+    plain.copy = None
+    assert type(plain) is gemm.TiledLinear and not torch.equal(plain.codes, q.codes) and torch.equal(plain.dense(), dense)
+    torch.testing.assert_close(plain(x), y)
+    fast.uninstall(m)
+    assert type(plain) is nvfp4.QuantLinear and torch.equal(plain.codes, q.codes) and torch.equal(plain(x), y)
 
 
 def test_a_model_that_was_laid_out_is_not_laid_out_again():
     """Its codes would be taken for a checkpoint's: as many bytes, other weights."""
     m = random_model(ONE, "nvfp4")
     fast.tile(m)
-    before = [linear.base for _, linear in M.projections(m)]
+    before = [linear.base.codes for _, linear in M.projections(m)]
     fast.tile(m)
-    assert all(linear.base is old for (_, linear), old in zip(M.projections(m), before, strict=True))
+    assert all(linear.base.codes is old for (_, linear), old in zip(M.projections(m), before, strict=True))
 
 
 @pytest.mark.parametrize(("quant", "rank"), [("nvfp4", 3), ("mxfp4", 0), ("none", 3)])
@@ -169,19 +172,22 @@ class NoisyMLP(M.MLP):
 
 
 def change(m, what):
-    """A forward, a hook or a noise of one's own in the first block."""
+    """A forward, a hook or a noise of one's own in the first block; "base": a hook on what has the codes."""
     mlp = m.layers[0].mlp
     if what == "forward":
         own = mlp.forward
         mlp.forward = lambda x: 0.5 * own(x)
     elif what == "hook":
         m.layers[0].attn.o_proj.register_forward_hook(lambda module, args, y: 0.5 * y)
+    elif what == "base":
+        m.layers[0].attn.o_proj.base.register_forward_hook(lambda module, args, y: 0.5 * y)
     else:
         mlp.__class__ = NoisyMLP
         mlp.register_buffer("noise", torch.linspace(-0.5, 0.5, m.config.hidden_size))
 
 
 OWN = {"forward": "layers.0.mlp has a forward or a hook of your own", "hook": "layers.0.attn.o_proj has a forward or a hook of your own",
+       "base": "layers.0.attn.o_proj.base has a forward or a hook of your own",
        "noise": "layers.0.mlp.noise is a noise of your own, and the kernels read that of the norms alone"}
 
 

@@ -148,6 +148,16 @@ def test_the_share_of_the_card_is_taken(monkeypatch, shallow):
     assert shares == [0.25, 1.0]
 
 
+@pytest.mark.parametrize(("spec", "flag"), [(train.COMMAND, "--eval-temperature"), (evaluation.COMMAND, "--temperature"), (chat.COMMAND, "--temperature")])
+def test_a_temperature_that_overflows_is_refused_with_the_other_flags(spec, flag):
+    """It was refused after the model was loaded, in a run folder that had been made, as another flag."""
+    for value in ("1e-7", "-1", "nan", "100", "hot"):
+        with pytest.raises(ValueError, match=f"argument {flag}: "):
+            flags.parse(spec, [flag, value])
+    for value in ("0", "1e-6", "2"):
+        assert float(value) in vars(flags.parse(spec, [flag, value])).values()
+
+
 def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tmp_path, capsys, monkeypatch):
     """AWQ's scales are part of the base as the format is: evaluated without them, an adapter meets another one."""
     m = qwen.load(shallow, dtype=torch.float32)

@@ -19,10 +19,12 @@ from plumbing.files import TINY, lock
 from plumbing.run import Run, resolve_flags
 from plumbing.tokenizer import Tokenizer
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import aqn
 import data
 import eval as evaluation
 import grpo
@@ -259,13 +261,34 @@ def test_an_idea_may_follow_what_was_measured_also_in_a_resumed_run(straight, tm
     learn, seen = train.learn, []
 
     def following(run, *rest):
-        monkeypatch.setattr(train.aqn, "set_noise", lambda model, sigma, seed=0: seen.append(run.state.last.get("entropy")))
+        monkeypatch.setattr(aqn, "set_noise", lambda model, sigma, seed=0: seen.append(run.state.last.get("entropy")))
         learn(run, *rest)
 
     monkeypatch.setattr(train, "learn", following)
     assert train.main(["--resume", "--out", str(copy_of(straight, tmp_path)), "--steps", "6"]) == 0
     logged = [row["entropy"] for row in rows_of(tmp_path / "copy")]
     assert seen == logged[3:5] and run(tmp_path / "new") == 0 and seen[2] is None
+
+
+def test_a_schedule_in_numpy_can_be_resumed(tmp_path, monkeypatch, capsys):
+    """Its numbers print and log as others do; the checkpoint that held one was refused as none."""
+    monkeypatch.setitem(aqn.SCHEDULES, "mine", lambda start, end, x, n: start * np.cos(x) + end)
+    rate, update = grpo.learning_rate, grpo.update
+    monkeypatch.setattr(grpo, "learning_rate", lambda *a: np.float64(rate(*a)))
+    out = tmp_path / "run"
+    assert run(out, "--aqn-schedule", "mine") == 0
+    assert train.main(["--resume", "--out", str(out), "--steps", "5"]) == 0 and len(rows_of(out)) == 5
+    # a script keeps one where nothing can turn it into a plain number: it is told at the first save, not at the resume
+    monkeypatch.setattr(grpo, "update", lambda model, o, *a: [update(model, o, *a), o.param_groups[0].update(mine=np.float64(1))][0])
+    assert run(tmp_path / "other") == 2
+    assert "the checkpoint could not be resumed" in capsys.readouterr().err and not (tmp_path / "other" / "checkpoint" / "state.pt").exists()
+
+
+def test_what_a_resume_repeats_is_checked_beside_the_runs_own_flags(tmp_path):
+    """It was compared with the demo's defaults, which the run does not have."""
+    argv = ["--out", str(tmp_path / "run"), "--updates-per-rollout", "15", "--eval-n", "0", "--group-size", "2", "--max-new-tokens", "2"]
+    assert train.main([*argv, "--prompts-per-step", "20", "--steps", "1"]) == 0
+    assert train.main([*argv, "--resume", "--steps", "2"]) == 0
 
 
 def test_what_is_done_is_done(straight, tmp_path):
@@ -910,8 +933,8 @@ def test_a_noise_within_the_adapter_is_not_saved(tmp_path, monkeypatch):
             put[layer.A] = layer.A.detach().clone()
             layer.A.data += 0.01
 
-    monkeypatch.setattr(train.aqn, "clear", clear)
-    monkeypatch.setattr(train.aqn, "set_noise", set_noise)
+    monkeypatch.setattr(aqn, "clear", clear)
+    monkeypatch.setattr(aqn, "set_noise", set_noise)
     assert run(tmp_path / "straight") == 0
 
     def stopped(*args, **kwargs):
