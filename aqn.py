@@ -9,8 +9,8 @@ weights behind it, without a new GEMM and without touching a 4-bit weight. q,k,v
 input_layernorm and gate,up that of post_attention_layernorm; o, down and the LM head get none.
 
 The noise has its own buffer (`norm.noise`) and is never added to the weight: redrawing replaces it,
-sigma 0 restores the clean model bit for bit, and a run cannot random-walk. It is written in place,
-so CUDA graphs that captured the buffers see it.
+sigma 0 restores the clean model bit for bit, and weights cannot drift. It is written in place, so
+CUDA graphs that captured the buffers see it.
 
     sigma = aqn.sigma(step, total_steps, 1e-2, 5e-4)
     aqn.set_noise(model, sigma, aqn.noise_seed(seed, step))    # once a step, before its rollouts
@@ -21,7 +21,7 @@ second half of the layers, and scaled by w). Draw it from a generator seeded by 
 repeats, a resumed run continues as it would have, and all ranks have the same noise. Every RMSNorm
 has a buffer, including the last (model.norm) and Qwen3's q_norm and k_norm; any other module's
 buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into an
-evaluation, nor into an update unless --aqn-scope both.
+evaluation, or, unless --aqn-scope is both, into an update.
 
     def set_noise(model, sigma, seed=0):
         aqn.clear(model)
@@ -113,8 +113,8 @@ def norms(model):
 
 
 def noise_seed(*key):
-    """A 63-bit seed from integers or strings. From (run seed, step), noise is redrawn at each step
-    and is the same again after a resume.
+    """A 63-bit seed from integers or strings. Seeded by (run seed, step), noise is redrawn each
+    step and is the same again after a resume.
 
     A hash, because seed + step would give run 0 at step 1 the noise of run 1 at step 0."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
@@ -129,14 +129,14 @@ def buffers(model):
 
 @torch.no_grad()
 def clear(model):
-    """0 in every noise buffer: the clean model, bit for bit."""
+    """Zero every noise buffer: the clean model, bit for bit."""
     for b in buffers(model).values():
         b.zero_()
 
 
 @torch.no_grad()
 def set_noise(model, sigma, seed=0):
-    """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`; 0 in every other noise buffer.
+    """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`; zero every other noise buffer.
 
     The old noise is replaced, never added to. Z is float32, from a CPU generator seeded by (seed,
     layer, norm): the same on every rank and device. sigma = 0 clears all noise, bit for bit."""

@@ -6,7 +6,7 @@ data set's files (plumbing/datasets.py); `questions` splits them for a run. `pro
 the chat template (plumbing/tokenizer.py). `reward` is 0.2 for the format and 1.0 for the right
 answer, numbers compared as exact fractions (plumbing/grade.py).
 
-Left out: learned reward models, and streaming sets that do not fit in memory.
+Left out: learned reward models, and the streaming of sets that do not fit in memory.
 
     rows = load("gsm8k", "train")
     reward("<think>5 + 2</think><answer>7</answer>", rows[0]["answer"])
@@ -46,7 +46,7 @@ def load(name, split="train", n=None, seed=0, levels=None):
 
 
 def questions(args):
-    """(training rows, held-out rows): the data set's own splits. Of a single file, a tenth of the
+    """(training rows, held-out rows): the data set's own splits. From a single file, a tenth of the
     questions is held out, each once, and no row that asks one of these is trained on."""
     if Path(args.data).is_file():
         rows = load(args.data, levels=args.levels)
@@ -94,7 +94,7 @@ def reward(text, answer, style="tags"):
 
     tags: the format is <think>..</think><answer>..</answer>; the answer is the last <answer>'s
     content, unless it is inside <think>. boxed: the format is a closed \\boxed{}; the answer is the
-    last one's content, or the last term with a digit if no box was closed, whole (3/4, not 4).
+    last one's content, or, if no box was closed, the last term with a digit, whole (3/4, not 4).
     Takes any text, in time linear in its length.
     """
     return rewards([(text, answer)], style)[0]

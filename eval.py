@@ -80,7 +80,7 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
              progress=False, ks=()):
     """Sample n completions a question and grade them, with AQN's noise off.
 
-    max_new_tokens None: 4096, or what the model's positions leave. score: from data.scorer (the
+    max_new_tokens None: 4096, or fewer if positions run out. score: from data.scorer (the
     style's by default). Returns `summary`'s dict, skipped (longer than max_prompt), and rows:
     [{"question", "answer", "accuracy", "samples": [{"text", "given", "correct", "format", "length",
     "finished"}]}]."""
@@ -201,7 +201,7 @@ def run(args, argv):
     checkpoint.fetch(args.model)
     sets = read_sets(args)
     trained_by = args.trained_with.get("reward")
-    if trained_by and not args.reward:  # it is code, which is not run unasked
+    if trained_by and not args.reward:  # a reward is code, which is not run unasked
         print(f"warning: trained by --reward {trained_by}, graded here by --prompt-style "
               f"{args.prompt_style}; add --reward to compare with the run's own accuracy",
               file=sys.stderr)

@@ -2,9 +2,9 @@
 The RL mathematics of QeRL: advantages, objectives, one optimizer step (update -> backward ->
 batch_loss -> completion_logprobs, policy_loss).
 
-An objective is three functions: the level at which a ratio is taken, what of it is maximised, and
-what the sum over the tokens is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of one
-table (`OBJECTIVES`); your own takes three functions or fewer. Also here: clip-higher, a KL term
+An objective is three functions: the level (token or completion) at which the ratio is taken, the
+gain to maximise, and what its sum is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of
+one table (`OBJECTIVES`); your own takes at most three functions. Also here: clip-higher, a KL term
 (k3), truncated importance weights between sampler and trainer, DAPO's soft length penalty. Left
 out: value networks and GAE (a group's mean is the baseline) and entropy bonuses (the paper uses
 none: quantization noise explores).
@@ -35,7 +35,7 @@ import lora
 import model as qwen
 from model import to_device
 
-# the paper's, and no flags
+# the paper's values, for which there are no flags
 BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1  # AdamW's
 WARMUP = 0.1  # share of the updates that warm up
 TIS_CAP = 2.0  # cap of the importance weights of --old-logp trainer and current
@@ -75,7 +75,7 @@ def advantages(rewards, scale=True, eps=1e-4):
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards {tuple(rewards.shape)}: want (prompts, group), --group-size at "
                          "least 2")
-    # minus the group's first: the mean of eight 0.2s is not 0.2, and 1 / eps turns that into noise
+    # minus the first reward: the mean of eight 0.2s is not quite 0.2, and 1 / eps amplifies that
     r = rewards.double() - rewards[:, :1].double()
     centred = r - r.mean(1, keepdim=True)
     return (centred / (r.std(1, keepdim=True) + eps) if scale else centred).float()
@@ -156,7 +156,7 @@ def token_mean(per_token, mask, tokens, seqs, max_len):
 
 
 def constant(per_token, mask, tokens, seqs, max_len):
-    """Dr.GRPO: divides by a constant, not by the length, since that would favour short right and
+    """Dr.GRPO: divides by a constant, since dividing by the length would favour short right and
     long wrong answers."""
     return per_token.sum() / (seqs * max_len)
 
@@ -187,8 +187,8 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
                 total_seqs=None, max_len=None, entropy=None):
     """The policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
 
-    logp, old_logp: (B, T), of the trained policy (differentiable), and of the sampler, as it
-        recorded them: with noise the two differ from the first update on.
+    logp, old_logp: (B, T) log-probs, of the trained policy (differentiable) and of the sampler,
+        as it recorded them: with noise the two differ from the first update on.
     advantages: (B,). mask: (B, T) bool, true on the completion tokens to train on.
     loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
     ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
@@ -345,9 +345,9 @@ def in_rows(completions, logp, entropy):
 
 
 def micro_batches(model, completions, token_budget):
-    """This rank's share of the completions, in lists that are computed at once: the shortest first,
-    so that little of a padded row is padding, and rows x longest within the budget. A completion
-    that exceeds it is a list of its own."""
+    """This rank's share of the completions, in lists that are each computed at once: the shortest
+    first, so that rows need little padding, and with rows x longest within the budget. A completion
+    that exceeds it gets a list of its own."""
     if model.fast and model.fast.knows(model):
         return model.fast.micro_batches(model, completions, token_budget)
 
@@ -365,7 +365,7 @@ def micro_batches(model, completions, token_budget):
 
 
 def trained(completions, overlong):
-    """The completions to train on: DAPO's mask omits truncated ones, neither right nor wrong."""
+    """The completions to train on: DAPO's mask omits truncated ones, as neither right nor wrong."""
     return [c for c in completions if c.finished or overlong != "mask"]
 
 
@@ -382,7 +382,7 @@ def record_trainer_logprobs(model, completions, settings):
         for c, row in zip(batch, rows, strict=True):
             c.trainer_logprobs = row[: len(c.ids)]
 
-    # Each rank has computed its share; all need all.
+    # Each rank has computed its share; every rank needs them all.
     own = {i: c.trainer_logprobs for i, c in enumerate(chosen) if c.trainer_logprobs}
     for share in ranks.gather(own):
         for i, logprobs in share.items():
@@ -419,7 +419,7 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
 
 def backward(model, completions, settings):
     """Accumulate the gradient of the loss of whole groups in the parameters, by micro-batch ->
-    summed metrics, or None if no completion is trained on. Each rank accumulates its share's.
+    summed metrics, or None if no completion is trained on. Each rank does its own share.
 
     The loss is normalised by the counts of all completions, so that micro-batches, and ranks, add
     up to the full-batch loss."""

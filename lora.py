@@ -133,7 +133,7 @@ def names(path, part):
 
 def adapter_state(model):
     """PEFT's names -> the A (R, K) and B (N_p, R) of each original projection, as views of the
-    parameters, and the norms that are the adapter's."""
+    parameters, and any norms that belong to the adapter."""
     state = {name: norm.weight.detach() for name, norm in peft.own_norms(model).items()}
     for path, m in lora_layers(model):
         for part, pair in m.by_part().items():

@@ -2,11 +2,11 @@
 The FP4 GEMM to read: y = x w_hat^T for activations x (M, K) and a weight (N, K) of four-bit codes,
 in plain Triton.
 
-A few rows cost what reading the weight costs. With M rows each weight takes part in M products, and
-a GPU can do some 300 of them in the time in which it reads one 16-bit number. While text is
-decoded, M is the number of sequences, so the arithmetic is free, and four bits instead of sixteen
-are up to 3.5 times the speed. `gemm_kernel` turns codes into numbers in registers, on their way to
-the tensor core.
+A few rows cost only what reading the weight costs. With M rows each weight takes part in M
+products, and a GPU can do some 300 of them in the time it takes to read one 16-bit number. While
+text is generated, M is the number of sequences, so the arithmetic is free, and four bits instead of
+sixteen give up to 3.5 times the speed. `gemm_kernel` turns codes into numbers in registers, on
+their way to the tensor core.
 
 The trick is that E2M1 needs no table. It is a tiny float, s ee m, and becomes a float32 by moving
 its bits: s to bit 31, ee to the low end of the exponent, m to the top of the mantissa.
@@ -22,10 +22,10 @@ and with NVFP4's scales a multiple of 2^-24, which float16 does too. Sums and th
 float32, so only the output is rounded: relative error 1.7e-3 in bfloat16. A codebook's values (NF4)
 are looked up, and their products with a scale are rounded as well: 2.4e-3.
 
-Many rows are different. Each tile of rows decodes the weight again, at six or seven instructions a
-code, and the arithmetic is no longer free. So `decode_kernel` writes w_hat once, rounded to 16
-bits, and cuBLAS multiplies: relative error 2.4e-3. The gradient in x goes that way as well. The
-weight has no gradient, and no 16-bit copy of it is kept.
+With many rows it is different. Each tile of rows decodes the weight again, at six or seven
+instructions a code, and the arithmetic is no longer free. So `decode_kernel` writes w_hat once,
+rounded to 16 bits, and cuBLAS multiplies: relative error 2.4e-3. The gradient in x is computed the
+same way. The weight has no gradient, and no 16-bit copy of it is kept.
 
     y = matmul(x, q)                                      # any number of rows, differentiable in x
     pytest tests/test_marlin_triton.py                    # on a GPU add -m gpu
@@ -43,7 +43,7 @@ import torch
 import triton
 import triton.language as tl
 
-FEW = 128  # up to so many rows, decoding in registers is faster than decoding first
+FEW = 128  # up to this many rows, decoding in registers is faster than decoding first
 SCALES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0", torch.float32: "float32"}
 
 
@@ -54,10 +54,10 @@ def decode(codes, scale, book, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     if SCALE == "float32":
         value = tl.load(book + (tl.join(codes, codes >> 4) & 15))  # (BN, BK/2, 2)
     else:
-        # a code to the top of 32 bits, and down by 6: s stays in bit 31, ee m come to 24..22
+        # move a code to the top of 32 bits, then down by 6: s stays in bit 31, ee m reach 24..22
         code = codes.to(tl.int32)
         top = tl.join(code << 28, code << 24)  # (BN, BK/2, 2)
-        # these bits alone: the shift has filled 30..25 with copies of s
+        # keep only these bits: the shift has filled 30..25 with copies of s
         value = (top >> 6 & ~0x7E3FFFFF).to(tl.float32, bitcast=True)
 
     # the scale times 2^112: E4M3 becomes a float16 in the same way, 2^8 times too small; E8M0 is
@@ -97,11 +97,11 @@ def gemm_kernel(x, codes, scale, book, g, out, M, N, steps, SCALE: tl.constexpr,
         c = tl.load(cp + i * (BK // 2))
         s = tl.load(sp + i * (BK // BLOCK))
         w = decode(c, s, book, SCALE, BLOCK).to(x.dtype.element_ty)
-        # the weight on the left, of which the tensor core takes 16 rows at a time: a single row of
-        # x, on the right, is padded to 8 only
+        # the weight goes on the left, where the tensor core takes 16 rows at a time; on the right
+        # a single row of x is padded only to 8
         acc = tl.dot(w, xt, acc)  # (BN, BK) @ (BK, BM)
 
-    # the epilogue, in float32: the global scale, and what E2M1 is still too small by
+    # the epilogue, in float32: the global scale, and the factor E2M1 still lacks
     if SCALE != "float32":
         acc *= 2.0**14
     acc *= tl.load(g + row)[:, None]
@@ -111,7 +111,7 @@ def gemm_kernel(x, codes, scale, book, g, out, M, N, steps, SCALE: tl.constexpr,
 
 @triton.jit
 def add_kernel(parts, out, size, SPLITS: tl.constexpr, B: tl.constexpr):
-    """out (size,) = the sum of parts (SPLITS, size), in order, so that each run gives the same."""
+    """out (size,) = the sum of parts (SPLITS, size), in order, so that every run agrees."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     y = tl.zeros((B,), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -163,8 +163,8 @@ def tile(M, N, K, cores):
 
 
 def few_rows(x, q, dtype, **override):
-    """x (M, K) times w_hat^T: (M, N) in `dtype`. x is in 16 bits, or on the CPU, where the kernel
-    needs TRITON_INTERPRET=1, in float32: the interpreter cannot multiply bfloat16."""
+    """x (M, K) times w_hat^T: (M, N) in `dtype`. x is in 16 bits; on the CPU, where the kernel
+    needs TRITON_INTERPRET=1, in float32, as the interpreter cannot multiply bfloat16."""
     (M, K), N = x.shape, q.shape[0]
     cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     t = tile(M, N, K, cores) | override

@@ -239,8 +239,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`checkpointing`: recompute each block in backward. `valid_vocab`: ids from it on belong to no
-    token, of which Qwen's embedding has some, and are never sampled or scored."""
+    """`checkpointing`: recompute each block in backward. `valid_vocab`: ids from this one on
+    (Qwen's embedding has some) belong to no token and are never sampled or scored."""
 
     def __init__(self, config):
         super().__init__()
@@ -437,8 +437,8 @@ def weight_name(path):
 
 
 def read_weight(source, name, shape, dtype, device):
-    """The 16-bit weight `name`. A head that is stored in four bits, and a projection that is while
-    others of its fused linear are not, are dequantized."""
+    """The 16-bit weight `name`. Dequantizes a head stored in four bits, and a projection stored in
+    four bits if others of its fused linear are not."""
     projection, (n, *K) = name.removesuffix(".weight"), shape
     if not source.is_packed(projection):
         return source.get(name, shape, dtype, device)
@@ -476,7 +476,7 @@ def read_linear(m, path, source, quant, fmt, dtype, device):
 def tensors(piece, path=""):
     """Yields (name, tensor) for everything below `piece`, the module at `path` of a model, as a
     checkpoint stores it. A tied head is not stored, and neither is an adapter. ValueError for a
-    model whose codes the fast functions have laid out anew."""
+    model whose codes the fast functions have rearranged."""
     if getattr(piece, "fast", None):
         raise ValueError("the model's codes lie as the kernels read them; call "
                          "fast.uninstall(model) first")

@@ -2,7 +2,7 @@
 Four-bit weights: the format, rounding to it, the quantized linear, and AWQ's better scales.
 
 NVFP4, the format of the paper, bit by bit. A weight becomes an E2M1 code: sign, two exponent bits,
-one mantissa bit,
+one mantissa bit:
 
     code    0    1    2    3    4    5    6    7        (8..15: the same, negative)
     value   0   0.5   1   1.5   2    3    4    6
@@ -15,14 +15,14 @@ whole tensor has one float32 scale on top, so a weight costs 4 + 8/16 = 4.5 bits
     code    = e2m1(w / (scale_b * global))        round to nearest, ties to even, saturating at 6
     w_hat   = value[code] * scale_b * global
 
-One number worked out: in a tensor with max|w| = 1.344, global = 1.344/2688 = 5e-4. A block with
+A worked example: in a tensor with max|w| = 1.344, global = 1.344/2688 = 5e-4. A block with
 max|w| = 0.09 gets 0.09/6/5e-4 = 30, which E4M3 holds exactly. Its weight 0.04 is 0.04/(30 * 5e-4) =
 2.67 on the grid, nearest value 3, code 5; it comes back as 3 * 30 * 5e-4 = 0.045.
 
 MXFP4 has the same values, blocks of 32 and a power-of-two scale (E8M0: a bare exponent byte): 4.25
-bits. NF4 (QLoRA) looks codes up in 16 quantiles of a normal, blocks of 64 with a float32 absmax,
-without double quantization: 4.5 bits. Embeddings, lm_head, norms, biases and activations stay in
-16 bits.
+bits. NF4 (QLoRA) looks codes up in 16 quantiles of a normal distribution, in blocks of 64 with a
+float32 absmax, without double quantization: 4.5 bits. Embeddings, lm_head, norms, biases and
+activations stay in 16 bits.
 
 In memory, and in checkpoints, two codes share a byte: the even column in the low four bits.
 
@@ -80,7 +80,7 @@ class Format:
 
     @property
     def codebook(self):
-        """The values if codes are looked up, the last one a block's absmax; None for E2M1."""
+        """The values if codes are looked up, the last one being a block's absmax; None for E2M1."""
         return self.values if self.scale_dtype == torch.float32 else None
 
     @property
@@ -186,14 +186,14 @@ def nearest(w, fmt, scale, global_scale):
     block = FORMATS[fmt].block
     w = w.detach().float().reshape(len(w), -1, block)  # (N, K/block, block)
     step = (scale_value(scale, fmt) * global_scale[:, None])[..., None]  # (N, K/block, 1)
-    # a scale of 0 (zeros, or too small for its type): the block rounds as zeros, not as w / 0
+    # a scale of 0 (zeros, or too small for its type): the block becomes zeros, not w / 0
     x = torch.where(step > 0, w / step, 0).flatten(1)  # (N, K)
     book = FORMATS[fmt].codebook
     return round_to(book, x) if book else round_e2m1(x)
 
 
 def to_values(codes, fmt, scale, global_scale):
-    """w_hat (N, K) float32: value[code] * block scale, which is exact, * global scale."""
+    """w_hat (N, K) float32: value[code] * block scale (exact so far) * global scale."""
     values = torch.tensor(FORMATS[fmt].values, device=codes.device)[codes.int()]  # (N, K)
     values = values.unflatten(1, (-1, FORMATS[fmt].block)) * scale_value(scale, fmt)[..., None]
     return values.flatten(1) * global_scale[:, None]
@@ -286,8 +286,8 @@ class QuantLinear(nn.Module):
 
 # ---- AWQ: activation-aware scales
 #
-# Rounding errors of a weight column are multiplied by that input channel's activations, and few
-# channels are large. AWQ scales the columns up where activations are large, W diag(s), and the
+# Rounding errors of a weight column are multiplied by that input channel's activations, which are
+# large in few channels. AWQ scales the columns up where activations are large, W diag(s), and the
 # activations down, diag(s)^-1 x, before rounding. The second factor is folded into whatever makes
 # x, so that the model stays the same function and gets no new operation:
 #
@@ -296,8 +296,8 @@ class QuantLinear(nn.Module):
 #     gate,up <- post_attention_layernorm's weight
 #     down    <- the up rows of gate_up
 #
-# s = mean|x|^a, normalised; a goes over a grid in [0, 1] and the one with the least output error
-# || (Q(W s) / s - W) X ||^2 on calibration text wins. a = 0 is s = 1, plain rounding. Then each
+# s = mean|x|^a, normalised; a is the value on a grid in [0, 1] with the least output error
+# || (Q(W s) / s - W) X ||^2 on calibration text. a = 0 is s = 1, plain rounding. Then each
 # block's scale is searched for among its neighbours (AWQ calls its form of this weight clipping):
 # the largest weight need not sit on the grid's end, if the other 15 gain by it. The error needs no
 # stored activations: with H = X^T X it is sum((D H) * D), D = Q(W s) / s - W.
@@ -396,7 +396,7 @@ class Search:
             s = magnitude.clamp(min=1e-8) ** (i / GRID)
             trials.append(attempt(i / GRID, exact(s / (s.max() * s.min()).sqrt())))
         # a search of blocks costs ten trials, and evens out much of the difference between
-        # exponents: only for the best of them, and 0
+        # exponents: it is done only for the best of them, and 0
         plain = attempt(0.0, torch.ones_like(magnitude))
         finalists = [plain, *sorted(trials, key=lambda t: t.error)[:FINALISTS]]
         searched = [attempt(t.exponent, t.s, search=True) for t in finalists]
@@ -422,13 +422,13 @@ def quantize_block(block, stats, config, fmt):
 
 def quantize_pair(owner, names, norm, feeding, stats, fmt):
     """Quantize two linears of `owner`: a producer behind `norm`, and the consumer that its last
-    rows feed. feeding: (the first of these rows, G, D): D rows for D inputs of each of G heads."""
+    rows feed. feeding: (the first of these rows, G, D): D rows feed D inputs of each of G heads."""
     producer, consumer = (getattr(owner, name) for name in names)
     inputs, between = (stats[name] for name in names)
     first_row, G, D = feeding
-    # the consumer's scales divide the producer's rows: heads that read the same must share one
+    # the consumer's scales divide the producer's rows: heads that read the same rows share a scale
     mean = between.mean.view(-1, G, D).mean(1, keepdim=True).expand(-1, G, D).flatten()  # (H*D,)
-    for scaled in True, False:  # without, where its scales make the producer worse than plain
+    for scaled in True, False:  # False if those scales make the producer worse than plain
         consumed = Search(consumer.dense(), between.H, mean, fmt, scaled=scaled)
         divide = torch.ones(producer.shape[0], device=mean.device)
         divide[first_row:] = consumed.s.view(-1, G, D).mean(1).flatten()  # the G heads' are equal

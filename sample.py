@@ -10,8 +10,8 @@ What a row draws depends on (seed, prompt index, sample index, position) and its
 what else is in the batch: no random state, one uniform number from a hash, and the id read off the
 cumulative distribution.
 
-Left out: beam search, repetition penalties, stop strings, speculative decoding; slots that waiting
-rows refill (fast/scheduler.py).
+Left out: beam search, repetition penalties, stop strings, speculative decoding; and (except in
+fast/scheduler.py) refilling the slots of rows that have ended.
 
     [[first, second]] = generate(model, [ids], n=2, eos_ids=tok.eos_ids)
     python sample.py --prompt "What is 3 + 4 * 5?"              # lab/chat.py
@@ -39,7 +39,7 @@ from model import to_device
 
 MAX_ROWS = 256  # rows that decode together, if the caller does not say
 PREFILL_TOKENS = 8192  # tokens of prompts that go through the model together, padding included
-BUCKET = 256  # a graph's attention looks at a multiple of so many positions
+BUCKET = 256  # a graph's attention looks at a multiple of this many positions
 
 
 # ---- how a token is drawn
@@ -145,9 +145,9 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
 
     max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
     together. progress: a live line. on_token(prompt, sample, id) is called as tokens arrive, for
-    streaming. indices: of the prompts in a set of which these are a part, 0, 1, ... by default: the
+    streaming. indices: of the prompts in the larger set that they come from (default: 0, 1, ...): a
     part draws what it would in the whole. ValueError names the flag when an argument is out of
-    range, a prompt does not fit the model, or what the model says is not finite."""
+    range, a prompt does not fit the model, or the model's output is not finite."""
     if not isinstance(max_new_tokens, list | tuple):
         max_new_tokens = [max_new_tokens] * len(prompts)
     check_arguments(model, prompts, n, max_new_tokens, temperature, top_p, max_rows)
@@ -174,7 +174,7 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
                 if on_token:
                     on_token(row.p, row.j, token)
 
-            # Rows that have ended leave: on the CPU at once; on a GPU when half of them have, since
+            # Rows that have ended leave: on the CPU at once; on a GPU when half the batch has, as
             # each new batch size has to be captured.
             live = [i for i, row in enumerate(decoder.rows) if not row.ended]
             most = len(decoder.rows) // 2 if decoder.cuda else len(decoder.rows) - 1
@@ -202,7 +202,7 @@ def samples_of(rows, prompts, n):
 
 
 class Decoder:
-    """Rows that decode together: for each its keys and values, its last token (not yet among them)
+    """Rows that decode together: for each its keys and values, its last token (not yet cached)
     and the key of its random numbers."""
 
     def __init__(self, model, rows, temperature, top_p):
@@ -231,14 +231,14 @@ class Decoder:
 
     def step(self):
         """Draw the next token of each row; returns ids and log-probs as lists."""
-        # each row's place among its positions, from what it has: the host knows it without asking
+        # of the longest row so far: the host knows it without asking the GPU
         positions = max(len(row.prompt) + len(row.sample.ids) for row in self.rows)
         if self.graph is not None and positions <= self.positions:
             self.graph.replay()
             ids, logprobs = self.drawn
         else:
             self.positions = self.cache.k.shape[3]
-            if self.cuda:  # a graph's shapes are fixed: it looks at more than there is, masked
+            if self.cuda:  # a graph's shapes are fixed: it sees spare positions, masked
                 self.positions = min(self.positions, -(-positions // BUCKET) * BUCKET)
             else:
                 self.positions = positions
@@ -260,9 +260,9 @@ class Decoder:
 
     def capture(self):
         """Record `launch` as a CUDA graph, to be replayed until the batch shrinks or the rows grow
-        past self.positions. It runs what a hook of your own launches, too, if that works on tensors
-        in place; a step that cannot be captured goes on without."""
-        # the last graph and what it drew go first: freed within a capture, they crash the process
+        past self.positions. It replays what your own hook launches, too, if that works on tensors
+        in place; a step that cannot be captured runs without a graph."""
+        # drop the last graph and its outputs first: freed during a capture, they crash the process
         self.graph = self.drawn = None
         graph = torch.cuda.CUDAGraph()
         try:
@@ -292,7 +292,7 @@ class Decoder:
 
 
 def prefill(model, prompts):
-    """A KVCache with a row for each prompt, filled with all of it but its last token."""
+    """A KVCache with a row for each prompt, filled with all but the prompt's last token."""
     longest = max(len(prompt) for prompt in prompts) - 1
     cache = qwen.KVCache(model, len(prompts), longest)
     ids = [torch.tensor(prompt[:-1], dtype=torch.long) for prompt in prompts]
@@ -348,7 +348,7 @@ def load_policy(args):
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
                          f"--quant {layouts.layout_of(stored, folder).fmt}")
     tok, text = Tokenizer(folder), None
-    # a quantized one already has the scales that its adapter asks for (see policy.check)
+    # a quantized base already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
         text = datasets.calibration(args.calib, folder)
     model = qwen.load(folder, device, dtype, args.quant, text)
@@ -377,7 +377,7 @@ def set_engine(model, engine):
 
 
 def limit(model, prompt, wanted):
-    """New tokens at most: `wanted`, or 4096, or what the model's positions leave after a prompt."""
+    """The most new tokens: `wanted`, else 4096, or fewer if the model's positions leave fewer."""
     room = model.config.max_position_embeddings - len(prompt)
     return max(1, min(4096, room)) if wanted is None else wanted
 

@@ -106,14 +106,14 @@ NEEDS = {
 
 
 def check(args):
-    """ValueError for flags that contradict each other; --out's default."""
+    """Fill in --out's default; ValueError for flags that contradict each other."""
     if args.out is None:
         args.out = f"runs/{Path(args.model).name}-{Path(args.data).stem}-{args.quant}-s{args.seed}"
     if args.resume:  # its flags are the run's own, which were checked when it began
         return
     flags.check_graded(args)
     if args.aqn:
-        for stage in {0, 1, aqn.STAGES // 2, aqn.STAGES - 1}:  # what it would raise later
+        for stage in {0, 1, aqn.STAGES // 2, aqn.STAGES - 1}:  # raise now, not at that stage
             aqn.sigma(stage, aqn.STAGES, args.aqn_start, args.aqn_end, schedule=args.aqn_schedule)
     if args.lora_rank == 0:
         if args.quant != "none":
@@ -252,7 +252,7 @@ def evaluate(run, model, tok, score, rows):
     return result
 
 
-# ---- before and after it
+# ---- before and after the loop
 
 
 class Prompts:
@@ -285,7 +285,7 @@ def trained_parameters(model, args):
 
 
 def plan_update(model, args, params):
-    """--engine, and what an update holds at once: on the fast path the free memory decides."""
+    """Apply --engine; set what an update holds at once (on the fast path, by free memory)."""
     sample.set_engine(model, args.engine)
     if model.fast:
         model.fast.plan_update(model, args, params)

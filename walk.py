@@ -108,7 +108,7 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
 if __name__ == "__main__":
     if sys.argv[1:] in (["-h"], ["--help"]):
         sys.exit(print(__doc__.strip()))
-    if len(sys.argv) not in (1, 3):  # an answer is missing, or the quotes
+    if len(sys.argv) not in (1, 3):  # the answer is missing, or the quotes are
         sys.exit('walk.py: error: it takes a question and its answer; python walk.py "QUESTION" '
                  "ANSWER")
     sys.exit(command.run("walk.py", lambda: main(*sys.argv[1:])))

@@ -48,8 +48,8 @@ TABLE = (
 
 def install(model):
     """Put the fast functions on a model, in place; returns why not, or None if they are there.
-    Four-bit codes are laid out anew layer by layer, so that there is one copy of them at any
-    time."""
+    Four-bit codes are rearranged layer by layer, so that there is never a second copy of them
+    all."""
     why = refusal(model)
     if why is None:
         tile(model)
@@ -90,7 +90,7 @@ def tile(model):
 
 
 def uninstall(model):
-    """The plain functions again, and all that the fast ones kept is freed."""
+    """Put the plain functions back, and free all that the fast ones kept."""
     from fast import engine, layout, linears
     from fast.gemm import TiledLinear
 
