@@ -187,14 +187,14 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
                 total_seqs=None, max_len=None, entropy=None):
     """The policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
 
-    logp, old_logp: (B, T) log-probs, of the trained policy (differentiable) and of the sampler,
-        as it recorded them: with noise the two differ from the first update on.
+    logp, old_logp: (B, T) log-probs, of the trained policy (differentiable) and of the sampler, the
+        policy that drew the tokens: with noise they differ from the first update on.
     advantages: (B,). mask: (B, T) bool, true on the completion tokens to train on.
     loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
     ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
         estimator k3. Without beta the KL is only measured.
-    trainer_logp, tis_cap: (B, T), the trainer's own log-probs. The ratio is then taken against
-        these, and a weight corrects for the sampler:
+    trainer_logp, tis_cap: (B, T), log-probs by the trainer's own forward pass. The ratio is
+        then taken against these, and a weight corrects for the sampler:
             --old-logp   trainer_logp               ratio          weight
             sampler      None                       pi / old       none
             trainer      before the first update    pi / trainer   min(trainer / old, tis_cap)

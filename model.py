@@ -84,7 +84,7 @@ class Linear(nn.Module):
         parts       {name: rows} of the checkpoint's projections, stacked in this order in W
         bias        (N,) or None
         base        the frozen linear: itself, or the one that an adapter wraps
-        q           base's formats.Quantized weight, or None if `base.weight` is in 16 bits
+        q           base's nvfp4.Quantized weight, or None if `base.weight` is in 16 bits
         adapter     None, or the enabled adapter: its A (P*R, K), B (N, R), rank R and scaling
         dense()     (N, K) float32: the weight that forward multiplies by, adapter included
         weight_in(dtype)    base's weight (N, K); for q, a cached copy, meant for the CPU
