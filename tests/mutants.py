@@ -527,7 +527,7 @@ MUTANTS = {
          "lora::same_seed_same_adapter_and_the_spread_of_a_is_pefts"),
     ],
     "sample.py": [
-        ("logits over 1e-40", "temperature == 0 or temperature >= 1e-6", "temperature >= 0", "chat::command_errors_exit_with_2"),
+        ("logits over 1e-40", "temperature == 0 or temperature >= 1e-6", "temperature >= 0", "sample::arguments_out_of_range"),
         ('the samples of a group are copies', 'numbers[:, None], torch.arange(n))',
          'numbers[:, None], 0 * torch.arange(n))',
          "sample::group_members_differ_and_equal_prompts_too"),

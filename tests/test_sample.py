@@ -200,7 +200,7 @@ def test_top_p_keeps_the_boundary_token():
 
 @pytest.mark.parametrize(("kw", "flag"), [
     ({"n": 0}, "--n"), ({"max_new_tokens": 0}, "--max-new-tokens"), ({"temperature": -0.1}, "--temperature"),
-    ({"temperature": float("nan")}, "--temperature"), ({"top_p": 0.0}, "--top-p"), ({"top_p": 1.5}, "--top-p"),
+    ({"temperature": float("nan")}, "--temperature"), ({"temperature": 1e-40}, "--temperature"), ({"top_p": 0.0}, "--top-p"), ({"top_p": 1.5}, "--top-p"),
     ({"max_rows": 0}, "--max-rows"), ({"max_new_tokens": 62}, "positions"),
 ])
 def test_arguments_out_of_range(model, kw, flag):
