@@ -8,6 +8,7 @@ The schedule keeps its shape: all of it is multiplied by one factor.
 """
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -34,33 +35,30 @@ def found(model, completions, target, low=1e-4, high=1.0, halvings=12):
     return (low * high) ** 0.5
 
 
-def with_target(target):
+def learn_with(target, run, model, tok, optimizer, prompts, *more):
     """train.learn, with sigma from `target`. The base decides it: a run that is resumed with the
     same target has the same."""
-    def learn_with_target(run, model, tok, optimizer, prompts, *more):
-        rows, args = prompts.rows[:PROMPTS], run.args
-        if not args.aqn:
-            raise ValueError("--no-aqn: there is no noise whose size could be chosen; leave it out")
-        with lora.disabled(model):
-            drawn = sample.generate(model, [row["ids"] for row in rows], 1, TOKENS,
-                                    eos_ids=tok.eos_ids, seed=args.seed)
-            pairs = [(row["ids"], s.ids) for row, (s,) in zip(rows, drawn, strict=True)]
-            largest = found(model, pairs, target)
-        print(f"sigma from {largest:.3g}, whose KL is {target:g}, instead of {args.aqn_start:g}")
-        aqn.sigma = lambda *a, **kw: sigma(*a, **kw) * largest / args.aqn_start
-        try:
-            learn(run, model, tok, optimizer, prompts, *more)
-        finally:
-            aqn.sigma = sigma
-
-    return learn_with_target
+    rows, args = prompts.rows[:PROMPTS], run.args
+    if not args.aqn:
+        raise ValueError("--no-aqn: there is no noise whose size could be chosen; leave it out")
+    with lora.disabled(model):
+        drawn = sample.generate(model, [row["ids"] for row in rows], 1, TOKENS,
+                                eos_ids=tok.eos_ids, seed=args.seed)
+        pairs = [(row["ids"], s.ids) for row, (s,) in zip(rows, drawn, strict=True)]
+        largest = found(model, pairs, target)
+    print(f"sigma from {largest:.3g}, whose KL is {target:g}, instead of {args.aqn_start:g}")
+    aqn.sigma = lambda *a, **kw: sigma(*a, **kw) * largest / args.aqn_start
+    try:
+        learn(run, model, tok, optimizer, prompts, *more)
+    finally:
+        aqn.sigma = sigma
 
 
 def main(argv):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--target-kl", type=number(1e-6, 10, float), default=0.05)
     own, argv = parser.parse_known_args(argv)
-    train.learn = with_target(own.target_kl)
+    train.learn = partial(learn_with, own.target_kl)
     return train.main(argv)
 
 
