@@ -369,9 +369,9 @@ def set_engine(model, engine):
     else:
         import fast
 
-        why = fast.install(model)
-    if why and engine == "fast":
-        raise ValueError(f"--engine fast: {why}; take --engine auto or plain")
+        why = fast.install(model, exact=engine == "exact")
+    if why and engine != "auto":
+        raise ValueError(f"--engine {engine}: {why}; take --engine auto or plain")
     if why:
         print(f"engine: plain, since {why}", file=sys.stderr)
 

@@ -8,6 +8,7 @@ buffer of your own) goes back to the plain functions, with one printed line.
 
     fast.install(model)                  # model.fast is None before it, and on the plain path
     python train.py --engine plain       # the same run without this folder
+    python train.py --engine exact       # log-probs of sampler and trainer equal to the last bit
 """
 import sys
 from typing import NamedTuple
@@ -37,7 +38,7 @@ TABLE = (
     Replaced("grpo.micro_batches", "batches.micro_batches",
              "counts tokens, not padded rows; keeps a prompt's completions together",
              "test_packed.py::test_any_micro_batches_give_the_same_update"),
-    Replaced("model.token_logprobs", "batches.token_logprobs",
+    Replaced("model.token_logprobs", "logprobs.token_logprobs",
              "softmax, entropy and gradient of a chunk in one kernel",
              "test_logprobs.py::test_the_kernel_equals_the_plain_function"),
     Replaced("nvfp4.QuantLinear", "gemm.TiledLinear",
@@ -46,14 +47,16 @@ TABLE = (
 )
 
 
-def install(model):
+def install(model, exact=False):
     """Put the fast functions on a model, in place; returns why not, or None if they are there.
     Four-bit codes are rearranged layer by layer, so that there is never a second copy of them
-    all."""
-    why = refusal(model)
+    all. exact: sampler and trainer take each sum in the same order, and agree to the last bit."""
+    why = refusal(model) or exact and inexact(model) or None
     if why is None:
+        if model.fast:
+            uninstall(model)
         tile(model)
-        model.fast = Fast()
+        model.fast = Fast(exact)
     return why
 
 
@@ -76,6 +79,15 @@ def refusal(model):
         if m.q is not None and m.q.fmt == "mxfp4" and (nvfp4.scale_bits(m.q.scale) > 154).any():
             return f"{path} has a block scale over 2^27, more than the kernels carry"
     return engine.own_code(model)
+
+
+def inexact(model):
+    """Why sampler and trainer cannot agree to the last bit, or None."""
+    if any(m.q is None for _, m in projections(model)):
+        return "cuBLAS multiplies 16-bit weights, in an order that depends on the number of rows"
+    if model.config.qk_norm:
+        return "the sampler and the trainer sum the norms of Qwen3's heads in different orders"
+    return None
 
 
 def tile(model):
@@ -105,9 +117,10 @@ def uninstall(model):
 class Fast:
     """model.fast: the functions of TABLE that the plain ones hand over to."""
 
-    def __init__(self):
+    def __init__(self, exact=False):
         from fast import batches, engine, scheduler  # they need Triton
 
+        self.exact = exact
         self.decode = scheduler.decode
         self.micro_batches = batches.micro_batches
         self.completion_logprobs = batches.completion_logprobs

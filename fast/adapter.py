@@ -90,7 +90,7 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
         done = tl.atomic_add(count, 1, sem="acq_rel") == Z - 1
         if done:
             tl.store(count, 0)
-            total = added(sums + spot * Z, here, Z, min(Z, max(4, 4096 // (RA * BA))))
+            total = added(sums + spot * Z, here, Z, min(Z, 4))
             tl.store(sums + MT * BM * PR * Z + spot, total, mask=here)
             tl.debug_barrier()
     if done:
@@ -194,18 +194,19 @@ def product32(a, b):
 NONE = {"R": 0, "RP": 16, "RA": 16, "AT": 1, "Z": 1, "ZR": 1, "BA": 8}  # for kernels without one
 
 
-def adapter_work(x, A, parts, BM):
+def adapter_work(x, A, parts, BM, exact=False):
     """For a kernel that begins with adapter_in, x (M, K), A (parts * R, K) and BM rows a program:
-    its arguments (sums, flags), its constants, and how many programs it adds."""
+    its arguments (sums, flags), its constants, and how many programs it adds. exact: how K is cut,
+    and how the slices are added up, depends on K alone."""
     (M, K), PR = x.shape, A.shape[0]
     R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
     wide, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
     # slices of two chunks, to be done before the weight has streamed through; few for large tiles,
     # so that their programs do not crowd out the weight's
-    most = max(1, min(16, 2048 // (MT * AT * BM)))
+    most = 16 if exact else max(1, min(16, 2048 // (MT * AT * BM)))
     Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
     # if there is little, each reader adds it up: this saves a step, which counts in short kernels
-    ZR = Z if wide * BM * Z <= 4096 else 1
+    ZR = Z if wide * BM * Z <= 4096 and not exact else 1
     # x's rows a program; with many rows a whole block, so as not to crowd out the weight's programs
     BA = min(BM, 16) if M <= 64 else BM
     if MT * (1 + BM // BA * AT) > FLAGS:

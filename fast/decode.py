@@ -44,9 +44,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fast import gemm
 from fast.adapter import lora_kernel, product32
-from fast.linears import linears_of, refresh
+from fast.linears import exact, linears_of, refresh
+from fast.logprobs import head, score
 from fast.plan import sms
-from model import logits, rope_tables
+from model import rope_tables
 
 STEPS = 8  # steps between the host's reads of the tokens
 EOS_SLOTS = 128  # stop tokens that a step can compare with
@@ -111,16 +112,16 @@ def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr, PDL: tl.constexp
 
 @triton.jit
 def attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE: tl.constexpr):
-    """Online softmax over one block: k1, k2 (BLOCK, D/2), v (BLOCK, D), ok (BLOCK,) marks the live
-    tokens."""
+    """Online softmax over one block, as attention.forward_kernel does it: k1, k2 (BLOCK, D/2), v
+    (BLOCK, D), ok (BLOCK,) marks the live tokens."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     score = tl.dot(r1, tl.trans(k1), input_precision=precision)
-    score = tl.dot(r2, tl.trans(k2), acc=score, input_precision=precision) * scale  # (GP, BLOCK)
+    score = tl.dot(r2, tl.trans(k2), acc=score, input_precision=precision)  # (GP, BLOCK)
     score = tl.where(ok[None, :], score, -float("inf"))
-    new = tl.maximum(m, tl.max(score, 1))
-    p = tl.exp2(score - new[:, None])
+    new = tl.maximum(m, tl.max(score, 1) * scale)
+    p = tl.exp2(score * scale - new[:, None])
     fade = tl.exp2(m - new)
-    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=precision)  # (GP, D)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=precision)  # (GP, D)
     return new, l * fade + tl.sum(p, 1), acc
 
 
@@ -133,6 +134,13 @@ def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
     w1, w2 = norm_weight(weight, noise, d, D), norm_weight(weight, noise, d + D // 2, D)
     y1, y2 = (x1 * rms * w1).to(dtype), (x2 * rms * w2).to(dtype)
     return y1.to(tl.float32), y2.to(tl.float32)
+
+
+@triton.jit
+def rotate(x1, x2, co, si):
+    """RoPE of heads given by their halves, in float32. The compiler is not left to choose which of
+    two products it fuses with their sum: sampler and trainer must round alike."""
+    return tl.fma(x1, co, -(x2 * si)), tl.fma(x2, co, x1 * si)
 
 
 @triton.jit
@@ -170,18 +178,21 @@ def merge_splits(parts, ms, ls, splits, stride, head, g, G: tl.constexpr, GP: tl
 
 
 @triton.jit(do_not_specialize=["B"])
-def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, arrived, B, stride_b,
-                  stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps, HKV: tl.constexpr,
-                  G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-                  BLOCK: tl.constexpr, SOME: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
-                  IEEE: tl.constexpr):
+def attend_kernel(qkv, k_cache, v_cache, length, prompt, cos, sin, out, parts, ms, ls, arrived, B,
+                  stride_b, stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps,
+                  HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+                  W: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, NORM: tl.constexpr,
+                  PDL: tl.constexpr, IEEE: tl.constexpr, EXACT: tl.constexpr):
     """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
     over the split's live tokens. NORM: the heads of q and k are normed first.
 
     qkv (B, (H + 2 Hkv) D); caches of one layer, (S rows, Hkv, tokens, D) with strides; -> out (B,
     H*D). Split 0 also takes the new token, which it has in registers. Each of several splits leaves
     its sums in parts (W, B, H*D), ms, ls (W, B, H) float32, ms in units of log2, and the last to
-    arrive (arrived (B * Hkv,), zero between kernels) adds them up, always in the same order."""
+    arrive (arrived (B * Hkv,), zero between kernels) adds them up, always in the same order.
+
+    EXACT (with W = 1, BLOCK = attention.B and one warp): sums in the update's order. There a
+    completion continues its prompt, of prompt (B,) tokens, and blocks begin anew with it."""
     b, h, s = tl.program_id(0) // HKV, tl.program_id(0) % HKV, tl.program_id(1)
     HALF: tl.constexpr = D // 2
     g, d, e, o = tl.arange(0, GP), tl.arange(0, HALF), tl.arange(0, D), tl.arange(0, BLOCK)
@@ -209,7 +220,8 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
     dtype = k_cache.dtype.element_ty
     if NORM:
         q1, q2 = head_norm(q1, q2, q_weight, q_noise, eps, D, dtype)
-    r1, r2 = (q1 * co - q2 * si).to(dtype), (q2 * co + q1 * si).to(dtype)  # (GP, HALF)
+    r1, r2 = rotate(q1, q2, co[None, :], si[None, :])  # (GP, HALF)
+    r1, r2 = r1.to(dtype), r2.to(dtype)
     m, l = tl.full((GP,), -float("inf"), tl.float32), tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, D), tl.float32)
     if s == 0:
@@ -217,22 +229,34 @@ def attend_kernel(qkv, k_cache, v_cache, length, cos, sin, out, parts, ms, ls, a
         x2 = tl.load(base + (HKV * G + h) * D + HALF + d).to(tl.float32)
         if NORM:
             x1, x2 = head_norm(x1, x2, k_weight, k_noise, eps, D, dtype)
-        n1, n2 = (x1 * co - x2 * si).to(dtype), (x2 * co + x1 * si).to(dtype)
+        n1, n2 = rotate(x1, x2, co, si)
+        n1, n2 = n1.to(dtype), n2.to(dtype)
         nv = tl.load(base + (HKV * G + HKV + h) * D + e)
         tl.store(keys + n * D + d, n1)
         tl.store(keys + n * D + HALF + d, n2)
         tl.store(values + n * D + e, nv)
-        m = tl.sum(r1.to(tl.float32) * n1.to(tl.float32)[None, :]
-                   + r2.to(tl.float32) * n2.to(tl.float32)[None, :], 1) * scale
-        l += 1
-        acc += nv.to(tl.float32)[None, :]
-    if s * chunk < end:
-        m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
-    for t0 in range(s * chunk + BLOCK, end, BLOCK):
-        t = t0 + o
-        ok = t < end
-        k1, k2, v = load_block(keys, values, t, ok, D)
-        m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
+        if not EXACT:
+            m = tl.sum(r1.to(tl.float32) * n1.to(tl.float32)[None, :]
+                       + r2.to(tl.float32) * n2.to(tl.float32)[None, :], 1) * scale
+            l += 1
+            acc += nv.to(tl.float32)[None, :]
+    if EXACT:
+        tl.debug_barrier()  # the new token is read from the cache like the others
+        first = tl.minimum(tl.load(prompt + b), n + 1)  # tokens of the prompt that are there
+        before = tl.cdiv(first, BLOCK)  # their blocks
+        for i in range(before + tl.cdiv(n + 1 - first, BLOCK)):
+            t = tl.where(i < before, i * BLOCK, first + (i - before) * BLOCK) + o
+            ok = t < tl.where(i < before, first, n + 1)
+            k1, k2, v = load_block(keys, values, t, ok, D)
+            m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
+    else:
+        if s * chunk < end:
+            m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
+        for t0 in range(s * chunk + BLOCK, end, BLOCK):
+            t = t0 + o
+            ok = t < end
+            k1, k2, v = load_block(keys, values, t, ok, D)
+            m, l, acc = attend_block(m, l, acc, r1, r2, k1, k2, v, ok, scale, IEEE)
     head = b * (HKV * G) + h * G + g
     live = g < G
     if W > 1:
@@ -344,15 +368,15 @@ class Step:
     `rows` slots.
 
     cache: model.KVCache of S slots. State, by slot: token (the last one, not yet in the cache),
-    cache.length, key (of the random numbers), stop (length at which the row ends), alive, count
-    (where the next result goes in out_ids, out_logp)."""
+    cache.length, prompt (its tokens), key (of the random numbers), stop (length at which the row
+    ends), alive, count (where the next result goes in out_ids, out_logp)."""
 
     def __init__(self, model, cache):
         self.cache, S, dev = cache, cache.k.shape[1], cache.k.device
         self.config, self.valid_vocab = model.config, model.valid_vocab
         self.dtype = model.embed.weight.dtype
-        self.token, self.key, self.stop = (torch.zeros(S, dtype=torch.long, device=dev)
-                                           for _ in range(3))
+        self.token, self.prompt, self.key, self.stop = (
+            torch.zeros(S, dtype=torch.long, device=dev) for _ in range(4))
         self.alive, self.count = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(2))
         self.arrived = torch.zeros(S * model.config.num_key_value_heads, dtype=torch.int32,
                                    device=dev)  # attend's counters
@@ -368,7 +392,7 @@ class Step:
         self.blocks, self.norm = [*model.layers], model.norm
         hopper = cache.k.is_cuda and torch.cuda.get_device_capability(dev)[0] >= 9
         self.launch = {"PDL": hopper} | ({"launch_pdl": True} if hopper else {})
-        self.sms = sms(dev)
+        self.sms, self.exact = sms(dev), exact(model)
         self.refresh()
 
     def refresh(self):
@@ -387,7 +411,8 @@ class Step:
         glu: silu(gate) * up of that; early: as in linear_decode."""
         if p.q is not None and x.dtype != torch.float32:
             return gemm.linear_decode(
-                x, p.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, glu, early)
+                x, p.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, glu, early,
+                self.exact)
         if p.A is None:
             if residual is not None:
                 return residual.addmm_(x, p.base.weight_in(x.dtype).T)  # (B, K) @ (K, N)
@@ -416,6 +441,7 @@ class Step:
         H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         # programs to fill the card twice, at most 32 splits
         W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)
+        W = 1 if self.exact else W
         out, several = qkv.new_empty(B, H * D), W if W > 1 else 0
         parts = torch.empty(several, B, H * D, dtype=torch.float32, device=qkv.device)
         ms, ls = (torch.empty(several, B, H, dtype=torch.float32, device=qkv.device)
@@ -425,11 +451,12 @@ class Step:
             q, k = self.blocks[layer].attn.q_norm, self.blocks[layer].attn.k_norm
             norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
         attend_kernel[B * HKV, W](
-            qkv, k_cache, v_cache, self.cache.length, self.cos, self.sin, out, parts, ms, ls,
-            self.arrived, B, k_cache.stride(0), k_cache.stride(1), D**-0.5 * LOG2E.value, *norms,
-            HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W,
+            qkv, k_cache, v_cache, self.cache.length, self.prompt, self.cos, self.sin, out, parts,
+            ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1), D**-0.5 * LOG2E.value,
+            *norms, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W,
             BLOCK=16 if W > 16 else 64, SOME=min(W, 8), NORM=c.qk_norm,
-            IEEE=self.dtype == torch.float32, num_warps=4, num_stages=3, **self.launch)
+            IEEE=self.dtype == torch.float32, EXACT=self.exact,
+            num_warps=1 if self.exact else 4, num_stages=3, **self.launch)
         return out
 
     def silu(self, gate_up):
@@ -460,7 +487,8 @@ class Step:
     def step(self, rows, greedy=False, nucleus=None):
         """Decode the first `rows` slots once. nucleus: (temperature, top_p), with which torch draws
         in place of the fused sampler."""
-        self.sample(logits(self.hidden(rows), self.head), greedy, nucleus)  # (B, C) @ (C, V)
+        scores = head(self.hidden(rows), self.head, self.exact)  # (B, C) @ (C, V)
+        self.sample(scores, greedy, nucleus)
 
     def compile(self, sizes, *way):
         """Compile the kernels of step(size, *way) for all `sizes` (the CPU has none)."""
@@ -490,3 +518,8 @@ class Step:
         pick_kernel[(rows,)](
             *blocks, self.key, *state, self.valid_vocab, logits.stride(0), NB, S, NBP=power(NB),
             EOS=EOS_SLOTS, GREEDY=greedy, **common)
+        if self.exact:  # the log-prob as the update's kernel sums it
+            at = (self.count[None, :rows].long() - 1).clamp_(min=0)  # 0 while kernels are compiled
+            ids = self.out_ids[:, :rows].gather(0, at)[0]
+            logp, _, _ = score(logits, ids, self.inverse_temperature, self.valid_vocab)
+            self.out_logp[:, :rows].scatter_(0, at, logp[None])

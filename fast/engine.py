@@ -28,6 +28,7 @@ import aqn
 import lora
 import model as qwen
 from fast import decode, memory, packed, plan
+from fast.linears import exact
 from model import KVCache, projections, to_device
 
 # batch sizes with a graph; beyond them every 64
@@ -111,12 +112,12 @@ class Graphs:
         self.nucleus = (temperature, top_p) if top_p < 1 else None
 
     def start(self, slots, tokens, lengths, limits, keys):
-        """Begin rows in `slots`: the cache holds `lengths` tokens of each, `tokens` come next, and
-        at most `limits` are drawn."""
+        """Begin rows in `slots`: the cache holds `lengths` tokens of each prompt, `tokens`, their
+        last, come next, and at most `limits` are drawn."""
         st = self.step
         at, token, length, limit, key = to_device([slots, tokens, lengths, limits, keys],
                                                   self.cache.k.device)
-        st.token[at], st.key[at] = token, key
+        st.token[at], st.key[at], st.prompt[at] = token, key, length + 1
         st.cache.length[at], st.stop[at] = length, length + limit
         st.alive.index_fill_(0, at, 1)
 
@@ -129,7 +130,7 @@ class Graphs:
         """Move the row in slot `source` to slot `target`; `length` bounds its cached tokens."""
         self.copy_row(source, target, target + 1, length)
         st = self.step
-        for t in (st.token, st.key, st.stop, st.alive, st.cache.length):
+        for t in (st.token, st.prompt, st.key, st.stop, st.alive, st.cache.length):
             t[target] = t[source]
         # if a larger batch size decodes this slot in vain, it stays cheap
         st.alive[source], st.cache.length[source] = 0, 0
@@ -351,6 +352,9 @@ def prefill(model, engine, prompts, slots):
     todo = [(p[:-1], slot) for p, slot in zip(prompts, slots, strict=True) if len(p) > 1]
     todo.sort(key=lambda t: len(t[0]), reverse=True)
     while todo and len(todo[0][0]) > most:
+        if exact(model):
+            raise ValueError(f"--engine exact: a prompt of {len(todo[0][0]) + 1} tokens, and the "
+                             f"memory lets {most} be computed at once; take --engine fast")
         prefill_long(model, engine, *todo.pop(0))
     while todo:
         batch, total = [], 0

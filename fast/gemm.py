@@ -240,17 +240,17 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
 
 
 def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, out=None,
-             glu=False, early=False, **override):
+             glu=False, early=False, exact=False, **override):
     """The decoding kernel itself, for any M; the arguments are linear_decode's, but for the result,
-    which is `out`, if given. Further keywords, those of TILES and `split`, replace what `plan`
-    chose."""
+    which is `out`, if given. exact: each sum is taken in an order that M does not change. Further
+    keywords, those of TILES and `split`, replace what `plan` chose."""
     (M, K), N, cuda = x.shape, q.shape[0], x.is_cuda
     out = x.new_empty(M, N // 2 if glu else N) if out is None else out
     if M == 0:
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    t = plan(M, N, K, sms(x.device))[1]
+    t = plan(M, N, K, sms(x.device), exact)[1]
     if override:
         t = t | {"whole": 0, "maxnreg": None} | override
     major = torch.cuda.get_device_capability(x.device)[0] if cuda else 9
@@ -263,7 +263,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     sb, work, adapter, makers = 0, (x, count), NONE, 0  # without an adapter
     if A is not None:
         sb = B.stride(0)
-        work, adapter, makers = adapter_work(x, A, P, t["BM"])
+        work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
     tma = t["BM"] >= 128 and major >= 9  # smaller tiles gain nothing, or lose
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
     fast = K % CHUNK == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
@@ -375,7 +375,7 @@ def matmul(x, q):
 
 
 def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, glu=False,
-                  early=False):
+                  early=False, exact=False):
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
@@ -384,13 +384,14 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     q, k, v; a row of part p takes rows p*R.. of A. residual (M, N) is contiguous, and becomes the
     result. glu: q is gate stacked on up, and the result is (M, N / 2). early: the next kernel has
     much to fetch before it needs the result, and may begin as soon as all programs of this one run.
+    exact: as in gemm_few.
 
     Without an adapter and with more rows than `few` allows: a bias or a residual, not both.
     Deterministic, and safe in a CUDA graph after one call outside it: the first call compiles
     kernels and makes buffers."""
     (M, K), N = x.shape, q.shape[0]
-    if A is not None or few(M, N, K, sms(x.device)):
-        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, residual, glu, early)
+    if A is not None or exact or few(M, N, K, sms(x.device)):
+        return gemm_few(x, q, bias, A, B, bounds, scaling, residual, residual, glu, early, exact)
     y = many(x, q, transposed=False, start=bias if residual is None else residual)
     if glu:
         gate, up = y.chunk(2, 1)

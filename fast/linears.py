@@ -24,13 +24,19 @@ from model import projections
 LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its FastLinears}
 
 
+def exact(model):
+    """Whether each sum is taken in an order that the number of rows does not change (--engine
+    exact), so that sampler and trainer agree to the last bit."""
+    return getattr(model.fast, "exact", False)
+
+
 class FastLinear:
     """A linear and copies of its adapter: A (PR, K), padded_A (E, K), which is A with rows of zeros
     behind it, B (N, R), and tail = s B / alpha (N, E) with the parts of B on a block diagonal.
     alpha: as in gemm.decoded."""
 
-    def __init__(self, m, dtype):
-        self.base, self.adapter, self.q = m.base, m.adapter, m.q
+    def __init__(self, m, dtype, exact=False):
+        self.base, self.adapter, self.q, self.exact = m.base, m.adapter, m.q, exact
         self.N, self.K = m.shape
         self.parts = [*m.parts.values()]
         self.tiled = m.q is not None and m.q.codes.is_cuda  # else torch multiplies
@@ -88,6 +94,9 @@ class FastLinear:
     def forward(self, wide, residual):
         """wide [h | x A^T] (S, K + E) -> y (S, N) = h w^T + s x A^T B^T + residual or bias: no
         linear has both."""
+        if self.exact:  # the decode step's kernel
+            return gemm.gemm_few(wide[:, : self.K], self.q, self.base.bias, self.A, self.B,
+                                 self.bounds, self.scaling, residual, exact=True)
         w, alpha = self.weight(wide.dtype)
         start = self.base.bias if residual is None else residual
         return gemm.scaled(wide, w.T, alpha, start)
@@ -116,7 +125,7 @@ def linears_of(model):
     kept = LINEARS.setdefault(model, {})
     on = any(m.adapter is not None for m in modules)
     if on not in kept or not all(map(FastLinear.made_from, kept[on], modules)):
-        kept[on] = [FastLinear(m, model.embed.weight.dtype) for m in modules]
+        kept[on] = [FastLinear(m, model.embed.weight.dtype, exact(model)) for m in modules]
     return [kept[on][i : i + 4] for i in range(0, len(modules), 4)]
 
 

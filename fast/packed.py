@@ -46,7 +46,7 @@ from triton import next_power_of_2 as power
 
 from fast import attention
 from fast.adapter import product32
-from fast.decode import compiling, norm_kernel, norm_weight, swiglu_kernel
+from fast.decode import compiling, norm_kernel, norm_weight, rotate, swiglu_kernel
 from fast.linears import linears_of, refresh
 from model import rope_tables, to_device
 
@@ -62,7 +62,7 @@ class Norm:
     def launch(self, kernel, x, out, *more, **options):
         S, C = x.shape
         kernel[(S,)](x, *self.args, out, *more, C, out.stride(0), self.eps, BLOCK=power(C),
-                     num_warps=4 if C <= 4096 else 8, **options)
+                     num_warps=8, **options)  # as in a decode step: the same sums
 
     def forward(self, x, E):
         out = x.new_empty(x.shape[0], x.shape[1] + E)
@@ -406,7 +406,8 @@ def rope_kernel(qkv, out, place, cos, sin, q_weight, q_noise, k_weight, k_noise,
     n = tl.maximum(place_t, 0)
     co = tl.load(cos + n * HALF + d)[None, :]
     si = tl.load(sin + n * HALF + d)[None, :]
-    y1, y2 = (x1 * co - x2 * si).to(T), (x2 * co + x1 * si).to(T)
+    y1, y2 = rotate(x1, x2, co, si)
+    y1, y2 = y1.to(T), y2.to(T)
     tl.store(out + at, y1, mask=live)
     tl.store(out + at + HALF, y2, mask=live)
     if NORM or CACHE:

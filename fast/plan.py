@@ -55,9 +55,9 @@ def space(device):
 
 
 @functools.lru_cache(1 << 12)
-def plan(M, N, K, cores):
+def plan(M, N, K, cores, exact=False):
     """(ns, tile): the expected time, and the tile of TILES, with its split of K, that should be
-    fastest for this shape on `cores` SMs.
+    fastest for this shape on `cores` SMs; exact: K is not split.
 
     Programs run in waves of as many as fit. Splits fill one wave better, at the cost of the partial
     sums that they write and read. The times were fitted to kernels timed alone, then to what a
@@ -76,7 +76,8 @@ def plan(M, N, K, cores):
             return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
 
         # only the splits that leave no program idle
-        for split in sorted({-(-blocks // -(-blocks // split)) for split in range(1, 17)}):
+        most_splits = 1 if exact else 16
+        for split in sorted({-(-blocks // -(-blocks // s)) for s in range(1, most_splits + 1)}):
             programs = rest * split
             if split > 1 and (programs > slots or programs * partial > PARTIALS):
                 break

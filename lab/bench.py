@@ -5,7 +5,8 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
               Weights rotate through more than 200 MB, so that L2 holds none of them
     rollout   sample.generate on random weights of true shapes, every row alive to the end
     step      rollout and update of a step of train.py, and its memory
-    plain     the files that one reads beside fast/: a decode step and an update of each
+    plain     the files that one reads beside fast/, or any two of --engine: a decode step and an
+              update of each
 
 Rows are merged into --out as they are measured, so that a long table can be made in parts;
 lab/bench_report.py prints them. Kernels are timed as one CUDA graph of many launches, median of its
@@ -366,13 +367,14 @@ def phases(row, c, ceiling, args):
 
 
 def plain(args):
-    """The files that one reads beside fast/: a decode step and an update of 8 completions of 1,024
+    """One of --engine's paths beside another: a decode step and an update of 8 completions of 1,024
     tokens with checkpointing, NVFP4 and LoRA 16."""
+    slow, quick = args.paths
     for size in args.sizes:
         rows = 64 if size in ("0.5b", "1.5b", "3b") else 8
-        row = {"size": size, "rows": rows} | by_paths(size, ("plain", "fast"), rows)
+        row = {"size": size, "rows": rows} | by_paths(size, args.paths, rows)
         for what in ("step_ms", "update_s"):
-            row[f"times_{what}"] = row[f"plain_{what}"] / row[f"fast_{what}"]
+            row[f"times_{what}"] = row[f"{slow}_{what}"] / row[f"{quick}_{what}"]
         record(args.out, row, ("size", "rows"))
     for size in args.largest:
         record(args.out, {"size": size} | by_paths(size, ("plain",)), ("size", "rows"))
@@ -436,6 +438,8 @@ def parse_args(argv=None):
     add("--no-rollout", dest="rollout", action="store_false", help="the update alone")
     add = each["plain"].add_argument
     add("--sizes", nargs="*", choices=SIZES, default=["0.5b", "3b", "7b"], help="both paths")
+    add("--paths", nargs=2, choices=("plain", "fast", "exact"), default=["plain", "fast"],
+        help="the slower one first")
     add("--largest", **some, choices=SIZES, default=[], help="an update by the plain path alone")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

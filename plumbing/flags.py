@@ -101,8 +101,9 @@ SAMPLING_FLAGS = (
 )
 ENGINE_FLAGS = (
     "engine",
-    Flag("engine", ("auto", "plain", "fast"), "auto", "the functions of the files beside train.py, "
-         "or faster ones (fast/); auto: fast where it can"),
+    Flag("engine", ("auto", "plain", "fast", "exact"), "auto", "the functions of the files beside "
+         "train.py, or faster ones (fast/); auto: fast where it can; exact: fast, log-probs of "
+         "sampler and trainer equal to the last bit"),
     Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
     Flag("card-share", number(0.01, 1, float, closed=True), 1.0,
          "part of the card's memory to take, where several runs share it"),

@@ -27,7 +27,7 @@ import fast
 import lora
 import model as M
 import sample
-from fast import batches, decode, gemm, packed
+from fast import decode, gemm, logprobs, packed
 from fast.layout import tile
 from fast.plan import TILES
 from nvfp4 import FORMATS, quantize
@@ -83,7 +83,7 @@ def work(quant, dtype, config, *few):
     packed.Prefill(step).run(m, prompts, [0, 1])
     packed.hidden(m, [*prompts, [1, 2]], [0], of=[0, 1, 1]).sum().backward()
     packed.hidden(m, [prompts[0], [*range(205)]], [0]).sum().backward()  # a multiple of 16 tokens
-    batches.score(scores, torch.zeros(rows, dtype=torch.long), 1.0, 1000, dtype)
+    logprobs.score(scores, torch.zeros(rows, dtype=torch.long), torch.ones(1), 1000, dtype)
 
 
 def unwaited(sass):

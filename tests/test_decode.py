@@ -23,7 +23,7 @@ import lora
 import model as M
 import nvfp4
 import sample
-from fast import attention, batches, decode, engine, gemm, memory, packed, plan, scheduler
+from fast import attention, batches, decode, engine, gemm, logprobs, memory, packed, plan, scheduler
 from fast.layout import tile
 
 gpu = pytest.mark.gpu
@@ -569,7 +569,7 @@ def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
     """As they come up, one by one, they took most of a minute of a first step."""
     made, sizes = [], (1, 8, 24)
     monkeypatch.setattr(decode.triton.knobs.runtime, "jit_cache_hook", lambda fn, **_: made.append(fn.name))
-    for module in (attention, batches, decode, gemm, packed):
+    for module in (attention, decode, gemm, logprobs, packed):
         for kernel in vars(module).values():
             if isinstance(kernel, decode.triton.JITFunction):
                 kernel.device_caches.clear()  # what other tests compiled

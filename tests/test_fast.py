@@ -439,4 +439,4 @@ def test_gpu_plain_and_fast_train_alike(quant, scaling):
     (numbers, change), (plain_numbers, plain_change), (fast_numbers, fast_change) = found
     assert (fast_change - change).norm() < 1.5 * (plain_change - change).norm() + 1e-2 * change.norm()
     off = (fast_numbers - numbers).abs()
-    assert (off < 2 * (plain_numbers - numbers).abs() + 2e-2 * numbers.abs() + 1e-2).all(), (numbers, plain_numbers, fast_numbers)
+    assert (off < 3 * (plain_numbers - numbers).abs() + 2e-2 * numbers.abs() + 1e-2).all(), (numbers, plain_numbers, fast_numbers)

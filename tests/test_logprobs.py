@@ -11,7 +11,7 @@ from model import token_logprobs
 
 def way(name):
     """token_logprobs, plain or fast."""
-    return token_logprobs if name == "plain" else pytest.importorskip("fast.batches").token_logprobs
+    return token_logprobs if name == "plain" else pytest.importorskip("fast.logprobs").token_logprobs
 
 
 both = pytest.mark.parametrize("name", ["plain", "fast"])
@@ -109,7 +109,7 @@ def test_default_chunk_bounds_the_logits(monkeypatch):
     for V, S in ((512, 300000), (151936, 1000), (2**28, 2)):
         token_logprobs(torch.empty(1, 1).expand(S, 1), torch.empty(1, 1).expand(V, 1), torch.zeros(S, dtype=torch.long))
     assert chunks == [262144, 300000 - 262144, 883, 1000 - 883, 1, 1] and 883 * 151936 * 4 <= 2**29
-    fast, chunks = pytest.importorskip("fast.batches"), []
+    fast, chunks = pytest.importorskip("fast.logprobs"), []
     monkeypatch.setattr(fast.TokenLogprobs, "apply", lambda *a: chunks.append(a[5]))
     for V in (512, 151936, 2**28):
         fast.token_logprobs(torch.empty(1, 1), torch.empty(1, 1).expand(V, 1), torch.zeros(1, dtype=torch.long))
@@ -205,11 +205,11 @@ def test_the_kernel_equals_the_plain_function(V, valid, spread, temperature):
 
 def test_large_logits_round_no_log_prob():
     """Logits that are larger by one number have the same probabilities, to the last bit."""
-    fast = pytest.importorskip("fast.batches")
+    fast = pytest.importorskip("fast.logprobs")
     g = torch.Generator().manual_seed(0)
     logits = torch.randint(-999, 999, (4, 50), generator=g) / 128  # exact beside 8192 as well
     targets = torch.tensor([0, 11, 12, 49])
-    plain, far = (fast.score(logits + by, targets, 1.0, 50, torch.float32) for by in (0, 8192))
+    plain, far = (fast.score(logits + by, targets, torch.ones(1), 50, torch.float32) for by in (0, 8192))
     assert all(torch.equal(a, b) for a, b in zip(plain, far, strict=True))
 
 

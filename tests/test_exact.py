@@ -1,0 +1,151 @@
+"""--engine exact: the sampler's log-probs are the trainer's to the last bit.
+
+On the CPU the order of the sums; -m gpu compares the bits on the device."""
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_decode import CPU, GPU, ONE, build, filled, first_rows, random_model
+
+import fast
+import grpo
+import model as M
+import sample
+from fast import batches, decode, engine, logprobs, packed
+from fast.adapter import adapter_work
+from fast.linears import linears_of
+from fast.plan import TILES, plan
+
+gpu = pytest.mark.gpu
+EXACT = SimpleNamespace(exact=True)
+
+
+@torch.no_grad()
+def test_step_equals_the_modules():
+    """Rows that are in their prompt, at its last token, and blocks behind it."""
+    m = build(dataclasses.replace(CPU, num_hidden_layers=2), "nvfp4", 16)
+    m.fast = EXACT
+    lengths, prompts = [0, 5, 64, 90, 94, 33], [1, 6, 65, 70, 3, 34]
+    fused, plain = filled(m, lengths), filled(m, lengths)
+    tokens = torch.tensor([3, 77, 200, 0, 300, 8])
+    step = decode.Step(m, fused)
+    step.token[:6], step.prompt[:6] = tokens, torch.tensor(prompts)
+    m.fast = None
+    want = m.hidden(tokens[:, None], first_rows(plain, 6))[:, 0]
+    torch.testing.assert_close(step.hidden(6), want, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(fused.k, plain.k, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(fused.v, plain.v, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_the_recorded_log_prob_is_the_update_kernels(greedy):
+    """At each place of out_logp, and at the temperature of the call."""
+    m = build(ONE, "nvfp4", 3)
+    m.fast = EXACT
+    step = decode.Step(m, filled(m, [3, 9, 1]))
+    step.inverse_temperature.fill_(1 / 0.7)
+    for i in range(2):
+        logits = torch.randn(3, CPU.vocab_size, generator=torch.Generator().manual_seed(i)) * 5
+        step.sample(logits, greedy)
+        want, _, none = logprobs.score(logits, step.out_ids[i, :3], torch.full((1,), 1 / 0.7), m.valid_vocab)
+        assert step.out_logp[i, :3].equal(want) and none is None
+    assert not step.out_logp[2:].any() and not step.out_logp[:, 3:].any()
+
+
+def test_no_sum_depends_on_the_number_of_rows():
+    """Neither how often K is cut, nor how often x A^T's is."""
+    for K in (896, 1536, 8960):
+        x, A = torch.empty(1, 1), torch.empty(96, K)
+        made = [adapter_work(x.expand(M, K), A, 3, t["BM"], exact=True)[1] for M in (1, 64, 9000) for t in TILES]
+        assert {w["Z"] for w in made} == {min(16, 1 << (-(-K // 256) - 1).bit_length())} and {w["ZR"] for w in made} == {1}
+        for rows in (1, 8, 100, 5000):
+            t = plan(rows, 4096, K, 132, exact=True)[1]
+            assert t["split"] == 1 and t["whole"] == 0
+    assert plan(1, 4096, 8960, 132)[1]["split"] > 1
+
+
+def test_the_head_always_multiplies_as_many_rows(monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, taken, scored = torch.randn(600, 8, generator=g), torch.randn(40, 8, generator=g), [], []
+    plain, one = M.logits, logprobs.score
+    monkeypatch.setattr(logprobs, "score", lambda x, *rest: scored.append(len(x)) or one(x, *rest))
+    monkeypatch.setattr(logprobs, "logits", lambda h, w: taken.append(len(h)) or plain(h, w))
+    for rows in (1, 256, 257, 600):
+        torch.testing.assert_close(logprobs.head(hidden[:rows], weight, True), plain(hidden[:rows], weight))
+    want = logprobs.token_logprobs(hidden, weight, torch.arange(600) % 40)
+    assert taken == [256] * 7 + [600]
+    got = logprobs.token_logprobs(hidden, weight, torch.arange(600) % 40, exact=True)
+    torch.testing.assert_close(got, want)
+    assert taken == [256] * 7 + [600] + [256] * 3 and scored == [600, 256, 256, 88]
+
+
+def test_a_completion_is_always_a_row_of_its_own(monkeypatch):
+    """As it is in the sampler, whose blocks begin anew with it."""
+    m, c, seen = build(ONE, "nvfp4", 3), grpo.Completion({}, [1, 2, 3], [4, 5, 6], [], True), []
+    hidden = packed.hidden
+    monkeypatch.setattr(packed, "hidden", lambda model, *rows: seen.append(rows) or hidden(model, *rows))
+    want = batches.completion_logprobs(m, [c], 1.0)
+    m.fast = EXACT
+    torch.testing.assert_close(batches.completion_logprobs(m, [c], 1.0), want)
+    assert seen == [([[1, 2, 3, 4, 5]], [2, 3, 4], [0]), ([[1, 2, 3], [4, 5]], [2, 3, 4], [0, 0])]
+
+
+def test_a_row_that_moves_takes_its_prompts_length_along():
+    """Else its blocks begin elsewhere from there on."""
+    m = build(ONE, "nvfp4", 3)
+    m.fast = EXACT
+    ours = engine.Graphs(m, 3, 64)
+    ours.start([0, 2], [5, 6], [3, 8], [9, 9], [1, 2])
+    ours.move(2, 1, 8)
+    assert ours.step.exact and ours.step.prompt.tolist() == [4, 9, 9]
+
+
+def test_what_cannot_be_exact_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="--engine exact: .*not on a CUDA device; take"):
+        sample.set_engine(random_model(ONE), "exact")
+    monkeypatch.setattr(fast, "refusal", lambda model: None)
+    with pytest.raises(ValueError, match="--engine exact: cuBLAS"):
+        sample.set_engine(random_model(ONE), "exact")
+    with pytest.raises(ValueError, match="--engine exact: .*Qwen3"):
+        sample.set_engine(random_model(dataclasses.replace(ONE, qk_norm=True), "nvfp4"), "exact")
+    m = random_model(ONE, "nvfp4")
+    sample.set_engine(m, "exact")
+    assert m.fast.exact and linears_of(m)[0][0].exact
+    ours = engine.Graphs(m, 2, 64, prefill_tokens=16)
+    with pytest.raises(ValueError, match="a prompt of 20 tokens"):
+        engine.prefill(m, ours, [[1] * 20], [0])
+    sample.set_engine(m, "fast")
+    assert not m.fast.exact and not linears_of(m)[0][0].exact
+
+
+# ---- on the device
+
+WIDE = M.Config(2003, 512, 1408, 2, 8, 2, 128, max_position_embeddings=2048)
+
+
+@gpu
+@pytest.mark.parametrize(("config", "quant", "rank", "temperature"), [(GPU, "nvfp4", 16, 1.0), (WIDE, "nvfp4", 32, 0.7), (WIDE, "mxfp4", 3, 1.0),
+                                                                      (GPU, "nf4", 0, 1.3), (WIDE, "nvfp4", 70, 1.0)])
+def test_gpu_sampler_and_trainer_agree_to_the_last_bit(config, quant, rank, temperature):
+    """Whatever decodes together, and whatever is computed together in the update, with gradient and without."""
+    m = random_model(config, quant, rank, "cuda", torch.bfloat16, noise=False)
+    assert fast.install(m, exact=True) is None
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 2000, (n,), generator=g).tolist() for n in (1, 2, 63, 64, 65, 130, 200, 300)]
+    kw = dict(n=6, max_new_tokens=150, temperature=temperature, eos_ids=(7, 11, 13), seed=5)
+    groups = sample.generate(m, prompts, **kw)
+    few = sample.generate(m, prompts[4:6], max_rows=3, indices=[4, 5], **kw)
+    assert [[(s.ids, s.logprobs) for s in group] for group in few] == [[(s.ids, s.logprobs) for s in group] for group in groups[4:6]]
+    completions = [grpo.Completion({}, p, s.ids, s.logprobs, s.finished) for p, group in zip(prompts, groups, strict=True) for s in group]
+    assert sum(len(c.ids) for c in completions) > 1000
+    alone = completions[::5]
+    for batch in (completions, completions[3:20], alone, *([c] for c in alone)):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                logp, _, mask = grpo.completion_logprobs(m, batch, temperature)
+            for c, row, live in zip(batch, logp.detach().cpu(), mask.cpu(), strict=True):
+                assert row[live].equal(torch.tensor(c.logprobs))
