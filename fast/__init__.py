@@ -127,10 +127,13 @@ class Fast:
         self.plan_update = engine.plan_update
 
     def knows(self, model):
-        """Whether the kernels still know the model; else it goes back to the plain functions."""
+        """Whether the kernels still know the model; else it goes back to the plain functions.
+        ValueError if sums were to be exact, which the plain ones' are not."""
         from fast import engine
 
         why = engine.own_code(model)
+        if why and self.exact:
+            raise ValueError(f"--engine exact: {why}; take --engine auto or plain")
         if why:
             uninstall(model)
             print(f"engine: plain from here on, since {why}", file=sys.stderr)

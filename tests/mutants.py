@@ -738,6 +738,7 @@ MUTANTS = {
          "decode::rows_that_ended_stand_still"),
     ],
     "fast/__init__.py": [
+        ("an exact engine goes back to plain sums", "if why and self.exact:", "if False:", "exact::what_cannot_be_exact_is_refused"),
         ("16-bit weights are taken for exact", "if any(m.q is None for _, m in projections(model)):", "if False:", "exact::what_cannot_be_exact_is_refused"),
         ("Qwen3's heads are taken for exact", "    if model.config.qk_norm:", "    if False:", "exact::what_cannot_be_exact_is_refused"),
         ("what an exact engine made is kept by a fast one", "        if model.fast:\n            uninstall(model)", "        if model.fast:\n            pass",
