@@ -45,7 +45,6 @@ LAYOUTS = {
     ("modelopt", "NVFP4"): MODELOPT,
     ("modelopt", "W4A16_NVFP4"): MODELOPT,
     ("bitsandbytes", "nf4"): Layout("nf4", "weight", "weight.absmax", flat=True),
-    ("qerl", "nf4-pack-quantized"): Layout("nf4"),  # as this project wrote it before
 }
 OF_ACTIVATIONS = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale",
                   "v_scale")
