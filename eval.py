@@ -63,9 +63,7 @@ def check_flags(args):
     args.temperature = 0.0 if args.greedy else args.temperature
     flags.check_copies("n", args.n or 1, args.temperature, "--greedy, or --temperature 0,")
     if args.out:
-        check_out(args.out)
-        if Path(args.out).exists():
-            raise ValueError(f"--out {args.out}: is there already; choose another name")
+        check_out(args.out, new=True)
     args.n = args.n or (1 if args.temperature == 0 else 4)
     if args.k and args.k[-1] > args.n:
         raise ValueError(f"--k {args.k[-1]}: takes as many samples a question, raise --n")

@@ -118,9 +118,7 @@ def compare(rows, nats):
 
 
 def run(args):
-    check_out(args.out)
-    if args.out.exists():
-        raise ValueError(f"--out {args.out}: is there already; choose another name")
+    check_out(args.out, new=True)
     args.device, args.dtype = place(args.device)
     args.calib, test = args.data / "train.jsonl", args.data / "test.jsonl"
     tok = Tokenizer(checkpoint.fetch(args.model))

@@ -276,9 +276,7 @@ class Writer:
         self.dense = []  # projections in 16 bits
 
     def __enter__(self):
-        check_out(self.out, folder=True)
-        if self.out.exists():
-            raise ValueError(f"--out {self.out}: exists already; remove it or choose another name")
+        check_out(self.out, folder=True, new=True)
         self.made = [p for p in self.out.absolute().parents if not p.exists()]
         return self
 

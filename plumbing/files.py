@@ -209,8 +209,9 @@ def append(path, rows, **form):
         f.writelines(json.dumps(row, **form) + "\n" for row in rows)
 
 
-def check_out(out, folder=False):
-    """ValueError unless `out`, a file or a `folder`, can be written; called before the work."""
+def check_out(out, folder=False, new=False):
+    """ValueError unless `out`, a file or a `folder`, can be written, or if it has to be `new` and
+    is there; called before the work."""
     name, out = f"--out {out}", Path(out)
     try:
         os.fsencode(out).decode()
@@ -226,6 +227,8 @@ def check_out(out, folder=False):
         out = out.resolve()
         if out.exists() and out.is_dir() != folder:
             raise ValueError(f"{name}: is a {'file' if folder else 'folder'}; choose another name")
+        if new and out.exists():
+            raise ValueError(f"{name}: exists already; choose another name")
         place = out / "probe" if out.is_dir() else out
         while folder and not place.parent.exists():
             place = place.parent

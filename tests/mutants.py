@@ -2019,7 +2019,7 @@ MUTANTS = {
          "bench_quantization::the_likelihood_is_of_each_token_after_the_first"),
     ],
     "eval.py": [
-        ("rows of another evaluation are overwritten", "if Path(args.out).exists():", "if False:",
+        ("rows of another evaluation are overwritten", "check_out(args.out, new=True)", "check_out(args.out)",
          "eval::rows_are_kept_set_by_set_and_no_file_is_overwritten"),
         ("rows are kept at the end alone", "        if args.out:\n            save_rows", "        if args.out and len(results) == len(sets):\n            save_rows",
          "eval::rows_are_kept_set_by_set_and_no_file_is_overwritten"),

@@ -44,7 +44,7 @@ def test_the_table_is_measured_row_by_row(folder, shallow, monkeypatch, capsys):
     assert all(keys <= set(r) for r in rows)
     assert abs(rows[0]["kl"]) < 1e-6 < 1e-4 < rows[2]["kl"] < rows[1]["kl"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == rows[2]
-    assert bench.main(argv) == 2 and "q.json: is there already" in capsys.readouterr().err
+    assert bench.main(argv) == 2 and "q.json: exists already" in capsys.readouterr().err
     row = bench.row
     monkeypatch.setattr(bench, "row", lambda *args: row(*args) if args[1] == "none" else 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -226,7 +226,7 @@ def test_rows_are_kept_set_by_set_and_no_file_is_overwritten(tmp_path, monkeypat
     assert evaluation.main(argv) == 130
     before = out.read_bytes()
     assert [json.loads(line)["question"] for line in before.splitlines()] == ["a?"]
-    assert exit_code(evaluation.main, argv) == 2 and f"--out {out}: is there already" in capsys.readouterr().err
+    assert exit_code(evaluation.main, argv) == 2 and f"--out {out}: exists already" in capsys.readouterr().err
     assert out.read_bytes() == before
 
 
