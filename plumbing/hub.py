@@ -3,10 +3,11 @@ Repositories of the hub as folders. What a download takes is shown before it beg
 one goes on where it stopped, and the commit that an id stood for is kept, so that a run goes on,
 and is evaluated, with the files that it began with.
 
-    folder = hub.download("Qwen/Qwen2.5-3B-Instruct", "model", ["config.json", "*.safetensors"])
-    folder = hub.download("openai/gsm8k@main", "dataset", ["main/test-*.parquet"])
+    folder = hub.download("Qwen/Qwen2.5-3B-Instruct", "model", ("config.json", "*.safetensors"))
+    folder = hub.download("openai/gsm8k@main", "dataset", ("main/test-*.parquet",))
 """
 import fcntl
+import functools
 import re
 import shutil
 import sys
@@ -21,17 +22,15 @@ ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")  # owner/name, owner/name@r
 PAUSES = (1, 5, 20, 60)  # seconds before the hub is asked again, where it does not say how many
 LARGE = 16 << 20  # bytes of a file that is worth going on with
 COMMITS = {}  # {id: the commit of its files}; what is in it beforehand is what is downloaded
-FOLDERS = {}  # {(id, patterns): folder}: a process asks once
 
 
+@functools.cache  # a process asks once
 def download(place, kind, patterns):
     """The folder, in the hub's cache, with those files of a repository whose names match one of
     `patterns`. place: its id, which may end in @revision; kind: model or dataset.
 
     Without a network the cache is used, and a line says so. FileNotFoundError, in the hub's own
     words, for what it does not give; OSError for a full disk or a download that broke off."""
-    if (place, *patterns) in FOLDERS:
-        return FOLDERS[place, *patterns]
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
     flag = f"--{'data' if kind == 'dataset' else kind} {place}"
@@ -70,7 +69,6 @@ def download(place, kind, patterns):
         if revision != info.sha:
             remember(wanted, revision)
     COMMITS[place] = folder.name
-    FOLDERS[place, *patterns] = folder
     return folder
 
 

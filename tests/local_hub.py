@@ -114,12 +114,13 @@ def served(monkeypatch, folder):
     for name, value in {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
                         "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": False}.items():
         monkeypatch.setattr(constants, name, value)
-    for name in ("COMMITS", "FOLDERS"):
-        monkeypatch.setattr(client, name, {})
+    client.download.cache_clear()
+    monkeypatch.setattr(client, "COMMITS", {})
     monkeypatch.setattr(client, "PAUSES", (0, 0))
     try:
         yield hub
     finally:
+        client.download.cache_clear()
         hub.over.set()
         hub.shutdown()
         hub.server_close()

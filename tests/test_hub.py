@@ -43,7 +43,7 @@ def test_a_model_is_downloaded_once_with_its_commit_its_size_and_the_room_for_it
     assert f"--model org/name: commit {sha[:12]}, 3 files, 0.0 MB to download; " in line and "GB are free" in line
     here.asked.clear()
     assert checkpoint.fetch("org/name") == folder and not here.asked  # the process has asked
-    hub.FOLDERS.clear()
+    hub.download.cache_clear()
     assert checkpoint.fetch("org/name") == folder and not here.downloads("model.safetensors")
     assert f"commit {sha[:12]}, in the cache" in says(capsys)
 
@@ -195,8 +195,8 @@ def test_without_a_network_the_cache_is_used_and_a_line_says_so(here, monkeypatc
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    for known in (hub.FOLDERS, hub.COMMITS):
-        known.clear()
+    hub.download.cache_clear()
+    hub.COMMITS.clear()
     assert checkpoint.fetch("org/name").name == sha == hub.COMMITS["org/name"]
     assert "--model org/name: the hub cannot be asked (ConnectError: " in (line := says(capsys))
     assert f"taken from the cache, commit {sha[:12]}" in line
@@ -211,7 +211,7 @@ def network(monkeypatch):
     from huggingface_hub import constants
 
     def again(there=True):
-        hub.FOLDERS.clear()
+        hub.download.cache_clear()
         hub.COMMITS.clear()
         if not there:
             monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -277,7 +277,7 @@ def test_a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them(here, tm
     for again in (lambda: train.main(["--resume", "--steps", "2", "--out", out]),
                   lambda: evaluation.main(["--run", out, "--data", "arithmetic", "--limit", "2", "--max-new-tokens", "4", "--device", "cpu"])):
         hub.COMMITS.clear()
-        hub.FOLDERS.clear()
+        hub.download.cache_clear()
         assert again() == 0, says(capsys)
         assert hub.COMMITS == {"org/tiny": sha}
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
