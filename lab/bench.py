@@ -221,11 +221,6 @@ def decoding(model, prompts, n, new, warm):
     return first, (last - first) / (new - 1)
 
 
-def update_seconds(*args):
-    """Seconds of grpo.update(*args)."""
-    return timed(lambda: grpo.update(*args))[0]
-
-
 def rows_alive(model, floors, what, args, ceiling):
     """`what`: "8" rows of one prompt, or "8x16": 16 samples of each of 8 prompts."""
     groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
@@ -355,7 +350,8 @@ def phases(row, c, ceiling, args):
     # a prompt's states are computed once for several of its completions
     row["tokens"] = sum(map(batches.size, batches.by_prompt(completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
-    seconds = [update_seconds(model, optimizer, completions, settings) for _ in range(4)]
+    update = partial(grpo.update, model, optimizer, completions, settings)
+    seconds = [timed(update)[0] for _ in range(4)]
     row["first_update_s"] = seconds[0]  # it compiles
     row["update_s"] = statistics.median(seconds[1:])
     row["update_gib"], row["peak_gib"] = peak_gib(), max(peak_gib(), row.get("rollout_gib", 0))
@@ -386,7 +382,8 @@ def by_paths(size, paths, rows=0):
     model, _ = build(config(size), "nvfp4", "plain")
     model.checkpointing = True
     optimizer, out = grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6), {}
-    completions, settings = random_completions(8, 256, 1024), grpo.Settings()
+    completions = random_completions(8, 256, 1024)
+    update = partial(grpo.update, model, optimizer, completions, grpo.Settings())
     torch.cuda.reset_peak_memory_stats()
     for path in paths:
         sample.set_engine(model, path)
@@ -394,7 +391,7 @@ def by_paths(size, paths, rows=0):
             prompts = random_prompts(rows, 257)  # no bucket ends within: one capture, and in both
             out[f"{path}_step_ms"] = 1e3 * decoding(model, prompts, 1, 144, warm=144)[1]
         for _ in range(2):  # the first compiles
-            out[f"{path}_update_s"] = update_seconds(model, optimizer, completions, settings)
+            out[f"{path}_update_s"] = timed(update)[0]
         out[f"{path}_gib"] = peak_gib()
         torch.cuda.reset_peak_memory_stats()
     return out
