@@ -419,10 +419,7 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
 
 def backward(model, completions, settings):
     """Accumulate the gradient of the loss of whole groups in the parameters, by micro-batch ->
-    summed metrics, or None if no completion is trained on. Each rank does its own share.
-
-    The loss is normalised by the counts of all completions, so that micro-batches, and ranks, add
-    up to the full-batch loss."""
+    summed metrics, or None if no completion is trained on. Each rank does its own share."""
     learned = trained(completions, settings.overlong)
     if not learned:
         return None

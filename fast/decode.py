@@ -13,8 +13,7 @@ silu(gate) * up. The others:
     stats, pick   log-sum-exp of blocks of the logits; then the token, its log-prob, the row's new
              state
 
-Beside 16-bit weights cuBLAS leaves x W^T and x A^T in float32, and LoRA's kernel behind each
-projection adds bias and residual as well, or multiplies silu(gate) * up (adapter.py).
+Beside 16-bit weights cuBLAS multiplies, and LoRA's kernel behind it does the rest (adapter.py).
 
 What earlier kernels of the step wrote is read only after gdc_wait(): on Hopper a kernel may start
 while its predecessor still runs (programmatic dependent launch), and meanwhile fetches what the

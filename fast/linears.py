@@ -2,12 +2,9 @@
 The projections as decode steps and updates use them: the weight where it is, and 16-bit copies of
 the adapter, which is trained in float32.
 
-A decode step multiplies by the weight as it lies (decode.py). Four-bit codes go to the FP4 GEMM,
-which computes x A^T and adds x A^T B^T itself. Beside a weight in 16 bits A lies below it in one
-matrix, so that one GEMM gives both x W^T and x A^T.
-
-An update, and most of a prefill, multiply by [w_hat | s B] (packed.py): a weight is decoded, or
-copied if it has 16 bits, into a scratch, and B's columns are put behind it.
+A decode step multiplies by the weight as it lies (decode.py). Beside one in 16 bits A lies below it
+in the same matrix, so that one GEMM gives both x W^T and x A^T. An update, and most of a prefill,
+multiply by [w_hat | s B] in a scratch (packed.py).
 
 Shapes: M rows of x, S tokens, a linear has N outputs, K inputs, P parts; R rank, PR = P*R, E = PR
 rounded up to 8.
