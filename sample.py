@@ -331,8 +331,7 @@ def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
 
 # ---- what all commands share
 
-QUANTS = ("none", *nvfp4.FORMATS)
-MODEL_FLAGS = flags.model_flags(QUANTS)
+MODEL_FLAGS = flags.model_flags(("none", *nvfp4.FORMATS))
 
 
 def load_policy(args):

@@ -33,6 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import checkpoint, command
+from plumbing.run import peak_gib
 
 import torch
 import triton
@@ -106,10 +107,6 @@ def event_us(f, calls, repeats=5):
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / calls)
     return statistics.median(times[1:])
-
-
-def peak_gib():
-    return torch.cuda.max_memory_allocated() / memory.GIB
 
 
 @triton.jit

@@ -99,7 +99,7 @@ def answer(model, tok, args, texts):
     prompt = tok.chat_ids(turns(args, *texts))
     most = sample.limit(model, prompt, args.max_new_tokens)
     [[drawn]] = sample.generate(model, [prompt], 1, most, args.temperature,
-                          args.top_p, tok.eos_ids, args.seed, on_token=show)
+                                args.top_p, tok.eos_ids, args.seed, on_token=show)
     full = len(prompt) + most == model.config.max_position_embeddings
     cut = "the model has no more positions" if full else "raise --max-new-tokens"
     text = tok.decode(drawn.ids)
@@ -135,7 +135,7 @@ def batch(model, tok, args, prompts):
     ids = [tok.chat_ids(turns(args, text)) for text in prompts]
     limits = [sample.limit(model, p, args.max_new_tokens) for p in ids]
     groups = sample.generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids,
-                      args.seed, args.max_rows, progress=sys.stderr.isatty())
+                             args.seed, args.max_rows, progress=sys.stderr.isatty())
     rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids),
              "finished": s.finished, "logprob": sum(s.logprobs)}
             for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]
