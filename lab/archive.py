@@ -128,8 +128,7 @@ def answers(run):
 
 
 def short(value, digits):
-    """A JSON value, its floats to so many digits: of accuracies at the end eight, for a difference
-    to be printed as from the folder."""
+    """A JSON value, its floats to so many significant digits."""
     return json.loads(json.dumps(value),
                       parse_float=lambda text: float(f"{float(text):.{digits}g}"))
 
@@ -146,7 +145,7 @@ def row_of(run, group, commit, defaults):
     if script not in ("", "train.py"):
         row["script"] = script
     summary = {k: v for k, v in saved(run, "summary.json").items() if k != "command"}
-    row["summary"] = short(summary, 8)
+    row["summary"] = short(summary, 8)  # a difference is printed as from the folder
     row["evals"] = [[s["step"], round(s["eval_accuracy"], 4)] for s in steps
                     if s.get("eval_accuracy") is not None]
     row["metrics"] = {c: short([s.get(c) for s in steps], 3) for c in COLUMNS

@@ -69,20 +69,15 @@ def card(name=None):
     return "-".join(words).lower()
 
 
-def rounded(row):
-    """A row with its floats to four significant digits."""
-    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
-
-
 def line(row):
-    """A rounded row as "size=7b rows=8 step_ms=2.67"."""
+    """A row as "size=7b rows=8 step_ms=2.67"."""
     return " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
 
 
 def record(path, row, key):
     """Print a row and write it into the JSON list at `path`, where it replaces one with the same
     values of `key`. A row of what did not fit lacks some of them."""
-    row = rounded(row)
+    row = archive.short(row, 4)
     print(line(row), flush=True)
     old = json.loads(path.read_text()) if path.is_file() else []
     kept = [r for r in old if any(r.get(k) != row.get(k) for k in key)]
@@ -175,7 +170,8 @@ def cards(args):
         for run, name in zip(runs, plot.names(runs), strict=True):
             row = speed(run, args.skip)
             first = first or row["per_second"]
-            print(line(rounded({"run": name, **row, "times": row["per_second"] / first})))
+            row |= {"times": row["per_second"] / first}
+            print(line(archive.short({"run": name, **row}, 4)))
 
 
 def speed(run, skip):

@@ -16,7 +16,6 @@ repeat to the bit as well has not been tried.
     python eval.py --model /tmp/tiny --data arithmetic
 """
 import argparse
-import json
 import random
 import sys
 import time
@@ -33,6 +32,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 from plumbing import checkpoint  # noqa: E402
 from plumbing.arithmetic import apply, problems, solution, steps  # noqa: E402
 from plumbing.config import read_config  # noqa: E402
+from plumbing.files import write_json  # noqa: E402
 from plumbing.tokenizer import SUFFIX, Tokenizer  # noqa: E402
 
 from model import Transformer  # noqa: E402
@@ -115,10 +115,6 @@ def write_tokenizer(out, seed):
                {"bos_token_id": end, "pad_token_id": end, "eos_token_id": [stop, end]})
     write_json(out / "config.json", {**CONFIG, "bos_token_id": end, "eos_token_id": stop})
     return Tokenizer(out)
-
-
-def write_json(path, value):
-    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def batches(tok, seed, rows, size, write):
