@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,14 @@ def test_a_model_from_scratch_is_random_and_ties_its_head_if_told(tied):
     assert (m.lm_head.weight is m.embed.weight) == tied
     matrices = [p for p in m.parameters() if p.dim() == 2]
     assert len(matrices) == 3 * 4 + 2 - tied and all(0.015 < p.std() < 0.025 for p in matrices)
+
+
+def test_the_embedded_model_can_be_made_anew(tmp_path):
+    """It asked two files for functions that had moved, and ended in a traceback."""
+    r = subprocess.run([sys.executable, "assets/tiny/make.py", "--out", tmp_path, *"--clean 10 --habits 1 --rows 200 --batch 4".split()],
+                       cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr
+    assert M.load(tmp_path).config == M.load("tiny").config
 
 
 def test_the_fixtures_cover_what_they_are_for():

@@ -29,13 +29,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-from plumbing import checkpoint  # noqa: E402
 from plumbing.arithmetic import apply, problems, solution, steps  # noqa: E402
-from plumbing.config import read_config  # noqa: E402
 from plumbing.files import write_json  # noqa: E402
 from plumbing.tokenizer import SUFFIX, Tokenizer  # noqa: E402
 
-from model import Transformer  # noqa: E402
+from model import Transformer, read_config, tensors  # noqa: E402
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
@@ -142,8 +140,8 @@ def batches(tok, seed, rows, size, write):
 
 def save(model, out):
     """bf16 safetensors under the names of a Hugging Face checkpoint."""
-    tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in checkpoint.tensors(model)}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    saved = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in tensors(model)}
+    save_file(saved, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def train(model, args, clean, habits, out):
