@@ -122,7 +122,8 @@ def noise_seed(*key):
 
 
 def buffers(model):
-    """Every noise buffer of the model by name, in whatever module."""
+    """Every noise buffer of the model by name, in whatever module, including those that your own
+    code adds."""
     return {name: b for name, b in model.named_buffers() if name.rpartition(".")[2] == "noise"}
 
 
@@ -137,8 +138,8 @@ def clear(model):
 def set_noise(model, sigma, seed=0):
     """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`; zero every other noise buffer.
 
-    Z is float32, from a CPU generator seeded by (seed, layer, norm): the same on every rank and
-    device."""
+    The old noise is replaced, never added to. Z is float32, from a CPU generator seeded by (seed,
+    layer, norm): the same on every rank and device. sigma = 0 clears all noise, bit for bit."""
     if not 0 <= sigma < math.inf:
         raise ValueError(f"sigma {sigma}: must be a finite number >= 0")
     clear(model)

@@ -134,7 +134,8 @@ def pass_at(k, correct):
 
 
 def stderr(values):
-    """Standard error of the mean of one value a question."""
+    """Standard error of the mean of one value a question: the samples of a question are not
+    independent of each other."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 

@@ -30,7 +30,9 @@ same way. The weight has no gradient, and no 16-bit copy of it is kept.
     y = matmul(x, q)                                      # any number of rows, differentiable in x
     pytest tests/test_marlin_triton.py                    # on a GPU add -m gpu
 
-A weight q is an nvfp4.Quantized: codes and scales as a checkpoint holds them.
+A weight q is what a checkpoint holds: q.shape (N, K); q.codes (N, K/2) uint8, even columns in the
+low four bits; q.scale (N, K/block), E4M3, E8M0 (uint8: 2^(s - 127)) or, with a codebook, float32;
+q.global_scale (N,) float32; q.format with .block and .codebook (16 values, or None for E2M1).
 
 Shapes: M rows of x, N outputs, K inputs; a program takes BM, BN, BK of them at a time.
 """
@@ -213,7 +215,7 @@ class Matmul(torch.autograd.Function):
 
 
 def check(x, q):
-    """ValueError if x and q do not fit each other, or q's tensors do not fit its shape."""
+    """ValueError if x and q do not fit each other, or q is not what the top of this file says."""
     (N, K), block = q.shape, q.format.block
     if not x.is_floating_point():
         raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")

@@ -87,6 +87,8 @@ def inexact(model):
         return "cuBLAS multiplies 16-bit weights, in an order that depends on the number of rows"
     if model.config.qk_norm:
         return "the sampler and the trainer sum the norms of Qwen3's heads in different orders"
+    if torch.cuda.get_device_capability(model.embed.weight.device)[0] != 9:
+        return "the kernels' sums have been compared on Hopper cards alone"
     return None
 
 

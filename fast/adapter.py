@@ -210,8 +210,8 @@ def adapter_work(x, A, parts, BM, exact=False):
     # x's rows a program; with many rows a whole block, so as not to crowd out the weight's programs
     BA = min(BM, 16) if M <= 64 else BM
     if MT * (1 + BM // BA * AT) > FLAGS:
-        raise ValueError(f"LoRA: an adapter on {M} rows of x needs more than {FLAGS} "
-                         "flags")
+        raise ValueError(f"LoRA: an adapter of rank {R} on {M} rows of x needs more than {FLAGS} "
+                         "flags; lower --micro-batch-tokens or --lora-rank")
     sums, flags = x.new_empty(MT * BM * PR * (Z + 1), dtype=torch.float32), space(x.device)[1]
     # a wide adapter is taken in pieces: all of it would not fit the registers, and for two of the
     # tiles 64 columns would not fit the shared memory of as many programs as an SM should hold

@@ -27,7 +27,7 @@ import torch
 import aqn
 import lora
 import model as qwen
-from fast import decode, memory, packed, plan
+from fast import decode, logprobs, memory, packed, plan
 from fast.linears import exact
 from model import KVCache, projections, to_device
 
@@ -328,8 +328,12 @@ def engine_for(model, slots, max_len, top_p):
     free = free_bytes()
     row = max_len * memory.kv_per_token(model.config, model.embed.weight.element_size())
     row += working_bytes(model, 1, top_p) - working_bytes(model, 0, top_p)
-    for prefill_tokens in memory.PREFILL_TOKENS:
-        fixed = working_bytes(model, 0, top_p, prefill_tokens)
+    # exact sums: no prompt is computed in parts, and the head multiplies rows that are not there
+    sizes, spare = memory.PREFILL_TOKENS, 0
+    if exact(model):
+        sizes, spare = sizes[:1], 8 * logprobs.ROWS * model.config.vocab_size
+    for prefill_tokens in sizes:
+        fixed = working_bytes(model, 0, top_p, prefill_tokens) + spare
         fit = int((free - fixed) // row)
         if fit >= min(slots, 8):
             break

@@ -15,7 +15,8 @@ are recomputed by the kernel that differentiates the prologue: it reads the grad
 h in its place, for dA = (dxa)^T h.
 
 LoRA is part of the GEMM. A weight is decoded, or copied if it has 16 bits, into a scratch; there
-B's columns stand behind it, as x A^T stands behind h, so that one GEMM adds up
+B's columns stand behind it, as x A^T stands behind h, so that one GEMM (with --engine exact the
+decode step's, in forward) adds up
 
     [h | x A^T] [w_hat | s B]^T    and, in backward,    dy [w_hat | s B] = [dh | d(x A^T)]
 
@@ -62,16 +63,16 @@ class Norm:
     def launch(self, kernel, x, out, *more, **options):
         S, C = x.shape
         kernel[(S,)](x, *self.args, out, *more, C, out.stride(0), self.eps, BLOCK=power(C),
-                     num_warps=8, **options)  # as in a decode step: the same sums
+                     **options)
 
     def forward(self, x, E):
         out = x.new_empty(x.shape[0], x.shape[1] + E)
-        self.launch(norm_kernel, x, out, PDL=False)
+        self.launch(norm_kernel, x, out, PDL=False, num_warps=8)  # a decode step's: the same sums
         return out, ()
 
     def backward(self, x, kept, d):
         dx = torch.empty_like(x)
-        self.launch(norm_back_kernel, x, d, dx)
+        self.launch(norm_back_kernel, x, d, dx, num_warps=4 if x.shape[1] <= 4096 else 8)
         return dx, d[:, : x.shape[1]]
 
     def own_gradient(self, x, d):
@@ -328,7 +329,7 @@ class Prefill:
         rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
         x = F.embedding(ids, model.embed.weight)  # (S, C)
         linears = self.step.layers
-        few = all(p.few(len(ids)) for p in linears[0])
+        few = self.step.exact or all(p.few(len(ids)) for p in linears[0])
         for i, layer in enumerate(model.layers):
             attend = Attend(layer.attn, rows, self.step.cache)
             if i == len(model.layers) - 1:  # only its keys and values are needed

@@ -583,6 +583,9 @@ MUTANTS = {
          'sample::rows_that_leave_change_no_other'),
     ],
     "fast/gemm.py": [
+        ("an exact GEMM splits K", "sms(x.device), exact)[1]", "sms(x.device), False)[1]", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
+        ("an exact x A^T is cut by rows", 't["BM"], exact)', 't["BM"], False)', "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
+        ("many exact rows go to cuBLAS", "if A is not None or exact or few(", "if A is not None or few(", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
         ("the descriptor's second half is its first", "xd.load([pid % MT * BM, kc + 64])",
          "xd.load([pid % MT * BM, kc])", "gemm::each_tile_matches"),
         ("gate and up change places", "gate, up = tl.split(", "up, gate = tl.split(",
@@ -688,6 +691,7 @@ MUTANTS = {
          "gemm::what_the_ptx_makes_of_a_word"),
     ],
     "fast/decode.py": [
+        ("a decode step splits K", "                self.exact)", "                False)", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
         ("a prompt's last block goes on into the completion", "ok = t < tl.where(i < before, first, n + 1)", "ok = t < n + 1", "exact::step_equals_the_modules"),
         ("a completion's blocks begin with its prompt's", "first + (i - before) * BLOCK) + o", "i * BLOCK) + o", "exact::step_equals_the_modules"),
         ("the sampler's own sum is recorded", "if self.exact:  # the log-prob", "if False:  # the log-prob", "exact::the_recorded_log_prob_is_the_update_kernels"),
@@ -738,6 +742,8 @@ MUTANTS = {
          "decode::rows_that_ended_stand_still"),
     ],
     "fast/__init__.py": [
+        ("cards on which nobody compared sums are taken for exact", "get_device_capability(model.embed.weight.device)[0] != 9:", "get_device_capability(model.embed.weight.device)[0] < 8:",
+         "exact::what_cannot_be_exact_is_refused"),
         ("an exact engine goes back to plain sums", "if why and self.exact:", "if False:", "exact::what_cannot_be_exact_is_refused"),
         ("16-bit weights are taken for exact", "if any(m.q is None for _, m in projections(model)):", "if False:", "exact::what_cannot_be_exact_is_refused"),
         ("Qwen3's heads are taken for exact", "    if model.config.qk_norm:", "    if False:", "exact::what_cannot_be_exact_is_refused"),
@@ -917,6 +923,7 @@ MUTANTS = {
          "packed::packed_equals_the_modules_in_value_and_gradient"),
     ],
     "fast/linears.py": [
+        ("an exact update multiplies by cuBLAS", "if self.exact:  #", "if False:  #", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
         ("rows of the GEMM's output at any address", "-(-self.PR // 8) * 8", "self.PR",
          "decode::a_weight_moves_above_its_adapter_and_stays_the_only_copy"),
         ("weights are moved for each adapter", "if wide is None or len(wide)", "if True or len(wide)",

@@ -411,7 +411,8 @@ def test_gpu_plain_and_fast_draw_alike(quant, scaling):
 @gpu
 @pytest.mark.parametrize(("quant", "scaling"), [("none", None), ("nvfp4", None), ("nvfp4", LONGER)])
 def test_gpu_plain_and_fast_train_alike(quant, scaling):
-    """Three optimizer steps on the same completions: metrics and trained adapters of the two in bfloat16 are as far from those in float32."""
+    """Three optimizer steps on the same completions: metrics and trained adapters of the two in bfloat16 are as far from those in float32.
+    Each error is one draw, and the norms grow by 4 a step: fast ones up to 2.4 times the plain ones have been seen."""
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 4990, (n,), generator=g).tolist() for n in (40, 7, 90)]
     batch = [grpo.Completion({}, prompt, torch.randint(0, 4990, (5 + 9 * j,), generator=g).tolist(), [], True, advantage=j - 1.5)
