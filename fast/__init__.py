@@ -147,5 +147,6 @@ class Fast:
         from fast import batches, engine
 
         if self.knows(model):
-            batches.compile_update(model)
+            tokens = args.micro_batch_tokens // 2 if self.exact else 16
+            batches.compile_update(model, tokens)
             engine.prepare(model, args, longest)

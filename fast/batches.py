@@ -73,10 +73,11 @@ def completion_logprobs(model, completions, temperature):
     return grpo.in_rows(completions, logp, entropy)
 
 
-def compile_update(model):
-    """Compile what an update launches, for completions that share a prompt and for one alone."""
+def compile_update(model, tokens=16):
+    """Compile what an update launches, for completions of so many tokens that share a prompt and
+    for one alone. With exact sums alone the number matters: the GEMM's tile depends on it."""
     params = [p for p in model.parameters() if p.requires_grad]
-    completion = grpo.Completion({}, [0] * 16, [0] * 16, [], True)
+    completion = grpo.Completion({}, [0] * 16, [0] * tokens, [], True)
     # in this thread, where `compiling` sees the backward's kernels too
     with decode.compiling(), torch.autograd.set_multithreading_enabled(False):
         for n in (2, 1):

@@ -745,6 +745,8 @@ MUTANTS = {
         ("cards on which nobody compared sums are taken for exact", "get_device_capability(model.embed.weight.device)[0] != 9:", "get_device_capability(model.embed.weight.device)[0] < 8:",
          "exact::what_cannot_be_exact_is_refused"),
         ("an exact engine goes back to plain sums", "if why and self.exact:", "if False:", "exact::what_cannot_be_exact_is_refused"),
+        ("an exact update is compiled for few tokens", "args.micro_batch_tokens // 2 if self.exact else 16", "16",
+         "exact::an_update_of_many_tokens_is_compiled_before_the_first"),
         ("16-bit weights are taken for exact", "if any(m.q is None for _, m in projections(model)):", "if False:", "exact::what_cannot_be_exact_is_refused"),
         ("Qwen3's heads are taken for exact", "    if model.config.qk_norm:", "    if False:", "exact::what_cannot_be_exact_is_refused"),
         ("what an exact engine made is kept by a fast one", "        if model.fast:\n            uninstall(model)", "        if model.fast:\n            pass",

@@ -128,6 +128,18 @@ def test_a_row_that_moves_takes_its_prompts_length_along():
     assert ours.step.exact and ours.step.prompt.tolist() == [4, 9, 9]
 
 
+@pytest.mark.parametrize(("exact", "tokens"), [(True, 4096), (False, 16)])
+def test_an_update_of_many_tokens_is_compiled_before_the_first(exact, tokens, monkeypatch):
+    """Its GEMMs have other tiles than those of few tokens; the ordinary update has none of them."""
+    m, seen = random_model(ONE, "nvfp4"), []
+    monkeypatch.setattr(engine, "own_code", lambda model: None)
+    monkeypatch.setattr(batches, "compile_update", lambda *a: seen.append(a))
+    monkeypatch.setattr(engine, "prepare", lambda *a: seen.append(a))
+    args = SimpleNamespace(micro_batch_tokens=8192)
+    fast.Fast(exact).plan_rollouts(m, args, 96)
+    assert seen == [(m, tokens), (m, args, 96)]
+
+
 def test_what_cannot_be_exact_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="--engine exact: .*not on a CUDA device; take"):
         sample.set_engine(random_model(ONE), "exact")
