@@ -30,6 +30,14 @@ COUNT_ROUND = tl.constexpr("{ .reg .pred one; .reg .u32 t; mov.u32 t, %tid.x; "
 
 
 @triton.jit
+def wait(PDL: tl.constexpr):
+    """From here on, what earlier kernels of the step wrote may be read."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def reached(p, n, ASM: tl.constexpr):
     """Wait until earlier programs of the grid, which therefore run or have run, have counted *p up
     to n; what they stored before counting is visible then."""
@@ -158,9 +166,7 @@ def lora_kernel(y, bias, residual, out, b, B, N, stride, split1, split2, scaling
         bt_up = tl.load(b + (width + n)[:, None] * R + k[None, :], mask=here, other=0)
     if BIAS:
         bs = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait(PDL)
     row = y + rows.to(tl.int64) * stride
     h, at = row + N, rows[None, :].to(tl.int64) * width + n[:, None]
     acc = tl.load(row[None, :] + n[:, None], mask=ok, other=0)  # (BN, RB)
