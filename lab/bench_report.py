@@ -192,7 +192,7 @@ def speed(run, skip):
 def parse_args(argv=None):
     parser, each = parsers("Benchmarks without a GPU.", (tables, cards))
     add = each["cards"].add_argument
-    add("runs", **archive.RUNS)
+    add("runs", **archive.ARGUMENT)
     add("--skip", type=command.number(1, 1e9), default=8, help="steps at the start that do not "
         "count: they compile kernels and capture batch sizes")
     return parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """
 Training runs that differ in one thing, and what it adds.
 
-    compare    runs of train.py, or rows of results/runs.jsonl: what each flag in which they differ
+    compare    runs of train.py, or of results/runs.tar.xz: what each flag in which they differ
                adds, to the accuracy after training or, with --growth, to how fast that of the
                samples rises. So an experiment is a loop over train.py
     gradient   which log-probs should the ratio be taken against when the sampler is noisy? Of one
@@ -205,7 +205,7 @@ def student(p, freedom, cells=100_000):
 
 def comparison(argv):
     p = command.Parser(prog="lab/experiments.py compare", description=compare.__doc__)
-    p.add_argument("runs", **archive.RUNS)
+    p.add_argument("runs", **archive.ARGUMENT)
     add = partial(p.add_argument, action="store_true")
     add("--growth", help="of the samples' accuracy, in the first half of training")
     add("--entropy", help="of the samples' entropy, in the second half of training")

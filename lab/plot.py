@@ -22,7 +22,6 @@ from plumbing.files import check_out, saved
 
 from lab import archive
 
-GONE = ("show_every", "log_to", "timeout", "gap_bound")  # flags of older runs, of no consequence
 # Okabe and Ito's colours without the yellow, which is lost on white; in grey print line styles and
 # markers tell runs apart. Seven and four have no common divisor, so 28 looks before one returns.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000"]
@@ -53,17 +52,8 @@ def shown(flag, value):
 def told(run):
     """{flag: value} of the flags that a run's numbers depend on, and its script as "script"; {}
     without config.json."""
-    had = saved(run, "config.json")
-    flags = {k: v for k, v in had.items() if k not in (*IDLE, *MINOR, *GONE, "command", "commits")}
-    if not flags:
-        return {}
-    if had.get("overlong") != "soft":
-        flags.pop("overlong_buffer", None)  # an eighth of the limit now
-    try:
-        script = " ".join(command.script_of(str(had.get("command")), had)) or "train.py"
-    except ValueError as e:
-        raise ValueError(f"{run}: config.json: {e}") from None
-    return archive.CONSTANTS | flags | {"script": script}
+    idle = (*IDLE, *MINOR, "command", "commit", "commits")
+    return {k: v for k, v in saved(run, "config.json").items() if k not in idle}
 
 
 def lines(runs):
@@ -144,7 +134,7 @@ def main(argv=None):
     parser = command.Parser(
         description="Plot the curves of training runs from their metrics.jsonl.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("runs", **archive.RUNS)
+    parser.add_argument("runs", **archive.ARGUMENT)
     parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or "
                         "compare.png for several runs")
 

@@ -1,27 +1,27 @@
-"""results/runs.jsonl by lab/archive.py: its rows are the runs that they were made from."""
+"""results/runs.tar.xz by lab/archive.py: what it keeps prints what its runs did."""
 import json
+import os
 import random
 import re
 import shutil
+import tarfile
 from pathlib import Path
 
-from plumbing import curves, flags
+from plumbing import curves
 from plumbing.files import saved
 
 import pytest
 
-import train
 from lab import archive, bench_report, experiments, plot
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULTS = {k: v for k, v in vars(flags.parse(train.COMMAND, [])).items() if k not in archive.LEFT_OUT}
-
 
 @pytest.fixture
 def table(monkeypatch, tmp_path):
-    monkeypatch.setattr(archive, "TABLE", tmp_path / "runs.jsonl")
-    (tmp_path / "runs.jsonl").write_text(json.dumps({"defaults": archive.CONSTANTS | DEFAULTS | {"weight_decay": 0.0}}) + "\n")
-    return tmp_path / "runs.jsonl"
+    """An archive without a run."""
+    monkeypatch.setattr(archive, "RUNS", tmp_path / "runs.tar.xz")
+    tarfile.open(tmp_path / "runs.tar.xz", "w:xz").close()
+    return tmp_path / "runs.tar.xz"
 
 
 def trained(out, quant, seed, steps=8, questions=40, **flags):
@@ -31,11 +31,12 @@ def trained(out, quant, seed, steps=8, questions=40, **flags):
     right = {when: [int(rng.random() < share) for _ in range(questions)] for when, share in (("before", 0.3), ("after", 0.7))}
     right["before"] = [0, 0, 0, 1] * (questions // 4)  # all runs begin alike, and with zeros
     command = flags.pop("command", f"python train.py --quant {quant} --out {out}")
-    (out / "config.json").write_text(json.dumps({"quant": quant, "seed": seed, "steps": steps, "out": str(out), "command": command} | flags))
+    had = {"quant": quant, "seed": seed, "steps": steps, "out": str(out), "card_share": 0.3, "command": command}
+    (out / "config.json").write_text(json.dumps(had | flags))
     (out / "summary.json").write_text(json.dumps({
         **{f"accuracy_{when}": sum(of) / questions for when, of in right.items()}, "steps": steps, "seconds": 12.3456, "peak_gib": 1.04,
         "best": {"step": steps, "accuracy": 0.7}, "command": command}))
-    rows = [{"step": i, "accuracy": rng.randrange(97) / 96, "entropy": 0.2 / (i + 1), "length_mean": 30.123 + i, "seconds": 1.5 * i,
+    rows = [{"step": i, "accuracy": rng.randrange(97) / 96, "loss": 0.1, "entropy": 0.2 / (i + 1), "length_mean": 30.123 + i, "seconds": 1.5 * i,
              "sampler_kl": 1.234e-5 * (i + 1), "clip_first_frac": i / 1000,
              "eval_accuracy": 0.25 if i == 0 else None, "eval_stderr": 0.1 if i == 0 else None} for i in range(steps)]
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,40 +50,47 @@ def printed(capsys, *argv):
     return capsys.readouterr().out
 
 
-def test_rows_print_what_their_folders_print(table, tmp_path, capsys):
-    """Grades without the zeros that they begin with, accuracies so short that another digit was printed, a script or flag left out:
-    the table's figures were others than the documents', and nobody had the folders any more."""
-    mine = {"command": "python docs/mine.py --tau 2 --quant nvfp4"}
-    runs = [trained(tmp_path / "runs" / f"{name}-s{seed}", quant, seed, **more) for seed in range(3)
-            for name, quant, more in (("none", "none", {}), ("nvfp4", "nvfp4", {}), ("fork", "nvfp4", mine))]
-    said = [printed(capsys, *runs, *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))]
+def test_kept_runs_print_what_their_folders_print(table, tmp_path, capsys):
+    """Accuracies so short that another digit was printed, a script or flag left out: the archive's figures were others than the
+    documents', and nobody had the folders any more."""
+    runs = [trained(tmp_path / "runs" / f"{name}-s{seed}", quant, seed, script=script) for seed in range(3)
+            for name, quant, script in (("none", "none", "train.py"), ("nvfp4", "nvfp4", "train.py"), ("fork", "nvfp4", "mine.py"))]
+    said = [printed(capsys, *sorted(runs), *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))]
     assert archive.main([*runs, "--group", "mine", "--commit", "abc1234"]) == 0
     capsys.readouterr()
     assert [printed(capsys, "mine/*", *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))] == said
-    assert printed(capsys, *runs[:1], "mine/*-s[12]", "mine/fork-s0", "mine/nvfp4-s0") == said[0]  # folders and rows together
-    assert "over 40 questions" in said[0] and "mine.py --tau 2" in said[0]
+    assert printed(capsys, "mine/fork-s?", runs[0], "mine/n*-s[12]", "mine/nvfp4-s0") == said[0]  # folders and kept runs together
+    assert "over 40 questions" in said[0] and "mine.py" in said[0]
     with archive.folders(["mine/nvfp4-s1"]) as [run]:
-        assert {k: v for k, v in plot.told(run).items() if k in plot.told(runs[4])} == plot.told(runs[4])
-        assert [row["length_mean"] for row in curves.read(run)] == pytest.approx([30.123 + i for i in range(8)], rel=5e-3)
-        assert archive.answers(run) == archive.answers(runs[4])
-        assert [row["sampler_kl"] for row in curves.read(run)] == pytest.approx([1.234e-5 * i for i in range(1, 9)], rel=5e-3)
-        assert [row["clip_first_frac"] for row in curves.read(run)] == pytest.approx([i / 1000 for i in range(8)])
+        assert plot.told(run) == plot.told(runs[4])
+        had = saved(run, "config.json")
+        assert had["commit"] == "abc1234" and had["card_share"] == 0.3 and "out" not in had  # another machine's path
+        assert curves.read(run)[0].keys() < curves.read(runs[4])[0].keys()
+        assert [row["sampler_kl"] for row in curves.read(run)] == pytest.approx([1.234e-5 * i for i in range(1, 9)], rel=1e-5)
+        for when in ("before", "after"):
+            name = f"eval_{when}.jsonl"
+            assert archive.answers(run, name) == archive.answers(runs[4], name)
     assert not Path(run).exists()
 
 
-def test_a_row_is_of_the_flags_that_its_run_had(table, tmp_path):
-    """Read with the defaults of another revision it was another run; so it was where what had been a flag is a constant now."""
-    run = trained(tmp_path / "s0", "none", 0, lr=0.5, eps_high=0.28, group_size=8)
-    assert archive.main([run, "--group", "mine"]) == 0
-    assert archive.read()[1]["mine/s0"]["flags"] == {"quant": "none", "steps": 8, "lr": 0.5, "eps_high": 0.28, "weight_decay": 0.1}
-    with archive.folders(["mine/*"]) as [kept]:
-        had = saved(kept, "config.json")
-    assert (had["group_size"], had["lr"], had["grad_clip"], had["weight_decay"]) == (8, 0.5, DEFAULTS["grad_clip"], 0.1)
+def test_the_same_runs_are_the_same_bytes(table, tmp_path):
+    """Each time that a run was added every byte of the archive was another."""
+    empty = table.read_bytes()
+    run = trained(tmp_path / "s0", "none", 0)
+    made = []
+    for _ in range(2):
+        table.write_bytes(empty)
+        os.utime(run)
+        assert archive.main([run, "--group", "mine"]) == 0
+        made.append(table.read_bytes())
+    assert made[0] == made[1]
+    with tarfile.open(table) as tar:
+        assert {(file.mtime, file.uid, file.uname) for file in tar} == {(0, 0, "")}
 
 
 def test_what_is_no_run_is_named(table, tmp_path, capsys):
     run = trained(tmp_path / "s0", "none", 0)
-    assert archive.main([run, "--group", "mine"]) == 0 and "1 rows more, 1 runs" in capsys.readouterr().out
+    assert archive.main([run, "--group", "mine"]) == 0 and "1 runs more" in capsys.readouterr().out
     size = table.stat().st_size
     twice = shutil.copytree(run, tmp_path / "again" / "s0")
     assert archive.main([run, str(twice), "--group", "other"]) == 2 and "other/s0 is in" in capsys.readouterr().err
@@ -94,7 +102,7 @@ def test_what_is_no_run_is_named(table, tmp_path, capsys):
     assert experiments.main(["compare", "mine/s1"]) == 2 and "mine/s1: no such folder" in capsys.readouterr().err
 
 
-def test_a_row_is_called_by_its_name_and_counts_once(table, tmp_path, capsys):
+def test_a_kept_run_is_called_by_its_name_and_counts_once(table, tmp_path, capsys):
     """An error named a temporary folder that was gone when it was read; a row that two patterns match was a seed twice."""
     run = trained(tmp_path / "s0", "none", 0)
     assert archive.main([run, "--group", "mine"]) == 0
@@ -103,7 +111,7 @@ def test_a_row_is_called_by_its_name_and_counts_once(table, tmp_path, capsys):
         assert len(runs) == 1
 
 
-def test_curves_and_cards_are_of_rows_too(table, tmp_path, capsys):
+def test_curves_and_cards_are_of_kept_runs_too(table, tmp_path, capsys):
     """The documents' commands took folders that the repository no longer has."""
     run = trained(tmp_path / "s0", "none", 0, group_size=8)
     rows = [json.loads(text) | {"prompts_sampled": 12, "seconds_rollout": 0.5, "seconds_update": 0.25} for text in open(f"{run}/metrics.jsonl")]
@@ -169,16 +177,17 @@ def test_a_seed_of_two_models_is_two_draws(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/claims.md", "docs/measured.md", "docs/noise.md", "results/LOG.md"])
-def test_rows_that_documents_name_are_there(name):
+def test_runs_that_documents_name_are_there(name):
     """A command that compares nothing."""
-    rows = archive.read()[1]
-    groups = {row["group"] for row in rows.values()}
+    with tarfile.open(archive.RUNS) as tar:
+        runs = {str(Path(file).parent) for file in tar.getnames()}
+    groups = {run.split("/")[0] for run in runs}
     patterns = re.findall(rf"'((?:{'|'.join(map(re.escape, groups))})/[^']+)'", (ROOT / name).read_text())
-    assert not [p for p in patterns if not any(archive.fnmatchcase(row, p) for row in rows)]
+    assert not [p for p in patterns if not any(archive.fnmatchcase(run, p) for run in runs)]
 
 
-def test_the_kept_rows_print_the_documents_figures(capsys):
-    """The paper's central ablation on the 1.5B, from the table that the repository has."""
+def test_the_kept_runs_print_the_documents_figures(capsys):
+    """The paper's central ablation on the 1.5B, from the archive that the repository has."""
     assert printed(capsys, "2x2_1.5b/*").splitlines() == [
         "aqn off -> on: +0.5 points, +- 0.3 over 4 seeds (8 pairs), +- 0.4 over 1319 questions",
         "quant none -> nvfp4: -2.1 points, +- 0.5 over 5 seeds (9 pairs), +- 0.5 over 1319 questions"]

@@ -163,18 +163,6 @@ def test_a_flag_that_came_later_does_not_part_new_runs_from_old_ones(tmp_path):
     assert [runs for _, runs in plot.lines([old, new, used])] == [[old, new], [used]]
 
 
-def test_a_flag_that_is_a_constant_now_does_not_part_new_runs_from_old_ones(tmp_path):
-    """Seeds of one arm would be two lines, before and after; what was trained by another value is another arm."""
-    def run(name, **config):
-        return folder(tmp_path / name, config={"quant": "nvfp4", "overlong": "none"} | config)
-
-    gone = {"tis_cap": 2.0, "weight_decay": 0.1, "eps_low": None, "max_resample": 2, "overlong_buffer": 512, "timeout": 1800, "log_to": "wandb"}
-    old, new, other = run("old", seed=0, **gone), run("new", seed=1), run("other", seed=1, **gone | {"weight_decay": 0.0})
-    assert plot.lines([old, new, other]) == [("weight-decay=0.1 (2 seeds)", [old, new]), ("weight-decay=0", [other])]
-    a, b = (run(f"soft{i}", overlong="soft", overlong_buffer=i) for i in (16, 512))
-    assert [name for name, _ in plot.lines([a, b])] == ["overlong-buffer=16", "overlong-buffer=512"]
-
-
 def test_a_run_draws_its_own_curves(tmp_path, axes, capsys):
     """Under its folder's name, wherever it was started; lab/ is not asked."""
     out = folder(tmp_path / "_mine", summary={"seconds": 3.0, "accuracy_after": 0.5, "steps": 8})
@@ -207,20 +195,8 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     assert label(same | {"micro_batch_tokens": 1, "seed": 0}, same | {"micro_batch_tokens": 2, "seed": 1}) == ["r* (2 seeds)"]
     idle = [same | {"seed": i} | dict.fromkeys(plot.IDLE, i) for i in (0, 1)]  # say of nothing that was compared
     assert "save_every" in plot.IDLE and "out" in plot.IDLE and label(*idle) == ["r* (2 seeds)"]
-    mine = {"command": "python docs/mine.py --lr 1"}
-    runs = [folder(tmp_path / "a", config=same | {"seed": 0}), folder(tmp_path / "b", config=same | {"seed": 1} | mine)]
+    runs = [folder(tmp_path / name, config=same | {"seed": i, "script": name}) for i, name in enumerate(("train.py", "mine.py"))]
     assert [name for name, _ in plot.lines(runs)] == ["script=train.py", "script=mine.py"]
-    taus = [folder(tmp_path / f"tau{i}", config=same | {"seed": i, "command": f"python mine.py --tau {i} --lr 1"}) for i in (0, 1)]
-    assert [name for name, _ in plot.lines(taus)] == ["script=mine.py --tau 0", "script=mine.py --tau 1"]  # not seeds of one idea
-    last = [folder(tmp_path / f"last{i}", config=same | {"seed": i, "aqn": True, "command":  # wherever they stand
-            f"python mine.py --lr 1 --no-aqn --tau={i} --lr=2 --fine && python mine.py --resume --steps {i}"}) for i in (0, 1)]
-    assert [name for name, _ in plot.lines(last)] == ["script=mine.py --tau=0 --fine", "script=mine.py --tau=1 --fine"]
-    spaced = [folder(tmp_path / name, config=same | {"seed": i, "command": f"python '/my ideas/{name}.py' --lr 1"}) for i, name in enumerate("de")]
-    assert [name for name, _ in plot.lines(spaced)] == ["script=d.py", "script=e.py"]  # the quotes are the shell's
-    with pytest.raises(ValueError, match="No closing quotation"):
-        plot.lines([folder(tmp_path / "f", config=same | {"command": "python 'mine.py"})])
-    two = folder(tmp_path / "c", config=same | {"seed": 1, "command": "torchrun --nproc-per-node=2 -- train.py --lr 1"})
-    assert [name for name, _ in plot.lines([runs[0], two])] == ["* (2 seeds)"]
 
 
 def test_eight_runs_look_different_in_grey_print(tmp_path, axes):
