@@ -1472,10 +1472,6 @@ MUTANTS = {
         ("seconds of silence", 'print("loading PyTorch ...", file=sys.stderr, flush=True)', "pass",
          "kill::who_waits_at_a_terminal_is_told_for_what"),
     ],
-    "lab/foreign.py": [
-        ("another model's tokenizer fits", "if here.get(token) != i:", "if False:",
-         "gguf::a_tokenizer_of_the_models_own_page_is_checked_and_taken"),
-    ],
     "plumbing/command.py": [
         ("lines break within words", "sys.stdout, sys.stderr = map(Terminal, streams)", "pass", "flags::a_terminal_breaks_lines_between_words"),
         ("a script's name ends at a space", "shlex.split(line))", "line.split())", "plot::labels_are_the_flags_that_differ"),
