@@ -363,7 +363,6 @@ FLAGS = limits(
     ("nvfp4 --plan model", "rank", "0 1000000000 x"), ("nvfp4 --plan model", "tokens", "0 -1 99999999999"),
     ("nvfp4 --model model --out new", "device", "tpu"),
     ("bench_quantization --model model --data set --out new", "documents", "0 99999999999"),
-    ("experiments gradient --data d.jsonl --out new", "steps", "0"),
 )
 OTHERS = [
     ("eval --data arithmetic --limit 99999999", nothing, "arithmetic|100000"),
@@ -396,7 +395,7 @@ OTHERS = [
     (MERGE, raw("adapter/policy.json", '{"model": "other", "quant": "none", "base": "0"}'), "--model model|another base, other"),
     ("plot nowhere", nothing, "nowhere: no such folder"),
     ("plot run --out x.docx", nothing, "docx"),
-    ("experiments", nothing, "gradient"),
+    ("experiments", nothing, "what, RUN"),
     ("bench_quantization --model model --data nowhere --out new --device cpu", nothing, "nowhere"),
     # --out: refused before the work, and what is there stays
     ("train --data d.jsonl --out mine.txt", nothing, "--out mine.txt"),
@@ -428,7 +427,6 @@ OTHERS = [
     *((f"{line} --out x\udcff", nothing, "is not UTF-8") for line in (
         "train --data d.jsonl", "eval --data d.jsonl", "sample --file p.txt", "nvfp4 --model model", "plot run")),
     ("plot run --out no/where.png", nothing, "--out no/where.png"),
-    ("experiments gradient --data d.jsonl --out no/where.json", nothing, "--out no/where.json"),
     ("bench_quantization --model model --data set --out set --device cpu", nothing, "--out set"),
 ]
 
