@@ -1955,10 +1955,6 @@ MUTANTS = {
         ("the divergence of the clean policy from the noisy one", "noisy.exp() * (noisy - clean)", "clean.exp() * (clean - noisy)",
          "ideas::the_documented_size_of_a_noise_is_its_divergence"),
     ],
-    "lab/bench.py": [
-        ("the bound has more slots than the queue", "going + ahead[:freed], ahead[freed:]",
-         "going + ahead, ahead[freed:]", "bench::the_bound_of_a_queue_fills_each_slot_at_once"),
-    ],
     "lab/bench_report.py": [
         ("a step on part of a card is the paper's", '(r["group"], r["new"], r["card_gib"]) == (1, 2048, 0)',
          '(r["group"], r["new"]) == (1, 2048)', "bench::tables_are_made"),

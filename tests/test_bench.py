@@ -128,11 +128,3 @@ def test_cards_are_compared_by_the_clock_from_the_step_that_counts(tmp_path, cap
         args = bench_report.parse_args(["cards", *runs, "--skip", skip])
         with pytest.raises(ValueError, match=f"--skip {skip}: leaves no step of .*one"):
             args.run(args)
-
-
-def test_the_bound_of_a_queue_fills_each_slot_at_once(monkeypatch):
-    """By hand, four requests through two slots: two at once for 4 steps, then the last one alone for 5 more."""
-    batches = []
-    monkeypatch.setattr(bench, "replayer", lambda model, rows, tokens: batches.append(rows))
-    monkeypatch.setattr(bench, "event_us", lambda f, calls: {1: 1e6, 2: 3e6}[batches[-1]])
-    assert bench.perfect(None, [4, 1, 2, 6], 2, 10) == pytest.approx(4 * 3.0 + 5 * 1.0)
