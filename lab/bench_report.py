@@ -1,9 +1,8 @@
 """
-The part of the benchmarks that needs no GPU: their shapes, others' figures, tables of what
-lab/bench.py left in results/, and the speed of runs.
+The part of the benchmarks that needs no GPU: their shapes, others' figures, and tables of what
+lab/bench.py left in results/.
 
     python lab/bench_report.py tables      # Markdown, others' figures in brackets
-    python lab/bench_report.py cards runs/one runs/two    # completions/s by number of cards
 
 results/peers.json has others' figures, and how they were measured.
 """
@@ -18,14 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command
 from plumbing.command import cell
-from plumbing.curves import read
 from plumbing.files import whole
 
 import torch
 
 import model as qwen
 from fast import memory
-from lab import archive, plot
+from lab import archive
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PEERS = json.loads((RESULTS / "peers.json").read_text())
@@ -162,44 +160,9 @@ def tables(args):
                 print(f"| {name} | {' | '.join(cells)} |")
 
 
-def cards(args):
-    """Completions/s of runs of train.py, and how many times the first one's. A step is what the
-    clock shows between its row and the one before."""
-    first = None
-    with archive.folders(args.runs) as runs:
-        for run, name in zip(runs, plot.names(runs), strict=True):
-            row = speed(run, args.skip)
-            first = first or row["per_second"]
-            row |= {"times": row["per_second"] / first}
-            print(line(archive.short({"run": name, **row}, 4)))
-
-
-def speed(run, skip):
-    """A row of `cards`: means over the steps of a run after the first `skip`."""
-    group = archive.config(run)["group_size"]
-    before, *rows = read(run)[skip - 1 :] or [None]
-    if not rows:
-        raise ValueError(f"--skip {skip}: leaves no step of {run}")
-    needed = ("prompts_sampled", "seconds_rollout", "seconds_update", "seconds")
-    if missing := [k for k in needed if not all(k in r for r in (before, *rows))]:
-        raise ValueError(f"{run}: its rows have no {missing[0]}; they are of another revision")
-    prompts, rollout, update = (statistics.fmean(r[k] for r in rows) for k in needed[:3])
-    step = (rows[-1]["seconds"] - before["seconds"]) / len(rows)
-    return {"completions": group * prompts, "rollout": rollout, "update": update, "step": step,
-            "per_second": group * prompts / step}
-
-
-def parse_args(argv=None):
-    parser, each = parsers("Benchmarks without a GPU.", (tables, cards))
-    add = each["cards"].add_argument
-    add("runs", **archive.RUNS)
-    add("--skip", type=command.number(1, 1e9), default=8, help="steps at the start that do not "
-        "count: they compile kernels and capture batch sizes")
-    return parser.parse_args(argv)
-
-
 def main():
-    args = parse_args()
+    parser, _ = parsers("Benchmarks without a GPU.", (tables,))
+    args = parser.parse_args()
     args.run(args)
 
 

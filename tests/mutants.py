@@ -1965,9 +1965,6 @@ MUTANTS = {
         ("another model's linears are in the mean", '[table[shape] for shape in PEERS["marlin"]["speedup"] if shape in table]',
          "[*table.values()]", "bench::tables_are_made"),
         ("another card's ratios stand beside ours", 'if card(PEERS[name]["card"]) == where else {}', "", "bench::tables_are_made"),
-        ("what lies between steps takes no time", '(rows[-1]["seconds"] - before["seconds"]) / len(rows)',
-         "rollout + update", "bench::cards_are_compared_by_the_clock_from_the_step_that_counts"),
-        ("steps that compile count", "[skip - 1 :]", "[:]", "bench::cards_are_compared_by_the_clock_from_the_step_that_counts"),
     ],
     "lab/bench_quantization.py": [
         ("the entropy is predicted from the tokens themselves", "hidden(ids[:, :-1])[0, start",

@@ -101,30 +101,3 @@ def test_the_plan_is_within_five_percent_of_what_a_model_takes():
     _, r = bench.build(bench_report.config("7b"), "nvfp4")
     assert abs(r["weights_gib"] / r["planned_gib"] - 1) < 0.05 and r["weights_gib"] < 5.6
     assert r["load_peak_gib"] < r["weights_gib"] + 4
-
-
-def test_cards_are_compared_by_the_clock_from_the_step_that_counts(tmp_path, capsys):
-    """A slow first step counted; seconds of the phases alone, without what lies between steps; another batch taken for the same."""
-    for name, prompts, seconds in (("one", 4, 2.0), ("two", 8, 2.5)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text('{"group_size": 16}')
-        rows = [{"step": i, "prompts_sampled": prompts, "seconds": 30 + i * seconds, "seconds_rollout": 30 if i < 2 else 1.0,
-                 "seconds_update": 0.5} for i in range(5)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    runs = [str(tmp_path / name) for name in ("one", "two")]
-    args = bench_report.parse_args(["cards", *runs, "--skip", "2"])
-    args.run(args)
-    assert capsys.readouterr().out.splitlines() == ["run=one completions=64 rollout=1 update=0.5 step=2 per_second=32 times=1",
-                                                    "run=two completions=128 rollout=1 update=0.5 step=2.5 per_second=51.2 times=1.6"]
-    args = bench_report.parse_args(["cards", str(tmp_path)])
-    with pytest.raises(ValueError, match="has no config.json"):
-        args.run(args)
-    (tmp_path / "config.json").write_text('{"group_size": 16}')
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "seconds": 1}\n' * 9 + '{"step": 8, "seconds": 2}\n{"step": 9, "seconds": 3}\n')
-    args = bench_report.parse_args(["cards", str(tmp_path), "--skip", "2"])
-    with pytest.raises(ValueError, match="its rows have no prompts_sampled"):
-        args.run(args)
-    for skip in "5", "50":
-        args = bench_report.parse_args(["cards", *runs, "--skip", skip])
-        with pytest.raises(ValueError, match=f"--skip {skip}: leaves no step of .*one"):
-            args.run(args)
