@@ -1934,21 +1934,6 @@ MUTANTS = {
         ("runs of the same flags are a difference", "if one == other:", "if False:",
          "experiments::what_cannot_be_compared_is_named"),
     ],
-    "lab/ideas/two_copies.py": [
-        ("two adapters", "        twin.A, twin.B = own.A, own.B", "        pass", "ideas::two_copies_sample_in_four_bits_and_train_in_sixteen"),
-        ("the sampler's weights say what the trainer thought", "grpo.record_trainer_logprobs = through_twin(grpo.record_trainer_logprobs)", "",
-         "ideas::two_copies_sample_in_four_bits_and_train_in_sixteen"),
-        ("two copies, of which one has AWQ's scales", " or args.awq or ", " or ", "ideas::two_copies_are_of_one_model"),
-        ("two copies, of which one has the noise", ' or args.aqn_scope == "both":', ":", "ideas::two_copies_are_of_one_model"),
-        ("the second copy keeps what does not fit", "        twins[model].checkpointing = model.checkpointing\n", "",
-         "ideas::two_copies_sample_in_four_bits_and_train_in_sixteen"),
-        ("one of two copies is slow", "    install(twins[model], engine)\n", "", "ideas::two_copies_sample_in_four_bits_and_train_in_sixteen"),
-    ],
-    "lab/ideas/four_over_six.py": [
-        ("the worse of two scales", "error(four) < error(six)", "error(four) > error(six)", "ideas::the_documented_choice_of_a_blocks_end"),
-        ("the larger scale does not fit", "top * 448 / 256", "top", "ideas::the_documented_choice_of_a_blocks_end"),
-        ("other formats have two scales too", 'if fmt != "nvfp4":', "if False:", "ideas::the_documented_choice_of_a_blocks_end"),
-    ],
     "lab/ideas/noise_size.py": [
         ("the prompt's tokens count as well", "[0, len(prompt) - 1 :, :", "[0, :, :", "ideas::the_documented_size_of_a_noise_is_its_divergence"),
         ("one draw for all samples", "aqn.noise_seed(i)", "aqn.noise_seed(0)", "ideas::the_documented_size_of_a_noise_is_its_divergence"),
