@@ -16,6 +16,7 @@ import model
 import nvfp4
 import sample
 import train
+from lab import convert
 from tests.conftest import rows_of, tiny
 
 IDEAS = Path(__file__).resolve().parents[1] / "lab" / "ideas"
@@ -134,9 +135,11 @@ def test_a_run_in_a_format_of_ones_own_can_be_evaluated_asked_and_continued(rest
     """eval.py knew nothing of the format that the run was trained in; `sample` was a traceback; the line to continue with lacked its
     first word."""
     import lab.chat
+    import lab.ideas.noise_size
 
     monkeypatch.setattr(lab, "chat", lab.chat)  # put back with sys.modules
-    for name in ("train", "eval", "sample", "lab.chat"):  # they read FORMATS when they are imported
+    monkeypatch.setattr(lab.ideas, "noise_size", lab.ideas.noise_size)
+    for name in ("train", "eval", "sample", "lab.chat", "lab.ideas.noise_size"):  # they read FORMATS when they are imported
         monkeypatch.delitem(sys.modules, name)
     out = str(tmp_path / "run")
     assert started(monkeypatch, "int4", "train", *small, "--quant", "int4", "--out", out) == 0
@@ -145,6 +148,8 @@ def test_a_run_in_a_format_of_ones_own_can_be_evaluated_asked_and_continued(rest
     assert "adapter" in capsys.readouterr().out
     assert started(monkeypatch, "int4", "sample", "--run", out, "--prompt", "What is 1+1?", "--device", "cpu", "--max-new-tokens", "4") == 0
     assert capsys.readouterr().out.strip()
+    argv = ["noise_size", "--quant", "int4", "--prompts-per-step", "2", "--max-new-tokens", "4", "--device", "cpu"]
+    assert started(monkeypatch, "int4", *argv) == 0 and "int4: KL to 16 bits 0.0" in capsys.readouterr().out
     command = json.loads((tmp_path / "run" / "summary.json").read_text())["command"]
     assert command.startswith(f"python {IDEAS / 'int4.py'} train ")
     assert started(monkeypatch, "int4", *shlex.split(command)[2:], "--resume", "--steps", "3") == 0
@@ -235,6 +240,34 @@ def test_the_documented_size_of_a_noise_is_its_divergence():
             entropy -= (noisy * noisy.log()).sum().item()
         assert got[sigma] == pytest.approx([kl / 7, entropy / 7], rel=1e-3) and kl > 0
     aqn.clear(m)
+
+
+def test_the_rounding_of_a_format_is_measured_along_samples_of_16_bits(monkeypatch, shallow, tmp_path, capsys):
+    """lab/ideas/noise_size.py: KL(16 bits || format), by definition; along the format's own samples, or beside another checkpoint's
+    scales, two formats would be measured on two texts."""
+    from lab.ideas import noise_size
+
+    nets = {quant: model.load(shallow, dtype=torch.float32, quant=quant) for quant in ("none", "mxfp4")}
+    pairs, kl, same = [([1, 5, 9], [30, 3]), ([6], [7, 8, 9])], 0.0, 0
+    for net in nets.values():
+        net.valid_vocab = 90
+    nets["mxfp4"].norm.weight.mul_(2)  # far from each other, where it is not symmetric
+    for prompt, ids in pairs:
+        for i in range(len(ids)):
+            p, q = (noisy_logits(net, torch.tensor([prompt + ids[:i]]))[0, -1, :90].double().softmax(0) for net in nets.values())
+            kl, same = kl + (p * (p / q).log()).sum().item(), same + (p.argmax() == q.argmax()).item()
+    assert noise_size.rounding(nets["mxfp4"], nets["none"], pairs) == pytest.approx([kl / 5, same / 5], rel=1e-3)
+
+    loaded, drawn, tok = [], [], sample.Tokenizer(shallow)
+    monkeypatch.setattr(sample, "load_policy", lambda args: loaded.append((args.quant, args.awq)) or (nets[args.quant], tok))
+    monkeypatch.setattr(noise_size, "draw", lambda net, *rest: drawn.append(net) or pairs)
+    argv = ["--model", str(shallow), "--data", "arithmetic", "--device", "cpu"]
+    assert noise_size.main([*argv, "--quant", "mxfp4", "--awq"]) == 0
+    assert loaded == [("mxfp4", True), ("none", False)] and drawn == [nets["none"], nets["mxfp4"]]
+    assert f"mxfp4: KL to 16 bits {kl / 5:.2g}, the same most likely token in {same / 5:.1%}\n" in capsys.readouterr().out
+    convert.convert(shallow, tmp_path / "q", "mxfp4")  # of what lies in four bits there is nothing to compare with
+    for more in (["--quant", "none"], ["--model", str(tmp_path / "q"), "--quant", "mxfp4"]):
+        assert noise_size.main([*argv, *more]) == 0 and "16 bits" not in capsys.readouterr().out
 
 
 @pytest.mark.gpu
