@@ -325,10 +325,15 @@ def rollout_config(text):
 
 
 def parse_args(argv=None):
-    parser, each = report.parsers("Benchmarks on one GPU.", (kernels, rollout, step, plain))
-    for name, sub in each.items():
-        sub.add_argument("--out", type=Path, help="JSON list that the rows are merged into "
-                         f"(default: {name}_CARD.json in results/)")
+    parser, each = command.Parser(description="Benchmarks on one GPU."), {}
+    sub = parser.add_subparsers(dest="what", required=True)
+    for f in (kernels, rollout, step, plain):
+        name = f.__name__
+        each[name] = sub.add_parser(name, help=f.__doc__, description=f.__doc__,
+                                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        each[name].set_defaults(run=f)
+        each[name].add_argument("--out", type=Path, help="JSON list that the rows are merged into "
+                                f"(default: {name}_CARD.json in results/)")
     some = {"nargs": "+", "metavar": "NAME"}
     add = each["kernels"].add_argument
     add("--sizes", **some, choices=SIZES, default=["7b", "32b"], help="models")

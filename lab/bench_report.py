@@ -6,7 +6,6 @@ lab/bench.py left in results/.
 
 results/peers.json has others' figures, and how they were measured.
 """
-import argparse
 import json
 import re
 import statistics
@@ -67,32 +66,17 @@ def card(name=None):
     return "-".join(words).lower()
 
 
-def line(row):
-    """A row as "size=7b rows=8 step_ms=2.67"."""
-    return " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-
-
 def record(path, row, key):
     """Print a row and write it into the JSON list at `path`, where it replaces one with the same
     values of `key`. A row of what did not fit lacks some of them."""
     row = archive.short(row, 4)
-    print(line(row), flush=True)
+    print(*(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
+          flush=True)
     old = json.loads(path.read_text()) if path.is_file() else []
     kept = [r for r in old if any(r.get(k) != row.get(k) for k in key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as part:
         part.write_text("[\n" + ",\n".join(map(json.dumps, [*kept, row])) + "\n]\n")
-
-
-def parsers(description, functions):
-    """An argparse parser with a subcommand for each function, and {name: its parser}."""
-    parser, each = command.Parser(description=description), {}
-    sub = parser.add_subparsers(dest="what", required=True)
-    for f in functions:
-        each[f.__name__] = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__,
-                                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        each[f.__name__].set_defaults(run=f)
-    return parser, each
 
 
 def peer(name, where):
@@ -144,7 +128,7 @@ def whole_steps(rows, where):
     return ours, times
 
 
-def tables(args):
+def tables():
     """Markdown tables of what kernels, rollout and step left, in brackets others' figures or, for
     steps, how many times as long 16 bits take."""
     for what, figures, spec in (("kernels", speedups, ".2f"), ("rollout", throughputs, ".0f"),
@@ -161,9 +145,10 @@ def tables(args):
 
 
 def main():
-    parser, _ = parsers("Benchmarks without a GPU.", (tables,))
-    args = parser.parse_args()
-    args.run(args)
+    parser = command.Parser(description=tables.__doc__)
+    parser.add_argument("what", choices=["tables"], help="what to print")
+    parser.parse_args()
+    tables()
 
 
 if __name__ == "__main__":

@@ -72,7 +72,10 @@ def test_every_peer_says_what_was_measured_and_how():
 
 
 def test_tables_are_made(tmp_path, monkeypatch, capsys):
-    """Marlin's and vLLM's figures beside another shape or number of rows than they belong to."""
+    """Marlin's and vLLM's figures beside another shape or number of rows than they belong to. And a traceback, at a file in results/
+    whose name was taken for a card's."""
+    bench_report.tables()
+    assert "| 7b:nvfp4:16 | 404 (190) |" in capsys.readouterr().out
     monkeypatch.setattr(bench_report, "RESULTS", tmp_path)
     rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 1.0 if s == "3b.o" else 2.0}
             for s in [*bench_report.PEERS["marlin"]["speedup"], "3b.o"] for m in bench_report.ROWS]
@@ -86,7 +89,7 @@ def test_tables_are_made(tmp_path, monkeypatch, capsys):
     row = {"size": "7b", "quant": "nvfp4", "completions": 2, "group": 1, "new": 2048, "card_gib": 0, "rollout_s": 5.0, "update_s": 1.0}
     other = [row | {"quant": "none", "rollout_s": 8.0}, row | {"card_gib": 24.0, "update_s": 9.0}, row | {"size": "3b", "new": 512}]
     (tmp_path / "step_h100.json").write_text(json.dumps([row, *other, {k: v for k, v in row.items() if k != "rollout_s"} | {"completions": 8}]))
-    bench_report.tables(None)
+    bench_report.tables()
     out = capsys.readouterr().out
     assert "| completions | 2 |\n|---|---|\n| 7b:nvfp4 | 6.00 (1.50) |\n| 7b:none | 9.00 (1.00) |\n" in out
     assert "| 3b:none:16 | 380 (-) |" in out
