@@ -36,7 +36,6 @@ from plumbing.run import peak_gib
 import torch
 import triton
 import triton.language as tl
-from triton.testing import do_bench_cudagraph
 
 import grpo
 import lora
@@ -76,15 +75,29 @@ def timed(f):
     return time.perf_counter() - begin, out
 
 
-def graph_time(f, things):
-    """Median microseconds of f on one of `things`, taken in turn in one CUDA graph. It is replayed
-    for 0.2 s: under seconds of load the card lowers its clock, as it did not for the peers'."""
-    def once():
-        for thing in things:
-            f(thing)
-
-    torch.cuda.synchronize()  # the graph has a stream of its own, and `things` must be there
-    return 1000 * do_bench_cudagraph(once, return_mode="median") / len(things)
+def graph_time(f, things, at_least=20):
+    """Median microseconds of f on one of `things`, taken in turn in one CUDA graph. Few replays:
+    under seconds of load the card lowers its clock, as it did not for the peers' figures."""
+    calls = [partial(f, t) for t in things * math.ceil(at_least / len(things))]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:  # compile, check each weight, let cuBLAS pick its workspace
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []  # by the card's clock: a host's may tick in steps of 8 ms
+    for _ in range(6):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times[1:])
 
 
 @triton.jit
@@ -132,7 +145,8 @@ def gemm(weights, dense, M, back, ceiling):
         ours, theirs = (lambda q: fast_gemm.many(x, q, transposed=True)), (lambda w: x @ w)
     else:
         ours, theirs = (lambda q: fast_gemm.matmul(x, q)), (lambda w: x @ w.T)
-    us, cublas = graph_time(ours, weights), graph_time(theirs, dense)
+    calls = 8 if back else 24 if M <= 1024 else 4
+    us, cublas = graph_time(ours, weights, calls), graph_time(theirs, dense, calls)
     gbps = (N * K * memory.BITS[fmt] / 8 + 2 * M * (N + K)) / us / 1e3
     some, w = torch.randperm(M, device="cuda")[:64], weights[0].dequantize().double()
     exact = x[some].double() @ (w if back else w.T)
