@@ -23,7 +23,7 @@ noise, temperature and rows change. model.py's modules are the reference that ea
 against, on the CPU too (TRITON_INTERPRET=1).
 
     TRITON_INTERPRET=1 pytest tests/test_decode.py
-    python lab/bench.py rollout 7b:nvfp4:16:1,8 --profile
+    python lab/bench.py rollout 7b:nvfp4:16:1,8
 
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
 S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.

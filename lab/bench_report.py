@@ -1,13 +1,11 @@
 """
-The part of the benchmarks that needs no GPU: their shapes, others' figures, tables of what
-lab/bench.py left in results/, and the speed of runs.
+The part of the benchmarks that needs no GPU: their shapes, others' figures, and tables of what
+lab/bench.py left in results/.
 
     python lab/bench_report.py tables      # Markdown, others' figures in brackets
-    python lab/bench_report.py cards runs/one runs/two    # completions/s by number of cards
 
 results/peers.json has others' figures, and how they were measured.
 """
-import argparse
 import json
 import re
 import statistics
@@ -18,14 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command
 from plumbing.command import cell
-from plumbing.curves import read
 from plumbing.files import whole
 
 import torch
 
 import model as qwen
 from fast import memory
-from lab import archive, plot
+from lab import archive
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PEERS = json.loads((RESULTS / "peers.json").read_text())
@@ -69,32 +66,17 @@ def card(name=None):
     return "-".join(words).lower()
 
 
-def line(row):
-    """A row as "size=7b rows=8 step_ms=2.67"."""
-    return " ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-
-
 def record(path, row, key):
     """Print a row and write it into the JSON list at `path`, where it replaces one with the same
     values of `key`. A row of what did not fit lacks some of them."""
     row = archive.short(row, 4)
-    print(line(row), flush=True)
+    print(*(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
+          flush=True)
     old = json.loads(path.read_text()) if path.is_file() else []
     kept = [r for r in old if any(r.get(k) != row.get(k) for k in key)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as part:
         part.write_text("[\n" + ",\n".join(map(json.dumps, [*kept, row])) + "\n]\n")
-
-
-def parsers(description, functions):
-    """An argparse parser with a subcommand for each function, and {name: its parser}."""
-    parser, each = command.Parser(description=description), {}
-    sub = parser.add_subparsers(dest="what", required=True)
-    for f in functions:
-        each[f.__name__] = sub.add_parser(f.__name__, help=f.__doc__, description=f.__doc__,
-                                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        each[f.__name__].set_defaults(run=f)
-    return parser, each
 
 
 def peer(name, where):
@@ -146,7 +128,7 @@ def whole_steps(rows, where):
     return ours, times
 
 
-def tables(args):
+def tables():
     """Markdown tables of what kernels, rollout and step left, in brackets others' figures or, for
     steps, how many times as long 16 bits take."""
     for what, figures, spec in (("kernels", speedups, ".2f"), ("rollout", throughputs, ".0f"),
@@ -162,45 +144,11 @@ def tables(args):
                 print(f"| {name} | {' | '.join(cells)} |")
 
 
-def cards(args):
-    """Completions/s of runs of train.py, and how many times the first one's. A step is what the
-    clock shows between its row and the one before."""
-    first = None
-    with archive.folders(args.runs) as runs:
-        for run, name in zip(runs, plot.names(runs), strict=True):
-            row = speed(run, args.skip)
-            first = first or row["per_second"]
-            row |= {"times": row["per_second"] / first}
-            print(line(archive.short({"run": name, **row}, 4)))
-
-
-def speed(run, skip):
-    """A row of `cards`: means over the steps of a run after the first `skip`."""
-    group = archive.config(run)["group_size"]
-    before, *rows = read(run)[skip - 1 :] or [None]
-    if not rows:
-        raise ValueError(f"--skip {skip}: leaves no step of {run}")
-    needed = ("prompts_sampled", "seconds_rollout", "seconds_update", "seconds")
-    if missing := [k for k in needed if not all(k in r for r in (before, *rows))]:
-        raise ValueError(f"{run}: its rows have no {missing[0]}; they are of another revision")
-    prompts, rollout, update = (statistics.fmean(r[k] for r in rows) for k in needed[:3])
-    step = (rows[-1]["seconds"] - before["seconds"]) / len(rows)
-    return {"completions": group * prompts, "rollout": rollout, "update": update, "step": step,
-            "per_second": group * prompts / step}
-
-
-def parse_args(argv=None):
-    parser, each = parsers("Benchmarks without a GPU.", (tables, cards))
-    add = each["cards"].add_argument
-    add("runs", **archive.ARGUMENT)
-    add("--skip", type=command.number(1, 1e9), default=8, help="steps at the start that do not "
-        "count: they compile kernels and capture batch sizes")
-    return parser.parse_args(argv)
-
-
 def main():
-    args = parse_args()
-    args.run(args)
+    parser = command.Parser(description=tables.__doc__)
+    parser.add_argument("what", choices=["tables"], help="what to print")
+    parser.parse_args()
+    tables()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ FLAGS = (
     Flag("file", str, None, 'prompts, one a line, or .jsonl with "prompt" or "question"'),
     Flag("out", str, None, "where --file's answers go, .jsonl"),
     Flag("n", number(1, 1e4), 1, "answers a prompt, with --file"),
-    Flag("system", str, None, "system message"),
     *flags.SAMPLING_FLAGS,
     *flags.ENGINE_FLAGS,
 )
@@ -73,9 +72,8 @@ def read_prompts(path):
 
 
 def turns(args, *texts):
-    """Messages of a conversation: --system, then user and assistant in turn, questions in
-    --prompt-style."""
-    messages = [{"role": "system", "content": args.system}] if args.system else []
+    """Messages of a conversation, user and assistant in turn; questions in --prompt-style."""
+    messages = []
     for i, text in enumerate(texts):
         user = i % 2 == 0
         content = styled(text, args.prompt_style) if user else text
@@ -132,7 +130,7 @@ def chat(model, tok, args):
 
 def batch(model, tok, args, prompts):
     """--file -> --out: one JSON row a sample, in order, written whole at the end."""
-    ids = [tok.chat_ids(turns(args, text)) for text in prompts]
+    ids = [tok.prompt_ids(text, args.prompt_style) for text in prompts]
     limits = [sample.limit(model, p, args.max_new_tokens) for p in ids]
     groups = sample.generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids,
                              args.seed, args.max_rows, progress=sys.stderr.isatty())

@@ -1,6 +1,6 @@
 """
 Commands that stream a checkpoint's blocks (model.stream): quantize it, plain or with AWQ; merge an
-adapter into it; count what formats cost; make a folder of a GGUF file or of .bin files.
+adapter into it; count what formats cost.
 
 All take one block at a time, from disk to the device, changed, into the new checkpoint: they need
 memory for one block, the embedding and the head, and one shard of the output. `python nvfp4.py` and
@@ -9,13 +9,11 @@ memory for one block, the embedding and the head, and one shard of the output. `
     python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --awq --out qwen-3b-nvfp4/
     python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
     python lora.py --merge --model qwen-3b-nvfp4/ --adapter runs/x/adapter --out merged/
-    python lab/convert.py qwen2.5-3b-instruct-q4_k_m.gguf --out qwen-3b/
 
 Shapes: B rows, T tokens, C hidden.
 """
 import argparse
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import fmean
@@ -33,7 +31,7 @@ import lora
 import model as qwen
 import nvfp4
 from fast import memory
-from lab import chat, foreign
+from lab import chat
 from model import PROJECTIONS, Linear
 from nvfp4 import FORMATS
 
@@ -139,16 +137,6 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
             "adapter_max": (adapted - plain).abs().max().item()}
 
 
-def rewrite(source, folder, out, dtype=None):
-    """Write the tensors of `source`, a checkpoint.Checkpoint, in `dtype` (None: as stored) as a
-    safetensors folder `out`, with what lies beside them in `folder`. ValueError unless they are
-    those of the model that folder/config.json describes."""
-    model = qwen.skeleton(qwen.read_config(folder))
-    with checkpoint.Writer(out, folder) as writer:
-        for path in qwen.stream(model, source, dtype=dtype):
-            write(writer, model, path)
-
-
 # ---- the commands
 
 
@@ -224,31 +212,13 @@ def merge_body(argv):
           f"{r['max']:.2e} at most; the adapter itself moves them by up to {r['adapter_max']:.2e}")
 
 
-def rewrite_body(argv):
-    p = command.Parser("lab/convert.py",
-                       description="Make a checkpoint folder of a GGUF file, or of .bin files.")
-    p.add_argument("source", help="a .gguf file, or a folder with pytorch_model.bin")
-    p.add_argument("--out", required=True, help="folder to write; must not exist")
-    p.add_argument("--tokenizer", help="folder with the model's tokenizer.json, for a GGUF file "
-                                       "(default: made of what the file says)")
-    args = p.parse_args(argv)
-    if Path(args.source).is_dir():
-        rewrite(foreign.Bins(args.source), args.source, args.out)
-    else:
-        source = foreign.Gguf(args.source)
-        with tempfile.TemporaryDirectory() as folder:
-            source.write_config(Path(folder), args.tokenizer)
-            rewrite(source, folder, args.out, torch.bfloat16)
-    print(f"{args.out}: 16 bits; train.py --model {args.out} rounds it while it loads")
-
-
 def main(what, argv):
-    """`what`: quantize (the flags of nvfp4.py), merge (of lora.py) or convert (of this file)."""
-    name, body = {"quantize": ("nvfp4.py", quantize_body), "merge": ("lora.py", merge_body),
-                  "convert": ("lab/convert.py", rewrite_body)}[what]
+    """`what`: quantize (the flags of nvfp4.py) or merge (of lora.py)."""
+    name, body = {"quantize": ("nvfp4.py", quantize_body), "merge": ("lora.py", merge_body)}[what]
     return command.run(name, lambda: body(argv))
 
 
 if __name__ == "__main__":
-    other = sys.argv[1:2] in (["quantize"], ["merge"])  # nvfp4.py and lora.py start this file
-    sys.exit(main(*(sys.argv[1], sys.argv[2:]) if other else ("convert", sys.argv[1:])))
+    if sys.argv[1:2] not in (["quantize"], ["merge"]):
+        sys.exit("lab/convert.py: error: start it by python nvfp4.py or python lora.py --merge")
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,22 +1,15 @@
 """
 Training runs that differ in one thing, and what it adds.
 
-    compare    runs of train.py, or of results/runs.tar.xz: what each flag in which they differ
-               adds, to the accuracy after training or, with --growth, to how fast that of the
-               samples rises. So an experiment is a loop over train.py
-    gradient   which log-probs should the ratio be taken against when the sampler is noisy? Of one
-               step's gradient from noisy samples, for each --old-logp: its cosine with that from
-               clean samples of the same prompts, and the share of tokens that the clip takes away.
-               Sigma 0 is the ceiling: two sets of clean samples. The flags are train.py's
+An experiment is a loop over train.py. Given its runs, or some of results/runs.tar.xz, this says
+what each flag in which they differ adds, to the accuracy after training or, with --growth, to how
+fast that of the samples rises.
 
     python lab/experiments.py compare '2x2_1.5b/*' runs/2x2/*/ [--growth] [--interval]
-    python lab/experiments.py gradient --model DIR --data gsm8k --out gradient.json
 """
 import argparse
-import json
 import math
 import sys
-from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
@@ -24,26 +17,16 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import command, curves, flags, metrics, ranks
-from plumbing.files import check_out, saved, write_json
+from plumbing import command, curves, flags
+from plumbing.files import saved
 
 import numpy as np
-import torch
 
-import aqn
-import data
-import grpo
-import lora
-import sample
 import train
 from eval import stderr
 from lab import archive, plot
 
-SIGMAS = (0.0, 1e-3, 1e-2, 5e-2)
 UNUSED = "-"  # the value of a flag that did nothing in a run
-
-
-# ---- comparing runs
 
 
 def percent(values):
@@ -203,8 +186,9 @@ def student(p, freedom, cells=100_000):
     return freedom ** 0.5 * np.tan(np.interp(p * area[-1], area, edges[1:]))
 
 
-def comparison(argv):
-    p = command.Parser(prog="lab/experiments.py compare", description=compare.__doc__)
+def body(argv):
+    p = command.Parser(prog="lab/experiments.py", description=compare.__doc__)
+    p.add_argument("what", choices=["compare"], help="what to do with the runs")
     p.add_argument("runs", **archive.ARGUMENT)
     add = partial(p.add_argument, action="store_true")
     add("--growth", help="of the samples' accuracy, in the first half of training")
@@ -213,6 +197,7 @@ def comparison(argv):
     add("--pairs", help="errors over pairs, not over seeds: for runs of several models")
     add("--arms", help="first each arm's accuracy before, in and after training, and its entropy")
     given = vars(p.parse_args(argv))
+    del given["what"]
     with archive.folders(given.pop("runs")) as runs:
         if given.pop("arms"):
             print("\n".join(arms(runs)))
@@ -220,71 +205,8 @@ def comparison(argv):
     print("\n".join(lines) or "no two of these runs have the same seed, and differ in one flag")
 
 
-# ---- one gradient
-
-
-def gradient(args, argv):
-    """What `gradient` above says, as a JSON list in --out."""
-    check_out(args.out)
-    if args.lora_rank == 0:
-        raise ValueError("--lora-rank 0: the gradients are of an adapter; use 1 or more")
-    score = data.scorer(args.prompt_style, args.reward)
-    model, tok = sample.load_policy(args)
-    rows = data.load(args.data, "train", seed=args.seed, levels=args.levels)
-    rows = data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0][: args.prompts_per_step]
-    params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    train.plan_update(model, args, params)
-    out, settings = [], {anchor: replace(grpo.Settings.of(args), old_logp=anchor)
-                         for anchor in ("sampler", "current")}
-
-    def draw(seed):
-        """Graded completions with their advantages."""
-        groups = train.complete(model, tok, rows, args, seed)
-        completions = [*chain(*groups)]
-        train.grade(completions, tok, score, args)
-        grpo.set_advantages(groups, scale=grpo.OBJECTIVES[args.loss].scale)
-        return completions
-
-    seed = 2 * args.seed
-    clean = gradient_of(model, params, draw(seed + 1), settings["sampler"])[0]
-    for sigma in SIGMAS:
-        aqn.set_noise(model, sigma, 7 + seed)
-        completions = draw(seed + 2)
-        aqn.clear(model)
-        for anchor in settings:
-            g, clipped = gradient_of(model, params, completions, settings[anchor])
-            cosine = torch.nn.functional.cosine_similarity(g, clean, 0).item()
-            out.append({"sigma": sigma, "old_logp": anchor, "cosine": cosine, "clipped": clipped})
-            print(json.dumps(out[-1]), flush=True)
-    ranks.first(write_json)(args.out, out)
-
-
-def gradient_of(model, params, completions, settings):
-    """(gradient of all parameters as one vector, share of clipped tokens) under the clean model."""
-    total = grpo.backward(model, completions, settings)
-    ranks.sum_gradients(params)
-    flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None] or [torch.zeros(1)])
-    if not flat.any():
-        raise ValueError("--group-size: in no group do rewards differ, or all were cut and masked, "
-                         "so there is no gradient; take more completions, or --prompts-per-step")
-    m = metrics.mean_metrics(total)
-    for p in params:
-        p.grad = None
-    return flat, m["clip_low_frac"] + m["clip_high_frac"]
-
-
 def main(argv=None):
-    name, *words = (sys.argv[1:] if argv is None else argv) or [None]
-    if name == "compare":
-        return command.run("lab/experiments.py", partial(comparison, words))
-    if {"-h", "--help"} & {name, *words}:
-        print(f"{__doc__.strip()}\n\n`python train.py --help` lists its flags.")
-        return 0
-    if name == "gradient":
-        return flags.run_command(train.COMMAND, gradient, ["--out", "gradient.json", *words],
-                                 "lab/experiments.py")
-    print("lab/experiments.py: error: name an experiment: compare, gradient", file=sys.stderr)
-    return 2
+    return command.run("lab/experiments.py", partial(body, argv))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unq
 HUB_FILES = ("config.json", "hf_quant_config.json", "generation_config.json", "tokenizer.json",
              "tokenizer_config.json", "chat_template.jinja", "model.safetensors",
              "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+RESAVE = ("save it as safetensors with transformers first: AutoModelForCausalLM.from_pretrained("
+          "DIR, gguf_file=FILE, dtype=torch.bfloat16).save_pretrained(OUT), the same for "
+          "AutoTokenizer; without gguf_file that reads .bin files")
 
 
 # ---- where tensors come from
@@ -47,8 +50,7 @@ def fetch(path_or_hub_id, weights=True):
     if path.is_dir():
         return path
     if path.suffix == ".gguf" and path.is_file():
-        raise ValueError(f"--model {name}: a GGUF file; make a checkpoint folder of it first: "
-                         f"python lab/convert.py {name} --out DIR")
+        raise ValueError(f"--model {name}: a GGUF file; {RESAVE}")
     if path.exists() or not hub.ID.fullmatch(name):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
                                 "hub id")
@@ -77,12 +79,9 @@ class Checkpoint:
         else:
             for other in sorted([*self.folder.glob("pytorch_model*.bin"),
                                  *self.folder.glob("*.gguf")]):
-                what = other if other.suffix == ".gguf" else self.folder
-                raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; make a "
-                                 f"folder of those first: python lab/convert.py {what} --out DIR")
+                raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; {RESAVE}")
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete? (.bin and GGUF files are "
-                                    "lab/convert.py's)")
+                                    "there; is the download complete?")
         for shard in sorted(set(self.where.values())):
             if not (self.folder / shard).is_file():
                 raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} "

@@ -12,7 +12,7 @@ from plumbing.files import saved
 
 import pytest
 
-from lab import archive, bench_report, experiments, plot
+from lab import archive, experiments, plot
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -111,16 +111,11 @@ def test_a_kept_run_is_called_by_its_name_and_counts_once(table, tmp_path, capsy
         assert len(runs) == 1
 
 
-def test_curves_and_cards_are_of_kept_runs_too(table, tmp_path, capsys):
+def test_curves_are_of_kept_runs_too(table, tmp_path):
     """The documents' commands took folders that the repository no longer has."""
     run = trained(tmp_path / "s0", "none", 0, group_size=8)
-    rows = [json.loads(text) | {"prompts_sampled": 12, "seconds_rollout": 0.5, "seconds_update": 0.25} for text in open(f"{run}/metrics.jsonl")]
-    Path(run, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert archive.main([run, "--group", "mine"]) == 0
     assert plot.main(["mine/*", "--out", str(tmp_path / "curves.png")]) == 0 and (tmp_path / "curves.png").stat().st_size > 1000
-    args = bench_report.parse_args(["cards", "mine/s0", "--skip", "2"])
-    args.run(args)
-    assert capsys.readouterr().out.splitlines()[-1] == "run=s0 completions=96 rollout=0.5 update=0.25 step=1.5 per_second=64 times=1"
 
 
 def test_intervals_are_students(table, tmp_path, capsys):

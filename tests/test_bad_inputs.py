@@ -21,13 +21,12 @@ import eval as evaluation
 import lora
 import model as qwen
 import train
-from lab import bench_quantization, chat, convert, experiments, plot
+from lab import chat, convert, experiments, plot
 from tests.conftest import exit_code
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": chat.main, "nvfp4": partial(convert.main, "quantize"),
-            "lora": partial(convert.main, "merge"), "plot": plot.main, "experiments": experiments.main,
-            "bench_quantization": bench_quantization.main}
+            "lora": partial(convert.main, "merge"), "plot": plot.main, "experiments": experiments.main}
 DEEP = "[" * 100_000 + "]" * 100_000
 ROW = '{"question": "What is 1+1?", "answer": "2", "prompt": "What is 1+1?", "step": 0, "reward": 1.0}'
 
@@ -285,7 +284,6 @@ FIELDS = [
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", b"\xff\xfe"), "c.txt|UTF-8"),
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", "short"), "--calib c.txt|more text"),
     ("nvfp4 --model model --out new --awq --calib none.jsonl", nothing, "--calib none.jsonl|no such file"),
-    ("bench_quantization --model model --data set --out new --formats fp3", nothing, "--formats: invalid choice: 'fp3'"),
     ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"text": "\\ud800"}'), "c.jsonl, row 1|UTF-8"),
     ("sample --file p.jsonl --out new.jsonl", raw("p.jsonl", '{"prompt": "\\ud800"}'), "p.jsonl, row 1|UTF-8"),
     ("sample --model model --device cpu --prompt \udcff", nothing, "UTF-8"),
@@ -362,8 +360,6 @@ FLAGS = limits(
     ("sample --file p.txt --out new.jsonl", "n", "0 99999999"), ("sample --prompt x", "temperature", "nan -1"),
     ("nvfp4 --plan model", "rank", "0 1000000000 x"), ("nvfp4 --plan model", "tokens", "0 -1 99999999999"),
     ("nvfp4 --model model --out new", "device", "tpu"),
-    ("bench_quantization --model model --data set --out new", "documents", "0 99999999999"),
-    ("experiments gradient --data d.jsonl --out new", "steps", "0"),
 )
 OTHERS = [
     ("eval --data arithmetic --limit 99999999", nothing, "arithmetic|100000"),
@@ -396,8 +392,7 @@ OTHERS = [
     (MERGE, raw("adapter/policy.json", '{"model": "other", "quant": "none", "base": "0"}'), "--model model|another base, other"),
     ("plot nowhere", nothing, "nowhere: no such folder"),
     ("plot run --out x.docx", nothing, "docx"),
-    ("experiments", nothing, "gradient"),
-    ("bench_quantization --model model --data nowhere --out new --device cpu", nothing, "nowhere"),
+    ("experiments", nothing, "what, RUN"),
     # --out: refused before the work, and what is there stays
     ("train --data d.jsonl --out mine.txt", nothing, "--out mine.txt"),
     ("train --data d.jsonl --out mine.txt/x", nothing, "--out mine.txt/x"),
@@ -428,8 +423,6 @@ OTHERS = [
     *((f"{line} --out x\udcff", nothing, "is not UTF-8") for line in (
         "train --data d.jsonl", "eval --data d.jsonl", "sample --file p.txt", "nvfp4 --model model", "plot run")),
     ("plot run --out no/where.png", nothing, "--out no/where.png"),
-    ("experiments gradient --data d.jsonl --out no/where.json", nothing, "--out no/where.json"),
-    ("bench_quantization --model model --data set --out set --device cpu", nothing, "--out set"),
 ]
 
 

@@ -558,6 +558,20 @@ def test_quantization_that_cannot_be_read_is_refused_with_what_to_do(tmp_path, c
     assert message in str(e.value) and "\n" not in str(e.value)
 
 
+def test_files_that_are_no_safetensors_are_refused_with_what_to_do(tmp_path):
+    """"neither model.safetensors nor its index is there; is the download complete?" sent people to download it again."""
+    folder = base(tmp_path)
+    (folder / "model.safetensors").unlink()
+    for name in ("m.gguf", "pytorch_model-00001-of-00002.bin"):
+        (file := folder / name).touch()
+        with pytest.raises(ValueError, match=f"holds {name} and no safetensors; save it .* with transformers .*without gguf_file"):
+            M.load(folder)
+        file.unlink()
+    (folder / "m.gguf").touch()
+    with pytest.raises(ValueError, match="--model .*m.gguf: a GGUF file; save it .*gguf_file=FILE.*save_pretrained"):
+        M.load(folder / "m.gguf")
+
+
 def declared(folder, source, tensors=None, group=None, **change):
     """A copy of a quantized checkpoint whose quantization_config is changed, and its tensors by `tensors`, a function."""
     shutil.copytree(source, folder)

@@ -1,17 +1,10 @@
-"""lab/experiments.py: what runs are compared by, and the gradient from noisy samples."""
+"""lab/experiments.py: what runs are compared by."""
 import json
 import shutil
 from pathlib import Path
 
-from plumbing import flags, metrics
-from plumbing.tokenizer import SUFFIX, Tokenizer
+from plumbing import flags
 
-import pytest
-import torch
-
-import data
-import grpo
-import sample
 import train
 from lab import experiments
 
@@ -136,94 +129,6 @@ def test_an_older_run_had_the_defaults_of_its_own_model(tmp_path, capsys):
     assert experiments.main(["compare", *map(str, runs)]) == 0 and capsys.readouterr().out.startswith("quant none -> nvfp4: +10.0")
 
 
-def test_no_gradient_is_an_error(monkeypatch):
-    """Where all completions of a question are graded alike."""
-    p = torch.nn.Parameter(torch.zeros(2))
-    p.grad = torch.zeros(2)
-    for params, found in (([], None), ([p], {})):
-        monkeypatch.setattr(grpo, "backward", lambda *args, found=found: found)
-        with pytest.raises(ValueError, match="--group-size: in no group do rewards differ"):
-            experiments.gradient_of(None, params, [], None)
-
-
-def test_the_gradient_is_of_the_clean_model_on_noisy_samples(monkeypatch, tmp_path, shallow):
-    """Taken under the noise, or against the very samples that it is compared with, every cosine would be higher."""
-    seen, asked, generate, backward = [], [], sample.generate, grpo.backward
-    tok = Tokenizer(shallow)
-
-    def noise_of(model):
-        return round(model.layers[0].input_layernorm.noise.std().item(), 1)
-
-    monkeypatch.setattr(experiments, "SIGMAS", (0.0, 0.5))
-    def draw(m, prompts, n, limit, temperature, **kw):
-        seen.append(("draw", kw["seed"], noise_of(m)))
-        asked.append((n, limit, temperature, all(SUFFIX["boxed"] in tok.decode(ids) for ids in prompts), len(prompts)))
-        return generate(m, prompts, n, limit, temperature, **kw)
-
-    def taken(m, completions, s):
-        seen.append((s.old_logp, noise_of(m)))
-        asked.append((s.loss, s.temperature, s.eps_high))
-        return backward(m, completions, s)
-
-    def graded(completions, style):
-        asked.append(style)
-        return [{"reward": i % 2, "correct": False, "format": True} for i, _ in enumerate(completions)]
-
-    monkeypatch.setattr(sample, "generate", draw)
-    monkeypatch.setattr(grpo, "backward", taken)
-    monkeypatch.setattr(data, "rewards", graded)
-    out = tmp_path / "g.json"
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps({"question": f"What is {i}+1?", "answer": i + 1}) + "\n" for i in range(3)))
-    assert experiments.main(["gradient", "--model", str(shallow), "--data", str(tmp_path), "--prompts-per-step", "2", "--updates-per-rollout",
-                             "1", "--group-size", "2", "--max-new-tokens", "4", "--device", "cpu", "--prompt-style", "boxed", "--loss",
-                             "dapo", "--temperature", "0.7", "--eps-high", "0.5", "--out", str(out)]) == 0
-    both = [("sampler", 0.0), ("current", 0.0)]
-    assert seen == [("draw", 1, 0.0), ("sampler", 0.0), ("draw", 2, 0.0), *both, ("draw", 2, 0.5), *both]
-    assert [(row["sigma"], row["old_logp"]) for row in json.loads(out.read_text())] == [
-        (0.0, "sampler"), (0.0, "current"), (0.5, "sampler"), (0.5, "current")]
-    # sampled and trained as the flags say, at one temperature
-    assert {*asked} == {(2, 4, 0.7, True, 2), ("dapo", 0.7, 0.5), "boxed"}
-
-
-def test_the_gradient_takes_the_flags_of_train(monkeypatch, shallow, tmp_path):
-    """--reward and --levels were passed over in silence, and each --seed drew the same samples."""
-    seeds, seen = set(), []
-
-    def draw(m, prompts, n, limit, temperature, *, seed, **kw):
-        seeds.add(seed)
-        return [[sample.Sample([1, 2], [-1.0, -1.0], True) for _ in range(n)] for _ in prompts]
-
-    def taken(m, completions, s):
-        seen.append([(c.row["question"], c.reward) for c in completions])
-
-    monkeypatch.setattr(sample, "generate", draw)
-    monkeypatch.setattr(grpo, "backward", taken)
-    (tmp_path / "own.py").write_text("def score(text, row):\n    return 10 * row['level']\n")
-    rows = [{"question": f"q{level}", "answer": "1", "level": level} for level in (1, 3, 5)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for seed in "01":  # ends at the first gradient, of which there is none
-        assert experiments.main(["gradient", "--model", str(shallow), "--data", str(tmp_path), "--levels", "3,5", "--group-size", "2",
-                                 "--max-new-tokens", "4", "--device", "cpu", "--reward", f"{tmp_path / 'own.py'}:score", "--seed", seed,
-                                 "--out", str(tmp_path / "g.json")]) == 2
-    assert seen == 2 * [2 * [("q3", 30.0)] + 2 * [("q5", 50.0)]] and len(seeds) == 2
-
-
-def test_a_share_is_of_tokens_clipped_on_either_side(monkeypatch):
-    """And a gradient that the next one is added to is the gradient of both."""
-    p = torch.nn.Parameter(torch.zeros(2))
-
-    def backward(model, completions, settings):
-        p.grad = torch.ones(2) + (0 if p.grad is None else p.grad)
-        return {}
-
-    monkeypatch.setattr(grpo, "backward", backward)
-    monkeypatch.setattr(metrics, "mean_metrics", lambda metrics: {"clip_low_frac": 0.25, "clip_high_frac": 0.5})
-    for _ in range(2):
-        flat, clipped = experiments.gradient_of(None, [p], [], None)
-        assert flat.tolist() == [1, 1] and clipped == 0.75
-
-
 def test_a_flag_that_did_nothing_tells_no_runs_apart(tmp_path, capsys):
     """Noise that was off, of another size: with and without noise were two flags apart."""
     runs = kept(tmp_path, none_1_0="1100", none_1_1="1110")
@@ -244,17 +149,3 @@ def test_what_is_switched_on_is_one_change_whatever_its_size(tmp_path, capsys):
     assert [line.split(" points")[0] for line in capsys.readouterr().out.splitlines()] == [
         "aqn off -> on, aqn-start 0.01: +25.0", "aqn off -> on, aqn-start 0.05: +75.0", "aqn-start 0.01 -> 0.05: +50.0",
         "old-logp sampler -> current: -100.0"]
-
-
-def test_an_experiment_has_to_be_named(capsys):
-    assert experiments.main([]) == 2 and "compare, gradient" in capsys.readouterr().err
-    for argv in (["--help"], ["gradient", "-h"]):  # it was train.py's
-        assert experiments.main(argv) == 0 and "python train.py --help" in capsys.readouterr().out
-
-
-def test_a_gradient_has_a_file_of_its_own(monkeypatch):
-    """Without --out it went to the folder of the demo's run, which train.py then refused."""
-    asked = []
-    monkeypatch.setattr(experiments, "gradient", lambda args, argv: asked.append(args.out))
-    assert experiments.main(["gradient"]) == 0 and experiments.main(["gradient", "--out", "g.json"]) == 0
-    assert asked == ["gradient.json", "g.json"]

@@ -23,7 +23,7 @@ import model as qwen
 import sample
 import train
 from fast import memory
-from lab import bench_quantization, chat, convert
+from lab import chat, convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
 COMMANDS = {c.name: c for c in (train.COMMAND, evaluation.COMMAND, chat.COMMAND)}
@@ -393,13 +393,8 @@ def test_an_objective_of_ones_own_is_a_row_of_the_table(monkeypatch):
 
 
 def test_tiny_is_a_model_wherever_one_is_named(monkeypatch, tmp_path, capsys):
-    """README says so of each --model; three commands took it for the name of a folder."""
+    """README says so of each --model; two commands took it for the name of a folder."""
     monkeypatch.chdir(tmp_path)
     convert.main("quantize", ["--plan", "tiny"])
     assert capsys.readouterr().out == f"{memory.table(qwen.read_config(TINY))}\n"
     assert convert.main("quantize", ["--model", "tiny", "--out", "q", "--device", "cpu"]) == 0
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question": "What is 1+1?", "answer": "2"}\n' * 3)
-    bench_quantization.main(["--model", "tiny", "--data", ".", "--out", "q.json", "--methods", "rtn", "--formats", "nvfp4", "--divergence",
-                             "1", "--questions", "0", "--samples", "0", "--device", "cpu"])
-    assert (tmp_path / "q.json").is_file()

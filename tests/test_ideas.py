@@ -16,7 +16,8 @@ import model
 import nvfp4
 import sample
 import train
-from tests.conftest import rows_of, tiny, weights
+from lab import convert
+from tests.conftest import rows_of, tiny
 
 IDEAS = Path(__file__).resolve().parents[1] / "lab" / "ideas"
 SMALL = ["--steps", "2", "--eval-n", "0", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8", "--overlong", "none",
@@ -55,7 +56,7 @@ def started(monkeypatch, name, *argv):
 @pytest.mark.parametrize(("name", "flags"), [
     ("input_noise", ["--aqn-schedule", "eq8"]), ("learned_noise", ["--aqn-scope", "both", "--aqn-schedule", "eq8"]), ("rloo", []),
     ("fixed_noise", []), ("own_noise", ["--aqn-start", "5e-2"]), ("relative_noise", []), ("norms", []),
-    ("four_over_six", []), ("evolution", ["--no-aqn"])])
+    ("evolution", ["--no-aqn"])])
 def test_an_idea_trains_two_steps(restored, monkeypatch, tmp_path, small, name, flags):
     """Its names had moved, and nobody had run it since."""
     assert started(monkeypatch, name, *small, *flags, "--out", str(tmp_path / "run")) == 0
@@ -79,34 +80,6 @@ def test_a_target_is_met_whatever_the_norms_weigh(restored, monkeypatch, shallow
     assert [row["sigma"] for row in rows_of(tmp_path / "run")] == pytest.approx([0, largest * aqn.sigma(1, 2, 1e-2, 5e-4) / 1e-2], rel=0.01)
     assert started(monkeypatch, "target_noise", *argv, "--no-aqn", "--out", str(tmp_path / "other")) == 2
     assert "--no-aqn: there is no noise" in capsys.readouterr().err
-
-
-def test_two_copies_sample_in_four_bits_and_train_in_sixteen(restored, monkeypatch, tmp_path):
-    """lab/ideas/two_copies.py: rounding stands between sampler and trainer, and what the trainer learns reaches the sampler, as the
-    adapter is one. Two of its adapters, or a trainer that is the sampler, would measure something else."""
-    (tmp_path / "mine.py").write_text("def odd(text, row):\n    return len(text) % 2\n")
-    made, rows, engines = [], [], []
-    monkeypatch.setattr(sample, "set_engine", lambda net, engine: engines.append(net))
-    qwen_load, trainer = model.load, grpo.record_trainer_logprobs
-    monkeypatch.setattr(model, "load", lambda *args, **options: made.append((args[3], qwen_load(*args, **options))) or made[-1][1])
-    monkeypatch.setattr(grpo, "record_trainer_logprobs", lambda net, *rest: rows.append(net) or trainer(net, *rest))
-    argv = [*SMALL, "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "16", "--no-aqn", "--lr", "0.1", "--old-logp", "trainer", "--checkpointing", "on",
-            "--reward", f"{tmp_path / 'mine.py'}:odd", "--out", str(tmp_path / "run")]
-    assert started(monkeypatch, "two_copies", *argv) == 0
-    (four, sampler), (none, trained) = made
-    assert (four, none) == ("nvfp4", "none") and all(net is trained for net in rows) and rows
-    assert engines == [sampler, trained] and trained.checkpointing  # or one of the two is slow, or takes too much memory
-    pairs = zip(lora.lora_layers(sampler), lora.lora_layers(trained), strict=True)
-    assert all(a.A is b.A and a.B is b.B and a.B.any() for (_, a), (_, b) in pairs)
-    logged = rows_of(tmp_path / "run")
-    assert logged[0]["logp_gap_mean"] > 1e-3 and abs(logged[1]["sampler_entropy"] - logged[0]["sampler_entropy"]) > 0.1
-
-
-@pytest.mark.parametrize("flags", [["--awq"], ["--aqn-scope", "both"], ["--lora-rank", "0", "--quant", "none"]])
-def test_two_copies_are_of_one_model(restored, monkeypatch, tmp_path, capsys, flags):
-    """One of them had the noise, or the scales that AWQ moved, and nothing said so."""
-    assert started(monkeypatch, "two_copies", *SMALL, *flags, "--out", str(tmp_path / "run")) == 2
-    assert "two copies share an adapter and nothing else" in capsys.readouterr().err
 
 
 def noisy_logits(net, ids):
@@ -162,9 +135,11 @@ def test_a_run_in_a_format_of_ones_own_can_be_evaluated_asked_and_continued(rest
     """eval.py knew nothing of the format that the run was trained in; `sample` was a traceback; the line to continue with lacked its
     first word."""
     import lab.chat
+    import lab.ideas.noise_size
 
     monkeypatch.setattr(lab, "chat", lab.chat)  # put back with sys.modules
-    for name in ("train", "eval", "sample", "lab.chat"):  # they read FORMATS when they are imported
+    monkeypatch.setattr(lab.ideas, "noise_size", lab.ideas.noise_size)
+    for name in ("train", "eval", "sample", "lab.chat", "lab.ideas.noise_size"):  # they read FORMATS when they are imported
         monkeypatch.delitem(sys.modules, name)
     out = str(tmp_path / "run")
     assert started(monkeypatch, "int4", "train", *small, "--quant", "int4", "--out", out) == 0
@@ -173,6 +148,8 @@ def test_a_run_in_a_format_of_ones_own_can_be_evaluated_asked_and_continued(rest
     assert "adapter" in capsys.readouterr().out
     assert started(monkeypatch, "int4", "sample", "--run", out, "--prompt", "What is 1+1?", "--device", "cpu", "--max-new-tokens", "4") == 0
     assert capsys.readouterr().out.strip()
+    argv = ["noise_size", "--quant", "int4", "--prompts-per-step", "2", "--max-new-tokens", "4", "--device", "cpu"]
+    assert started(monkeypatch, "int4", *argv) == 0 and "int4: KL to 16 bits 0.0" in capsys.readouterr().out
     command = json.loads((tmp_path / "run" / "summary.json").read_text())["command"]
     assert command.startswith(f"python {IDEAS / 'int4.py'} train ")
     assert started(monkeypatch, "int4", *shlex.split(command)[2:], "--resume", "--steps", "3") == 0
@@ -221,17 +198,6 @@ def test_the_documented_idea_is_a_share_of_each_weight(monkeypatch):
     assert not any(b.any() for b in aqn.buffers(m).values())
 
 
-def test_the_documented_evaluation_is_of_the_noisy_policy(monkeypatch):
-    """lab/ideas/noisy_eval.py: what eval.py samples clean elsewhere holds this noise, and none afterwards."""
-    m = tiny()
-    monkeypatch.setattr(aqn, "clean", aqn.clean)  # put back afterwards
-    monkeypatch.setattr(sys, "argv", ["noisy_eval.py", "0.3"])
-    runpy.run_path(str(IDEAS / "noisy_eval.py"))
-    with aqn.clean(m):  # as eval.py samples
-        assert 0.2 < torch.cat([b for b in aqn.buffers(m).values()]).std() < 0.4
-    assert not any(b.any() for b in aqn.buffers(m).values())
-
-
 def test_the_documented_idea_gives_each_completion_of_a_group_its_noise(monkeypatch):
     """lab/ideas/own_noise.py: the j-th completions of all prompts have the j-th noise, by which they were sampled, and other dice."""
     monkeypatch.setattr(aqn, "set_noise", aqn.set_noise)  # put back afterwards
@@ -252,23 +218,6 @@ def test_the_documented_idea_gives_each_completion_of_a_group_its_noise(monkeypa
     aqn.set_noise(m, 0.0)
     train.complete(m, None, ["a"], SimpleNamespace(group_size=1), 7)
     assert not drawn[-1][0].any()
-
-
-def test_the_documented_evaluation_may_draw_anew_for_each_sample(monkeypatch):
-    """lab/ideas/noisy_eval.py SIGMA each: of one draw for all, pass@k says nothing of what other draws would find."""
-    monkeypatch.setattr(aqn, "clean", aqn.clean)  # put back afterwards
-    monkeypatch.setattr(sys, "argv", ["noisy_eval.py", "0.3", "each"])
-    m, seen = tiny(), []
-
-    def generate(model, prompts, n, limits, temperature, top_p, eos_ids, seed, max_rows, progress, indices=None):
-        seen.append((torch.cat([b for b in aqn.buffers(model).values()]), n, seed, indices))
-        return [[(p, seed)] for p in prompts]
-
-    monkeypatch.setattr(sample, "generate", generate)
-    each = runpy.run_path(str(IDEAS / "noisy_eval.py"))["generate"]
-    groups = each(m, ["a", "b"], 3, [8, 8], 1.0, 1.0, (), 0, 4, None, indices=[0, 1])
-    assert [len(group) for group in groups] == [3, 3] and len({seed for _, seed in groups[0]}) == 3
-    assert not seen[0][0].equal(seen[1][0]) and all(n == 1 and at == [0, 1] and 0.2 < z.std() < 0.4 for z, n, _, at in seen)
 
 
 def test_the_documented_size_of_a_noise_is_its_divergence():
@@ -293,21 +242,32 @@ def test_the_documented_size_of_a_noise_is_its_divergence():
     aqn.clear(m)
 
 
-def test_the_documented_choice_of_a_blocks_end(restored):
-    """lab/ideas/four_over_six.py: 5 is 4.5 where the block's 6 becomes code 4, nearer than 4 or 6
-    otherwise; 4 beside 6 is exact as it is."""
-    plain_scales = nvfp4.block_scales
-    runpy.run_path(str(IDEAS / "four_over_six.py"))
-    zeros = [0.0] * 13
-    q = nvfp4.quantize(torch.tensor([[6, -5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]), "nvfp4")
-    assert q.scale.tolist() == [[384, 256, 0]]
-    assert q.dequantize().tolist() == [[6, -4.5, 1.5, *zeros, 6, 4, -2, *zeros, 0, 0, 0, *zeros]]
-    w = weights(64, 256, spread=0).bfloat16()
-    both = nvfp4.quantize(w, "nvfp4"), nvfp4.encode(w, "nvfp4", *plain_scales(w, "nvfp4"))
-    error, plain = ((q.dequantize() - w).square().sum() for q in both)
-    assert error < 0.9 * plain
-    for fmt in ("mxfp4", "nf4"):
-        assert all(map(torch.equal, nvfp4.block_scales(w, fmt), plain_scales(w, fmt)))
+def test_the_rounding_of_a_format_is_measured_along_samples_of_16_bits(monkeypatch, shallow, tmp_path, capsys):
+    """lab/ideas/noise_size.py: KL(16 bits || format), by definition; along the format's own samples, or beside another checkpoint's
+    scales, two formats would be measured on two texts."""
+    from lab.ideas import noise_size
+
+    nets = {quant: model.load(shallow, dtype=torch.float32, quant=quant) for quant in ("none", "mxfp4")}
+    pairs, kl, same = [([1, 5, 9], [30, 3]), ([6], [7, 8, 9])], 0.0, 0
+    for net in nets.values():
+        net.valid_vocab = 90
+    nets["mxfp4"].norm.weight.mul_(2)  # far from each other, where it is not symmetric
+    for prompt, ids in pairs:
+        for i in range(len(ids)):
+            p, q = (noisy_logits(net, torch.tensor([prompt + ids[:i]]))[0, -1, :90].double().softmax(0) for net in nets.values())
+            kl, same = kl + (p * (p / q).log()).sum().item(), same + (p.argmax() == q.argmax()).item()
+    assert noise_size.rounding(nets["mxfp4"], nets["none"], pairs) == pytest.approx([kl / 5, same / 5], rel=1e-3)
+
+    loaded, drawn, tok = [], [], sample.Tokenizer(shallow)
+    monkeypatch.setattr(sample, "load_policy", lambda args: loaded.append((args.quant, args.awq)) or (nets[args.quant], tok))
+    monkeypatch.setattr(noise_size, "draw", lambda net, *rest: drawn.append(net) or pairs)
+    argv = ["--model", str(shallow), "--data", "arithmetic", "--device", "cpu"]
+    assert noise_size.main([*argv, "--quant", "mxfp4", "--awq"]) == 0
+    assert loaded == [("mxfp4", True), ("none", False)] and drawn == [nets["none"], nets["mxfp4"]]
+    assert f"mxfp4: KL to 16 bits {kl / 5:.2g}, the same most likely token in {same / 5:.1%}\n" in capsys.readouterr().out
+    convert.convert(shallow, tmp_path / "q", "mxfp4")  # of what lies in four bits there is nothing to compare with
+    for more in (["--quant", "none"], ["--model", str(tmp_path / "q"), "--quant", "mxfp4"]):
+        assert noise_size.main([*argv, *more]) == 0 and "16 bits" not in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Several ranks: that they compute what one does, and that they begin, stop and fail together. Embedded model, gloo, forked
 processes in the place of torchrun's (.ci/run has a run under torchrun itself)."""
 import importlib
-import json
 import os
 import runpy
 import signal
@@ -23,7 +22,6 @@ import eval as evaluation
 import grpo
 import sample
 import train
-from lab import experiments
 from tests.conftest import exit_code, first_blocks, parameters_of, rows_of
 
 SMALL = ["--steps", "4", "--prompts-per-step", "3", "--group-size", "4", "--max-new-tokens", "12", "--lora-rank", "4", "--save-every", "2",
@@ -129,19 +127,6 @@ def test_two_ranks_compute_the_update_of_one(one, two):
     """Averaged losses, gradients of one share, samples that depend on the rank: each gives another adapter."""
     assert two.codes == [0, 0], two.said
     alike(one, two.out, 1e-6)
-
-
-def test_two_ranks_measure_the_gradient_of_one(tmp_path):
-    """Each measured that of its share, and the cosines of parts were written."""
-    argv = ["gradient", *SMALL[-4:], "--data", "arithmetic", "--device", "cpu", "--prompts-per-step", "6", "--group-size", "4", "--max-new-tokens", "12",
-            "--updates-per-rollout", "1", "--out"]
-    codes, said = launch(2, [*argv, str(tmp_path / "two.json")], tmp_path, main=experiments.main)
-    assert codes == [0, 0] and not said[1]
-    assert experiments.main([*argv, str(tmp_path / "one.json")]) == 0
-    one, two = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("one", "two"))
-    assert len(one) == 8
-    for a, b in zip(one, two, strict=True):
-        assert a == pytest.approx(b, abs=1e-3)
 
 
 def test_rank_0_speaks_and_writes(two):
