@@ -269,10 +269,6 @@ class QuantLinear(nn.Module):
             self.copy = self.dense().to(dtype)
         return self.copy
 
-    def _load_from_state_dict(self, *args):
-        super()._load_from_state_dict(*args)
-        self.copy = None
-
     def forward(self, x):
         if not x.is_cuda:
             return F.linear(x, self.weight_in(x.dtype), self.bias)

@@ -1193,7 +1193,6 @@ MUTANTS = {
     "nvfp4.py": [
         ("the bias of a quantized linear is dropped", "self.weight_in(x.dtype), self.bias",
          "self.weight_in(x.dtype), None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
-        ("a copy of the old weights is kept", "*args)\n        self.copy = None", "*args)", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
         ("a copy in the old precision is kept", "self.copy is None or self.copy.dtype != dtype",
          "self.copy is None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
         ("a codebook may end at 0", "and want[-1] > 0)", ")", "formats::a_codebook_that_no_scale_fits_is_refused"),
