@@ -358,7 +358,7 @@ FLAGS = limits(
     (TRAIN, "eval-n", "-1 999999999"), (TRAIN, "max-rows", "0 99999999"), (TRAIN, "card-share", "0 1.0000005 nan"), (TRAIN, "levels", "0 x 3,,4"), (TRAIN, "device", "tpu"),
     ("eval --data d.jsonl", "n", "0 -1 99999999 x"), ("eval --data d.jsonl", "limit", "0 -5 99999999999"),
     ("eval --data d.jsonl", "temperature", "-1 nan inf"), ("eval --data d.jsonl", "top-p", "0 1.0000005 nan"),
-    ("eval --data d.jsonl", "k", "0 8 1,x"), ("eval --data d.jsonl", "device", "gpu"), ("eval --data d.jsonl", "split", "validation"),
+    ("eval --data d.jsonl", "k", "0 8 1,x"), ("eval --data d.jsonl", "device", "gpu"),
     ("sample --file p.txt --out new.jsonl", "n", "0 99999999"), ("sample --prompt x", "temperature", "nan -1"),
     ("nvfp4 --plan model", "rank", "0 1000000000 x"), ("nvfp4 --plan model", "tokens", "0 -1 99999999999"),
     ("nvfp4 --model model --out new", "device", "tpu"),
@@ -367,7 +367,6 @@ FLAGS = limits(
 )
 OTHERS = [
     ("eval --data arithmetic --limit 99999999", nothing, "arithmetic|100000"),
-    ("eval --data d.jsonl,d.jsonl", nothing, "--data|twice"),
     ("eval --data ''", nothing, "--data: is empty"),
     ("eval --data set,nowhere", nothing, "--data nowhere"),
     ("train --data bigmath --out new", nothing, "--levels"),
