@@ -39,7 +39,7 @@ def sound_files(home):
     lora.add_lora(m, 2, 2.0)
     lora.save_adapter(m, home / "adapter")
     (home / "adapter" / "policy.json").write_text('{"model": "tiny", "quant": "none"}')
-    for name in ("d.jsonl", "p.jsonl", "c.jsonl"):
+    for name in ("d.jsonl", "c.jsonl"):
         (home / name).write_text((ROW + "\n") * 3)
     (home / "run").mkdir()
     (home / "run" / "metrics.jsonl").write_text((ROW + "\n") * 2)
@@ -50,7 +50,6 @@ def sound(tmp_path_factory):
     """What the rows spoil copies of."""
     home = tmp_path_factory.mktemp("sound")
     sound_files(home)
-    (home / "p.txt").write_text("What is 1+1?\n")
     (home / "set").mkdir()
     for split in ("train", "test"):
         shutil.copy(home / "d.jsonl", home / "set" / f"{split}.jsonl")
@@ -118,7 +117,6 @@ READ = {  # file: the command that reads it
     "adapter/policy.json": "sample --adapter adapter --prompt x",
     "d.jsonl": "train --data d.jsonl --out new",
     "set/test.jsonl": "eval --data set",
-    "p.jsonl": "sample --file p.jsonl --out new.jsonl",
     "c.jsonl": "nvfp4 --model model --out new --awq --calib c.jsonl",
     "run/metrics.jsonl": "plot run",
     "run/summary.json": "plot run",
@@ -275,11 +273,6 @@ FIELDS = [
     ("train --data d.parquet --out new", raw("d.parquet", b""), "d.parquet|not a parquet file"),
     ("train --data d.jsonl.gz --out new", raw("d.jsonl.gz", gzip.compress(ROW.encode())), "d.jsonl.gz, row 1|unpack it"),
     ("train --data d.jsonl --levels 3 --out new", nothing, "d.jsonl|--levels"),
-    ("sample --file p.txt --out new.jsonl", raw("p.txt", b"caf\xe9\n"), "p.txt, row 1|UTF-8"),
-    ("sample --file p.txt --out new.jsonl", raw("p.txt", gzip.compress(b"q")), "p.txt, row 1|unpack it"),
-    ("sample --file p.txt --out new.jsonl", raw("p.txt", "\n\n"), "p.txt|no prompts"),
-    ("sample --file p.jsonl --out new.jsonl", raw("p.jsonl", '{"prompt": 5}'), "p.jsonl, row 1|prompt"),
-    ("sample --file p.jsonl --out new.jsonl", raw("p.jsonl", '{"other": "x"}'), "p.jsonl, row 1|prompt"),
     ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"text": 5}'), "c.jsonl, row 1|text"),
     ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"question": "q"}'), "c.jsonl, row 1"),
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", b"\xff\xfe"), "c.txt|UTF-8"),
@@ -287,7 +280,6 @@ FIELDS = [
     ("nvfp4 --model model --out new --awq --calib none.jsonl", nothing, "--calib none.jsonl|no such file"),
     ("bench_quantization --model model --data set --out new --formats fp3", nothing, "--formats: invalid choice: 'fp3'"),
     ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"text": "\\ud800"}'), "c.jsonl, row 1|UTF-8"),
-    ("sample --file p.jsonl --out new.jsonl", raw("p.jsonl", '{"prompt": "\\ud800"}'), "p.jsonl, row 1|UTF-8"),
     ("sample --model model --device cpu --prompt \udcff", nothing, "UTF-8"),
     (ASK, lambda home: (config("model/tokenizer_config.json", chat_template=None)(home), raw("model/chat_template.jinja", b"\xff")(home)),
      "chat_template.jinja|UTF-8"),
@@ -359,7 +351,7 @@ FLAGS = limits(
     ("eval --data d.jsonl", "n", "0 -1 99999999 x"), ("eval --data d.jsonl", "limit", "0 -5 99999999999"),
     ("eval --data d.jsonl", "temperature", "-1 nan inf"), ("eval --data d.jsonl", "top-p", "0 1.0000005 nan"),
     ("eval --data d.jsonl", "k", "0 8 1,x"), ("eval --data d.jsonl", "device", "gpu"),
-    ("sample --file p.txt --out new.jsonl", "n", "0 99999999"), ("sample --prompt x", "temperature", "nan -1"),
+    ("sample --prompt x", "temperature", "nan -1"),
     ("nvfp4 --plan model", "rank", "0 1000000000 x"), ("nvfp4 --plan model", "tokens", "0 -1 99999999999"),
     ("nvfp4 --model model --out new", "device", "tpu"),
     ("bench_quantization --model model --data set --out new", "documents", "0 99999999999"),
@@ -385,8 +377,6 @@ OTHERS = [
     ("train --reward r.py:f --data d.jsonl --out new", raw("r.py", "def f(:"), "r.py"),
     ("sample --run mine.txt --prompt x", nothing, "--run"),
     ("sample --run run --adapter adapter --prompt x", nothing, "--adapter"),
-    ("sample --prompt x --file p.txt --out new.jsonl", nothing, "--prompt"),
-    ("sample --out new.jsonl", nothing, "--file"),
     ("nvfp4 --model model", nothing, "--out"),
     ("nvfp4 --model mine.txt --out new", nothing, "--model mine.txt"),
     ("nvfp4 --plan mine.txt", nothing, "mine.txt"),
@@ -409,9 +399,6 @@ OTHERS = [
     ("eval --data d.jsonl --out no/where.jsonl", nothing, "--out no/where.jsonl"),
     ("eval --data d.jsonl --out mine.txt", nothing, "mine.txt"),
     ("eval --data d.jsonl --out d.jsonl", nothing, "--out d.jsonl"),
-    ("sample --file p.txt --out set", nothing, "--out set"),
-    ("sample --file p.txt --out no/where.jsonl", nothing, "--out no/where.jsonl"),
-    ("sample --file p.txt --out p.txt", nothing, "--out p.txt"),
     ("nvfp4 --model model --out run", nothing, "--out run|exists"),
     ("nvfp4 --model model --out mine.txt", nothing, "--out mine.txt"),
     ("nvfp4 --model model --out mine.txt/x", nothing, "--out mine.txt/x"),
@@ -420,12 +407,11 @@ OTHERS = [
     ("plot run --out set", nothing, "--out set"),
     ("plot run --out /dev/null", nothing, "--out /dev/null: is a device or a pipe"),
     ("eval --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
-    ("sample --file p.txt --out pipe", pipe, "--out pipe: is a device or a pipe"),
     ("train --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
     *((f"{line} --out {name}", dangling, f"--out {name}: link is a link to gone") for line, name in (
         ("train --data d.jsonl", "link"), ("train --data d.jsonl", "link/new"), ("eval --data d.jsonl", "link"), ("plot run", "link"))),
     *((f"{line} --out x\udcff", nothing, "is not UTF-8") for line in (
-        "train --data d.jsonl", "eval --data d.jsonl", "sample --file p.txt", "nvfp4 --model model", "plot run")),
+        "train --data d.jsonl", "eval --data d.jsonl", "nvfp4 --model model", "plot run")),
     ("plot run --out no/where.png", nothing, "--out no/where.png"),
     ("experiments gradient --data d.jsonl --out no/where.json", nothing, "--out no/where.json"),
     ("bench_quantization --model model --data set --out set --device cpu", nothing, "--out set"),
@@ -448,7 +434,6 @@ def full_disk(n):
 @pytest.mark.parametrize(("line", "room", "words"), [
     ("nvfp4 --model model --out new --device cpu", 50_000, "cannot be written"),
     (MERGE, 50_000, "cannot be written"),
-    ("sample --file p.txt --out new.jsonl --max-new-tokens 2 --device cpu", 10, "new.jsonl: cannot be written"),
     ("eval --data d.jsonl --out new.jsonl --n 1 --max-new-tokens 2 --quant none", 100, "new.jsonl: cannot be written"),
     ("plot run", 1000, "metrics.png: cannot be written"),
     ("nvfp4 --model model --out new/and/deep --device cpu", 50_000, "cannot be written"),
@@ -459,20 +444,18 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(refused, line, room, words):
 
 
 def test_names_that_are_the_users_are_never_touched(sound, tmp_path, monkeypatch, capsys):
-    """merge and quantize deleted X.partial, eval and sample wrote over X.part and X.tmp."""
+    """merge and quantize deleted X.partial, eval wrote over X.part and X.tmp."""
     home = tmp_path / "home"
     shutil.copytree(sound, home)
     monkeypatch.chdir(home)
     mine = {f"{name}{end}": f"mine: {name}{end}" for name in ("new", "out.jsonl", "c.png") for end in (".partial", ".part", ".tmp")}
     for name, text in mine.items():
         Path(name).write_text(text)
-    for line in ("nvfp4 --model model --out new --device cpu", "sample --file p.txt --out out.jsonl --max-new-tokens 1 --device cpu",
-                 "plot run --out c.png"):
+    for line in ("nvfp4 --model model --out new --device cpu", "plot run --out c.png"):
         command, *argv = shlex.split(line)
         assert not exit_code(COMMANDS[command], argv), capsys.readouterr().err
     shutil.rmtree("new")
     assert not exit_code(COMMANDS["lora"], shlex.split(MERGE)[1:])
-    os.remove("out.jsonl")
     assert not exit_code(COMMANDS["eval"], shlex.split("--data d.jsonl --out out.jsonl --n 1 --max-new-tokens 1"))
     assert {name: Path(name).read_text() for name in mine} == mine
     assert not [p for p in home.rglob("*") if p.name.startswith(".")]
