@@ -378,11 +378,10 @@ def test_another_rank_than_the_models_says_which_flag_to_set():
 
 
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
-def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant, capsys):
+def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant):
     """Merging into the 16-bit weights the adapter was not trained on (w, not w_hat), or with the wrong part's A, is far off."""
     convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_rslora"),
                            "--out", str(tmp_path / "m"), "--quant", quant, "--device", "cpu"])
-    assert "logits differ from base + adapter" in capsys.readouterr().out
     model = load_adapter(M.load(BASE, dtype=torch.float32, quant=quant), FIXTURES / "peft_rslora")
     merged = M.load(tmp_path / "m", dtype=torch.float32)
     assert not lora_layers(merged) and all(p.dtype == torch.float32 for p in merged.parameters())
@@ -517,14 +516,14 @@ def test_awqs_scales_are_not_taken_for_plain_rounding(folders, tmp_path, trained
             policy.check(wanted)
 
 
-def test_merging_a_quantized_checkpoint_and_the_distance_it_reports(tmp_path):
+def test_a_quantized_checkpoint_is_merged(tmp_path):
     folder = FIXTURES / "compressed_nvfp4"
-    r = convert.merge(folder, FIXTURES / "peft_all", tmp_path / "m")
+    convert.merge(folder, FIXTURES / "peft_all", tmp_path / "m")
     model = load_adapter(M.load(folder), FIXTURES / "peft_all")
-    ids = torch.randint(0, 48, (4, 64), generator=torch.Generator().manual_seed(0))
-    d = (M.load(tmp_path / "m")(ids).float() - model(ids).float()).abs()
-    assert r["max"] == d.max().item() and abs(r["mean"] - d.mean().item()) < 1e-6
-    assert r["max"] < 0.5 < 1 < r["adapter_max"]
+    merged = M.load(tmp_path / "m")(IDS).float()
+    with disabled(model):
+        assert (merged - model(IDS).float()).abs().max() > 1
+    assert (merged - model(IDS).float()).abs().max() < 0.5
     assert "quantization_config" not in json.loads((tmp_path / "m" / "config.json").read_text())
 
 
@@ -553,20 +552,3 @@ def test_the_documented_training_of_norms(monkeypatch, quant):
     moved = {name for name, w in m.named_parameters() if not w.equal(before[name])}
     B = {name for name in before if name.endswith(".B")}
     assert B <= moved and {name for name in moved - B if not name.endswith(".A")} == {f"layers.{i}.{norm}_layernorm.weight" for i in range(len(m.layers)) for norm in ("input", "post_attention")}
-
-
-@torch.no_grad()
-def test_a_merge_tells_how_far_what_it_wrote_is(shallow, tmp_path):
-    """Measured as it is written, embedding and head included, which a base of 32 bits loses digits of, too."""
-    home, g = tmp_path / "base", torch.Generator().manual_seed(1)
-    shutil.copytree(shallow, home)
-    state = load_file(home / "model.safetensors")
-    save_file({k: t.float() * (1 + 1e-3 * torch.randn(t.shape, generator=g)) for k, t in state.items()}, home / "model.safetensors")
-    model = M.load(home, dtype=torch.float32)
-    for p in add_lora(model, 2, 2):
-        p.normal_(std=0.1, generator=g)
-    save_adapter(model, tmp_path / "a")
-    report = convert.merge(home, tmp_path / "a", tmp_path / "out", dtype=torch.float32)
-    ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    gap = (M.load(tmp_path / "out", dtype=torch.float32)(ids) - model(ids)).abs()
-    assert 0 < report["mean"] == pytest.approx(gap.mean().item(), rel=1e-3) and report["max"] == pytest.approx(gap.max().item(), rel=1e-3)
