@@ -153,9 +153,11 @@ def read_adapter(model, folder):
     if has and has[0][1].rank != rank:
         raise ValueError(f"{Path(folder) / 'adapter_config.json'}: r = {rank}, but the model's "
                          f"adapter has rank {has[0][1].rank}; set --lora-rank {rank}")
-    shapes = {names(path, part): ((rank, m.shape[1]), (n, rank))
-              for path, m in projections(model) for part, n in m.parts.items()}
-    shapes |= {(name, name): (tuple(m.weight.shape),) * 2 for name, m in peft.norms_of(model)}
+    shapes = {name: tuple(norm.weight.shape) for name, norm in peft.norms_of(model)}
+    for path, m in projections(model):
+        for part, n in m.parts.items():
+            a, b = names(path, part)
+            shapes |= {a: (rank, m.shape[1]), b: (n, rank)}
     peft.check(folder, state, shapes)
     return rank, scaling, state
 

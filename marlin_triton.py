@@ -161,12 +161,12 @@ def tile(M, N, K, cores):
             "num_stages": 4}
 
 
-def few_rows(x, q, dtype, **override):
+def few_rows(x, q, dtype):
     """x (M, K) times w_hat^T: (M, N) in `dtype`. x is bfloat16; on the CPU, where the kernel needs
     TRITON_INTERPRET=1, float32, as the interpreter cannot multiply bfloat16."""
     (M, K), N = x.shape, q.shape[0]
     cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    t = tile(M, N, K, cores) | override
+    t = tile(M, N, K, cores)
     splits = t.pop("splits")
     out = torch.empty(M, N, dtype=dtype, device=x.device)
     parts = out if splits == 1 else torch.empty(splits, M, N, device=x.device)

@@ -337,9 +337,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
     weight if it requires grad; the entropy is a detached metric. `chunk`: tokens at a time
     (default: 0.5 GiB of float32 logits); a chunk's logits are recomputed in backward, so that no
     (S, V) tensor ever exists."""
-    V = weight.shape[0]
-    valid_vocab = V if valid_vocab is None else valid_vocab
-    chunk = chunk or max(1, 2**27 // V)
+    chunk = chunk or max(1, 2**27 // weight.shape[0])
     parts = [recomputed(score, h, weight, t, temperature, valid_vocab, use_reentrant=False)
              for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
     logp, entropy = zip(*parts, strict=True)

@@ -148,14 +148,10 @@ def read(folder):
 
 
 def check(folder, state, shapes):
-    """ValueError unless the tensors of `state` come in pairs, are finite, and fit the model.
-    shapes: {(A's name, B's name): (A's shape, B's shape)} of what the model has room for; a norm
-    is its own partner."""
-    weights, partner, fits = Path(folder) / "adapter_model.safetensors", {}, {}
-    for (a, b), (shape_a, shape_b) in shapes.items():
-        partner |= {a: b, b: a}
-        fits |= {a: shape_a, b: shape_b}
-    strangers = sorted(set(state) - set(fits)) or ([] if state else ["nothing in it"])
+    """ValueError unless the tensors of `state` are finite, fit the model, and come in pairs, but
+    for norms. shapes: {name: shape} of what the model has room for."""
+    weights = Path(folder) / "adapter_model.safetensors"
+    strangers = sorted(set(state) - set(shapes)) or ([] if state else ["nothing in it"])
     for part in ("lm_head", "embed_tokens"):
         if any(part in name for name in strangers):
             raise ValueError(f"{weights}: adapts {part}; adapters of the blocks' projections and "
@@ -163,10 +159,12 @@ def check(folder, state, shapes):
     if strangers:
         raise ValueError(f"{weights}: {strangers[0]} fits this model nowhere")
     for name, t in state.items():
-        if partner[name] not in state:
-            raise ValueError(f"{weights}: {name} is there, but {partner[name]} is missing")
-        if tuple(t.shape) != fits[name]:
-            raise ValueError(f"{weights}: {name} is {tuple(t.shape)}, the model's is {fits[name]}")
+        a, b = name.replace(".lora_B.", ".lora_A."), name.replace(".lora_A.", ".lora_B.")
+        if missing := {a, b} - {*state}:
+            raise ValueError(f"{weights}: {name} is there, but {missing.pop()} is missing")
+        if tuple(t.shape) != shapes[name]:
+            raise ValueError(f"{weights}: {name} is {tuple(t.shape)}, the model's is "
+                             f"{shapes[name]}")
         if not t.is_floating_point() or t.dtype.itemsize < 2 or not torch.isfinite(t).all():
             raise ValueError(f"{weights}: {name} holds NaN or inf, or no floats of 16 bits or more "
                              f"({t.dtype})")

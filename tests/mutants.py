@@ -449,7 +449,7 @@ MUTANTS = {
          "logprobs::chunked_head_equals_dense_in_value_and_gradient"),
         ("logits in 16 bits", "return x.to(torch.promote_types(x.dtype, torch.float32))", "return x",
          "logprobs::bf16_inputs_give_float32_logprobs_close_to_dense"),
-        ("a chunk that does not know the vocabulary", "chunk or max(1, 2**27 // V)", "chunk or 1024",
+        ("a chunk that does not know the vocabulary", "chunk or max(1, 2**27 // weight.shape[0])", "chunk or 1024",
          "logprobs::default_chunk_bounds_the_logits"),
         ("the logits of all chunks are kept", "recomputed(score, h, weight, t, temperature, valid_vocab, use_reentrant=False)",
          "score(h, weight, t, temperature, valid_vocab)", "logprobs::head_computes_no_more_than_was_asked_for"),
@@ -486,7 +486,7 @@ MUTANTS = {
          "rank if", "lora::an_adapter_that_peft_saved_gives_pefts_logits"),
         ("8-bit adapters are loaded", "t.dtype.itemsize < 2 or ", "",
          "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
-        ("half of an adapter is loaded", "if partner[name] not in state:", "if False:",
+        ("half of an adapter is loaded", "if missing := {a, b} - {*state}:", "if missing := {}:",
          "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
     ],
     "lora.py": [
