@@ -239,11 +239,10 @@ class Decoder:
             self.graph.replay()
             ids, logprobs = self.drawn
         else:
-            self.positions = self.cache.k.shape[3]
+            self.positions = positions
             if self.cuda:  # a graph's shapes are fixed: it sees spare positions, masked
-                self.positions = min(self.positions, -(-positions // BUCKET) * BUCKET)
-            else:
-                self.positions = positions
+                whole = -(-positions // BUCKET) * BUCKET
+                self.positions = min(whole, self.cache.k.shape[3])
             ids, logprobs = self.launch()
             if self.cuda:
                 self.capture()
