@@ -45,12 +45,10 @@ FLAGS = (
     Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
          "1 on (default: data.rewards)"),
     *flags.PROMPT_FLAGS,
-    Flag("split", ("test", "train"), "test", "which part of the data"),
     Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
-    Flag("n", number(1, 1e4), None, "samples a question (default: 4; with --greedy 1)"),
+    Flag("n", number(1, 1e4), None, "samples a question (default: 4; at --temperature 0: 1)"),
     Flag("max-prompt", number(1, 1e7), None, "skip and count longer prompts, in tokens"),
     Flag("k", numbers(1, 1e4), None, "also pass@k for these, as in 1,4,8"),
-    Flag("greedy", bool, False, "the likeliest token always, one sample a question"),
     Flag("out", str, None, "a row a question with all its samples, to this new .jsonl"),
     Flag("json", bool, False, "print the results as a line of JSON, too"),
     *flags.SAMPLING_FLAGS,
@@ -60,8 +58,7 @@ FLAGS = (
 
 def check_flags(args):
     flags.check_graded(args)
-    args.temperature = 0.0 if args.greedy else args.temperature
-    flags.check_copies("n", args.n or 1, args.temperature, "--greedy, or --temperature 0,")
+    flags.check_copies("n", args.n or 1, args.temperature, "--temperature 0")
     if args.out:
         check_out(args.out, new=True)
     args.n = args.n or (1 if args.temperature == 0 else 4)
@@ -170,28 +167,14 @@ def read_sets(args):
     """[(name, rows)] of --data: all are read before anything is loaded or sampled, so that a
     mistyped name costs nothing."""
     wanted = args.data.split(",")
-    if len({*wanted}) < len(wanted):
-        raise ValueError(f"--data {args.data}: names a set twice")
     names = [Path(name).stem for name in wanted]
     names = names if len({*names}) == len(names) else wanted
     trained = args.trained_with.get("data")
     if trained in wanted and Path(trained).is_file():
         print(f"warning: --data {trained}: most of its questions were trained on; those that were "
               "held out, if any, are in eval_after.jsonl of the run", file=sys.stderr)
-    return [(name, data.load(file, args.split, args.limit, args.seed, args.levels))
+    return [(name, data.load(file, "test", args.limit, args.seed, args.levels))
             for name, file in zip(names, wanted, strict=True)]
-
-
-def check_room(args, model, tok, sets):
-    """ValueError if the prompts of a set leave the model no positions for an answer."""
-    room, new = model.config.max_position_embeddings, args.max_new_tokens or 1
-    for name, rows in sets:
-        kept, _ = data.prompts(tok, rows, args.prompt_style, args.max_prompt)
-        longest = max(len(row["ids"]) for row in kept)
-        if longest + new > room:
-            raise ValueError(f"--data {name}: with --max-new-tokens {new} its longest prompt of "
-                             f"{longest} passes the model's {room} positions; lower that, or skip "
-                             "such prompts by --max-prompt")
 
 
 def run(args, argv):
@@ -206,7 +189,6 @@ def run(args, argv):
     score = data.scorer(args.prompt_style, args.reward)
     model, tok = sample.load_policy(args)
     sample.set_engine(model, args.engine)
-    check_room(args, model, tok, sets)
     if args.adapter:
         ids = tok.prompt_ids(sets[0][1][0]["question"], args.prompt_style)
         check_adapter(model, ids, args.adapter)

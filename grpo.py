@@ -70,11 +70,7 @@ def advantages(rewards, scale=True, eps=1e-4):
     """A = (r - mean r) / (std r + eps) within each group: rewards (P, G) -> (P, G) float32.
 
     std divides by n - 1, as in TRL. scale=False skips the division by it (Dr.GRPO). A group of
-    equal rewards gets exact zeros. ValueError for groups of one, whose only advantage is always
-    0."""
-    if rewards.dim() != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards {tuple(rewards.shape)}: want (prompts, group), --group-size at "
-                         "least 2")
+    equal rewards gets exact zeros."""
     # minus the first reward: the mean of eight 0.2s is not quite 0.2, and 1 / eps amplifies that
     r = rewards.double() - rewards[:, :1].double()
     centred = r - r.mean(1, keepdim=True)
@@ -84,8 +80,6 @@ def advantages(rewards, scale=True, eps=1e-4):
 def set_advantages(groups, scale=True):
     """Fill in the advantage of each Completion from the rewards of its group; groups are P lists of
     G completions; scale: see `advantages`."""
-    if len({len(group) for group in groups}) > 1:
-        raise ValueError("groups differ in size; completions of your own belong in grpo.update")
     if groups:
         rewards = torch.tensor([[c.reward for c in group] for group in groups],
                                dtype=torch.double)  # (P, G)
@@ -206,11 +200,11 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     max_len: Dr.GRPO's constant. entropy: (B, T), without a gradient, only measured.
 
     Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum), for sum_metrics and
-    mean_metrics; sampler_kl is KL(sampler || trainer), k3. ValueError for arguments that
-    contradict each other.
+    mean_metrics; sampler_kl is KL(sampler || trainer), k3.
     """
-    check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_logp,
-                    tis_cap, max_len)
+    # what would be broadcast, or left out, without a word
+    assert logp.shape == old_logp.shape == mask.shape and advantages.shape == logp.shape[:1]
+    assert (trainer_logp is None) == (tis_cap is None) and (ref_logp is not None or not beta)
     objective = OBJECTIVES[loss]
     low = objective.clip[0] if eps_low is None else eps_low
     high = objective.clip[1] if eps_high is None else eps_high
@@ -267,22 +261,6 @@ def ratio_metrics(ratio, clipped, gap, mask):
         "logp_gap_max": gap.abs().max() if gap.numel() else gap.sum(),
         "sampler_kl": (torch.expm1(gap) - gap).sum(),
         "ratio_outside": ((torch.expm1(gap).abs() > 0.1) & mask).sum()}
-
-
-def check_arguments(logp, old_logp, advantages, mask, loss, ref_logp, beta, trainer_logp,
-                    tis_cap, max_len):
-    if loss not in OBJECTIVES:
-        raise ValueError(f"--loss {loss}: choose one of {', '.join(OBJECTIVES)}")
-    if OBJECTIVES[loss].normaliser is constant and not max_len:
-        raise ValueError(f"--loss {loss} needs max_len, the completion limit it divides by")
-    if beta and ref_logp is None:
-        raise ValueError(f"--beta {beta} needs ref_logp, the log-probs with the adapter off")
-    if (trainer_logp is None) != (tis_cap is None):
-        raise ValueError("truncated importance weights need both trainer_logp and tis_cap")
-    if not logp.shape == old_logp.shape == mask.shape or advantages.shape != logp.shape[:1]:
-        raise ValueError(f"shapes differ: logp {tuple(logp.shape)}, old_logp "
-                         f"{tuple(old_logp.shape)}, mask {tuple(mask.shape)}, advantages "
-                         f"{tuple(advantages.shape)}")
 
 
 # ---- one optimizer step

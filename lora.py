@@ -95,11 +95,7 @@ def add_lora(model, rank, alpha, seed=0):
     parameters.
 
     rank >= 1; scaling is alpha / rank. Everything else in the model is frozen."""
-    if rank < 1:
-        raise ValueError(f"--lora-rank {rank}: must be at least 1 (0 with --quant none trains all "
-                         "parameters)")
-    if lora_layers(model):
-        raise ValueError("the model has an adapter already")
+    assert not lora_layers(model), "the model has an adapter already"
     model.requires_grad_(False)
     g = torch.Generator().manual_seed(seed)
     for path, m in projections(model):
@@ -145,8 +141,6 @@ def save_adapter(model, folder, base_model=""):
     """Write adapter_config.json and adapter_model.safetensors (PEFT's layout, float32) to
     `folder`."""
     layers = lora_layers(model)
-    if not layers:
-        raise ValueError("the model has no adapter to save; call add_lora first")
     first, targets = layers[0][1], {part for _, m in layers for part in m.parts}
     peft.save(folder, adapter_state(model), first.rank, first.scaling, targets, base_model)
 
@@ -159,9 +153,11 @@ def read_adapter(model, folder):
     if has and has[0][1].rank != rank:
         raise ValueError(f"{Path(folder) / 'adapter_config.json'}: r = {rank}, but the model's "
                          f"adapter has rank {has[0][1].rank}; set --lora-rank {rank}")
-    shapes = {names(path, part): ((rank, m.shape[1]), (n, rank))
-              for path, m in projections(model) for part, n in m.parts.items()}
-    shapes |= {(name, name): (tuple(m.weight.shape),) * 2 for name, m in peft.norms_of(model)}
+    shapes = {name: tuple(norm.weight.shape) for name, norm in peft.norms_of(model)}
+    for path, m in projections(model):
+        for part, n in m.parts.items():
+            a, b = names(path, part)
+            shapes |= {a: (rank, m.shape[1]), b: (n, rank)}
     peft.check(folder, state, shapes)
     return rank, scaling, state
 

@@ -17,15 +17,14 @@ its bits: s to bit 31, ee to the low end of the exponent, m to the top of the ma
 Every value comes out 2^126 times too small, even 0.5, E2M1's only subnormal (ee = 0, m/2 without
 the 1), which becomes a float32 subnormal by the same rule. The block scale takes back 2^112, the
 most that leaves room for it in float32 and in what follows; the epilogue takes back 2^14. The
-tensor core gets value * scale * 2^-14: at most 6 significant bits, which bfloat16 holds exactly,
-and with NVFP4's scales a multiple of 2^-24, which float16 does too. Sums and the global scale are
-float32, so only the output is rounded: relative error 1.7e-3 in bfloat16. A codebook's values (NF4)
-are looked up, and their products with a scale are rounded as well: 2.4e-3.
+tensor core gets value * scale * 2^-14: at most 6 significant bits, which bfloat16 holds exactly.
+Sums and the global scale are float32, so only the output is rounded: relative error 1.7e-3. A
+codebook's values (NF4) are looked up, and their products with a scale are rounded as well: 2.4e-3.
 
 With many rows it is different. Each tile of rows decodes the weight again, at six or seven
 instructions a code, and the arithmetic is no longer free. So `decode_kernel` writes w_hat once,
-rounded to 16 bits, and cuBLAS multiplies: relative error 2.4e-3. The gradient in x is computed the
-same way. The weight has no gradient, and no 16-bit copy of it is kept.
+rounded to bfloat16, and cuBLAS multiplies: relative error 2.4e-3. The gradient in x is computed
+the same way. The weight has no gradient, and no 16-bit copy of it is kept.
 
     y = matmul(x, q)                                      # any number of rows, differentiable in x
     pytest tests/test_marlin_triton.py                    # on a GPU add -m gpu
@@ -122,7 +121,7 @@ def add_kernel(parts, out, size, SPLITS: tl.constexpr, B: tl.constexpr):
 @triton.jit
 def decode_kernel(codes, scale, book, g, out, N, steps, SCALE: tl.constexpr, BLOCK: tl.constexpr,
                   BN: tl.constexpr, BK: tl.constexpr):
-    """out (N, K) = w_hat, rounded to 16 bits."""
+    """out (N, K) = w_hat, rounded to bfloat16."""
     K = steps * BK
     i = tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -162,12 +161,12 @@ def tile(M, N, K, cores):
             "num_stages": 4}
 
 
-def few_rows(x, q, dtype, **override):
-    """x (M, K) times w_hat^T: (M, N) in `dtype`. x is in 16 bits; on the CPU, where the kernel
-    needs TRITON_INTERPRET=1, in float32, as the interpreter cannot multiply bfloat16."""
+def few_rows(x, q, dtype):
+    """x (M, K) times w_hat^T: (M, N) in `dtype`. x is bfloat16; on the CPU, where the kernel needs
+    TRITON_INTERPRET=1, float32, as the interpreter cannot multiply bfloat16."""
     (M, K), N = x.shape, q.shape[0]
     cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    t = tile(M, N, K, cores) | override
+    t = tile(M, N, K, cores)
     splits = t.pop("splits")
     out = torch.empty(M, N, dtype=dtype, device=x.device)
     parts = out if splits == 1 else torch.empty(splits, M, N, device=x.device)
@@ -179,22 +178,18 @@ def few_rows(x, q, dtype, **override):
     return out
 
 
-def to_16bit(q, dtype):
-    """w_hat (N, K), rounded to bfloat16 or float16."""
+def to_bfloat16(q):
+    """w_hat (N, K), rounded to bfloat16."""
     (N, K), BK = q.shape, math.gcd(q.shape[1], 128)
-    out = torch.empty(N, K, dtype=dtype, device=q.codes.device)
+    out = torch.empty(N, K, dtype=torch.bfloat16, device=q.codes.device)
     tensors, constants = arguments(q)
     decode_kernel[K // BK, triton.cdiv(N, 64)](*tensors, out, N, K // BK, **constants, BN=64, BK=BK)
     return out
 
 
 def many_rows(x, q, dtype):
-    """x (M, K) in 16 bits times w_hat^T: (M, N) in `dtype`. Decode first, then cuBLAS."""
-    return (x @ to_16bit(q, x.dtype).T).to(dtype)  # (M, K) @ (K, N)
-
-
-def in_16bit(x):
-    return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
+    """x (M, K), bfloat16, times w_hat^T: (M, N) in `dtype`. Decode first, then cuBLAS."""
+    return (x @ to_bfloat16(q).T).to(dtype)  # (M, K) @ (K, N)
 
 
 class Matmul(torch.autograd.Function):
@@ -204,41 +199,20 @@ class Matmul(torch.autograd.Function):
         if not x.is_cuda:
             return (x.float() @ q.dequantize().T).to(x.dtype)
         multiply = few_rows if 0 < x.shape[0] <= FEW else many_rows
-        return multiply(in_16bit(x), q, x.dtype)
+        return multiply(x.to(torch.bfloat16), q, x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
         if not dy.is_cuda:
             return (dy.float() @ ctx.q.dequantize()).to(dy.dtype), None
-        d = in_16bit(dy)
-        return (d @ to_16bit(ctx.q, d.dtype)).to(dy.dtype), None  # (M, N) @ (N, K)
-
-
-def check(x, q):
-    """ValueError if x and q do not fit each other, or q is not what the top of this file says."""
-    (N, K), block = q.shape, q.format.block
-    if not x.is_floating_point():
-        raise ValueError(f"marlin_triton: x is {x.dtype}; pass bfloat16, float16 or float32")
-    if x.dtype == torch.float16 and q.scale.dtype == torch.uint8:
-        raise ValueError("marlin_triton: MXFP4's scales go beyond float16; pass bfloat16")
-    if x.shape[-1] != K:
-        raise ValueError(f"marlin_triton: x has {x.shape[-1]} columns, the weight {K}; "
-                         "they must agree")
-    if x.device != q.codes.device:
-        raise ValueError(f"marlin_triton: x is on {x.device}, the weight on {q.codes.device}; "
-                         "move one of them")
-    shapes = [tuple(t.shape) for t in (q.codes, q.scale, q.global_scale)]
-    if K % block or shapes != [(N, K // 2), (N, K // block), (N,)]:
-        raise ValueError(f"marlin_triton: codes, scale and global scale {shapes} do not fit {N} x "
-                         f"{K} in blocks of {block}; quantize or load it again")
-    if not q.codes.is_contiguous() or not q.scale.is_contiguous():
-        raise ValueError("marlin_triton: codes or scale are a view with gaps; make them contiguous")
+        dx = dy.to(torch.bfloat16) @ to_bfloat16(ctx.q)  # (M, N) @ (N, K)
+        return dx.to(dy.dtype), None
 
 
 def matmul(x, q):
     """x (..., K) times a quantized weight q (N, K): (..., N) in x.dtype, differentiable in x.
 
-    float16 is multiplied in float16, any other type in bfloat16, and sums are float32; on the CPU
-    plain torch in float32. ValueError if dtypes, shapes or devices do not fit."""
-    check(x, q)
+    Factors are bfloat16 and sums float32; on the CPU it is plain torch in float32."""
+    # the kernels read memory by these, not by the tensors' own sizes and strides
+    assert x.shape[-1] == q.shape[1] and q.codes.is_contiguous() and q.scale.is_contiguous()
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])

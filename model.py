@@ -337,16 +337,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
     weight if it requires grad; the entropy is a detached metric. `chunk`: tokens at a time
     (default: 0.5 GiB of float32 logits); a chunk's logits are recomputed in backward, so that no
     (S, V) tensor ever exists."""
-    if temperature <= 0:
-        raise ValueError(f"--temperature {temperature}: must be > 0 to have log-probs to train on")
-    V = weight.shape[0]
-    valid_vocab = V if valid_vocab is None else valid_vocab
-    if not 0 < valid_vocab <= V:
-        raise ValueError(f"valid_vocab {valid_vocab} is outside 1..{V}, the rows of the LM head")
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}: want "
-                         "(S, C) and (S,)")
-    chunk = chunk or max(1, 2**27 // V)
+    chunk = chunk or max(1, 2**27 // weight.shape[0])
     parts = [recomputed(score, h, weight, t, temperature, valid_vocab, use_reentrant=False)
              for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
     logp, entropy = zip(*parts, strict=True)

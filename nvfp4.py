@@ -134,10 +134,8 @@ def dequantize(q):
 def block_scales(w, fmt, name="weight"):
     """(scale (N, K/block) in its stored type, global_scale (N,) float32) of w (N, K), as
     round-to-nearest uses them."""
-    if fmt not in FORMATS:
-        raise ValueError(f"--quant {fmt}: unknown format, choose from none, {', '.join(FORMATS)}")
-    if fmt not in ("nvfp4", "mxfp4") and not FORMATS[fmt].codebook:
-        raise ValueError(f"--quant {fmt}: a format of one's own needs a codebook, float32 scales")
+    # the kernels know the formats with small scales by these names
+    assert fmt in ("nvfp4", "mxfp4") or FORMATS[fmt].codebook, f"{fmt}: needs a codebook"
     (N, K), block = w.shape, FORMATS[fmt].block
     if K % block:
         raise ValueError(f"{name}: K = {K} is not divisible by {fmt}'s block of {block}; "
@@ -270,10 +268,6 @@ class QuantLinear(nn.Module):
         if self.copy is None or self.copy.dtype != dtype:
             self.copy = self.dense().to(dtype)
         return self.copy
-
-    def _load_from_state_dict(self, *args):
-        super()._load_from_state_dict(*args)
-        self.copy = None
 
     def forward(self, x):
         if not x.is_cuda:

@@ -146,11 +146,13 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
     together. progress: a live line. on_token(prompt, sample, id) is called as tokens arrive, for
     streaming. indices: of the prompts in the larger set that they come from (default: 0, 1, ...): a
-    part draws what it would in the whole. ValueError names the flag when an argument is out of
-    range, a prompt does not fit the model, or the model's output is not finite."""
+    part draws what it would in the whole. ValueError if a prompt does not fit the model, or the
+    model's output is not finite."""
     if not isinstance(max_new_tokens, list | tuple):
         max_new_tokens = [max_new_tokens] * len(prompts)
-    check_arguments(model, prompts, n, max_new_tokens, temperature, top_p, max_rows)
+    assert n > 0 and min(max_new_tokens, default=1) > 0
+    assert temperature >= 0 and 0 < top_p <= 1
+    check_prompts(model, prompts, max_new_tokens)
     # a row for each completion; those of a prompt are neighbours, so that they share its prefill
     rows = new_rows(prompts, n, max_new_tokens, seed, indices)
     bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False, disable=not progress)
@@ -237,11 +239,10 @@ class Decoder:
             self.graph.replay()
             ids, logprobs = self.drawn
         else:
-            self.positions = self.cache.k.shape[3]
+            self.positions = positions
             if self.cuda:  # a graph's shapes are fixed: it sees spare positions, masked
-                self.positions = min(self.positions, -(-positions // BUCKET) * BUCKET)
-            else:
-                self.positions = positions
+                whole = -(-positions // BUCKET) * BUCKET
+                self.positions = min(whole, self.cache.k.shape[3])
             ids, logprobs = self.launch()
             if self.cuda:
                 self.capture()
@@ -304,18 +305,8 @@ def prefill(model, prompts):
     return cache
 
 
-def check_arguments(model, prompts, n, limits, temperature, top_p, max_rows):
-    if n < 1:
-        raise ValueError(f"--n {n}: must be at least 1")
-    if any(m < 1 for m in limits) or len(limits) != len(prompts):
-        raise ValueError(f"--max-new-tokens {min(limits, default=0)}: must be at least 1, one "
-                         "number or one per prompt")
-    if not (temperature == 0 or temperature >= 1e-6):  # logits / T would overflow
-        raise ValueError(f"--temperature {temperature}: must be 0 (greedy), or 1e-6 or more")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p {top_p}: must be above 0 and at most 1")
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"--max-rows {max_rows}: must be at least 1")
+def check_prompts(model, prompts, limits):
+    """ValueError if a prompt is empty, too long for the model, or of another tokenizer."""
     room = model.config.max_position_embeddings
     for i, (p, m) in enumerate(zip(prompts, limits, strict=True)):
         if not p:

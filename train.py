@@ -43,8 +43,8 @@ FLAGS = (
     Flag("lora-alpha", number(1e-6, 1e6, float), 32.0, "the adapter is scaled by alpha / rank"),
     "noise",
     Flag("aqn", bool, True, "adaptive quantization noise in the RMSNorms"),
-    Flag("aqn-start", number(0, 10, float), 1e-2, "sigma of the first noisy stage"),
-    Flag("aqn-end", number(0, 10, float), 5e-4, "sigma of the last stage"),
+    Flag("aqn-start", aqn.SIGMA, 1e-2, "sigma of the first noisy stage"),
+    Flag("aqn-end", aqn.SIGMA, 5e-4, "sigma of the last stage"),
     Flag("aqn-schedule", aqn.SCHEDULES, "exponential", "how sigma falls from stage to stage"),
     Flag("aqn-scope", ("rollout", "both"), "rollout",
          "where the noise is on: rollouts alone, or the update as well"),
@@ -112,9 +112,6 @@ def check(args):
     if args.resume:  # its flags are the run's own, which were checked when it began
         return
     flags.check_graded(args)
-    if args.aqn:
-        for stage in {0, 1, aqn.STAGES // 2, aqn.STAGES - 1}:  # raise now, not at that stage
-            aqn.sigma(stage, aqn.STAGES, args.aqn_start, args.aqn_end, schedule=args.aqn_schedule)
     if args.lora_rank == 0:
         if args.quant != "none":
             raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "

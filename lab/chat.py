@@ -1,8 +1,8 @@
 """
-Talk to a model: a chat, one prompt, or a file of prompts. `python sample.py` starts this file.
+Talk to a model: a chat, or one prompt. `python sample.py` starts this file. eval.py answers files.
 
+    python sample.py --model Qwen/Qwen2.5-0.5B-Instruct
     python sample.py --prompt "What is 3 + 4 * 5?"
-    python sample.py --model Qwen/Qwen2.5-0.5B-Instruct --file prompts.txt --out out.jsonl --n 4
 """
 import sys
 from pathlib import Path
@@ -10,8 +10,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import flags, ranks
-from plumbing.command import number
-from plumbing.files import check_out, lines, read_jsonl, write_jsonl
 from plumbing.flags import Flag
 from plumbing.tokenizer import styled
 
@@ -22,53 +20,18 @@ FLAGS = (
     *flags.ADAPTER_FLAGS,
     "chat",
     *flags.PROMPT_FLAGS,
-    Flag("prompt", str, None, "answer this and exit; without it and without --file: a chat"),
-    Flag("file", str, None, 'prompts, one a line, or .jsonl with "prompt" or "question"'),
-    Flag("out", str, None, "where --file's answers go, .jsonl"),
-    Flag("n", number(1, 1e4), 1, "answers a prompt, with --file"),
+    Flag("prompt", str, None, "answer this and exit; without it: a chat"),
     *flags.SAMPLING_FLAGS,
     *flags.ENGINE_FLAGS,
 )
 
 
 def check(args):
-    """ValueError for flags that contradict each other."""
     if ranks.world > 1:
         raise ValueError("sample.py is one process; start it with python, not torchrun")
-    if (args.file is None) != (args.out is None):
-        raise ValueError("--file and --out go together")
-    if args.file and args.prompt is not None:
-        raise ValueError("--prompt and --file exclude each other")
-    if args.n > 1 and not args.file:
-        raise ValueError(f"--n {args.n}: goes with --file; a chat and --prompt have one answer")
-    flags.check_copies("n", args.n, args.temperature, "--temperature 0")
-    if args.out:
-        check_out(args.out)
-        if Path(args.out).resolve() == Path(args.file).resolve():
-            raise ValueError(f"--out {args.out}: is --file itself; choose another name")
 
 
-COMMAND = flags.Command("sample", "Sample from a model: chat, one prompt, or a file of prompts.",
-                        FLAGS, check)
-
-
-def read_prompts(path):
-    """Prompts of a file: one a line, or .jsonl rows with "prompt" (or "question")."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"--file {path}: no such file")
-    if path.suffix.lower() == ".jsonl":
-        prompts = []
-        for where, row in read_jsonl(path, {"prompt": str, "question": str}):
-            given = (row.get(column) or "" for column in ("prompt", "question"))
-            prompts.append(next((text for text in given if text.strip()), ""))
-            if not prompts[-1]:
-                raise ValueError(f'--file {where}: needs "prompt" or "question"')
-    else:
-        prompts = [text for _, text in lines(path)]
-    if not prompts:
-        raise ValueError(f"--file {path}: no prompts in it, one line of text each is expected")
-    return prompts
+COMMAND = flags.Command("sample", "Sample from a model: a chat, or one prompt.", FLAGS, check)
 
 
 def turns(args, *texts):
@@ -128,26 +91,10 @@ def chat(model, tok, args):
             return
 
 
-def batch(model, tok, args, prompts):
-    """--file -> --out: one JSON row a sample, in order, written whole at the end."""
-    ids = [tok.prompt_ids(text, args.prompt_style) for text in prompts]
-    limits = [sample.limit(model, p, args.max_new_tokens) for p in ids]
-    groups = sample.generate(model, ids, args.n, limits, args.temperature, args.top_p, tok.eos_ids,
-                             args.seed, args.max_rows, progress=sys.stderr.isatty())
-    rows = [{"prompt": text, "sample": j, "text": tok.decode(s.ids), "tokens": len(s.ids),
-             "finished": s.finished, "logprob": sum(s.logprobs)}
-            for text, group in zip(prompts, groups, strict=True) for j, s in enumerate(group)]
-    write_jsonl(args.out, rows, ensure_ascii=False)
-    print(f"{args.out}: {len(rows)} rows, {sum(row['tokens'] for row in rows)} tokens")
-
-
 def run(args, argv):
-    prompts = read_prompts(args.file) if args.file else None
     model, tok = sample.load_policy(args)
     sample.set_engine(model, args.engine)
-    if prompts:
-        batch(model, tok, args, prompts)
-    elif args.prompt is not None:
+    if args.prompt is not None:
         answer(model, tok, args, [args.prompt])
     else:
         chat(model, tok, args)

@@ -191,10 +191,10 @@ def write_json(path, value, indent=2):
         part.write_text(json.dumps(value, indent=indent) + "\n")
 
 
-def write_jsonl(path, rows, **options):
-    """Write the file `path`, whole or not at all: one JSON value a line; options of json.dumps."""
+def write_jsonl(path, rows):
+    """Write the file `path`, whole or not at all: one JSON value a line."""
     with whole(path) as part, open(part, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(row, **options) + "\n" for row in rows)
+        f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def check_regular(path, name):

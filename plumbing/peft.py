@@ -1,11 +1,9 @@
 """
 Adapters as files, in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
-Ranks and alphas that differ between projections (rank_pattern, alpha_pattern) are made one rank and
-one scaling: A and B are filled up with zeros, and what is left of the scaling is in B. Norms of
-blocks that were trained as a whole (modules_to_save) come along. What lora.py cannot honour (DoRA,
-biases, other targets, a rank or shape that does not fit) is a ValueError that names the file and
-the tensor or field.
+Norms of blocks that were trained as a whole (modules_to_save) come along. What lora.py cannot
+honour (DoRA, biases, other targets, ranks or alphas that differ between projections, a rank or
+shape that does not fit) is a ValueError that names the file and the tensor or field.
 """
 import math
 import re
@@ -13,12 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plumbing import hub
-from plumbing.files import check as check_fields
 from plumbing.files import read_json, whole, write_json
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -32,7 +28,6 @@ FREE = {"r", "lora_alpha", "use_rslora", "lora_dropout", "task_type", "base_mode
         "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_config",
         "megatron_core", "qalora_group_size", "eva_config", "runtime_config",
         "ensure_weight_tying"}
-PATTERNS = ("rank_pattern", "alpha_pattern")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -112,30 +107,17 @@ def save(folder, state, rank, scaling, targets, base_model=""):
 
 def read_config(path):
     """The fields of an adapter_config.json; ValueError for anything but LoRA, whose scaling may be
-    rank-stabilised and differ between projections, and norms of blocks."""
+    rank-stabilised, and norms of blocks."""
     config = read_json(path, {"r": (int, 1, 4096), "lora_alpha": (float, 1e-6, 1e6),
-                              "use_rslora": bool, **dict.fromkeys(PATTERNS, dict),
-                              "modules_to_save": list}, ["r", "lora_alpha"])
+                              "use_rslora": bool, "modules_to_save": list}, ["r", "lora_alpha"])
     norms_alone = {*map(str, config.get("modules_to_save") or [])} <= {*NORMS}
-    read = {*FREE, *PATTERNS, "modules_to_save"} if norms_alone else {*FREE, *PATTERNS}
+    read = {*FREE, "modules_to_save"} if norms_alone else FREE
     refused = [f"{k} = {v!r:.80}" for k, v in config.items()
                if k not in read and v and v not in PLAIN.get(k, ())]
     if refused:
         raise ValueError(f"{path}: only plain LoRA is supported, this adapter has "
-                         f"{', '.join(refused)}")
-    for field, kind in zip(PATTERNS, ((int, 1, 4096), (float, 1e-6, 1e6)), strict=True):
-        found = config.get(field) or {}
-        check_fields(found, f"{path}: {field}", dict.fromkeys(found, kind), found)
-        for key in found:
-            if not re.fullmatch(r"[\w.]+", key):  # PEFT takes any regular expression
-                raise ValueError(f"{path}: {field} has {key!r:.40}; names of modules can be read")
+                         f"{', '.join(refused)}; merge it into its base with PEFT")
     return config
-
-
-def own(config, field, module, other):
-    """What the pattern `field` says of a module, its name or the end of it; else `other`."""
-    found = (v for k, v in (config.get(field) or {}).items() if f".{module}".endswith(f".{k}"))
-    return next(found, other)
 
 
 def read(folder):
@@ -161,38 +143,15 @@ def read(folder):
     for norm in config.get("modules_to_save") or []:
         if not any(name.endswith(f".{norm}.weight") for name in state):
             raise ValueError(f"{weights}: holds no {norm}, which {path.name} says was trained")
-    return uniform(config, state)
-
-
-def uniform(config, state):
-    """(rank, scaling, state) of an adapter whose projections all have this rank and scaling."""
-    def scaling_of(rank, alpha):
-        return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-
-    modules = {name: name.removeprefix("base_model.model.").split(".lora_")[0] for name in state
-               if ".lora_" in name}
-    ranks = {m: own(config, "rank_pattern", m, config["r"]) for m in modules.values()}
-    rank, scaling = max([*ranks.values(), 1]), scaling_of(config["r"], config["lora_alpha"])
-    for name, module in modules.items():
-        more = rank - ranks[module]
-        alpha = own(config, "alpha_pattern", module, config["lora_alpha"])
-        factor = scaling_of(ranks[module], alpha) / scaling
-        if ".lora_A." in name and more:
-            state[name] = F.pad(state[name], (0, 0, 0, more))  # (r, K) -> (R, K)
-        elif ".lora_B." in name and (more or factor != 1):
-            state[name] = F.pad(state[name].float() * factor, (0, more))  # (N, r) -> (N, R)
-    return rank, scaling, state
+    rank, alpha = config["r"], config["lora_alpha"]
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), state
 
 
 def check(folder, state, shapes):
-    """ValueError unless the tensors of `state` come in pairs, are finite, and fit the model.
-    shapes: {(A's name, B's name): (A's shape, B's shape)} of what the model has room for; a norm
-    is its own partner."""
-    weights, partner, fits = Path(folder) / "adapter_model.safetensors", {}, {}
-    for (a, b), (shape_a, shape_b) in shapes.items():
-        partner |= {a: b, b: a}
-        fits |= {a: shape_a, b: shape_b}
-    strangers = sorted(set(state) - set(fits)) or ([] if state else ["nothing in it"])
+    """ValueError unless the tensors of `state` are finite, fit the model, and come in pairs, but
+    for norms. shapes: {name: shape} of what the model has room for."""
+    weights = Path(folder) / "adapter_model.safetensors"
+    strangers = sorted(set(state) - set(shapes)) or ([] if state else ["nothing in it"])
     for part in ("lm_head", "embed_tokens"):
         if any(part in name for name in strangers):
             raise ValueError(f"{weights}: adapts {part}; adapters of the blocks' projections and "
@@ -200,10 +159,12 @@ def check(folder, state, shapes):
     if strangers:
         raise ValueError(f"{weights}: {strangers[0]} fits this model nowhere")
     for name, t in state.items():
-        if partner[name] not in state:
-            raise ValueError(f"{weights}: {name} is there, but {partner[name]} is missing")
-        if tuple(t.shape) != fits[name]:
-            raise ValueError(f"{weights}: {name} is {tuple(t.shape)}, the model's is {fits[name]}")
+        a, b = name.replace(".lora_B.", ".lora_A."), name.replace(".lora_A.", ".lora_B.")
+        if missing := {a, b} - {*state}:
+            raise ValueError(f"{weights}: {name} is there, but {missing.pop()} is missing")
+        if tuple(t.shape) != shapes[name]:
+            raise ValueError(f"{weights}: {name} is {tuple(t.shape)}, the model's is "
+                             f"{shapes[name]}")
         if not t.is_floating_point() or t.dtype.itemsize < 2 or not torch.isfinite(t).all():
             raise ValueError(f"{weights}: {name} holds NaN or inf, or no floats of 16 bits or more "
                              f"({t.dtype})")

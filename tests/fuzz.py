@@ -48,7 +48,6 @@ FILES = {  # what is damaged, and a command that reads it
     "adapter/adapter_model.safetensors": "lora --merge --model model --adapter adapter --out new --device cpu",
     "adapter/policy.json": "sample --adapter adapter --prompt x --max-new-tokens 2 --device cpu",
     "d.jsonl": "eval --model model --data d.jsonl --n 1 --max-new-tokens 1 --device cpu",
-    "p.jsonl": "sample --file p.jsonl --out new --max-new-tokens 2 --device cpu",
     "c.jsonl": "nvfp4 --model model --out new --device cpu --awq --calib c.jsonl",
     "run/metrics.jsonl": "plot run", "run/config.json": "plot run", "run/summary.json": "plot run",
 }

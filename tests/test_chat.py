@@ -1,6 +1,5 @@
-"""lab/chat.py: a chat, one prompt, a file of prompts."""
+"""lab/chat.py: a chat, or one prompt."""
 import inspect
-import json
 from types import SimpleNamespace
 
 from plumbing import flags
@@ -14,39 +13,6 @@ import model as M
 import sample
 from lab import chat
 from tests.conftest import exit_code
-
-
-def test_command_batch(tmp_path, capsys):
-    """--file: a row a sample, in the file's order, the same for the same seed."""
-    (tmp_path / "prompts.jsonl").write_text('{"question": "What is 2 + 3?"}\n{"prompt": "What is 4 * 5?"}\n')
-    for out in ("a", "b"):
-        chat.main(["--file", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / out), "--n", "2", "--max-new-tokens", "6",
-                     "--device", "cpu"])
-    rows = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
-    assert [(r["prompt"], r["sample"]) for r in rows] == [(q, j) for q in ("What is 2 + 3?", "What is 4 * 5?") for j in (0, 1)]
-    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
-
-
-def test_flags_reach_the_file_of_answers(tmp_path, monkeypatch):
-    """--file at another temperature, or with the first prompt's limit for all; counts and log-probs of another sample."""
-    names, seen = inspect.signature(sample.generate), {}
-
-    def scripted(*a, **kw):
-        seen.update(names.bind(*a, **kw).arguments)
-        return [[sample.Sample([5, 6], [-1.0, -0.5], j == 1) for j in range(2)] for _ in seen["prompts"]]
-
-    monkeypatch.setattr(sample, "generate", scripted)
-    (tmp_path / "p.txt").write_text("a\n" + "b" * 50 + "\n")
-    chat.main(["--file", str(tmp_path / "p.txt"), "--out", str(tmp_path / "o.jsonl"), "--n", "2", "--temperature", "0.4", "--top-p", "0.8",
-                 "--max-rows", "5", "--seed", "6", "--prompt-style", "boxed", "--device", "cpu"])
-    want = {"n": 2, "temperature": 0.4, "top_p": 0.8, "max_rows": 5, "seed": 6}
-    tok = Tokenizer(TINY)
-    asked = [tok.tokenizer.decode(ids, skip_special_tokens=False) for ids in seen["prompts"]]
-    assert {name: seen[name] for name in want} == want and seen["eos_ids"] == tok.eos_ids
-    assert seen["max_new_tokens"] == [512 - len(ids) for ids in seen["prompts"]] and len({*seen["max_new_tokens"]}) == 2
-    assert all(SUFFIX["boxed"] in text for text in asked) and "b" * 50 in asked[1]
-    rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert [(r["tokens"], r["finished"], r["logprob"]) for r in rows] == [(2, False, -1.5), (2, True, -1.5)] * 2
 
 
 def test_a_conversation_is_what_was_said_in_turn():
@@ -109,18 +75,12 @@ def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, c
 
 @pytest.mark.parametrize(("argv", "says"), [
     (["--model", "no/such-folder-here/at-all", "--prompt", "x"], "--model"),
-    (["--temperature", "-1", "--prompt", "x"], "--temperature"), (["--file", "missing.txt", "--out", "o"], "--file"),
+    (["--temperature", "-1", "--prompt", "x"], "--temperature"),
     (["--temperature", "1e-40", "--prompt", "x"], "--temperature: 1e-40: must be 0 (greedy), or 1e-6 or more"),
-    (["--temperature", "0", "--n", "2", "--file", "x", "--out", "o"], "--n 2: --temperature 0 gives the same completion each time"),
-    (["--file", "x"], "--out"), (["--adapter", "nowhere", "--prompt", "x"], "--adapter"),
+    (["--adapter", "nowhere", "--prompt", "x"], "--adapter"),
     (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"), (["--prompt", "x", "--max-new-tokens", "999"], "positions"),
 ])
 def test_command_errors_exit_with_2(argv, says, capsys):
     """One line that names the flag, exit code 2, no traceback."""
     assert exit_code(chat.main, [*argv, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_blank_prompt_leaves_the_question(tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "  ", "question": "What is 2+3?"}\n{"prompt": "a", "question": "b"}\n')
-    assert chat.read_prompts(tmp_path / "p.jsonl") == ["What is 2+3?", "a"]

@@ -36,9 +36,7 @@ def policy_of(args, base):
 
 @pytest.mark.parametrize(("name", "argv", "says"), [
     ("train", ["--calib", "t.txt"], "--calib: plain rounding uses no text"), ("train", ["--awq", "--quant", "none"], "--awq: .*--quant is none"),
-    ("sample", ["--file", "p.txt"], "--file and --out"),
-    ("eval", ["--n", "4", "--k", "8,1"], "--k 8: "), ("sample", ["--prompt", "x", "--n", "2"], "--n 2: goes with --file"),
-    ("eval", ["--run", ""], "--run: is empty"), ("train", ["--reward", ""], "--reward: is empty")])
+    ("eval", ["--n", "4", "--k", "8,1"], "--k 8: "), ("eval", ["--run", ""], "--run: is empty"), ("train", ["--reward", ""], "--reward: is empty")])
 def test_flags_that_contradict_each_other_are_refused(name, argv, says):
     """AWQ that is parsed and forgotten looks like plain rounding, and --run $UNSET evaluated the base alone."""
     with pytest.raises(ValueError, match=says):

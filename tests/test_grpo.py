@@ -272,8 +272,6 @@ def test_advantages_are_by_group():
     for n_same in range(2, 40):  # 0.1 is not a binary fraction: its mean must still be itself
         for dtype in (torch.float32, torch.float64):
             assert not grpo.advantages(torch.full((1, n_same), 0.1, dtype=dtype)).any()
-    with pytest.raises(ValueError, match="--group-size"):
-        grpo.advantages(torch.ones(3, 1))
 
 
 def test_rewards_that_float32_cannot_tell_apart_teach_and_those_that_rounding_tells_apart_do_not():
@@ -288,15 +286,13 @@ def test_rewards_that_float32_cannot_tell_apart_teach_and_those_that_rounding_te
     assert not grpo.has_signal(group(0.1 + 0.2, 0.3, 0.3)) and not grpo.has_signal(group(0.0, 0.0)) and grpo.has_signal(group(0.0, 1e-6))
 
 
-def test_contradicting_arguments_are_errors():
+def test_what_would_be_left_out_or_broadcast_in_silence_is_an_error():
     """A silent fallback: no KL, no correction or a broadcast advantage where one was asked for."""
     x, a, m = torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 3, dtype=torch.bool)
-    for kw, word in (({"loss": "ppo"}, "--loss"), ({"loss": "dr_grpo"}, "max_len"), ({"beta": 0.1}, "ref_logp"),
-                     ({"tis_cap": 2.0}, "trainer_logp"), ({"trainer_logp": x}, "tis_cap")):
-        with pytest.raises(ValueError, match=word):
-            grpo.policy_loss(x, x, a, m, **kw)
-    with pytest.raises(ValueError, match="shapes"):
-        grpo.policy_loss(x, x, torch.zeros(3), m)
+    for kw in ({"beta": 0.1}, {"tis_cap": 2.0}, {"trainer_logp": x}, {"advantages": torch.zeros(1)},
+               {"advantages": torch.zeros(2, 1)}, {"old_logp": torch.zeros(1, 3)}, {"mask": m[:1]}):
+        with pytest.raises(AssertionError):
+            grpo.policy_loss(**{"logp": x, "old_logp": x, "advantages": a, "mask": m, **kw})
 
 
 def test_a_rank_sends_no_log_probs_of_an_earlier_pass(monkeypatch):

@@ -30,7 +30,7 @@ import eval as evaluation
 import grpo
 import model as qwen
 import train
-from lab import chat, convert
+from lab import convert
 from tests.conftest import rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -225,7 +225,6 @@ def test_a_closed_stdout_stops_a_run_where_it_can_go_on(flags, straight, tmp_pat
 
 COMMANDS = {
     "eval": (evaluation.main, ["--data", "arithmetic", "--limit", "8", "--n", "2", "--out", "out.jsonl", "--quant", "none"]),
-    "sample": (chat.main, ["--file", "p.txt", "--out", "out.jsonl", "--n", "8", "--device", "cpu"]),
     "nvfp4": (partial(convert.main, "quantize"), ["--model", "model", "--out", "out", "--awq", "--device", "cpu"]),
 }
 
@@ -243,12 +242,11 @@ def test_what_a_link_points_to_is_written(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "number"), [
-    ("eval", signal.SIGINT), ("nvfp4", signal.SIGTERM), ("sample", signal.SIGINT), ("sample", signal.SIGHUP), ("sample", signal.SIGPIPE)])
+    ("eval", signal.SIGINT), ("nvfp4", signal.SIGTERM), ("eval", signal.SIGHUP), ("eval", signal.SIGPIPE)])
 def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeypatch, few, name, number):
     """A traceback of forty lines on ctrl-C; a SIGTERM that left X.part behind."""
     monkeypatch.chdir(tmp_path)
     os.symlink(shallow, "model")
-    Path("p.txt").write_text("What is 1+1?\n")
     main, argv = COMMANDS[name]
 
     heard, begun = os.pipe()
@@ -274,7 +272,7 @@ def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeyp
     code, text = end(pid), Path("log").read_text()
     assert code in (0, 130) and "Traceback" not in text and "Error" not in text, (code, text[-800:])
     assert code == 0 or f"{name}.py: stopped" in text or "\nstopped" in text, text[-800:]
-    assert {p.name for p in tmp_path.iterdir()} <= {"p.txt", "log", "model", "out.jsonl", "out"}
+    assert {p.name for p in tmp_path.iterdir()} <= {"log", "model", "out.jsonl", "out"}
 
 
 def read(screen):

@@ -254,8 +254,8 @@ def test_flags_reach_the_adapter(noisy):
 
 
 def test_groups_of_several_sizes_are_refused(noisy):
-    """The replay of an old completion, say, in train.rollout: torch told of a sequence of length 9."""
-    with pytest.raises(ValueError, match="grpo.update"):
+    """The replay of an old completion, say, in train.rollout, would stand in another's group."""
+    with pytest.raises(ValueError, match="length"):
         grpo.set_advantages([[grpo.Completion({}, [], [], [], True)] * n for n in (2, 3)])
 
 

@@ -130,15 +130,12 @@ def test_same_seed_same_adapter_and_the_spread_of_a_is_pefts():
     assert a[0].abs().max() <= 1 / math.sqrt(32) and a[0].abs().max() > 0.95 / math.sqrt(32)
 
 
-def test_a_second_adapter_and_a_rank_of_zero_are_errors():
+def test_a_second_adapter_is_an_error():
+    """One around the other: the saved file would hold one of them."""
     model = base()
-    with pytest.raises(ValueError, match="--lora-rank 0: must be at least 1"):
-        add_lora(model, 0, 8)
     add_lora(model, 2, 2)
-    with pytest.raises(ValueError, match="has an adapter already"):
+    with pytest.raises(AssertionError, match="has an adapter already"):
         add_lora(model, 2, 2)
-    with pytest.raises(ValueError, match="no adapter to save"):
-        save_adapter(base(), "unused")
 
 
 # ---- files
@@ -195,37 +192,18 @@ def test_an_adapter_that_peft_saved_gives_pefts_logits(name):
         assert (model(expected["ids"]) - base()(expected["ids"])).abs().max() == 0
 
 
-def own_settings(state, config, by_hand):
-    """Ranks, alphas and norms of some modules' own, in a PEFT folder's state and config; what they come to in `by_hand`, {module:
-    weight to add}, and {norm: weight}."""
-    g = torch.Generator().manual_seed(5)
-    config |= {"rank_pattern": {"q_proj": 2, "layers.1.self_attn.v_proj": 6}, "alpha_pattern": {"down_proj": 3},
-               "modules_to_save": ["input_layernorm"]}
-    for name in [n for n in state if "lora_A" in n]:
-        module, B = name.removesuffix(".lora_A.weight"), name.replace("lora_A", "lora_B")
-        rank = 2 if module.endswith("q_proj") else 6 if module.endswith("layers.1.self_attn.v_proj") else config["r"]
-        state[name], state[B] = torch.randn(rank, state[name].shape[1], generator=g), torch.randn(len(state[B]), rank, generator=g)
-        alpha = 3 if module.endswith("down_proj") else config["lora_alpha"]
-        by_hand[module.removeprefix("base_model.model.model.")] = alpha / rank * state[B] @ state[name]
+def folder_with_norms(tmp_path):
+    """peft_all with input norms of its own, and its tensors."""
+    state, g = load_file(FIXTURES / "peft_all" / "adapter_model.safetensors"), torch.Generator().manual_seed(5)
     for i in range(2):
         state[f"base_model.model.model.layers.{i}.input_layernorm.weight"] = 1 + torch.rand(32, generator=g)
+    return change(FIXTURES / "peft_all", tmp_path, {"modules_to_save": ["input_layernorm"]}, lambda s: s.update(state)), state
 
 
-def folder_with(tmp_path, **more):
-    by_hand, config = {}, json.loads((FIXTURES / "peft_all" / "adapter_config.json").read_text())
-    state = load_file(FIXTURES / "peft_all" / "adapter_model.safetensors")
-    own_settings(state, config, by_hand)
-    return change(FIXTURES / "peft_all", tmp_path, config | more, lambda s: (s.clear(), s.update(state))), by_hand, state
-
-
-def test_modules_with_a_rank_alpha_or_norm_of_their_own(tmp_path):
-    """rank_pattern and alpha_pattern were refused, and so was what the paper's release saves."""
-    folder, by_hand, state = folder_with(tmp_path)
+def test_norms_of_an_adapters_own(tmp_path):
+    """They were refused, which is what the paper's release saves."""
+    folder, state = folder_with_norms(tmp_path)
     model, plain = load_adapter(base(), folder), base()
-    for (path, m), (_, w) in zip(lora_layers(model), M.projections(plain), strict=True):
-        for part, got in zip(m.parts, (m.dense() - w.dense()).split([*m.parts.values()]), strict=True):
-            want = by_hand[f"{M.prefix(path)}.{part}".removeprefix("model.")]
-            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     norm = "layers.1.input_layernorm"
     assert torch.equal(model.get_submodule(norm).weight, state[f"base_model.model.model.{norm}.weight"])
     want = model(IDS)
@@ -233,21 +211,21 @@ def test_modules_with_a_rank_alpha_or_norm_of_their_own(tmp_path):
         assert torch.equal(model(IDS), plain(IDS))
     assert torch.equal(model(IDS), want)
 
-    save_adapter(model, tmp_path / "again")  # one rank now, and the norms
+    save_adapter(model, tmp_path / "again")
     again = load_adapter(base(), tmp_path / "again")
     assert torch.equal(again(IDS), want)
-    other = with_random_adapter(rank=6)
+    other = with_random_adapter(rank=4)
     save_adapter(other, tmp_path / "other")
     assert torch.equal(load_adapter(again, tmp_path / "other")(IDS), other(IDS))  # no norm stays
 
 
-def test_what_peft_saves_of_these_gives_pefts_logits(tmp_path):
+def test_what_peft_saves_of_norms_gives_pefts_logits(tmp_path):
     """Written by the library itself, where it is installed."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     net = transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     net = peft.get_peft_model(net, peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], rank_pattern={"q_proj": 2}, alpha_pattern={"down_proj": 3},
+        r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"],
         modules_to_save=["input_layernorm", "post_attention_layernorm"], init_lora_weights=False))
     for name, p in net.named_parameters():
         if "modules_to_save" in name:
@@ -259,7 +237,7 @@ def test_what_peft_saves_of_these_gives_pefts_logits(tmp_path):
 
 
 def test_norms_of_an_adapter_are_merged(tmp_path):
-    folder, _, _ = folder_with(tmp_path)
+    folder, _ = folder_with_norms(tmp_path)
     convert.merge(BASE, folder, tmp_path / "m")
     want = load_adapter(base(), folder)(IDS)
     assert (M.load(tmp_path / "m", dtype=torch.float32)(IDS) - want).abs().max() < 0.05 * want.abs().max()
@@ -268,8 +246,6 @@ def test_norms_of_an_adapter_are_merged(tmp_path):
 def test_a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named(tmp_path):
     for config, weights, says in (
             ({"modules_to_save": ["input_layernorm"]}, None, "holds no input_layernorm, which adapter_config.json says was trained"),
-            ({"rank_pattern": {"q_.*": 2}}, None, "rank_pattern has 'q_.\\*'; names of modules can be read"),
-            ({"alpha_pattern": {"q_proj": "x"}}, None, "alpha_pattern: q_proj 'x' must be a number"),
             (None, lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}), "adapts lm_head; .* merge this one"),
             (None, lambda s: s.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 32)}), "adapts embed_tokens")):
         with pytest.raises(ValueError, match=says):
@@ -310,7 +286,7 @@ def test_a_subset_of_targets_clears_what_an_earlier_adapter_left():
 
 
 @pytest.mark.parametrize("field,value", [
-    ("use_dora", True), ("bias", "all"), ("lora_bias", True), ("fan_in_fan_out", True), ("modules_to_save", ["lm_head"]),
+    ("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("bias", "all"), ("lora_bias", True), ("fan_in_fan_out", True), ("modules_to_save", ["lm_head"]),
     ("layer_replication", [[0, 1]]), ("peft_type", "LOHA"),
     ("trainable_token_indices", [1]), ("init_lora_weights", "pissa"), ("alora_invocation_tokens", [5]),
     ("target_parameters", ["x"]), ("a_field_of_next_year", 1),
@@ -381,11 +357,10 @@ def test_another_rank_than_the_models_says_which_flag_to_set():
 
 
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
-def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant, capsys):
+def test_the_merged_checkpoint_computes_what_base_and_adapter_do(tmp_path, quant):
     """Merging into the 16-bit weights the adapter was not trained on (w, not w_hat), or with the wrong part's A, is far off."""
     convert.main("merge", ["--merge", "--model", str(BASE), "--adapter", str(FIXTURES / "peft_rslora"),
                            "--out", str(tmp_path / "m"), "--quant", quant, "--device", "cpu"])
-    assert "logits differ from base + adapter" in capsys.readouterr().out
     model = load_adapter(M.load(BASE, dtype=torch.float32, quant=quant), FIXTURES / "peft_rslora")
     merged = M.load(tmp_path / "m", dtype=torch.float32)
     assert not lora_layers(merged) and all(p.dtype == torch.float32 for p in merged.parameters())
@@ -520,14 +495,14 @@ def test_awqs_scales_are_not_taken_for_plain_rounding(folders, tmp_path, trained
             policy.check(wanted)
 
 
-def test_merging_a_quantized_checkpoint_and_the_distance_it_reports(tmp_path):
+def test_a_quantized_checkpoint_is_merged(tmp_path):
     folder = FIXTURES / "compressed_nvfp4"
-    r = convert.merge(folder, FIXTURES / "peft_all", tmp_path / "m")
+    convert.merge(folder, FIXTURES / "peft_all", tmp_path / "m")
     model = load_adapter(M.load(folder), FIXTURES / "peft_all")
-    ids = torch.randint(0, 48, (4, 64), generator=torch.Generator().manual_seed(0))
-    d = (M.load(tmp_path / "m")(ids).float() - model(ids).float()).abs()
-    assert r["max"] == d.max().item() and abs(r["mean"] - d.mean().item()) < 1e-6
-    assert r["max"] < 0.5 < 1 < r["adapter_max"]
+    merged = M.load(tmp_path / "m")(IDS).float()
+    with disabled(model):
+        assert (merged - model(IDS).float()).abs().max() > 1
+    assert (merged - model(IDS).float()).abs().max() < 0.5
     assert "quantization_config" not in json.loads((tmp_path / "m" / "config.json").read_text())
 
 
@@ -556,20 +531,3 @@ def test_the_documented_training_of_norms(monkeypatch, quant):
     moved = {name for name, w in m.named_parameters() if not w.equal(before[name])}
     B = {name for name in before if name.endswith(".B")}
     assert B <= moved and {name for name in moved - B if not name.endswith(".A")} == {f"layers.{i}.{norm}_layernorm.weight" for i in range(len(m.layers)) for norm in ("input", "post_attention")}
-
-
-@torch.no_grad()
-def test_a_merge_tells_how_far_what_it_wrote_is(shallow, tmp_path):
-    """Measured as it is written, embedding and head included, which a base of 32 bits loses digits of, too."""
-    home, g = tmp_path / "base", torch.Generator().manual_seed(1)
-    shutil.copytree(shallow, home)
-    state = load_file(home / "model.safetensors")
-    save_file({k: t.float() * (1 + 1e-3 * torch.randn(t.shape, generator=g)) for k, t in state.items()}, home / "model.safetensors")
-    model = M.load(home, dtype=torch.float32)
-    for p in add_lora(model, 2, 2):
-        p.normal_(std=0.1, generator=g)
-    save_adapter(model, tmp_path / "a")
-    report = convert.merge(home, tmp_path / "a", tmp_path / "out", dtype=torch.float32)
-    ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    gap = (M.load(tmp_path / "out", dtype=torch.float32)(ids) - model(ids)).abs()
-    assert 0 < report["mean"] == pytest.approx(gap.mean().item(), rel=1e-3) and report["max"] == pytest.approx(gap.max().item(), rel=1e-3)

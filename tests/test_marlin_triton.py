@@ -121,7 +121,7 @@ def test_a_codebook_of_ones_own(block):
     q, x = weight(Format(block, values, values), 21, 3 * block), activations(5, 3 * block)
     want = x.double() @ q.dequantize().double().T
     assert error(rg.few_rows(x, q, torch.float32), want) < bound("own")
-    assert error(rg.to_16bit(q, torch.bfloat16), q.dequantize().double()) < ROUNDED
+    assert error(rg.to_bfloat16(q), q.dequantize().double()) < ROUNDED
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
@@ -131,19 +131,19 @@ def test_each_code_with_each_scale_is_exact(fmt):
     K = q.shape[1]
     got = rg.few_rows(torch.eye(K, device=DEVICE, dtype=X), q, torch.float32)  # row k is column k of the weight
     assert torch.equal(got.T.double(), q.products())
-    assert torch.equal(rg.to_16bit(q, torch.bfloat16).double(), q.products())  # whose global scales are 1
-    if fmt == "nvfp4":
-        assert torch.equal(rg.to_16bit(q, torch.float16).double(), q.products())
+    assert torch.equal(rg.to_bfloat16(q).double(), q.products())  # whose global scales are 1
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
 @pytest.mark.parametrize("M", [3, 20])
-def test_splits_of_k_add_up(M, splits):
+def test_splits_of_k_add_up(M, splits, monkeypatch):
     """Five steps in three splits: the last is shorter; a remainder was lost where steps were divided evenly."""
+    tile = rg.tile
+    monkeypatch.setattr(rg, "tile", lambda *shape: tile(*shape) | {"splits": splits})
     q, x = weight("nvfp4", 70, 320), activations(M, 320)
-    got = rg.few_rows(x, q, torch.float32, splits=splits)
+    got = rg.few_rows(x, q, torch.float32)
     assert error(got, x.double() @ q.dequantize().double().T) < EXACT
-    assert torch.equal(got, rg.few_rows(x, q, torch.float32, splits=splits))
+    assert torch.equal(got, rg.few_rows(x, q, torch.float32))
 
 
 @pytest.mark.parametrize("K", [16, 48, 64, 320, 896, 3584, 18944])
@@ -219,24 +219,13 @@ def test_on_the_cpu_the_weight_is_dequantized(dtype, monkeypatch):
     assert x.grad.dtype == dtype and error(x.grad, q.dequantize().double().sum(0).expand(2, 3, 64)) < 5e-3
 
 
-def test_what_does_not_fit_is_refused():
-    """Before a kernel reads past the end of a row, or decodes scales of 2^100 into float16."""
+def test_what_the_kernels_would_misread_is_refused():
+    """They step through memory by K: columns that are not there, or a view with gaps, gave wrong numbers and no error."""
     q, x = weight("nvfp4", 8, 64), activations(2, 64)
-    with pytest.raises(ValueError, match="x is torch.int64; pass"):
-        rg.matmul(x.long(), q)
-    with pytest.raises(ValueError, match="x has 48 columns, the weight 64"):
+    with pytest.raises(AssertionError):
         rg.matmul(x[:, :48], q)
-    with pytest.raises(ValueError, match="x is on meta, the weight on"):
-        rg.matmul(x.to("meta"), q)
-    with pytest.raises(ValueError, match="beyond float16; pass bfloat16"):
-        rg.matmul(x.half(), weight("mxfp4", 8, 64))
-    for part in ("codes", "scale", "global_scale"):
-        bad = weight("nvfp4", 8, 64)
-        setattr(bad, part, getattr(bad, part)[..., :-1])
-        with pytest.raises(ValueError, match="do not fit 8 x 64 in blocks of 16"):
-            rg.matmul(x, bad)
     q.codes = weight("nvfp4", 8, 128).codes[:, ::2]
-    with pytest.raises(ValueError, match="make them contiguous"):
+    with pytest.raises(AssertionError):
         rg.matmul(x, q)
 
 
@@ -266,14 +255,10 @@ def test_layers_of_the_7b(layer):
 
 @gpu
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_types_and_formats_on_the_gpu(fmt, dtype):
     """Forward and backward, few rows and many; float32 keeps a float32 result."""
-    if fmt == "mxfp4" and dtype == torch.float16:
-        pytest.skip("matmul refuses it, since E8M0 scales go beyond float16: test_what_does_not_fit_is_refused")
     q = weight(fmt, 1000, 1600)
-    if dtype == torch.float16:
-        q.global_scale *= 1e-3  # float16 would overflow
     w = q.dequantize().double()
     for M in (1, 2, 8, 16, 17, 32, 64, 300):
         x = activations(M, 1600).to(dtype).requires_grad_()

@@ -26,8 +26,6 @@ def test_quantlinear_is_x_times_the_dequantized_weight(fmt):
     low = QuantLinear(q, {"q_proj": 4, "k_proj": 2})
     assert low(x.bfloat16()).dtype == torch.bfloat16
     assert torch.allclose(low(x), want - bias, atol=1e-6)  # the cached copy follows x's dtype both ways
-    low.load_state_dict(QuantLinear(quantize(-weights(6, 64), fmt), {"o_proj": 6}).state_dict())
-    assert torch.allclose(low(x), x @ low.q.dequantize().T, atol=1e-6)  # and the weights
 
 
 def test_quantlinear_passes_the_gradient_to_x_and_has_nothing_to_train():
