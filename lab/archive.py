@@ -40,7 +40,7 @@ CONSTANTS = {"aqn_stages": 10, "tis_cap": 2.0, "beta1": 0.9, "beta2": 0.99, "wei
              "warmup": 0.1, "eps_low": None, "eval_top_p": 0.95, "spare_prompts": 0,
              "max_resample": 2}
 # flags that change no number of a run; on --card-share its last digits may depend
-LEFT_OUT = {*command.IDLE, "command", "commits", "seed"} - {"card_share"}
+LEFT_OUT = {*command.IDLE, "command", "script", "commits", "seed"} - {"card_share"}
 # the argument of commands that compare runs
 RUNS = {"nargs": "+", "metavar": "RUN", "help": "folder that train.py wrote, or a quoted pattern "
         "of rows in results/runs.jsonl, as '2x2_1.5b/nvfp4*'"}
@@ -88,8 +88,8 @@ def unpack(row, defaults, out):
     """Write a row as the folder `out`."""
     out.mkdir(parents=True)
     flags = defaults | row["flags"] | {"seed": row["seed"]}
-    config = flags | {"command": f"python {row.get('script', 'train.py')}"}
-    (out / "config.json").write_text(json.dumps(config))
+    script = row.get("script", "train.py").removeprefix("lab/ideas/")
+    (out / "config.json").write_text(json.dumps(flags | {"script": script}))
     (out / "summary.json").write_text(json.dumps(row.get("summary", {})))
     evals, samples = dict(row["evals"]), samples_of(flags)
     steps = [dict(zip(row["metrics"], values, strict=True))
@@ -141,9 +141,8 @@ def row_of(run, group, commit, defaults):
     flags = {k: v for k, v in (CONSTANTS | had).items() if k not in LEFT_OUT}
     row = {"group": group, "name": Path(run).resolve().name, "seed": had.get("seed"),
            "flags": {k: v for k, v in flags.items() if v != defaults.get(k)}}
-    script = " ".join(command.script_of(str(had.get("command")), had))
-    if script not in ("", "train.py"):
-        row["script"] = script
+    if had.get("script", "train.py") != "train.py":
+        row["script"] = had["script"]
     summary = {k: v for k, v in saved(run, "summary.json").items() if k != "command"}
     row["summary"] = short(summary, 8)  # a difference is printed as from the folder
     row["evals"] = [[s["step"], round(s["eval_accuracy"], 4)] for s in steps

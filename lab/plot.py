@@ -39,10 +39,9 @@ def names(runs):
 
 
 def shown(flag, value):
-    """A flag's value, short enough for a legend; for a script, its name and its own flags."""
+    """A flag's value, short enough for a legend."""
     if flag == "script":
-        name, ending, own = value.partition(".py")
-        return name.split("/")[-1] + ending + own
+        return value
     if value is None or isinstance(value, bool):
         return {True: "on", False: "off", None: "none"}[value]
     if isinstance(value, float):
@@ -51,19 +50,15 @@ def shown(flag, value):
 
 
 def told(run):
-    """{flag: value} of the flags that a run's numbers depend on, and its script as "script"; {}
-    without config.json."""
+    """{flag: value} of the flags that a run's numbers depend on, and its script; {} without
+    config.json."""
     had = saved(run, "config.json")
     flags = {k: v for k, v in had.items() if k not in (*IDLE, *MINOR, *GONE, "command", "commits")}
     if not flags:
         return {}
     if had.get("overlong") != "soft":
         flags.pop("overlong_buffer", None)  # an eighth of the limit now
-    try:
-        script = " ".join(command.script_of(str(had.get("command")), had)) or "train.py"
-    except ValueError as e:
-        raise ValueError(f"{run}: config.json: {e}") from None
-    return archive.CONSTANTS | flags | {"script": script}
+    return archive.CONSTANTS | {"script": "train.py"} | flags
 
 
 def lines(runs):

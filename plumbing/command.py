@@ -12,14 +12,12 @@ what can be saved is saved (plumbing/run.py has its own handler).
 import argparse
 import os
 import runpy
-import shlex
 import shutil
 import signal
 import sys
 import textwrap
 import threading
 from contextlib import contextmanager
-from itertools import dropwhile, takewhile
 from pathlib import Path
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -143,17 +141,6 @@ def numbers(low, end):
 
     parse.__name__ = "comma-separated int"
     return parse
-
-
-def script_of(line, flags):
-    """The script of a run's command line, and its words that are none of train.py's `flags`, {name:
-    value}, wherever they stand: ["mine.py", "--tau", "5"]; [] without a script."""
-    parser = Parser(add_help=False)
-    for name, value in flags.items():
-        action = argparse.BooleanOptionalAction if isinstance(value, bool) else "store"
-        parser.add_argument(f"--{name.replace('_', '-')}", action=action)
-    words = takewhile(lambda word: word != "&&", shlex.split(line))  # behind it: a resume
-    return parser.parse_known_args([*dropwhile(lambda word: not word.endswith(".py"), words)])[1]
 
 
 def become(script, *words):

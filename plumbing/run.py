@@ -35,6 +35,7 @@ import torch
 # what --resume may change: a run must be able to continue on a card with less memory, and where its
 # files have moved (`restore` compares what is in them)
 FREE = ("steps", "model", "data", *IDLE, *MINOR)
+BESIDE_FLAGS = ("command", "script", "commits")  # what else config.json holds
 # what a start leaves that was killed before its first checkpoint, and the next one removes
 LEFTOVERS = ("config.json", "eval_before.jsonl", "metrics.jsonl", "rollouts.jsonl", "adapter",
              "adapter_best", "model")
@@ -54,6 +55,7 @@ class State:
     base: dict = field(default_factory=dict)  # policy.base_of
     last: dict = field(default_factory=dict)  # the last step's row: an idea may follow from it
     command: str = ""  # the command line that began the run
+    script: str = ""  # its script, and the words that are not train.py's
 
 
 def resolve_flags(spec, args, argv):
@@ -87,7 +89,7 @@ def flags_of_run(spec, out, argv):
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
     found = read_json(config, {"commits": dict})
     hub.COMMITS.update(found.get("commits") or {})  # it goes on with the files that it began with
-    saved = {k.replace("_", "-"): v for k, v in found.items() if k not in ("command", "commits")}
+    saved = {k.replace("_", "-"): v for k, v in found.items() if k not in BESIDE_FLAGS}
     if gone := saved.keys() - {f.name for f in spec.flags}:
         raise ValueError(f"{config}: the run was begun by another version of train.py, or by a "
                          f"script of yours, which has a flag --{min(gone)}; continue it with that, "
@@ -114,7 +116,9 @@ class Run(ExitStack):
         super().__init__()  # the folder's lock, the signals, the collector: held to the end
         self.spec, self.args, self.save_weights = spec, args, save_weights
         self.out = Path(args.out).absolute()  # a reward may change the working directory
-        self.state = State(command=ranks.command_line(argv), base=base)
+        own = [word for word in sys.argv[1:] if word not in argv]
+        self.state = State(command=ranks.command_line(), base=base,
+                           script=" ".join([Path(sys.argv[0]).name, *own]))
         self.again = f"{self.state.command}{' --resume' * ('--resume' not in argv)}"
         self.started = time()
         self.clock = {}  # seconds of each phase of a step
@@ -168,8 +172,9 @@ class Run(ExitStack):
         stale = [] if self.args.resume else [self.out / name for name in LEFTOVERS]
         for path in [*stale, *self.out.glob(".*.part"), *self.out.glob("checkpoint/.*.part")]:
             files.discard(path)
-        config = vars(self.args) | {"command": self.state.command, "commits": hub.COMMITS}
-        files.write_json(self.out / "config.json", config)
+        beside = {"command": self.state.command, "script": self.state.script,
+                  "commits": hub.COMMITS}
+        files.write_json(self.out / "config.json", vars(self.args) | beside)
 
     # ---- time and signals
 
@@ -303,18 +308,12 @@ class Run(ExitStack):
         self.save_weights(self.out / name)
         flags = [f.dest for f in self.spec.flags if f.in_policy]
         content = policy.content(self.args, self.state.base, [*flags, "reward"])
-        content["script"] = self.script(self.state.command)
         files.write_json(self.out / name / "policy.json", content)
 
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
         or if the questions or the weights are not the same."""
-        config, now = saved(self.out, "config.json"), self.state
-        begun, here = (self.script(str(line)) for line in (config.get("command", ""), now.command))
-        if begun not in ("", here):
-            print(f"warning: --resume: {begun} began the run in {self.out}; {here} goes on without "
-                  "what that replaces", file=sys.stderr)
-        was = self.load(optimizer)
+        was, now = self.load(optimizer), self.state
         if was.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
@@ -323,16 +322,9 @@ class Run(ExitStack):
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
-        if config.get("steps") != self.args.steps:
-            was.command += f" && {now.command}"
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self.cut(self.out / name)
-
-    def script(self, line):
-        """The name of the script that a command line starts, and the words that are its own."""
-        words = command.script_of(line, vars(self.args))
-        return " ".join([Path(words[0]).name, *words[1:]]) if words else ""
 
     def load(self, optimizer):
         """Load checkpoint/ into the optimizer and its parameters; returns its State."""

@@ -52,7 +52,7 @@ def printed(capsys, *argv):
 def test_rows_print_what_their_folders_print(table, tmp_path, capsys):
     """Grades without the zeros that they begin with, accuracies so short that another digit was printed, a script or flag left out:
     the table's figures were others than the documents', and nobody had the folders any more."""
-    mine = {"command": "python docs/mine.py --tau 2 --quant nvfp4"}
+    mine = {"script": "mine.py --tau 2"}
     runs = [trained(tmp_path / "runs" / f"{name}-s{seed}", quant, seed, **more) for seed in range(3)
             for name, quant, more in (("none", "none", {}), ("nvfp4", "nvfp4", {}), ("fork", "nvfp4", mine))]
     said = [printed(capsys, *runs, *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))]

@@ -207,19 +207,12 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     assert label(same | {"micro_batch_tokens": 1, "seed": 0}, same | {"micro_batch_tokens": 2, "seed": 1}) == ["r* (2 seeds)"]
     idle = [same | {"seed": i} | dict.fromkeys(plot.IDLE, i) for i in (0, 1)]  # say of nothing that was compared
     assert "save_every" in plot.IDLE and "out" in plot.IDLE and label(*idle) == ["r* (2 seeds)"]
-    mine = {"command": "python docs/mine.py --lr 1"}
+    mine = {"script": "mine.py"}
     runs = [folder(tmp_path / "a", config=same | {"seed": 0}), folder(tmp_path / "b", config=same | {"seed": 1} | mine)]
     assert [name for name, _ in plot.lines(runs)] == ["script=train.py", "script=mine.py"]
-    taus = [folder(tmp_path / f"tau{i}", config=same | {"seed": i, "command": f"python mine.py --tau {i} --lr 1"}) for i in (0, 1)]
+    taus = [folder(tmp_path / f"tau{i}", config=same | {"seed": i, "script": f"mine.py --tau {i}"}) for i in (0, 1)]
     assert [name for name, _ in plot.lines(taus)] == ["script=mine.py --tau 0", "script=mine.py --tau 1"]  # not seeds of one idea
-    last = [folder(tmp_path / f"last{i}", config=same | {"seed": i, "aqn": True, "command":  # wherever they stand
-            f"python mine.py --lr 1 --no-aqn --tau={i} --lr=2 --fine && python mine.py --resume --steps {i}"}) for i in (0, 1)]
-    assert [name for name, _ in plot.lines(last)] == ["script=mine.py --tau=0 --fine", "script=mine.py --tau=1 --fine"]
-    spaced = [folder(tmp_path / name, config=same | {"seed": i, "command": f"python '/my ideas/{name}.py' --lr 1"}) for i, name in enumerate("de")]
-    assert [name for name, _ in plot.lines(spaced)] == ["script=d.py", "script=e.py"]  # the quotes are the shell's
-    with pytest.raises(ValueError, match="No closing quotation"):
-        plot.lines([folder(tmp_path / "f", config=same | {"command": "python 'mine.py"})])
-    two = folder(tmp_path / "c", config=same | {"seed": 1, "command": "torchrun --nproc-per-node=2 -- train.py --lr 1"})
+    two = folder(tmp_path / "c", config=same | {"seed": 1, "script": "train.py", "command": "python train.py --lr 1"})
     assert [name for name, _ in plot.lines([runs[0], two])] == ["* (2 seeds)"]
 
 
