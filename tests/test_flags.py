@@ -264,33 +264,6 @@ def test_a_letter_that_the_terminal_does_not_know_ends_nothing(monkeypatch):
     assert shown.getvalue() == b"\\u4e8c = 2, \xe9\n"
 
 
-def test_a_terminal_breaks_lines_between_words(monkeypatch):
-    """At 80 columns each long line was broken within a word. A file has its lines as they are, and a progress bar draws itself."""
-    def printed(terminal):
-        streams = [io.TextIOWrapper(io.BytesIO()) for _ in range(2)]
-        for stream in streams:
-            monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
-        monkeypatch.setattr(sys, "stdout", streams[0])
-        monkeypatch.setattr(sys, "stderr", streams[1])
-
-        def body():
-            print("word " * 20 + "end\nshort")
-            print("\r" + "=" * 90, file=sys.stderr)
-            raise ValueError("one two " * 12 + "three")
-
-        assert command.run("x.py", body) == 2 and (sys.stdout, sys.stderr) == tuple(streams)
-        for stream in streams:
-            stream.flush()
-        return [stream.buffer.getvalue().decode() for stream in streams]
-
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = ["word " * 20 + "end\nshort\n", "\r" + "=" * 90 + "\nx.py: error: " + "one two " * 12 + "three\n"]
-    assert printed(False) == lines
-    out, err = printed(True)
-    assert out.splitlines() == [("word " * 16).strip(), "word word word word end", "short"] and err.startswith(lines[1][:92])
-    assert max(map(len, err.split("\n")[1:])) <= 80 and err.split()[1:] == lines[1].split()[1:]
-
-
 def test_a_signal_that_a_library_makes_an_error_of_is_a_stop(capsys):
     """And what was there before a command is there after it: the next one's errors are its own."""
     def body():
