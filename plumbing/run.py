@@ -7,8 +7,8 @@ adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parame
 model/ (a Hugging Face checkpoint, and policy.json), checkpoint/ (what resume needs),
 eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
 Each file appears whole or not at all. Nothing is written until everything that can be refused has
-been checked. A new run takes over what a start has left that was killed before its first
-checkpoint; anything trained is refused.
+been checked. The first checkpoint is written before the first step, so that --resume goes on with
+whatever has begun; a new run is refused where there is one.
 
     python train.py --out runs/x                  # ctrl-C at any moment
     python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
@@ -36,9 +36,8 @@ import torch
 # files have moved (`restore` compares what is in them)
 FREE = ("steps", "model", "data", *IDLE, *MINOR)
 BESIDE_FLAGS = ("command", "script", "commits")  # what else config.json holds
-# what a start leaves that was killed before its first checkpoint, and the next one removes
-LEFTOVERS = ("config.json", "eval_before.jsonl", "metrics.jsonl", "rollouts.jsonl", "adapter",
-             "adapter_best", "model")
+# what a start leaves that was killed before its first checkpoint
+LEFTOVERS = ("lock", "config.json", "checkpoint")
 
 
 @dataclass
@@ -64,21 +63,14 @@ def resolve_flags(spec, args, argv):
     that a resumed run cannot change. Leaves nothing behind."""
     out = Path(args.out)
     check_out(out, folder=True)
-    begun = (out / "checkpoint" / "state.pt").is_file()
-    if begun and not args.resume:
+    if args.resume:
+        return flags_of_run(spec, args.out, argv)
+    if (out / "checkpoint" / "state.pt").is_file():
         raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, or "
                          "choose another folder")
-    if args.resume:
-        args = flags_of_run(spec, args.out, argv)
-        args.resume = begun  # a run killed before its first save begins anew
-    if not begun:
-        # each start makes these two first; whoever removed checkpoint/ wants to keep the rest
-        started = (out / "lock").is_file() and (out / "checkpoint").is_dir()
-        ours = ("lock", "checkpoint", *LEFTOVERS) if started else ("lock",)
-        for path in out.iterdir() if out.exists() else ():
-            if path.name not in ours and not path.name.startswith("."):
-                raise ValueError(f"--out {out}: holds {path.name}, but no checkpoint/ that "
-                                 "--resume could continue; choose another folder")
+    for path in out.iterdir() if out.exists() else ():
+        if path.name not in LEFTOVERS and not path.name.startswith("."):
+            raise ValueError(f"--out {out}: holds {path.name}; choose a new or an empty folder")
     return args
 
 
@@ -129,8 +121,9 @@ class Run(ExitStack):
         self.interrupted = False  # a signal has come
 
     def open(self, optimizer, rows):
-        """Make the folder, or with --resume load its checkpoint; from here on signals are handled.
-        False if there is nothing to do: the run has ended, and --steps asks for no more.
+        """Make the folder and a first checkpoint, or with --resume load the last one; from here on
+        signals are handled. False if there is nothing to do: the run has ended, and --steps asks
+        for no more.
 
         ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
         `rows`, all questions of training and evaluation, or the model's weights are not those the
@@ -146,6 +139,8 @@ class Run(ExitStack):
                 print(f"{self.out}: ended after {ended} steps; a larger --steps goes on")
                 return False
         self.tidy()
+        if not self.args.resume:
+            self.write_state(optimizer)
         self.started -= self.state.seconds
         gc.freeze()  # what exists by now stays; going through it would stop a step for 0.2 s
         self.callback(gc.unfreeze)
@@ -155,22 +150,15 @@ class Run(ExitStack):
 
     @ranks.first
     def claim(self):
-        """Make the folder and lock it; ValueError if another process has it, or has trained in it
-        since `resolve_flags`."""
-        self.out.mkdir(parents=True, exist_ok=True)
+        """Make the folder and lock it; ValueError if another process has it."""
+        (self.out / "checkpoint").mkdir(parents=True, exist_ok=True)
         busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
         self.enter_context(lock(self.out / "lock", busy))
-        if not self.args.resume and (self.out / "checkpoint" / "state.pt").is_file():
-            raise ValueError(busy)
 
     @ranks.first
     def tidy(self):
-        """Remove what a failed start, or a save that was killed, has left behind; write
-        config.json."""
-        # before all else, and never removed: it says that the files beside it are a start's
-        (self.out / "checkpoint").mkdir(exist_ok=True)
-        stale = [] if self.args.resume else [self.out / name for name in LEFTOVERS]
-        for path in [*stale, *self.out.glob(".*.part"), *self.out.glob("checkpoint/.*.part")]:
+        """Remove what a save that was killed has left behind; write config.json."""
+        for path in [*self.out.glob(".*.part"), *self.out.glob("checkpoint/.*.part")]:
             files.discard(path)
         beside = {"command": self.state.command, "script": self.state.script,
                   "commits": hub.COMMITS}
@@ -291,16 +279,16 @@ class Run(ExitStack):
         else:
             files.discard(self.out / "model")  # the last checkpoint holds all of it
             self.write_weights("model")
+        self.write_state(optimizer)
+
+    @ranks.first
+    def write_state(self, optimizer):
+        """Write checkpoint/."""
         state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
                  "optimizer": optimizer.state_dict()}
         state["last"] = json.loads(json.dumps(state["last"]))  # a schedule's numpy number, say
         with whole(self.out / "checkpoint" / "state.pt") as part:
             torch.save(state, part)
-            try:
-                torch.load(part, "meta", weights_only=True, mmap=True)  # reads no tensor
-            except pickle.UnpicklingError as e:
-                raise ValueError(f"the checkpoint could not be resumed ({cause(e):.80}): keep "
-                                 "numbers, text, lists, dicts or tensors in param_groups") from None
 
     @ranks.first
     def write_weights(self, name):
@@ -399,11 +387,10 @@ class Run(ExitStack):
         """An error (in the user's own reward, say, or out of memory) ends the run: what was learned
         before is saved, unless the error came within an update."""
         try:
-            if self.state.step and not self.halfway:
+            if not self.halfway:
                 self.save(optimizer)
         finally:
-            if (self.out / "checkpoint" / "state.pt").is_file():
-                print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
+            print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
 
 
 def rows_of(path):

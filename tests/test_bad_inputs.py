@@ -400,8 +400,8 @@ OTHERS = [
     # --out: refused before the work, and what is there stays
     ("train --data d.jsonl --out mine.txt", nothing, "--out mine.txt"),
     ("train --data d.jsonl --out mine.txt/x", nothing, "--out mine.txt/x"),
-    ("train --data d.jsonl --out model", nothing, "--out model|choose another"),
-    ("train --data d.jsonl --out .", nothing, "--out .|choose another"),
+    ("train --data d.jsonl --out model", nothing, "--out model|choose a new"),
+    ("train --data d.jsonl --out .", nothing, "--out .|choose a new"),
     (f"train --data d.jsonl --out {'x' * 300}", nothing, "--out xxx"),
     ("train --resume --out nowhere", nothing, "--resume"),
     ("train --data d.jsonl --out begun", lambda home: (folder("begun/checkpoint")(home), raw("begun/checkpoint/state.pt", "x")(home)), "--out begun|--resume"),
