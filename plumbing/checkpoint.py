@@ -29,9 +29,9 @@ BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
           "merges.txt", "merged.json")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unquantized weights
 # what is read of a repository; others beside it are the same weights in other precisions
-HUB_FILES = ("config.json", "hf_quant_config.json", "generation_config.json", "tokenizer.json",
-             "tokenizer_config.json", "chat_template.jinja", "model.safetensors",
-             "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+             "chat_template.jinja", "model.safetensors", "model-?????-of-?????.safetensors",
+             "model.safetensors.index.json")
 
 
 # ---- where tensors come from

@@ -18,7 +18,7 @@ from pathlib import Path
 from plumbing import command as commands
 from plumbing import hub, policy, ranks
 from plumbing.command import number
-from plumbing.files import TINY, file_digest, saved
+from plumbing.files import TINY, saved
 from plumbing.tokenizer import SUFFIX
 
 import torch
@@ -160,10 +160,8 @@ def given(command, argv):
 
 
 def is_tiny(model):
-    """Whether --model is the embedded model, by its name or as a copy of its folder."""
-    weights, ours = Path(model, "model.safetensors"), TINY / "model.safetensors"
-    return model == "tiny" or (weights.is_file() and weights.stat().st_size == ours.stat().st_size
-                               and file_digest(weights) == file_digest(ours))
+    """Whether --model is the embedded model, by its name or by its folder."""
+    return model == "tiny" or Path(model).resolve() == TINY
 
 
 def parse(command, argv):

@@ -311,18 +311,13 @@ def as_modelopt(state, activations=True):
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
-@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
-def test_modelopts_nvfp4_is_ours_under_other_names(tmp_path, capsys, algorithm, file):
-    """Its scale of the tensor taken for compressed-tensors' reciprocal: weights 1e6 times too small. Its first exports declare
-    themselves in a file of their own."""
+def test_modelopts_nvfp4_is_ours_under_other_names(tmp_path, capsys, algorithm):
+    """Its scale of the tensor taken for compressed-tensors' reciprocal: weights 1e6 times too small."""
     four = algorithm == "NVFP4"
     folder = declared(tmp_path / "q", FIXTURES / "compressed_nvfp4", lambda state: as_modelopt(state, four))
     raw = json.loads((folder / "config.json").read_text())
     found = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8" if four else None, "group_size": 16, "exclude_modules": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(
-        raw | {"quantization_config": {**found, "quant_method": "modelopt"} if file == "config.json" else None}))
-    if file != "config.json":
-        (folder / file).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": found}))
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": {**found, "quant_method": "modelopt"}}))
     expected = load_file(EXPECTED)
     model, want = (M.load(f, dtype=torch.float32) for f in (folder, FIXTURES / "compressed_nvfp4"))
     assert (model(expected["ids"]) - expected["logits"]).abs().max() < 1e-4
