@@ -11,7 +11,9 @@ from plumbing.files import file_digest, saved, text_file
 
 import torch
 
-TEXTS = dict.fromkeys(("model", "commit", "base", "norms", "weights", "text", "reward"), str)
+FIELDS = {"awq": bool, **dict.fromkeys(
+    ("model", "quant", "calib", "data", "prompt_style", "dtype", "reward", "commit", "base",
+     "norms", "weights", "text"), str)}
 
 
 def place(device="auto", dtype="auto"):

@@ -13,6 +13,7 @@ whatever has begun; a new run is refused where there is one.
     python train.py --out runs/x                  # ctrl-C at any moment
     python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
 """
+import argparse
 import gc
 import hashlib
 import json
@@ -81,12 +82,12 @@ def flags_of_run(spec, out, argv):
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
     found = read_json(config, {"commits": dict})
     hub.COMMITS.update(found.get("commits") or {})  # it goes on with the files that it began with
-    saved = {k.replace("_", "-"): v for k, v in found.items() if k not in BESIDE_FLAGS}
-    if gone := saved.keys() - {f.name for f in spec.flags}:
+    args = argparse.Namespace(**{k: v for k, v in found.items() if k not in BESIDE_FLAGS})
+    if other := vars(args).keys() ^ {f.dest for f in spec.flags}:
         raise ValueError(f"{config}: the run was begun by another version of train.py, or by a "
-                         f"script of yours, which has a flag --{min(gone)}; continue it with that, "
-                         "or start anew in another --out")
-    args = flags.from_file(spec, saved, f"{config}; a value of a script's own needs that script")
+                         f"script of yours, with other flags ({min(other)}); continue it with "
+                         "that, or start anew in another --out")
+    flags.check_choices(spec, vars(args), config)
     for name, value in flags.given(spec, argv).items():
         if name not in FREE and value != getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "

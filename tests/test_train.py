@@ -218,8 +218,8 @@ def test_a_run_of_an_older_version_is_refused_in_one_line(straight, tmp_path, ca
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     assert train.main(["--resume", "--out", str(out), "--steps", "9"]) == 2
     assert capsys.readouterr().err == (
-        f"train.py: error: {out / 'config.json'}: the run was begun by another version of train.py, or by a script of yours, which has a "
-        "flag --aqn-stages; continue it with that, or start anew in another --out\n")
+        f"train.py: error: {out / 'config.json'}: the run was begun by another version of train.py, or by a script of yours, with other flags "
+        "(aqn_stages); continue it with that, or start anew in another --out\n")
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     sample.load_policy(flags.parse(evaluation.COMMAND, ["--run", str(out)]))
 
