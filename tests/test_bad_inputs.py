@@ -280,14 +280,11 @@ FIELDS = [
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", "short"), "--calib c.txt|more text"),
     ("nvfp4 --model model --out new --awq --calib none.jsonl", nothing, "--calib none.jsonl|no such file"),
     ("bench_quantization --model model --data set --out new --formats fp3", nothing, "--formats: invalid choice: 'fp3'"),
-    ("sample --model model --device cpu --prompt \udcff", nothing, "UTF-8"),
     (ASK, lambda home: (config("model/tokenizer_config.json", chat_template=None)(home), raw("model/chat_template.jinja", b"\xff")(home)),
      "chat_template.jinja|UTF-8"),
     # chat templates
-    (ASK, template("{{ '' }}"), "tokenizer_config.json|chat_template renders nothing"),
     (ASK, template("{{" + "(" * 10**5 + ")" * 10**5 + "}}"), "tokenizer_config.json|does not compile"),
-    (ASK, template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "tokenizer_config.json|chat_template failed"),
-    (ASK, template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), "tokenizer_config.json|chat_template failed"),
+    (ASK, template("{{ raise_exception('no chat') }}"), "no chat"),
     # weights, on the way in: by sampling, evaluating, quantizing and merging
     (ASK, tensors(put(EMBED, nan_at)), f"{EMBED}|NaN"),
     (ASK, tensors(put(NORM, inf_at)), f"{NORM}|NaN or inf"),
@@ -310,7 +307,6 @@ FIELDS = [
     (ASK, raw("model/model.safetensors", b"\xff" * 100), "model.safetensors|download it again"),
     (ASK, raw("model/model.safetensors", b""), "model.safetensors|download it again"),
     (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "tokenizer.json: has no vocabulary"),
-    (ASK, raw("model/tokenizer.json", '{"model": {"type": "Unigram", "unk_id": null, "vocab": [["a", -1.0]]}}'), "tokenizer.json: cannot encode"),
     (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'), "tokenizer.json"),
 ]
 
