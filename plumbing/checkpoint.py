@@ -70,26 +70,12 @@ class Checkpoint:
                 if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
                     raise ValueError(f"{index}: {shard!r:.80} is no shard's name; download it "
                                      "again")
-            if not self.where:
-                raise ValueError(f"{index}: not an index of tensors to shards; download it again")
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
-            for other in sorted([*self.folder.glob("pytorch_model*.bin"),
-                                 *self.folder.glob("*.gguf")]):
-                what = other if other.suffix == ".gguf" else self.folder
-                raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; make a "
-                                 f"folder of those first: python lab/convert.py {what} --out DIR")
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete? (.bin and GGUF files are "
-                                    "lab/convert.py's)")
-        for shard in sorted(set(self.where.values())):
-            if not (self.folder / shard).is_file():
-                raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} "
-                                        "is missing; download it again")
-        if single.is_file() and single.name not in self.where.values():
-            raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
-                             f"older, and {index.name} if that is the shards")
+                                    "there; is the download complete? Of .bin and GGUF files "
+                                    "lab/convert.py makes them")
         self.unused, self.files = set(self.where), {}
         self.layout, self.dense = None, {}  # of four bits; {what was dequantized: dtype}
 
