@@ -25,7 +25,7 @@ import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import time  # by name: a reward that replaces time.time leaves the run's clock alone
+from time import time
 
 from plumbing import command, console, files, flags, hub, policy, ranks
 from plumbing.command import IDLE, MINOR
@@ -129,6 +129,7 @@ class Run(ExitStack):
         ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
         `rows`, all questions of training and evaluation, or the model's weights are not those the
         run began with."""
+        ranks.gather(None)  # all ranks have looked into the folder before one writes there
         self.claim()
         asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()

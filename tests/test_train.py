@@ -699,14 +699,6 @@ def test_a_relative_out_is_the_folder_it_was_at_the_start(tmp_path, monkeypatch)
     assert r.out == tmp_path / "here"
 
 
-def test_a_reward_that_stops_the_clock_stops_no_run(tmp_path, monkeypatch):
-    """A division by seconds that were zero, hours into the run."""
-    monkeypatch.setattr(time, "time", time.time)
-    (tmp_path / "mine.py").write_text("import time\n\ndef f(text, row):\n    time.time = lambda: 0.0\n    return len(text) % 3\n")
-    assert run(tmp_path / "run", "--steps", "2", "--reward", f"{tmp_path / 'mine.py'}:f") == 0
-    assert all(json.loads(row)["seconds_step"] > 0 for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-
-
 def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
     """Before told as after, an error as the gain, a question that was unlearned as learned, rows of before in eval_after.jsonl."""
     def rows(when, accuracies):
