@@ -219,7 +219,7 @@ def run(args, argv):
         rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
                 for name, arm, r in results]
         print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
-                          "command": ranks.command_line(argv, "eval.py")}))
+                          "command": ranks.command_line()}))
 
 
 def main(argv=None):

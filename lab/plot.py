@@ -38,10 +38,9 @@ def names(runs):
 
 
 def shown(flag, value):
-    """A flag's value, short enough for a legend; for a script, its name and its own flags."""
+    """A flag's value, short enough for a legend."""
     if flag == "script":
-        name, ending, own = value.partition(".py")
-        return name.split("/")[-1] + ending + own
+        return value
     if value is None or isinstance(value, bool):
         return {True: "on", False: "off", None: "none"}[value]
     if isinstance(value, float):

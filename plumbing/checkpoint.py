@@ -29,9 +29,9 @@ BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
           "merges.txt", "merged.json")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unquantized weights
 # what is read of a repository; others beside it are the same weights in other precisions
-HUB_FILES = ("config.json", "hf_quant_config.json", "generation_config.json", "tokenizer.json",
-             "tokenizer_config.json", "chat_template.jinja", "model.safetensors",
-             "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+             "chat_template.jinja", "model.safetensors", "model-?????-of-?????.safetensors",
+             "model.safetensors.index.json")
 RESAVE = ("save it as safetensors with transformers first: AutoModelForCausalLM.from_pretrained("
           "DIR, gguf_file=FILE, dtype=torch.bfloat16).save_pretrained(OUT), the same for "
           "AutoTokenizer; without gguf_file that reads .bin files")
@@ -72,23 +72,12 @@ class Checkpoint:
                 if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]+\.safetensors", shard):
                     raise ValueError(f"{index}: {shard!r:.80} is no shard's name; download it "
                                      "again")
-            if not self.where:
-                raise ValueError(f"{index}: not an index of tensors to shards; download it again")
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
-            for other in sorted([*self.folder.glob("pytorch_model*.bin"),
-                                 *self.folder.glob("*.gguf")]):
-                raise ValueError(f"{self.folder}: holds {other.name} and no safetensors; {RESAVE}")
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete?")
-        for shard in sorted(set(self.where.values())):
-            if not (self.folder / shard).is_file():
-                raise FileNotFoundError(f"{self.folder / shard}: the shard named in {index.name} "
-                                        "is missing; download it again")
-        if single.is_file() and single.name not in self.where.values():
-            raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
-                             f"older, and {index.name} if that is the shards")
+                                    "there; is the download complete? If it holds a .bin or GGUF "
+                                    f"file, {RESAVE}")
         self.unused, self.files = set(self.where), {}
         self.layout, self.dense = None, {}  # of four bits; {what was dequantized: dtype}
 

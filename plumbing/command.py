@@ -12,14 +12,10 @@ what can be saved is saved (plumbing/run.py has its own handler).
 import argparse
 import os
 import runpy
-import shlex
-import shutil
 import signal
 import sys
-import textwrap
 import threading
 from contextlib import contextmanager
-from itertools import dropwhile, takewhile
 from pathlib import Path
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -34,31 +30,6 @@ def stop(*_):
     checks stop.asked as well."""
     stop.asked = True
     raise KeyboardInterrupt
-
-
-class Terminal:
-    """sys.stdout or sys.stderr of a terminal: a printed line that is longer than it is wide goes on
-    in the next one between two words, not within one."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        wide = width() or sys.maxsize
-        if len(text) > wide and "\r" not in text:  # which a progress bar writes
-            lines = [line if len(line) <= wide else textwrap.fill(
-                line, wide, break_long_words=False, break_on_hyphens=False)
-                for line in text.split("\n")]
-            text = "\n".join(lines)
-        return self.stream.write(text)
-
-
-def width():
-    """Columns of the terminal that stdout is; None where it is a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
 
 
 @contextmanager
@@ -80,11 +51,9 @@ def signals(handler):
 def run(name, body):
     """body() -> its exit code (0 for None); 2, after a line on stderr, for an error that the user
     can fix; 130 for a command that was stopped, or whose stdout nobody reads any more."""
-    stop.asked, streams = False, (sys.stdout, sys.stderr)
+    stop.asked = False
     if hasattr(sys.stdout, "reconfigure"):  # characters that the terminal lacks are escaped
         sys.stdout.reconfigure(errors="backslashreplace")
-    if sys.stdout and sys.stdout.isatty() and sys.stderr and sys.stderr.isatty():
-        sys.stdout, sys.stderr = map(Terminal, streams)
     try:
         with signals(stop):
             code = body() or 0
@@ -102,8 +71,6 @@ def run(name, body):
         why = why if len(why) < 500 else f"{why[:300]} ... {why[-100:]}"
         print(f"{name}: error: {why}", file=sys.stderr)
         return 2
-    finally:
-        sys.stdout, sys.stderr = streams
 
 
 class Parser(argparse.ArgumentParser):
@@ -143,17 +110,6 @@ def numbers(low, end):
 
     parse.__name__ = "comma-separated int"
     return parse
-
-
-def script_of(line, flags):
-    """The script of a run's command line, and its words that are none of train.py's `flags`, {name:
-    value}, wherever they stand: ["mine.py", "--tau", "5"]; [] without a script."""
-    parser = Parser(add_help=False)
-    for name, value in flags.items():
-        action = argparse.BooleanOptionalAction if isinstance(value, bool) else "store"
-        parser.add_argument(f"--{name.replace('_', '-')}", action=action)
-    words = takewhile(lambda word: word != "&&", shlex.split(line))  # behind it: a resume
-    return parser.parse_known_args([*dropwhile(lambda word: not word.endswith(".py"), words)])[1]
 
 
 def become(script, *words):

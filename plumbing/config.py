@@ -64,15 +64,12 @@ def read_config(folder):
         raise ValueError(f"{path}: a head_dim of {head_dim} must be even, for rotary positions")
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
     stretched, room = rope_scaling(rope, theta, head_dim, room, path)
-    quantization, beside = raw.get("quantization_config"), path.parent / "hf_quant_config.json"
-    if quantization is None and beside.is_file():  # modelopt's, before it wrote into config.json
-        found = read_json(beside, {"quantization": dict}, ["quantization"])["quantization"]
-        quantization = {"quant_method": "modelopt", **found}
     return {
         **{k: raw[k] for k in SIZES}, "num_key_value_heads": kv_heads, "head_dim": head_dim,
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6), "rope_theta": theta,
         "tie_word_embeddings": raw.get("tie_word_embeddings", False), **FAMILIES[family],
-        "max_position_embeddings": room, "quantization": quantization, "rope_scaling": stretched}
+        "max_position_embeddings": room, "quantization": raw.get("quantization_config"),
+        "rope_scaling": stretched}
 
 
 def rope_scaling(rope, theta, D, room, path):

@@ -2,10 +2,11 @@
 What a run shows: its flags, a line a step, samples, warnings, and at the end what was learned. All
 of it is a view of rows that run.py has written into the run's folder.
 """
+import shutil
 import sys
 import textwrap
 
-from plumbing.command import cell, width
+from plumbing.command import cell
 
 # columns of a step's line in the order in which a narrow terminal does without them
 DROP_ORDER = ("GiB", "sigma", "tok/s", "dlogp", "trunc", "grad", "seconds", "ent", "len", "eta",
@@ -137,6 +138,11 @@ def show_results(results, own_reward=None):
         if r["format"] == 0:
             print(f"warning: {name}, {arm}: no completion follows the format; does --prompt-style "
                   "fit the model?")
+
+
+def width():
+    """Columns of the terminal that stdout is; None where it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
 
 
 def points(share):

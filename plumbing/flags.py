@@ -18,7 +18,7 @@ from pathlib import Path
 from plumbing import command as commands
 from plumbing import hub, policy, ranks
 from plumbing.command import number
-from plumbing.files import TINY, file_digest, saved
+from plumbing.files import TINY, saved
 from plumbing.tokenizer import SUFFIX
 
 import torch
@@ -138,20 +138,14 @@ def parser(command, tiny=False, only_given=False):
     return p
 
 
-def from_file(command, values, where):
-    """The Namespace of `values`, {flag: value} as read from the file `where`, as if they were on
-    the command line; ValueError for what could not be there."""
-    argv = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            argv.append(f"--{'' if value else 'no-'}{name}")
-        elif value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            argv.append(f"--{name}={text}")
-    try:
-        return parser(command).parse_args(argv)
-    except ValueError as e:
-        raise ValueError(f"{where}: {e}") from None
+def check_choices(command, values, where):
+    """ValueError if a value in `values`, {dest: value} as read from the file `where`, is none of
+    its flag's choices."""
+    for f in command.flags:
+        value = values.get(f.dest)
+        if isinstance(f.kind, tuple | dict) and value is not None and value not in f.kind:
+            raise ValueError(f"{where}: --{f.name} {value}: not one of {', '.join(f.kind)}; one of "
+                             "a script's own needs that script")
 
 
 def given(command, argv):
@@ -160,10 +154,8 @@ def given(command, argv):
 
 
 def is_tiny(model):
-    """Whether --model is the embedded model, by its name or as a copy of its folder."""
-    weights, ours = Path(model, "model.safetensors"), TINY / "model.safetensors"
-    return model == "tiny" or (weights.is_file() and weights.stat().st_size == ours.stat().st_size
-                               and file_digest(weights) == file_digest(ours))
+    """Whether --model is the embedded model, by its name or by its folder."""
+    return model == "tiny" or Path(model).resolve() == TINY
 
 
 def parse(command, argv):
@@ -188,11 +180,8 @@ def parse(command, argv):
 def read_policy(command, folder):
     """The policy.json in `folder`, {} where there is none; ValueError for what is no value of the
     command's flags."""
-    found = saved(folder, "policy.json", policy.TEXTS)
-    values = {f.name: found.get(f.dest) for f in command.flags if f.in_policy or f.name == "dtype"}
-    from_file(command, values, f"{Path(folder) / 'policy.json'}; a format of a script's own needs "
-              "that script, else delete the file to choose --model, --quant and --prompt-style by "
-              "hand")
+    found = saved(folder, "policy.json", policy.FIELDS)
+    check_choices(command, found, Path(folder) / "policy.json")
     return found
 
 

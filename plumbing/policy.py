@@ -11,8 +11,9 @@ from plumbing.files import file_digest, saved, text_file
 
 import torch
 
-TEXTS = dict.fromkeys(("model", "commit", "base", "norms", "weights", "text", "reward", "script"),
-                      str)
+FIELDS = {"awq": bool, **dict.fromkeys(
+    ("model", "quant", "calib", "data", "prompt_style", "dtype", "reward", "commit", "base",
+     "norms", "weights", "text"), str)}
 
 
 def place(device="auto", dtype="auto"):
@@ -50,7 +51,7 @@ def merged(folder):
 
 def check(args):
     """ValueError if the adapter was trained on another base, or is merged into this one; a warning
-    where the format, AWQ's text, or the script, differs."""
+    where the format, or AWQ's text, differs."""
     trained, now = args.trained_with, base_of(args)
     weights = Path(args.adapter) / "adapter_model.safetensors"
     if weights.is_file() and file_digest(weights) in merged(checkpoint.fetch(args.model)):
@@ -77,10 +78,6 @@ def check(args):
         if trained.get(name, getattr(args, name)) != getattr(args, name):
             print(f"warning: --{name} {getattr(args, name)}: the adapter was trained with "
                   f"{trained[name]}", file=sys.stderr)
-    script, here = trained.get("script", ""), Path(sys.argv[0]).name
-    if script.partition(" ")[0] not in ("", "train.py", here):
-        print(f"warning: --adapter {args.adapter}: was trained by {script}; if that changes the "
-              f"model itself, {here} does not", file=sys.stderr)
     if same and args.awq and trained.get("text") != now.get("text"):
         print(f"warning: --calib {args.calib or 'by default'}: the adapter was trained with scales "
               "by another text", file=sys.stderr)

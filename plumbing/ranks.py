@@ -23,9 +23,6 @@ import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
-from pathlib import Path
-
-from plumbing import ALONE
 
 import torch
 import torch.distributed as dist
@@ -38,17 +35,12 @@ TIMEOUT = 1800  # seconds that an exchange may take: the others may still be sam
 PATIENCE = 10  # seconds that rank 0 has to raise the same error before this rank does
 
 
-def command_line(argv, name="train.py"):
-    """The command line of this process, as text for a shell; where the flags `argv` were not typed
-    there but given to main(argv), that of the user's own script with them, else that of `name`.
-    Without the two dashes torchrun takes eval.py's --run and --n for its own."""
-    words, script = sys.argv, Path(sys.argv[0])
-    if not {*argv} <= {*words}:
-        own = not ALONE and script.suffix == ".py" and script.stem != "__main__"
-        words = [sys.argv[0] if own else name, *argv]
+def command_line():
+    """The command line of this process, as text for a shell. Without the two dashes torchrun takes
+    eval.py's --run and --n for its own."""
     here = os.environ.get("LOCAL_WORLD_SIZE", world)
     launcher = ["python"] if world == 1 else ["torchrun", f"--nproc-per-node={here}", "--"]
-    return shlex.join([*launcher, *words])
+    return shlex.join([*launcher, *sys.argv])
 
 
 def start(args):

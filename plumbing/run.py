@@ -7,12 +7,13 @@ adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parame
 model/ (a Hugging Face checkpoint, and policy.json), checkpoint/ (what resume needs),
 eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
 Each file appears whole or not at all. Nothing is written until everything that can be refused has
-been checked. A new run takes over what a start has left that was killed before its first
-checkpoint; anything trained is refused.
+been checked. The first checkpoint is written before the first step, so that --resume goes on with
+whatever has begun; a new run is refused where there is one.
 
     python train.py --out runs/x                  # ctrl-C at any moment
     python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
 """
+import argparse
 import gc
 import hashlib
 import json
@@ -24,7 +25,7 @@ import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import time  # by name: a reward that replaces time.time leaves the run's clock alone
+from time import time
 
 from plumbing import command, console, files, flags, hub, policy, ranks
 from plumbing.command import IDLE, MINOR
@@ -35,9 +36,9 @@ import torch
 # what --resume may change: a run must be able to continue on a card with less memory, and where its
 # files have moved (`restore` compares what is in them)
 FREE = ("steps", "model", "data", *IDLE, *MINOR)
-# what a start leaves that was killed before its first checkpoint, and the next one removes
-LEFTOVERS = ("config.json", "eval_before.jsonl", "metrics.jsonl", "rollouts.jsonl", "adapter",
-             "adapter_best", "model")
+BESIDE_FLAGS = ("command", "script", "commits")  # what else config.json holds
+# what a start leaves that was killed before its first checkpoint
+LEFTOVERS = ("lock", "config.json", "checkpoint")
 
 
 @dataclass
@@ -54,6 +55,7 @@ class State:
     base: dict = field(default_factory=dict)  # policy.base_of
     last: dict = field(default_factory=dict)  # the last step's row: an idea may follow from it
     command: str = ""  # the command line that began the run
+    script: str = ""  # its script, and the words that are not train.py's
 
 
 def resolve_flags(spec, args, argv):
@@ -62,21 +64,14 @@ def resolve_flags(spec, args, argv):
     that a resumed run cannot change. Leaves nothing behind."""
     out = Path(args.out)
     check_out(out, folder=True)
-    begun = (out / "checkpoint" / "state.pt").is_file()
-    if begun and not args.resume:
+    if args.resume:
+        return flags_of_run(spec, args.out, argv)
+    if (out / "checkpoint" / "state.pt").is_file():
         raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, or "
                          "choose another folder")
-    if args.resume:
-        args = flags_of_run(spec, args.out, argv)
-        args.resume = begun  # a run killed before its first save begins anew
-    if not begun:
-        # each start makes these two first; whoever removed checkpoint/ wants to keep the rest
-        started = (out / "lock").is_file() and (out / "checkpoint").is_dir()
-        ours = ("lock", "checkpoint", *LEFTOVERS) if started else ("lock",)
-        for path in out.iterdir() if out.exists() else ():
-            if path.name not in ours and not path.name.startswith("."):
-                raise ValueError(f"--out {out}: holds {path.name}, but no checkpoint/ that "
-                                 "--resume could continue; choose another folder")
+    for path in out.iterdir() if out.exists() else ():
+        if path.name not in LEFTOVERS and not path.name.startswith("."):
+            raise ValueError(f"--out {out}: holds {path.name}; choose a new or an empty folder")
     return args
 
 
@@ -87,12 +82,12 @@ def flags_of_run(spec, out, argv):
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
     found = read_json(config, {"commits": dict})
     hub.COMMITS.update(found.get("commits") or {})  # it goes on with the files that it began with
-    saved = {k.replace("_", "-"): v for k, v in found.items() if k not in ("command", "commits")}
-    if gone := saved.keys() - {f.name for f in spec.flags}:
+    args = argparse.Namespace(**{k: v for k, v in found.items() if k not in BESIDE_FLAGS})
+    if other := vars(args).keys() ^ {f.dest for f in spec.flags}:
         raise ValueError(f"{config}: the run was begun by another version of train.py, or by a "
-                         f"script of yours, which has a flag --{min(gone)}; continue it with that, "
-                         "or start anew in another --out")
-    args = flags.from_file(spec, saved, f"{config}; a value of a script's own needs that script")
+                         f"script of yours, with other flags ({min(other)}); continue it with "
+                         "that, or start anew in another --out")
+    flags.check_choices(spec, vars(args), config)
     for name, value in flags.given(spec, argv).items():
         if name not in FREE and value != getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
@@ -114,7 +109,9 @@ class Run(ExitStack):
         super().__init__()  # the folder's lock, the signals, the collector: held to the end
         self.spec, self.args, self.save_weights = spec, args, save_weights
         self.out = Path(args.out).absolute()  # a reward may change the working directory
-        self.state = State(command=ranks.command_line(argv), base=base)
+        own = [word for word in sys.argv[1:] if word not in argv]
+        self.state = State(command=ranks.command_line(), base=base,
+                           script=" ".join([Path(sys.argv[0]).name, *own]))
         self.again = f"{self.state.command}{' --resume' * ('--resume' not in argv)}"
         self.started = time()
         self.clock = {}  # seconds of each phase of a step
@@ -125,12 +122,14 @@ class Run(ExitStack):
         self.interrupted = False  # a signal has come
 
     def open(self, optimizer, rows):
-        """Make the folder, or with --resume load its checkpoint; from here on signals are handled.
-        False if there is nothing to do: the run has ended, and --steps asks for no more.
+        """Make the folder and a first checkpoint, or with --resume load the last one; from here on
+        signals are handled. False if there is nothing to do: the run has ended, and --steps asks
+        for no more.
 
         ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
         `rows`, all questions of training and evaluation, or the model's weights are not those the
         run began with."""
+        ranks.gather(None)  # all ranks have looked into the folder before one writes there
         self.claim()
         asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
         self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
@@ -142,6 +141,8 @@ class Run(ExitStack):
                 print(f"{self.out}: ended after {ended} steps; a larger --steps goes on")
                 return False
         self.tidy()
+        if not self.args.resume:
+            self.write_state(optimizer)
         self.started -= self.state.seconds
         gc.freeze()  # what exists by now stays; going through it would stop a step for 0.2 s
         self.callback(gc.unfreeze)
@@ -151,25 +152,19 @@ class Run(ExitStack):
 
     @ranks.first
     def claim(self):
-        """Make the folder and lock it; ValueError if another process has it, or has trained in it
-        since `resolve_flags`."""
-        self.out.mkdir(parents=True, exist_ok=True)
+        """Make the folder and lock it; ValueError if another process has it."""
+        (self.out / "checkpoint").mkdir(parents=True, exist_ok=True)
         busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
         self.enter_context(lock(self.out / "lock", busy))
-        if not self.args.resume and (self.out / "checkpoint" / "state.pt").is_file():
-            raise ValueError(busy)
 
     @ranks.first
     def tidy(self):
-        """Remove what a failed start, or a save that was killed, has left behind; write
-        config.json."""
-        # before all else, and never removed: it says that the files beside it are a start's
-        (self.out / "checkpoint").mkdir(exist_ok=True)
-        stale = [] if self.args.resume else [self.out / name for name in LEFTOVERS]
-        for path in [*stale, *self.out.glob(".*.part"), *self.out.glob("checkpoint/.*.part")]:
+        """Remove what a save that was killed has left behind; write config.json."""
+        for path in [*self.out.glob(".*.part"), *self.out.glob("checkpoint/.*.part")]:
             files.discard(path)
-        config = vars(self.args) | {"command": self.state.command, "commits": hub.COMMITS}
-        files.write_json(self.out / "config.json", config)
+        beside = {"command": self.state.command, "script": self.state.script,
+                  "commits": hub.COMMITS}
+        files.write_json(self.out / "config.json", vars(self.args) | beside)
 
     # ---- time and signals
 
@@ -286,16 +281,16 @@ class Run(ExitStack):
         else:
             files.discard(self.out / "model")  # the last checkpoint holds all of it
             self.write_weights("model")
+        self.write_state(optimizer)
+
+    @ranks.first
+    def write_state(self, optimizer):
+        """Write checkpoint/."""
         state = {**asdict(self.state), "params": [p.detach().cpu() for p in optimizer.params],
                  "optimizer": optimizer.state_dict()}
         state["last"] = json.loads(json.dumps(state["last"]))  # a schedule's numpy number, say
         with whole(self.out / "checkpoint" / "state.pt") as part:
             torch.save(state, part)
-            try:
-                torch.load(part, "meta", weights_only=True, mmap=True)  # reads no tensor
-            except pickle.UnpicklingError as e:
-                raise ValueError(f"the checkpoint could not be resumed ({cause(e):.80}): keep "
-                                 "numbers, text, lists, dicts or tensors in param_groups") from None
 
     @ranks.first
     def write_weights(self, name):
@@ -303,18 +298,12 @@ class Run(ExitStack):
         self.save_weights(self.out / name)
         flags = [f.dest for f in self.spec.flags if f.in_policy]
         content = policy.content(self.args, self.state.base, [*flags, "reward"])
-        content["script"] = self.script(self.state.command)
         files.write_json(self.out / name / "policy.json", content)
 
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
         or if the questions or the weights are not the same."""
-        config, now = saved(self.out, "config.json"), self.state
-        begun, here = (self.script(str(line)) for line in (config.get("command", ""), now.command))
-        if begun not in ("", here):
-            print(f"warning: --resume: {begun} began the run in {self.out}; {here} goes on without "
-                  "what that replaces", file=sys.stderr)
-        was = self.load(optimizer)
+        was, now = self.load(optimizer), self.state
         if was.data != now.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
@@ -323,16 +312,9 @@ class Run(ExitStack):
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
-        if config.get("steps") != self.args.steps:
-            was.command += f" && {now.command}"
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self.cut(self.out / name)
-
-    def script(self, line):
-        """The name of the script that a command line starts, and the words that are its own."""
-        words = command.script_of(line, vars(self.args))
-        return " ".join([Path(words[0]).name, *words[1:]]) if words else ""
 
     def load(self, optimizer):
         """Load checkpoint/ into the optimizer and its parameters; returns its State."""
@@ -407,11 +389,10 @@ class Run(ExitStack):
         """An error (in the user's own reward, say, or out of memory) ends the run: what was learned
         before is saved, unless the error came within an update."""
         try:
-            if self.state.step and not self.halfway:
+            if not self.halfway:
                 self.save(optimizer)
         finally:
-            if (self.out / "checkpoint" / "state.pt").is_file():
-                print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
+            print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
 
 
 def rows_of(path):

@@ -81,18 +81,12 @@ class Tokenizer:
     def _compile(self, template):
         import jinja2.sandbox
 
-        if isinstance(template, list):  # several named templates
-            template = next((t.get("template") for t in template if isinstance(t, dict)
-                             and t.get("name") == "default"), None)
-        self.source, file = self.settings, self.folder / "chat_template.jinja"
+        source, file = self.settings, self.folder / "chat_template.jinja"
         if file.is_file():  # newer, and first in transformers too
-            template, self.source = decode(file.read_bytes(), file), file
+            template, source = decode(file.read_bytes(), file), file
         if not template or not isinstance(template, str):
             raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint, or "
                              "add one")
-        # with {% generation %} other trainers mark the assistant's tokens: here an ordinary block
-        template = re.sub(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})",
-                          lambda m: m[1] + ("endif" if m[2] else "if true"), template)
 
         def raise_exception(message):
             raise ValueError(message)
@@ -107,21 +101,13 @@ class Tokenizer:
         try:
             return env.from_string(template)
         except Exception as e:
-            raise ValueError(f"{self.source}: chat_template does not compile: {e}") from None
+            raise ValueError(f"{source}: chat_template does not compile: {e}") from None
 
     def __len__(self):
         return self.size
 
     def encode(self, text):
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError:  # half a character: what bytes of another encoding become
-            raise ValueError(f"{shown(text)}: is not UTF-8; write it in that") from None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as e:  # a panic in the library's Rust is no Exception
-            raise ValueError(f"{self.folder / 'tokenizer.json'}: cannot encode {shown(text)} ({e})"
-                             ) from None
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids):
         """Text of a completion without special tokens (<|im_end|>, padding); <think> is not one."""
@@ -130,14 +116,8 @@ class Tokenizer:
 
     def chat(self, messages):
         """messages [{"role", "content"}] -> the text the checkpoint was trained to continue."""
-        try:
-            text = self.template.render(messages=messages, add_generation_prompt=True, tools=None,
-                                        documents=None, **self.special)
-        except Exception as e:  # a template may fail in any way
-            raise ValueError(f"{self.source}: chat_template failed: {e}") from None
-        if not text.strip():
-            raise ValueError(f"{self.source}: chat_template renders nothing for a question")
-        return text
+        return self.template.render(messages=messages, add_generation_prompt=True, tools=None,
+                                    documents=None, **self.special)
 
     def chat_ids(self, messages):
         """Ids of `chat`'s text. Special tokens are the template's to write: in a message, text

@@ -1,5 +1,5 @@
-"""A hub on this machine's loopback: repositories as dicts of files, served as huggingface_hub asks for them, and told to refuse,
-to break off or to be gone. `served(monkeypatch, folder)` is the fixture's body: a Hub, and a cache of its own in `folder`."""
+"""A hub on this machine's loopback: repositories as dicts of files, served as huggingface_hub asks for them, and told to refuse
+or to be busy. `served(monkeypatch, folder)` is the fixture's body: a Hub, and a cache of its own in `folder`."""
 import hashlib
 import json
 import re
@@ -14,15 +14,13 @@ REFUSAL = {"gated": (403, "GatedRepo", "Access to model is restricted. You must 
 
 class Hub(ThreadingHTTPServer):
     """repos: {id: {revision: {file: bytes}}}, data sets as datasets/owner/name. refused: {id: a word of REFUSAL}. busy: the status
-    and headers of the next answers, in order. stalls: {file: bytes after which its next download stands still}. asked: (method,
-    path, Range) of each request."""
+    and headers of the next answers, in order. asked: (method, path) of each request."""
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.repos, self.refused, self.busy, self.stalls, self.asked = {}, {}, [], {}, []
-        self.over = threading.Event()
+        self.repos, self.refused, self.busy, self.asked = {}, {}, [], []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_):
@@ -37,8 +35,8 @@ class Hub(ThreadingHTTPServer):
         return None, None
 
     def downloads(self, file):
-        """The Range of each GET of a file, None for the whole."""
-        return [wanted for method, path, wanted in self.asked if method == "GET" and path.endswith(f"/{file}")]
+        """How often a file was downloaded."""
+        return sum(method == "GET" and path.endswith(f"/{file}") for method, path in self.asked)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -47,9 +45,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def reply(self, status, body=b"", headers=(), length=None):
+    def reply(self, status, body=b"", headers=()):
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body) if length is None else length), **dict(headers)}.items():
+        for name, value in {"Content-Length": str(len(body)), **dict(headers)}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -57,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server, unquote(urlsplit(self.path).path)
-        hub.asked.append((self.command, path, self.headers.get("Range")))
+        hub.asked.append((self.command, path))
         api = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+(?:/pr/\d+)?))?", path)
         file = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if not api and not file:
@@ -89,17 +87,8 @@ class Handler(BaseHTTPRequestHandler):
     def file(self, files, name, sha):
         if name not in files:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-        content, status = files[name], 200
-        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
-        if wanted := self.headers.get("Range"):
-            first = int(wanted.removeprefix("bytes=").partition("-")[0])
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-            content, status = content[first:], 206
-        stall = self.server.stalls.pop(name, None) if self.command == "GET" else None
-        self.reply(status, content[:stall], headers, length=len(content))
-        if stall:
-            self.server.over.wait()
-            self.close_connection = True
+        headers = {"ETag": f'"{hashlib.sha256(files[name]).hexdigest()}"', "X-Repo-Commit": sha}
+        self.reply(200, files[name], headers)
 
 
 @contextmanager
@@ -116,11 +105,9 @@ def served(monkeypatch, folder):
         monkeypatch.setattr(constants, name, value)
     client.download.cache_clear()
     monkeypatch.setattr(client, "COMMITS", {})
-    monkeypatch.setattr(client, "PAUSES", (0, 0))
     try:
         yield hub
     finally:
         client.download.cache_clear()
-        hub.over.set()
         hub.shutdown()
         hub.server_close()

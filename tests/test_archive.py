@@ -54,13 +54,13 @@ def test_kept_runs_print_what_their_folders_print(table, tmp_path, capsys):
     """Accuracies so short that another digit was printed, a script or flag left out: the archive's figures were others than the
     documents', and nobody had the folders any more."""
     runs = [trained(tmp_path / "runs" / f"{name}-s{seed}", quant, seed, script=script) for seed in range(3)
-            for name, quant, script in (("none", "none", "train.py"), ("nvfp4", "nvfp4", "train.py"), ("fork", "nvfp4", "mine.py"))]
+            for name, quant, script in (("none", "none", "train.py"), ("nvfp4", "nvfp4", "train.py"), ("fork", "nvfp4", "mine.py --tau 2"))]
     said = [printed(capsys, *sorted(runs), *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))]
     assert archive.main([*runs, "--group", "mine", "--commit", "abc1234"]) == 0
     capsys.readouterr()
     assert [printed(capsys, "mine/*", *more) for more in ((), ("--growth",), ("--entropy", "--interval"), ("--arms", "--pairs"))] == said
     assert printed(capsys, "mine/fork-s?", runs[0], "mine/n*-s[12]", "mine/nvfp4-s0") == said[0]  # folders and kept runs together
-    assert "over 40 questions" in said[0] and "mine.py" in said[0]
+    assert "over 40 questions" in said[0] and "mine.py --tau 2" in said[0]
     with archive.folders(["mine/nvfp4-s1"]) as [run]:
         assert plot.told(run) == plot.told(runs[4])
         had = saved(run, "config.json")

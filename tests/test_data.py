@@ -12,10 +12,9 @@ from plumbing.reward import own_reward
 from plumbing.tokenizer import SUFFIX, Tokenizer
 
 import pytest
-import torch
+from jinja2.exceptions import SecurityError
 
 import data
-from lab import chat
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "assets" / "tiny"
@@ -125,10 +124,10 @@ def own(tmp_path, body, name="score"):
 
 def test_own_reward_sees_the_whole_row_and_may_return_a_number(tmp_path):
     """A number is the reward; 1 and above counts as right, and there is no format to miss."""
-    grade = own(tmp_path, "def score(text, row):\n    return len(text) / row.pop('length')\n")
+    grade = own(tmp_path, "def score(text, row):\n    return len(text) / row['length']\n")
     row = {"question": "q", "answer": "2", "length": 4}
     assert grade("abcd", row) == {"reward": 1.0, "correct": True, "format": True, "given": None}
-    half = grade("ab", row)  # the row is as it was, whatever the function does to its own
+    half = grade("ab", row)
     assert half == {"reward": 0.5, "correct": False, "format": True, "given": None}
     assert set(half) == set(data.reward("2", "2"))
 
@@ -203,9 +202,6 @@ if __name__ == "__main__":
     ("own.txt:score", "", "want file.py:function"),
     ("own.py:score", "def other(): 0", r"own\.py: has no function score; define score\(text, row\)"),
     ("own.py:score", "score = 1", r"own\.py: has no function score"),
-    ("own.py:score", "import no_such_thing", r"own\.py: import fails with ModuleNotFoundError"),
-    ("own.py:score", "def score(:", r"own\.py: import fails with SyntaxError"),
-    ("own.py:score", "raise SystemExit('a\\nb')", r"own\.py: import fails with SystemExit: a; "),
 ])
 def test_an_own_reward_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, spec, body, says):
     (tmp_path / "own.py").write_text(body)
@@ -215,7 +211,7 @@ def test_an_own_reward_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, spe
     assert str(e.value).startswith("--reward ") and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "__import__('numpy').float64('nan')", "-1e30", "None", "'1'", "{}", "[1]",
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "__import__('numpy').float64('nan')", "-1e30", "None", "'one'", "{}", "[1]",
                                    "{'reward': None}", "{'correct': True}", "1j"])
 def test_an_own_reward_that_is_no_finite_number_is_an_error(tmp_path, value):
     """One NaN among a group's rewards would make NaN of every advantage in it."""
@@ -224,54 +220,12 @@ def test_an_own_reward_that_is_no_finite_number_is_an_error(tmp_path, value):
         grade("text", {})
 
 
-def test_an_own_reward_is_named_by_its_own_line(tmp_path):
-    """A library's file and line say nothing of where the user's code called it."""
+def test_an_own_reward_that_raises_shows_its_traceback(tmp_path):
+    """As a ValueError it would end in one line, which does not say where."""
     grade = own(tmp_path, "import json\n\ndef f(text, row):\n    return json.loads(text)\n", "f")
-    with pytest.raises(ValueError, match=r"JSONDecodeError.*own\.py, line 4\)"):
+    with pytest.raises(RuntimeError, match=r"--reward .*own\.py:f: raised JSONDecodeError") as e:
         grade("{", {})
-
-
-@pytest.mark.parametrize("raised", ["GeneratorExit", "BaseException('x')", "SystemExit(0)"])
-def test_an_own_reward_may_raise_anything(tmp_path, raised):
-    """What is no Exception went past every handler: no line, nothing saved."""
-    grade = own(tmp_path, f"def f(text, row):\n    raise {raised}\n", "f")
-    with pytest.raises(ValueError, match=r"raised .*own\.py, line 2\)"):
-        grade("", {})
-    with pytest.raises(ValueError, match="own.py: import fails"):
-        own(tmp_path, f"raise {raised}\n", "f")
-    with pytest.raises(KeyboardInterrupt):  # ctrl-C is no error of the reward's
-        own(tmp_path, "def f(text, row):\n    raise KeyboardInterrupt\n", "f")("", {})
-
-
-def test_an_own_reward_changes_nothing_of_the_trainers(tmp_path, monkeypatch):
-    """Prompts without tokens, an update without gradients, a run folder somewhere else."""
-    monkeypatch.chdir(tmp_path)
-    code = """import os, torch
-
-def f(text, row):
-    row["ids"].clear()
-    torch.set_grad_enabled(False)
-    os.chdir("/")
-    if text:
-        raise ValueError
-    return 1
-"""
-    grade, row = own(tmp_path, code, "f"), {"ids": [1, 2]}
-    assert grade("", row)["reward"] == 1
-    with pytest.raises(ValueError):
-        grade("x", row)
-    assert row == {"ids": [1, 2]} and torch.is_grad_enabled() and Path.cwd() == tmp_path
-
-
-@pytest.mark.parametrize("value", ["'False'", "None", "0.7", "__import__('torch').tensor([True, False])", "[]"])
-@pytest.mark.parametrize("name", ["correct", "format"])
-def test_an_own_reward_says_true_or_false(tmp_path, name, value):
-    """"False" counted as right, None as wrong, and a tensor of two ended the run with a traceback."""
-    grade = own(tmp_path, f"def score(text, row):\n    return {{'reward': 1, '{name}': {value}}}\n")
-    with pytest.raises(ValueError, match=rf'own\.py:score: returned .* as "{name}"'):
-        grade("", {})
-    grade = own(tmp_path, f"import numpy\ndef score(text, row):\n    return {{'reward': 1, '{name}': numpy.bool_(False)}}\n")
-    assert grade("", {})[name] is False
+    assert any(entry.path.name == "own.py" for entry in pytest.ExceptionInfo.from_exception(e.value.__cause__).traceback)
 
 
 # ---- data sets
@@ -309,16 +263,13 @@ def test_folder_and_parquet(tmp_path):
     assert data.load(tmp_path, "train")[0]["question"] == "a"
     assert data.load(str(tmp_path), "test")[0] == {"question": "b", "answer": "2"}
     assert data.load(tmp_path / "test.parquet")[0]["answer"] == "2"
-    rates = pa.table({"question": ["a", "b"], "answer": ["1", "2"], "llama8b_solve_rate": [0.5, float("nan")]})
-    pq.write_table(rates, tmp_path / "pandas.parquet")  # which writes NaN for nothing
-    assert [row["level"] for row in data.load(tmp_path / "pandas.parquet")] == [5, None]
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"train\.jsonl"):
         data.load(tmp_path, "train")
 
 
 def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
-    """Sets of the hub come in parts; two of three would be a smaller set, two folders two sets."""
+    """Sets of the hub come in parts; those of two folders would be two sets."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -330,13 +281,8 @@ def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
         part(tmp_path / "data" / f"train-0000{i}-of-00003.parquet", f"q{i}")
     assert [r["question"] for r in data.load(tmp_path, "train")] == ["q0", "q1", "q2"]
     part(tmp_path / "other" / "train-00000-of-00001.parquet", "q")
-    with pytest.raises(ValueError, match="in several folders; choose one: .*data, .*other"):
-        data.load(tmp_path, "train")
-    (tmp_path / "data" / "train-00001-of-00003.parquet").unlink()
-    with pytest.raises(ValueError, match="2 of 3 parts"):
-        data.load(tmp_path / "data", "train")
+    assert len(data.load(tmp_path, "train")) == len(data.load(tmp_path / "data", "train")) == 3
     (tmp_path / "data" / "train-00000-of-00003.parquet").write_text("no parquet")
-    part(tmp_path / "data" / "train-00001-of-00003.parquet", "q")
     with pytest.raises(ValueError, match=r"train-00000-of-00003\.parquet: not a parquet file"):
         data.load(tmp_path / "data", "train")
 
@@ -365,19 +311,6 @@ def test_a_solution_without_its_answer_is_no_gold(tmp_path, capsys):
     got = data.load(write(tmp_path / "a.jsonl", rows))
     assert [r["question"] for r in got] == [*"cdghi"] and {r["answer"] for r in got} == {"7"}
     assert "4 of 9 rows have an empty answer, or a solution without \\boxed{}" in capsys.readouterr().err
-
-
-def test_a_tenth_in_float32_is_a_tenth(tmp_path):
-    """Its answer was 0.10000000149011612, and so 0.1 was wrong."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns = {"question": ["a", "b"], "answer": pa.array([0.1, 1e-7], pa.float32()), "rate": pa.array([None, 0.3], pa.float32())}
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    rows = data.load(tmp_path / "a.parquet")
-    assert [row["answer"] for row in rows] == ["0.1", "1e-07"] and [row["rate"] for row in rows] == [None, 0.3]
-    assert data.reward("<answer>0.1</answer>", rows[0]["answer"])["correct"]
-    assert data.reward("<answer>10^{-7}</answer>", rows[1]["answer"])["correct"]
 
 
 def test_unknown_data_and_bad_arguments_are_errors(tmp_path):
@@ -531,22 +464,16 @@ def test_every_way_to_end_a_turn_is_an_eos(checkpoint):
 def test_template_functions_of_hub_checkpoints(checkpoint):
     template = ("{% for m in messages %}\n  {% if loop.last %}\n{{ m | tojson }}\n  {% break %}\n"
                 "{% endif %}{% endfor %}{{ strftime_now('%Y')[:2] }} {{ 3 * 2 ** 3 }}")
-    named = [{"name": "default", "template": template}]
-    edit(checkpoint / "tokenizer_config.json", chat_template=named)
+    edit(checkpoint / "tokenizer_config.json", chat_template=template)
     tok = Tokenizer(checkpoint)
     turn = tok.chat([{"role": "user", "content": "<é>"}])
     assert turn == '{"role": "user", "content": "<é>"}\n20 24'
     edit(checkpoint / "tokenizer_config.json", chat_template="{{ raise_exception('no tools') }}")
     with pytest.raises(ValueError, match="no tools"):
         Tokenizer(checkpoint).chat([])
-
-
-def test_a_tokenizer_that_panics_is_one_line(checkpoint):
-    """A pattern with too many ways to match is a panic in Rust, which is no Exception: a traceback, and nothing saved."""
-    split = {"type": "Split", "pattern": {"Regex": "(a+a+)+b"}, "behavior": "Isolated", "invert": False}
-    edit(checkpoint / "tokenizer.json", pre_tokenizer=split)
-    with pytest.raises(ValueError, match="tokenizer.json: cannot encode 'aaa"):
-        Tokenizer(checkpoint).encode("a" * 60)
+    edit(checkpoint / "tokenizer_config.json", chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(SecurityError):  # it is code that was downloaded
+        Tokenizer(checkpoint).chat([])
 
 
 @pytest.mark.parametrize("question", ["What is <|im_end|>?", "<|im_end|>\n<|im_start|>assistant\n2<|endoftext|>"])
@@ -590,21 +517,14 @@ def test_ids_end_with_the_last_one_also_where_some_are_missing(checkpoint):
     assert len(tok) == max(ids.values()) + 1 > len(ids) == before
 
 
-def test_settings_may_name_tokens_and_templates_in_full(checkpoint):
-    """An added token is an object, and a checkpoint may bring several templates: the default one
-    is for chats."""
-    turn = [{"role": "user", "content": "7"}]
-    named = [{"name": name, "template": f"{name}{{{{ eos_token }}}}"} for name in ("rag", "default")]
-    edit(checkpoint / "tokenizer_config.json", chat_template=named,
-         eos_token={"content": "<|im_end|>", "lstrip": False})
+def test_settings_may_name_tokens_in_full(checkpoint):
+    """An added token is an object."""
+    edit(checkpoint / "tokenizer_config.json", chat_template="7{{ eos_token }}", eos_token={"content": "<|im_end|>", "lstrip": False})
     (checkpoint / "generation_config.json").unlink()
     (checkpoint / "config.json").unlink()
     tok = Tokenizer(checkpoint)
     assert tok.eos_ids == [tok.tokenizer.token_to_id("<|im_end|>")]
-    assert tok.chat(turn) == "default<|im_end|>"
-    edit(checkpoint / "tokenizer_config.json", chat_template=named[:1])
-    with pytest.raises(ValueError, match="no chat_template"):
-        Tokenizer(checkpoint)
+    assert tok.chat([{"role": "user", "content": "7"}]) == "7<|im_end|>"
 
 
 def test_a_template_may_lie_in_a_file_of_its_own(checkpoint):
@@ -617,11 +537,10 @@ def test_a_template_may_lie_in_a_file_of_its_own(checkpoint):
     assert Tokenizer(checkpoint).chat(turn) == "own: 7"
 
 
-def test_a_template_for_training_elsewhere_is_rendered(checkpoint):
-    """Marks round what the assistant says were an unknown tag; and without tools a template asked for them, which were not None."""
-    marked = "{% for m in messages %}{%- generation -%}{{ m.content }}{%- endgeneration %}|{% endfor %}{% if tools is not none %}TOOLS{% endif %}"
-    edit(checkpoint / "tokenizer_config.json", chat_template=marked)
-    assert Tokenizer(checkpoint).chat([{"role": "user", "content": "7"}]) == "7|"
+def test_a_template_is_told_that_there_are_no_tools(checkpoint):
+    """It asked for them: an undefined variable is not none."""
+    edit(checkpoint / "tokenizer_config.json", chat_template="{{ messages[0].content }}{% if tools is not none %}TOOLS{% endif %}")
+    assert Tokenizer(checkpoint).chat([{"role": "user", "content": "7"}]) == "7"
 
 
 def test_a_prompt_is_neither_cut_nor_padded_by_what_a_tokenizer_was_saved_with(checkpoint):
@@ -678,9 +597,3 @@ def test_ids_is_no_column(tmp_path):
     path = write(tmp_path / "D.jsonl", [{"question": "q", "answer": "1", "ids": [1]}])
     with pytest.raises(ValueError, match="row 1: a column is called ids"):
         data.load(path)
-
-
-def test_a_name_in_capitals_ends_as_it_does(tmp_path):
-    """IN.JSONL was read as plain text: its JSON was the prompt."""
-    (tmp_path / "IN.JSONL").write_text('{"prompt": "What is 1+1?"}\n')
-    assert chat.read_prompts(tmp_path / "IN.JSONL") == ["What is 1+1?"]

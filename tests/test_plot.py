@@ -197,6 +197,8 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     assert "save_every" in plot.IDLE and "out" in plot.IDLE and label(*idle) == ["r* (2 seeds)"]
     runs = [folder(tmp_path / name, config=same | {"seed": i, "script": name}) for i, name in enumerate(("train.py", "mine.py"))]
     assert [name for name, _ in plot.lines(runs)] == ["script=train.py", "script=mine.py"]
+    taus = [folder(tmp_path / f"tau{i}", config=same | {"seed": i, "script": f"mine.py --tau {i}"}) for i in (0, 1)]
+    assert [name for name, _ in plot.lines(taus)] == ["script=mine.py --tau 0", "script=mine.py --tau 1"]  # not seeds of one idea
 
 
 def test_eight_runs_look_different_in_grey_print(tmp_path, axes):

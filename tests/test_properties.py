@@ -110,7 +110,7 @@ def test_what_is_drawn_lies_in_the_nucleus(logits, u, top_p):
     assert logp[0] == pytest.approx(logits.log_softmax(-1)[0, ids[0]].item(), abs=1e-4)
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
                     lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=5), x, max_size=4), max_leaves=6)
 
 

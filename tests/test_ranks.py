@@ -185,7 +185,7 @@ def test_a_killed_rank_ends_all_and_resume_is_exact(one, two, tmp_path, where, r
 
 
 @pytest.mark.parametrize("where, who", [
-    ((sample, "generate", 4), [0, 1]), ((sample, "generate", 4), [1]), ((dist, "all_gather_object", 5), [0]),
+    ((sample, "generate", 4), [0, 1]), ((sample, "generate", 4), [1]), ((dist, "all_gather_object", 6), [0]),
     ((grpo, "update", 5), [0])], ids=["both", "one", "exchange", "update"])
 def test_a_signal_stops_all_ranks_at_one_point(two, tmp_path, where, who):
     """Whoever gets it, and wherever: saved once, between two steps that all have finished."""
