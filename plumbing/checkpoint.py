@@ -170,7 +170,7 @@ class Checkpoint:
     def is_packed(self, name):
         """Whether the projection or head `name` is stored in four bits. A quantized checkpoint may
         leave some in 16."""
-        marks = {self.layout.codes, self.layout.scale} - {"weight"} if self.layout else ()
+        marks = {self.layout.codes, "weight_scale"} - {"weight"} if self.layout else ()
         return any(f"{name}.{mark}" in self for mark in marks)
 
     def packed(self, names, K, device, into=None):
