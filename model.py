@@ -50,7 +50,7 @@ class Config:
     qk_norm: bool = False
     max_position_embeddings: int = 32768
     quantization: dict | None = None
-    rope_scaling: tuple | None = None  # see rope_tables
+    rope_scaling: tuple | None = None  # (factor, slow, fast), see rope_tables
 
 
 class RMSNorm(nn.Module):
@@ -139,13 +139,13 @@ def to_device(values, device, dtype=torch.long):
 def rope_tables(pos, c):
     """cos, sin of the rotary angles at pos (any shape), float32, shape (*pos, D/2); c: a Config."""
     pair = torch.arange(c.head_dim // 2, device=pos.device, dtype=torch.float32)
-    freq, gain = c.rope_theta ** (-2 * pair / c.head_dim), 1.0  # (D/2,)
-    if c.rope_scaling:  # a longer context: slow pairs turn `factor` times slower, fast ones do not
-        factor, by_frequency, slow, fast, gain = c.rope_scaling
-        keep = (((freq if by_frequency else pair) - slow) / (fast - slow)).clamp(0, 1)
+    freq = c.rope_theta ** (-2 * pair / c.head_dim)  # (D/2,)
+    if c.rope_scaling:  # Llama 3's: slow pairs turn `factor` times slower, fast ones do not
+        factor, slow, fast = c.rope_scaling
+        keep = ((freq - slow) / (fast - slow)).clamp(0, 1)
         freq = freq * (keep + (1 - keep) / factor)
     angle = pos[..., None].float() * freq
-    return angle.cos() * gain, angle.sin() * gain
+    return angle.cos(), angle.sin()
 
 
 def apply_rope(x, cos, sin):

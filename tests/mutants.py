@@ -416,7 +416,6 @@ MUTANTS = {
         ("zeros are made of a tensor without memory", "torch.zeros(noise.shape, dtype=noise.dtype, device=place)",
          "torch.zeros_like(noise, device=place)", "train::what_a_run_needs_at_its_end_is_imported_then"),
         ("fast pairs turn slower, too", "(keep + (1 - keep) / factor)", "(1 / factor)", "model::longer_contexts_turn_slow_pairs_slower"),
-        ("yarn's gain is left out", "angle.cos() * gain, angle.sin() * gain", "angle.cos(), angle.sin()", "model::longer_contexts_turn_slow_pairs_slower"),
         ("a head from scratch is not tied", "if config.tie_word_embeddings:", "if False:",
          "model::a_model_from_scratch_is_random_and_ties_its_head_if_told"),
         ("linears from scratch are not random", "random_init(self.weight)", "pass",
