@@ -69,10 +69,9 @@ def layout_of(raw, where, formats=None):
     else:
         found = {raw.get("format"), *(g.get("format") for g in groups)} - {None}
         kind = " and ".join(sorted(found)) or None
-    fmt = (kind or "").removesuffix("-pack-quantized")
-    foreign = fmt == kind or ("compressed-tensors", kind) in LAYOUTS
-    own = Layout(fmt) if method == "qerl" and not foreign else None
-    layout = LAYOUTS.get((method, kind), own)
+    layout = LAYOUTS.get((method, kind))
+    if method == "qerl" and kind and ("compressed-tensors", kind) not in LAYOUTS:
+        layout = Layout(kind.removesuffix("-pack-quantized"))
     if layout is None or formats and layout.fmt not in formats:
         refuse(f"quant_method {method!r} with {kind!r}")
     if len(groups) != 1 and method in ("compressed-tensors", "qerl"):
@@ -81,7 +80,7 @@ def layout_of(raw, where, formats=None):
     for weights in [g.get("weights") or {} for g in groups] + [raw]:
         for field, want in (("num_bits", 4), ("type", "float"), ("group_size", block),
                             ("symmetric", True)):
-            if weights.get(field, want) != (want or weights.get(field)):
+            if want and weights.get(field, want) != want:
                 refuse(f"{field} {weights[field]!r}")
     return layout
 

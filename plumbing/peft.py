@@ -151,13 +151,12 @@ def check(folder, state, shapes):
     """ValueError unless the tensors of `state` are finite, fit the model, and come in pairs, but
     for norms. shapes: {name: shape} of what the model has room for."""
     weights = Path(folder) / "adapter_model.safetensors"
-    strangers = sorted(set(state) - set(shapes)) or ([] if state else ["nothing in it"])
-    for part in ("lm_head", "embed_tokens"):
-        if any(part in name for name in strangers):
-            raise ValueError(f"{weights}: adapts {part}; adapters of the blocks' projections and "
-                             "norms can be read: merge this one into its base with PEFT")
-    if strangers:
-        raise ValueError(f"{weights}: {strangers[0]} fits this model nowhere")
+    if not state:
+        raise ValueError(f"{weights}: is empty; copy the adapter again")
+    if strangers := sorted(set(state) - set(shapes)):
+        raise ValueError(f"{weights}: {strangers[0]} fits this model nowhere; LoRA of the blocks' "
+                         "projections, and norms, can be read: merge others into their base with "
+                         "PEFT")
     for name, t in state.items():
         a, b = name.replace(".lora_B.", ".lora_A."), name.replace(".lora_A.", ".lora_B.")
         if missing := {a, b} - {*state}:
