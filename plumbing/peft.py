@@ -6,7 +6,6 @@ honour (DoRA, biases, other targets, ranks or alphas that differ between project
 shape that does not fit) is a ValueError that names the file and the tensor or field.
 """
 import math
-import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -136,10 +135,6 @@ def read(folder):
         state = load_file(weights)
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{weights}: not a readable safetensors file ({e})") from None
-    # the adapter's name, which save_pretrained leaves out and a plain state_dict does not
-    state = {re.sub(r"(\.lora_[AB]|\.modules_to_save)\.default\.", r"\1.", name): t
-             for name, t in state.items() if ".original_module." not in name}
-    state = {name.replace(".modules_to_save.", "."): t for name, t in state.items()}
     for norm in config.get("modules_to_save") or []:
         if not any(name.endswith(f".{norm}.weight") for name in state):
             raise ValueError(f"{weights}: holds no {norm}, which {path.name} says was trained")

@@ -468,8 +468,6 @@ MUTANTS = {
          "fast::an_installed_model_is_not_written_as_a_checkpoint"),
     ],
     "plumbing/peft.py": [
-        ("the adapter's own name is in the way", '.default\\.", r"\\1.", name)', '.other\\.", r"\\1.", name)',
-         "lora::names_with_the_adapters_own_name_are_read"),
         ("the base has the adapter's norms", "        m.weight = m.of_base[0]\n", "        pass\n", "lora::norms_of_an_adapters_own"),
         ("an adapter keeps the last one's norms", '        if name in state or hasattr(m, "of_base"):', "        if name in state:",
          "lora::norms_of_an_adapters_own"),

@@ -252,16 +252,6 @@ def test_a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named(
             load_adapter(base(), change(FIXTURES / "peft_all", tmp_path, config, weights))
 
 
-def test_names_with_the_adapters_own_name_are_read(tmp_path):
-    """A state_dict as training loops save it: lora_A.default.weight."""
-    def named(state):
-        for name in [*state]:
-            state[name.replace(".lora_", ".lora_").replace("_A.", "_A.default.").replace("_B.", "_B.default.")] = state.pop(name)
-
-    folder = change(FIXTURES / "peft_all", tmp_path, weights=named)
-    assert torch.equal(load_adapter(base(), folder)(IDS), load_adapter(base(), FIXTURES / "peft_all")(IDS))
-
-
 def test_an_adapter_in_a_pickle_is_refused_for_what_it_is(tmp_path):
     folder = change(FIXTURES / "peft_all", tmp_path)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
