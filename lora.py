@@ -75,11 +75,9 @@ class LoRALinear(nn.Module):
         if not self.enabled:
             return y
         xa = x @ self.A.to(x.dtype).T  # (..., K) -> (..., P*R)
-        B = self.B.to(x.dtype)  # (N, R)
-        if len(self.parts) > 1:
-            # the parts' B on a block diagonal: one GEMM that adds to y, instead of one per part, a
-            # concatenation and a sum
-            B = torch.block_diag(*B.split([*self.parts.values()]))  # (N, P*R)
+        # the parts' B on a block diagonal: one GEMM that adds to y, instead of one per part, a
+        # concatenation and a sum
+        B = torch.block_diag(*self.B.to(x.dtype).split([*self.parts.values()]))  # (N, P*R)
         delta = torch.addmm(y.reshape(-1, y.shape[-1]), xa.reshape(-1, xa.shape[-1]), B.T,
                             alpha=self.scaling)
         return delta.view_as(y)  # (..., N)

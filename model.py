@@ -50,7 +50,7 @@ class Config:
     qk_norm: bool = False
     max_position_embeddings: int = 32768
     quantization: dict | None = None
-    rope_scaling: tuple | None = None  # see rope_tables
+    rope_scaling: tuple | None = None  # (factor, slow, fast), see rope_tables
 
 
 class RMSNorm(nn.Module):
@@ -139,13 +139,13 @@ def to_device(values, device, dtype=torch.long):
 def rope_tables(pos, c):
     """cos, sin of the rotary angles at pos (any shape), float32, shape (*pos, D/2); c: a Config."""
     pair = torch.arange(c.head_dim // 2, device=pos.device, dtype=torch.float32)
-    freq, gain = c.rope_theta ** (-2 * pair / c.head_dim), 1.0  # (D/2,)
-    if c.rope_scaling:  # a longer context: slow pairs turn `factor` times slower, fast ones do not
-        factor, by_frequency, slow, fast, gain = c.rope_scaling
-        keep = (((freq if by_frequency else pair) - slow) / (fast - slow)).clamp(0, 1)
+    freq = c.rope_theta ** (-2 * pair / c.head_dim)  # (D/2,)
+    if c.rope_scaling:  # Llama 3's: slow pairs turn `factor` times slower, fast ones do not
+        factor, slow, fast = c.rope_scaling
+        keep = ((freq - slow) / (fast - slow)).clamp(0, 1)
         freq = freq * (keep + (1 - keep) / factor)
     angle = pos[..., None].float() * freq
-    return angle.cos() * gain, angle.sin() * gain
+    return angle.cos(), angle.sin()
 
 
 def apply_rope(x, cos, sin):
@@ -412,7 +412,7 @@ def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
             if path.endswith("_proj"):
                 model.set_submodule(path, read_linear(m, path, source, quant, fmt, dtype, place))
             elif hasattr(m, "weight"):
-                w = read_weight(source, weight_name(path), m.weight.shape, dtype, place)
+                w = source.get(weight_name(path), m.weight.shape, dtype, place)
                 m.weight = nn.Parameter(w, requires_grad=False)
         if piece == "embed" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.embed.weight
@@ -427,25 +427,14 @@ def weight_name(path):
     return name.replace(".attn.", ".self_attn.") + ".weight"
 
 
-def read_weight(source, name, shape, dtype, device):
-    """The 16-bit weight `name`. Dequantizes a head stored in four bits, and a projection stored in
-    four bits if others of its fused linear are not."""
-    projection, (n, *K) = name.removesuffix(".weight"), shape
-    if not source.is_packed(projection):
-        return source.get(name, shape, dtype, device)
-    dtype = dtype or torch.bfloat16
-    q = source.packed({projection: n}, *K, device, into=dtype)
-    return nvfp4.Quantized(source.layout.fmt, shape, *q).dequantize().to(dtype)
-
-
 def read_linear(m, path, source, quant, fmt, dtype, device):
     """The linear for the fused projection at `path` (its shape is that of the meta Linear `m`), its
     parts read in row order. fmt: the format that the checkpoint is stored in, or None.
 
     Weights are rounded to `quant` from what is stored, whatever `dtype` is: so an adapter meets the
     same four bits on all devices, in a converted checkpoint and in a merge. From a checkpoint that
-    is quantized already they are taken unchanged, and a projection that it left in 16 bits stays a
-    Linear."""
+    is quantized already they are taken unchanged, and a fused projection that it left in 16 bits
+    stays a Linear."""
     K, bias = m.shape[1], None
     names = {f"{prefix(path)}.{part}": n for part, n in m.parts.items()}
     if m.bias is not None:
@@ -455,8 +444,8 @@ def read_linear(m, path, source, quant, fmt, dtype, device):
         q = nvfp4.Quantized(fmt, m.shape, *source.packed(names, K, device))
         return nvfp4.QuantLinear(q, m.parts, bias)
     rounds = quant != "none" and not fmt
-    weight = torch.cat([read_weight(source, f"{name}.weight", (n, K), None if rounds else dtype,
-                                    device) for name, n in names.items()])
+    weight = torch.cat([source.get(f"{name}.weight", (n, K), None if rounds else dtype, device)
+                        for name, n in names.items()])
     if rounds:
         return nvfp4.QuantLinear(nvfp4.quantize(weight, quant, path), m.parts, bias)
     m.weight = nn.Parameter(weight, requires_grad=False)

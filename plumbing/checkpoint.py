@@ -79,7 +79,7 @@ class Checkpoint:
                                     "there; is the download complete? If it holds a .bin or GGUF "
                                     f"file, {RESAVE}")
         self.unused, self.files = set(self.where), {}
-        self.layout, self.dense = None, {}  # of four bits; {what was dequantized: dtype}
+        self.layout = None  # of four bits
 
     def _open(self, shard):
         try:
@@ -118,6 +118,10 @@ class Checkpoint:
     def get(self, name, shape=None, dtype=None, device="cpu"):
         """The weight or bias `name`, checked, cast to `dtype` on the CPU side if that makes it
         smaller to move."""
+        if self.is_packed(name.removesuffix(".weight")):
+            raise ValueError(f"{self.folder}: {name} is stored in four bits; the head, and a q, k, "
+                             "v, gate or up beside others in 16, can be read in 16 alone: give the "
+                             f"16-bit checkpoint and --quant {self.layout.fmt}")
         t, shard = self.take(name, shape), self.where[name]
         if t.dtype not in FLOATS:
             raise ValueError(f"{self.folder / shard}: {name} is stored as {t.dtype}; weights of 16 "
@@ -157,17 +161,16 @@ class Checkpoint:
         return stored
 
     def is_packed(self, name):
-        """Whether the projection or head `name` is stored in four bits. A quantized checkpoint may
-        leave some in 16."""
-        marks = {self.layout.codes, self.layout.scale} - {"weight"} if self.layout else ()
+        """Whether the projection `name` is stored in four bits. A quantized checkpoint may leave
+        some in 16."""
+        marks = {self.layout.codes, "weight_scale"} - {"weight"} if self.layout else ()
         return any(f"{name}.{mark}" in self for mark in marks)
 
-    def packed(self, names, K, device, into=None):
+    def packed(self, names, K, device):
         """(codes, scale, global scale) of the projections names, {name: rows}, stacked, for an
-        nvfp4.Quantized. into: the dtype that they will be dequantized to, which is printed."""
+        nvfp4.Quantized."""
         parts = [layouts.read(self, self.layout, self.format, name, n, K, device)
                  for name, n in names.items()]
-        self.dense |= dict.fromkeys(names, into) if into else {}
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def check_tied_head(self, embedding):
@@ -180,17 +183,12 @@ class Checkpoint:
                                  "config.json ties it to; set tie_word_embeddings to false")
 
     def check_all_used(self):
-        """ValueError if tensors are left that fit nowhere; prints what was dequantized."""
+        """ValueError if tensors are left that fit nowhere."""
         free = ("rotary_emb.inv_freq", *layouts.OF_ACTIVATIONS * bool(self.layout))
         unused = sorted(n for n in self.unused if not n.endswith(free))
         if unused:
             raise ValueError(f"{self.folder}: {len(unused)} tensors fit nowhere in this model, the "
                              f"first is {unused[0]}")
-        if self.dense:
-            (name, into), *more = self.dense.items()
-            print(f"{self.folder}: {name}{f' and {len(more)} more' * bool(more)} lie in four bits "
-                  f"as the head or beside parts in 16, and are dequantized to {into}",
-                  file=sys.stderr)
 
 
 def fingerprint(path_or_hub_id):
@@ -232,7 +230,7 @@ class RandomCheckpoint(Checkpoint):
     memory."""
 
     def __init__(self, seed=0):
-        self.seed, self.layout, self.unused, self.dense = seed, None, set(), {}
+        self.seed, self.layout, self.unused = seed, None, set()
 
     def check_format(self, quant, formats):
         return None

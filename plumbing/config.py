@@ -24,12 +24,10 @@ FIELDS = {**SIZES, "num_key_value_heads": SIZE, "head_dim": SIZE, "max_position_
           "rms_norm_eps": (float, 0, 1), "rope_theta": (float, 1.1, 1e12),
           "tie_word_embeddings": bool, "rope_parameters": dict, "rope_scaling": dict,
           "layer_types": list, "quantization_config": dict, "model_type": str, "hidden_act": str}
-# the kinds of rope scaling and their fields
-LONGER = {"factor": (float, 1, 1e4), "original_max_position_embeddings": (int, 1, 1 << 30)}
-SCALINGS = {"llama3": {**LONGER, "low_freq_factor": (float, 1e-3, 1e3),
-                       "high_freq_factor": (float, 1e-3, 1e3)},
-            "yarn": {**LONGER, "beta_fast": (float, 1e-3, 1e4), "beta_slow": (float, 1e-3, 1e4),
-                     "attention_factor": (float, 1e-3, 1e3), "truncate": bool}}
+# those of rope scaling llama3
+LLAMA3 = {"factor": (float, 1, 1e4), "low_freq_factor": (float, 1e-3, 1e3),
+          "high_freq_factor": (float, 1e-3, 1e3),
+          "original_max_position_embeddings": (int, 1, 1 << 30)}
 
 
 def read_config(folder):
@@ -63,48 +61,28 @@ def read_config(folder):
     if head_dim % 2 or not head_dim:
         raise ValueError(f"{path}: a head_dim of {head_dim} must be even, for rotary positions")
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    stretched, room = rope_scaling(rope, theta, head_dim, room, path)
     return {
         **{k: raw[k] for k in SIZES}, "num_key_value_heads": kv_heads, "head_dim": head_dim,
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6), "rope_theta": theta,
         "tie_word_embeddings": raw.get("tie_word_embeddings", False), **FAMILIES[family],
         "max_position_embeddings": room, "quantization": raw.get("quantization_config"),
-        "rope_scaling": stretched}
+        "rope_scaling": rope_scaling(rope, path)}
 
 
-def rope_scaling(rope, theta, D, room, path):
-    """(model.Config's rope_scaling, positions) for the rope fields of config.json.
+def rope_scaling(rope, path):
+    """model.Config's rope_scaling for the rope fields of config.json: None, or (factor, slow, fast)
+    of llama3.
 
-    Pairs of a head that turn slowly turn `factor` times slower, fast ones as before, and those
-    between are mixed: in llama3 by their frequency, in yarn by their index."""
-    kind = scaling_of(rope)
-    if kind is None:
-        return None, room
-    fields = SCALINGS[kind]
-    check(rope, path, fields, sorted({"factor", "low_freq_factor", "high_freq_factor"} & {*fields}))
-    other = {*rope} - {*fields, "rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    if other:
-        raise ValueError(f"{path}: {kind} with {min(other)} is not supported")
-    factor, original = rope["factor"], rope.get("original_max_position_embeddings", room)
-
-    def index(turns):  # of the pair that turns so often within the original positions
-        return D * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    if kind == "llama3":
-        slow, fast = (2 * math.pi * rope[k] / original
-                      for k in ("low_freq_factor", "high_freq_factor"))
-        gain = 1.0
-    else:
-        fast, slow = index(rope.get("beta_fast", 32)), index(rope.get("beta_slow", 1))
-        if rope.get("truncate", True):
-            fast, slow = math.floor(fast), math.ceil(slow)
-        fast, slow = max(fast, 0), min(slow, D - 1)
-        slow += 0.001 * (fast == slow)
-        gain = rope.get("attention_factor", 0.1 * math.log(factor) + 1)
-        room = max(room, round(factor * original))
+    Pairs of a head that turn by less than `slow` a token turn `factor` times slower, those that
+    turn by more than `fast` as before, and those between are mixed."""
+    if scaling_of(rope) is None:
+        return None
+    check(rope, path, LLAMA3, LLAMA3)
+    turn = 2 * math.pi / rope["original_max_position_embeddings"]  # once in the shorter context
+    slow, fast = turn * rope["low_freq_factor"], turn * rope["high_freq_factor"]
     if slow == fast:
         raise ValueError(f"{path}: low_freq_factor and high_freq_factor are the same")
-    return (float(factor), kind == "llama3", float(slow), float(fast), float(gain)), room
+    return float(rope["factor"]), slow, fast
 
 
 def scaling_of(rope):
@@ -126,7 +104,7 @@ def unsupported(raw, rope):
         f"sliding_window {raw.get('sliding_window')}":
             family == "mistral" and raw.get("sliding_window"),
         "a sliding layer in layer_types": any(t != "full_attention" for t in layers),
-        f"rope scaling {scaling!r:.40}": scaling not in (None, *SCALINGS),
+        f"rope scaling {scaling!r:.40}": scaling not in (None, "llama3"),
         "rope_parameters for each type of layer": any(isinstance(v, dict) for v in rope.values()),
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "attention_bias": family != "qwen2" and raw.get("attention_bias", False),

@@ -6,7 +6,6 @@ honour (DoRA, biases, other targets, ranks or alphas that differ between project
 shape that does not fit) is a ValueError that names the file and the tensor or field.
 """
 import math
-import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -136,10 +135,6 @@ def read(folder):
         state = load_file(weights)
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{weights}: not a readable safetensors file ({e})") from None
-    # the adapter's name, which save_pretrained leaves out and a plain state_dict does not
-    state = {re.sub(r"(\.lora_[AB]|\.modules_to_save)\.default\.", r"\1.", name): t
-             for name, t in state.items() if ".original_module." not in name}
-    state = {name.replace(".modules_to_save.", "."): t for name, t in state.items()}
     for norm in config.get("modules_to_save") or []:
         if not any(name.endswith(f".{norm}.weight") for name in state):
             raise ValueError(f"{weights}: holds no {norm}, which {path.name} says was trained")
@@ -151,13 +146,12 @@ def check(folder, state, shapes):
     """ValueError unless the tensors of `state` are finite, fit the model, and come in pairs, but
     for norms. shapes: {name: shape} of what the model has room for."""
     weights = Path(folder) / "adapter_model.safetensors"
-    strangers = sorted(set(state) - set(shapes)) or ([] if state else ["nothing in it"])
-    for part in ("lm_head", "embed_tokens"):
-        if any(part in name for name in strangers):
-            raise ValueError(f"{weights}: adapts {part}; adapters of the blocks' projections and "
-                             "norms can be read: merge this one into its base with PEFT")
-    if strangers:
-        raise ValueError(f"{weights}: {strangers[0]} fits this model nowhere")
+    if not state:
+        raise ValueError(f"{weights}: is empty; copy the adapter again")
+    if strangers := sorted(set(state) - set(shapes)):
+        raise ValueError(f"{weights}: {strangers[0]} fits this model nowhere; LoRA of the blocks' "
+                         "projections, and norms, can be read: merge others into their base with "
+                         "PEFT")
     for name, t in state.items():
         a, b = name.replace(".lora_B.", ".lora_A."), name.replace(".lora_A.", ".lora_B.")
         if missing := {a, b} - {*state}:

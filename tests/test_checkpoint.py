@@ -147,7 +147,7 @@ def test_projections_that_a_script_leaves_in_16_bits_are_exempt_in_the_config(tm
     monkeypatch.setattr(M, "read_linear", lambda m, path, source, quant, *rest: read(m, path, source, "none" if path == plain else quant, *rest))
     convert.convert(base(tmp_path), tmp_path / "q", fmt)
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
-    assert config["ignore" if fmt == "nvfp4" else "llm_int8_skip_modules"] == ["lm_head", f"model.{plain}"]
+    assert config["ignore"] == ["lm_head", f"model.{plain}"]
     model = M.load(tmp_path / "q")
     assert [path for path, m in M.projections(model) if m.q is None] == [plain]
 
@@ -339,144 +339,33 @@ def test_four_bit_activations_stay_in_16_bits_and_a_line_says_so(tmp_path, capsy
     assert said.count("stay in 16 bits") == 1 and str(folder) in said
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "bitsandbytes"])
-def test_projections_that_others_left_in_16_bits_and_a_head_in_four(tmp_path, capsys, layout):
-    """k of a fused q, k, v, exempt by a recipe, and the head in four bits: "weight_packed is missing" sounded like a bad download.
-    What is fused with it is dequantized, exactly in float32."""
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("what", ["head", "part"])
+def test_a_head_in_four_bits_and_parts_in_16_beside_others_in_four_are_refused(tmp_path, layout, what):
+    """k of a fused q, k, v, exempt by a recipe, or the head in four bits: "weight_packed is missing" sounded like a bad download."""
     folder = base(tmp_path)
     raw = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(raw))
     plain = load_file(folder / "model.safetensors")
     head = torch.randn(48, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     save_file(plain | {"lm_head.weight": head}, folder / "model.safetensors")
-    fmt = "nf4" if layout == "bitsandbytes" else "nvfp4"
-    convert.convert(folder, tmp_path / "q", fmt)
-    file, q = tmp_path / "q" / "model.safetensors", quantize(head, fmt)
-    state, name = load_file(file), "model.layers.1.self_attn.k_proj"
-    del state["lm_head.weight"]
-    state = {k: t for k, t in state.items() if not k.startswith(f"{name}.weight")} | {f"{name}.weight": plain[f"{name}.weight"]}
-    state |= dict(layouts.tensors("lm_head", q, slice(0, 48)))
+    convert.convert(folder, tmp_path / "q")
+    file, name = tmp_path / "q" / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
+    state = load_file(file)
+    if what == "head":
+        del state["lm_head.weight"]
+        state |= dict(layouts.tensors("lm_head", quantize(head), slice(0, 48)))
+    else:
+        state = {k: t for k, t in state.items() if not k.startswith(name)} | {name: plain[name]}
     if layout == "modelopt":
         state = as_modelopt(state, False)
         config = json.loads((tmp_path / "q" / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
         (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     save_file(state, file)
-    want, model = M.load(folder, dtype=torch.float32, quant=fmt), M.load(tmp_path / "q", dtype=torch.float32)
-    qkv, rows = model.layers[1].attn.qkv_proj, [*want.layers[1].attn.qkv_proj.parts.values()]
-    a, b, c = want.layers[1].attn.qkv_proj.dense().split(rows)
-    assert torch.equal(qkv.weight, torch.cat([a, plain[f"{name}.weight"].float(), c])) and not torch.equal(b, plain[f"{name}.weight"])
-    assert torch.equal(model.lm_head.weight, q.dequantize())
-    assert isinstance(model.layers[0].attn.qkv_proj, QuantLinear) and isinstance(model.layers[1].attn.o_proj, QuantLinear)
-    assert "lm_head and 2 more" in (said := capsys.readouterr().err) and "dequantized to torch.float32" in said
-    assert torch.equal(M.load(tmp_path / "q").layers[1].attn.qkv_proj.weight, qkv.weight.bfloat16())
-
-
-def by_hand(w, double):
-    """bitsandbytes' tensors of a weight (N, K), computed as its documentation describes them."""
-    values = torch.tensor(FORMATS["nf4"].values)
-    blocks = w.float().reshape(-1, 64)  # of the flattened matrix
-    absmax = blocks.abs().amax(1)
-    codes = (blocks / absmax[:, None]).flatten()[:, None].sub(values).abs().argmin(1).to(torch.uint8)
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(w.shape)}
-    out = {"": (codes[::2] * 16 + codes[1::2])[:, None], ".quant_map": values, ".absmax": absmax}
-    if double:
-        offset, table = absmax.mean(), torch.linspace(-1, 1, 256) ** 3
-        parts = (absmax - offset).split(4)
-        top = torch.stack([p.abs().max() for p in parts])
-        index = torch.cat([(p / t).sub(table[:, None]).abs().argmin(0) for p, t in zip(parts, top, strict=True)])
-        state |= {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": offset.item()}
-        out |= {".absmax": index.to(torch.uint8), ".nested_absmax": top, ".nested_quant_map": table}
-        absmax = torch.cat([table[i] * t for i, t in zip(index.split(4), top, strict=True)]) + offset
-    out[".quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
-    return out, (values[codes.int()].view(-1, 64) * absmax[:, None]).view(w.shape)
-
-
-def bitsandbytes(tmp_path, double):
-    """(a checkpoint as bitsandbytes saves it, {projection: its weight})."""
-    folder = shutil.copytree(base(tmp_path), tmp_path / "bnb")
-    state, weights = load_file(folder / "model.safetensors"), {}
-    for name in [n for n in state if n.endswith("_proj.weight")]:
-        found, weights[name] = by_hand(state.pop(name), double)
-        state |= {name + suffix: t.contiguous() for suffix, t in found.items()}
-    save_file(state, folder / "model.safetensors")
-    raw = json.loads((folder / "config.json").read_text())
-    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double}
-    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
-    return folder, weights
-
-
-@pytest.mark.parametrize("double", [False, True])
-def test_bitsandbytes_nf4_is_read_to_the_last_bit(tmp_path, double):
-    """Nibbles unswapped, or the offset of the double quantization forgotten, is another model."""
-    folder, weights = bitsandbytes(tmp_path, double)
-    model = M.load(folder, dtype=torch.float32)
-    for path, m in M.projections(model):
-        assert isinstance(m, QuantLinear)
-        for part, w in zip(m.parts, m.dense().split([*m.parts.values()]), strict=True):
-            assert torch.equal(w, weights[f"{M.prefix(path)}.{part}.weight"]), path
-    assert torch.equal(M.load(folder, dtype=torch.float32, quant="nf4")(IDS), model(IDS))
-    state = load_file(folder / "model.safetensors")  # as trainers that shard a model ask for it
-    wide = {n: t.flatten().view(torch.bfloat16)[:, None] if n.endswith("_proj.weight") else t for n, t in state.items()}
-    save_file(wide, folder / "model.safetensors")
-    assert torch.equal(M.load(folder, dtype=torch.float32)(IDS), model(IDS))
-
-
-def test_a_scale_that_double_quantization_left_below_zero_is_no_damage(tmp_path):
-    """A block of zeros has one about half of the time: pruned models were refused."""
-    folder, name = bitsandbytes(tmp_path, True)[0], "model.layers.0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4"
-    state = load_file(folder / "model.safetensors")
-    lower = json.loads(bytes(state[name].tolist())) | {"nested_offset": 0.0}
-    state[name] = torch.tensor([*json.dumps(lower).encode()], dtype=torch.uint8)
-    save_file(state, folder / "model.safetensors")
-    assert (M.load(folder).layers[0].attn.qkv_proj.scale < 0).any()
-
-
-def test_our_nf4_is_in_bitsandbytes_layout(tmp_path):
-    """In a layout of our own transformers loaded it with random projections, and a warning."""
-    folder, _ = bitsandbytes(tmp_path, False)
-    convert.convert(tmp_path / "base", tmp_path / "q", "nf4")
-    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "q", folder))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
-
-
-def test_nf4_in_the_layout_of_before_is_still_read(tmp_path):
-    """Its checkpoints are on people's disks."""
-    convert.convert(base(tmp_path), tmp_path / "q", "nf4")
-    want, state = M.load(tmp_path / "q")(IDS), {}
-    for path, m in M.projections(M.load(tmp_path / "q")):
-        for part, codes, scale in zip(m.parts, *(t.split([*m.parts.values()]) for t in (m.codes, m.scale)), strict=True):
-            name = f"{M.prefix(path)}.{part}"
-            state |= {f"{name}.weight_packed": codes.clone(), f"{name}.weight_scale": scale.clone()}
-    rest = {n: t for n, t in load_file(tmp_path / "q" / "model.safetensors").items() if "_proj.weight" not in n}
-    save_file(state | rest, tmp_path / "q" / "model.safetensors")
-    raw = json.loads((tmp_path / "q" / "config.json").read_text())
-    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 64, "strategy": "group"}
-    raw["quantization_config"] = {"quant_method": "qerl", "format": "nf4-pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
-    (tmp_path / "q" / "config.json").write_text(json.dumps(raw))
-    assert torch.equal(M.load(tmp_path / "q")(IDS), want)
-
-
-@pytest.mark.parametrize("change,message", [
-    ({".quant_map": torch.linspace(-1, 1, 16)}, "quant_map is not NF4's"),
-    ({"": torch.zeros(100, 1, dtype=torch.uint8)}, r"q_proj.weight has shape \(100, 1\), torch.uint8; config.json asks for 8192 bytes"),
-    ({".quant_state.bitsandbytes__nf4": torch.tensor([*b'{"blocksize": 128, "shape": [128, 128]}'], dtype=torch.uint8)},
-     "quant_state says blocks of 128 in a matrix of"),
-    ({".quant_state.bitsandbytes__nf4": torch.tensor([*b'{"blocksize": 64, "shape": [64, 256]}'], dtype=torch.uint8)},
-     r"in a matrix of \[64, 256\]; blocks of 64 in \(128, 128\)"),
-    ({".quant_state.bitsandbytes__nf4": torch.tensor([123, 255], dtype=torch.uint8)}, "quant_state: not UTF-8 text"),
-    ({".nested_absmax": None}, "nested_absmax is missing"),
-])
-def test_damaged_bitsandbytes_tensors_are_named(tmp_path, change, message):
-    folder, _ = bitsandbytes(tmp_path, True)
-    state = load_file(folder / "model.safetensors")
-    for suffix, t in change.items():
-        name = f"model.layers.0.self_attn.q_proj.weight{suffix}"
-        state |= {name: t}
-    save_file({n: t for n, t in state.items() if t is not None}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        M.load(folder)
+    wrong = "lm_head" if what == "head" else "model.layers.1.self_attn.q_proj"
+    with pytest.raises(ValueError, match=f"{wrong}.weight is stored in four bits; .*give the 16-bit checkpoint and --quant nvfp4"):
+        M.load(tmp_path / "q")
 
 
 # ---- damage
@@ -508,7 +397,7 @@ def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
 @pytest.mark.parametrize("fmt,suffix,bad", [
     ("nvfp4", "scale", torch.tensor(0x7F, dtype=torch.uint8)), ("nvfp4", "scale", torch.tensor(0xB8, dtype=torch.uint8)),
     ("mxfp4", "scale", torch.tensor(255, dtype=torch.uint8)), ("mxfp4", "scale", torch.tensor(253, dtype=torch.uint8)),
-    ("nf4", "absmax", torch.tensor(float("nan"))), ("nf4", "absmax", torch.tensor(float("inf"))),
+    ("nf4", "scale", torch.tensor(float("nan"))), ("nf4", "scale", torch.tensor(float("inf"))),
     ("nvfp4", "global_scale", torch.tensor(0.0)), ("nvfp4", "global_scale", torch.tensor(-2.0)),
     ("nvfp4", "global_scale", torch.tensor(float("inf"))),
 ])
@@ -516,7 +405,7 @@ def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
     """A NaN byte in one block would turn every logit into NaN, far from its cause."""
     convert.convert(base(tmp_path), tmp_path / "q", fmt)
     state = load_file(tmp_path / "q" / "model.safetensors")
-    name = f"model.layers.0.self_attn.v_proj.weight{'.' if fmt == 'nf4' else '_'}{suffix}"
+    name = f"model.layers.0.self_attn.v_proj.weight_{suffix}"
     flat = state[name].view(torch.uint8) if state[name].element_size() == 1 else state[name]
     flat.flatten()[-1:] = bad
     save_file(state, tmp_path / "q" / "model.safetensors")
@@ -525,8 +414,7 @@ def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
 
 
 @pytest.mark.parametrize("change,message", [
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quant_method 'bitsandbytes' with 'int8'"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes' with 'fp4'"),
+    ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "quant_method 'bitsandbytes'"),
     *(({"quant_method": method}, f"quant_method '{method}'") for method in ("awq", "gptq", "fp8", "torchao", "hqq", "qerl")),
     ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_method 'modelopt' with 'FP8'"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_method 'modelopt' with 'NVFP4_AWQ'"),
@@ -544,7 +432,8 @@ def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
 def test_quantization_that_cannot_be_read_is_refused_with_what_to_do(tmp_path, change, message):
     """An AWQ or FP8 checkpoint's owner reads in the same line that the 16-bit one and --quant need no conversion."""
     folder = declared(tmp_path / "q", FIXTURES / "compressed_nvfp4", **change)
-    with pytest.raises(ValueError, match=r"config.json: quantization_config has .*Give the 16-bit checkpoint and --quant nvfp4") as e:
+    quant = "nf4" if change.get("quant_method") == "bitsandbytes" else "nvfp4"
+    with pytest.raises(ValueError, match=f"config.json: quantization_config has .*Give the 16-bit checkpoint and --quant {quant}") as e:
         M.load(folder)
     assert message in str(e.value) and "\n" not in str(e.value)
 

@@ -32,7 +32,7 @@ from tests.test_decode import GPU, ONE, PROMPTS, check_gaps, random_model, token
 
 gpu = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
-LONGER = 4.0, False, 4.0, 20.0, 1.2  # Config.rope_scaling as yarn has it: most pairs turn slower, and the gain is no 1
+LONGER = 4.0, 0.1, 0.5  # Config.rope_scaling: most pairs turn slower
 
 
 def test_each_row_of_the_table_names_functions_and_a_test_that_exist():
@@ -395,8 +395,7 @@ def test_gpu_install_and_uninstall_leave_the_codes_as_they_were(quant):
 @pytest.mark.parametrize(("quant", "scaling"), [("none", None), ("nvfp4", None), ("nvfp4", LONGER)])
 def test_gpu_plain_and_fast_draw_alike(quant, scaling):
     """Both within the bound of what the modules say of the samples, and by the same random numbers: of this model's first tokens 60 and
-    70% are the same on an H100; of the modules' own in bfloat16 and in float32, 68%; with another seed, 5%. The longer context's gain
-    makes attention steeper: log-probs in bfloat16 are 0.068 nats from those in float32, where they are 0.054 without."""
+    70% are the same on an H100; of the modules' own in bfloat16 and in float32, 68%; with another seed, 5%."""
     config, mean = dataclasses.replace(GPU, rope_scaling=scaling), 0.08 if scaling else 0.06
     m, kw = random_model(config, quant, 16, "cuda", torch.bfloat16), dict(n=16, max_new_tokens=40, seed=3)
     plain = sample.generate(m, PROMPTS, **kw)

@@ -17,7 +17,6 @@ import model as M
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 MODELS = ("qwen2_tied", "qwen2_sharded", "llama_head_dim", "qwen3")
 
 
@@ -165,41 +164,31 @@ def test_angles_far_into_a_sequence_are_exact():
 
 
 def scaled_by_hand(scaling, dim, theta):
-    """(frequencies, factor of cos and sin) by the two papers' case distinctions, pair by pair, in Python's floats."""
+    """Frequencies by Llama's case distinction, pair by pair, in Python's floats."""
     out, original, factor = [], scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     for i in range(dim // 2):
         freq = theta ** (-2 * i / dim)
         turns = original * freq / (2 * math.pi)
-        if "low_freq_factor" in scaling:
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-            kept = 0.0 if turns < low else 1.0 if turns > high else (turns - low) / (high - low)
-        else:
-            def at(rotations):
-                return dim / 2 * math.log(original / (rotations * 2 * math.pi), theta)
-            first, last = at(scaling.get("beta_fast", 32)), at(scaling.get("beta_slow", 1))
-            first, last = (math.floor(first), math.ceil(last)) if scaling.get("truncate", True) else (first, last)
-            kept = 1.0 if i < first else 0.0 if i > last else (last - i) / (last - first)
+        kept = 0.0 if turns < low else 1.0 if turns > high else (turns - low) / (high - low)
         out.append(kept * freq + (1 - kept) * freq / factor)
-    gain = 1.0 if "low_freq_factor" in scaling else scaling.get("attention_factor", 1 + 0.1 * math.log(factor))
-    return torch.tensor(out), gain
+    return torch.tensor(out)
 
 
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("scaling", [LLAMA3, LLAMA3 | {"factor": 32.0, "high_freq_factor": 3.0}, YARN, YARN | {"truncate": False},
-                                     YARN | {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5}])
+@pytest.mark.parametrize("scaling", [LLAMA3, LLAMA3 | {"factor": 32.0, "high_freq_factor": 3.0}])
 def test_longer_contexts_turn_slow_pairs_slower(tmp_path, scaling, field):
     """A Llama 3 whose scaling is ignored talks sense for a page; one whose mixture is wrong, for longer."""
     other = {} if field == "rope_parameters" else {"rope_parameters": ...}
     rope = scaling | ({"rope_theta": 1e6} if field == "rope_parameters" else {})
     c = M.read_config(copy(tmp_path, **{"rope_theta": 1e6, "head_dim": 128, **other, field: rope}))
-    freq, gain = scaled_by_hand(scaling, 128, 1e6)
+    freq = scaled_by_hand(scaling, 128, 1e6)
     places = torch.tensor([[0, 1, 31, 2000]])
     cos, sin = M.rope_tables(places, c)
     angle = places[..., None] * freq
-    assert (cos - angle.cos() * gain).abs().max() < 1e-3 and (sin - angle.sin() * gain).abs().max() < 1e-3
+    assert (cos - angle.cos()).abs().max() < 1e-3 and (sin - angle.sin()).abs().max() < 1e-3
     assert (cos - M.rope_tables(places, dataclasses.replace(c, rope_scaling=None))[0]).abs().max() > 0.01
-    # config.json counts the positions of Llama's, and those from before yarn
-    assert c.max_position_embeddings == (128 if scaling["factor"] != 4.0 else 4 * 32768)
+    assert c.max_position_embeddings == 128  # config.json counts the longer context's
 
 
 def test_mistral_is_a_llama(tmp_path):
@@ -301,14 +290,14 @@ def test_an_index_that_lies_is_named(tmp_path):
     ({"use_sliding_window": True}, "use_sliding_window is not supported"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding layer in layer_types is not supported"),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": ...}, "rope scaling 'dynamic' is not supported"),
-    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7}}, "yarn with mscale is not supported"),
-    ({"rope_scaling": {"type": "yarn"}}, "the field 'factor' is missing"),
-    ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor '4' must be a number"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+    ({"rope_scaling": {"type": "llama3"}}, "the field 'factor' is missing"),
+    ({"rope_scaling": LLAMA3 | {"factor": "4"}}, "factor '4' must be a number"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor and high_freq_factor are the same"),
     ({"rope_scaling": {"factor": 4.0}, "rope_parameters": ...}, "rope scaling 'without a type' is not supported"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8}}, "the field 'high_freq_factor' is missing"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8}}, "the field 'low_freq_factor' is missing"),
     ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope scaling 'linear' is not supported"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters for each type of layer is not supported"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "llama3"}}}, "rope_parameters for each type of layer is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"mlp_bias": True}, "mlp_bias is not supported"),
