@@ -189,6 +189,9 @@ def run(args, argv):
     score = data.scorer(args.prompt_style, args.reward)
     model, tok = sample.load_policy(args)
     sample.set_engine(model, args.engine)
+    for _, rows in sets:  # that all prompts fit, before the first is answered
+        ids = [row["ids"] for row in data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0]]
+        sample.check_prompts(model, ids, [args.max_new_tokens or 1] * len(ids))
     if args.adapter:
         ids = tok.prompt_ids(sets[0][1][0]["question"], args.prompt_style)
         check_adapter(model, ids, args.adapter)

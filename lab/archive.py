@@ -10,6 +10,7 @@ the files themselves, `tar xf results/runs.tar.xz`. To add runs:
     python lab/plot.py '2x2_3b/*' --out 2x2.png
 """
 import json
+import re
 import sys
 import tarfile
 import tempfile
@@ -99,6 +100,8 @@ def add(runs, group, commit):
         file.uname = file.gname = ""
         return file
 
+    if not re.fullmatch(r"\w[\w.-]*", group):
+        raise ValueError(f"--group {group}: is no name of letters, digits, _, - and .")
     with tempfile.TemporaryDirectory() as temporary:
         with tarfile.open(RUNS) as tar:
             tar.extractall(temporary, filter="data")

@@ -52,7 +52,10 @@ def told(run):
     """{flag: value} of the flags that a run's numbers depend on, and its script as "script"; {}
     without config.json."""
     idle = (*IDLE, *MINOR, "command", "commit", "commits")
-    return {k: v for k, v in saved(run, "config.json").items() if k not in idle}
+    had = saved(run, "config.json")
+    if had:
+        had = {"script": "train.py"} | had  # older runs do not say
+    return {k: v for k, v in had.items() if k not in idle}
 
 
 def lines(runs):

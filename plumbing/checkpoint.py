@@ -78,6 +78,9 @@ class Checkpoint:
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
                                     "there; is the download complete? If it holds a .bin or GGUF "
                                     f"file, {RESAVE}")
+        if single.is_file() and single.name not in self.where.values():
+            raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
+                             f"older, and {index.name} if that is the shards")
         self.unused, self.files = set(self.where), {}
         self.layout = None  # of four bits
 

@@ -68,11 +68,18 @@ def find_split(folder, split):
     for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
         if path.is_file():
             return [path]
-    for home in (folder, folder / "data"):
-        if parts := sorted(home.glob(f"{split}-*.parquet")):
-            return parts
-    raise FileNotFoundError(f"{folder / split}.jsonl: not found (nor a parquet, nor its parts); "
-                            f"this set may have no {split} split")
+    parts = sorted(folder.glob(f"**/{split}-*.parquet"))
+    if not parts:
+        raise FileNotFoundError(f"{folder / split}.jsonl: not found (nor a parquet); this set may "
+                                f"have no {split} split")
+    homes = sorted({str(part.parent) for part in parts})
+    if len(homes) > 1:
+        raise ValueError(f"{folder}: {split} is in several folders; choose one: {', '.join(homes)}")
+    count = re.search(r"-of-([0-9]+)", parts[0].name)
+    if count and int(count[1]) != len(parts):
+        raise ValueError(f"{parts[0]}: {len(parts)} of {int(count[1])} parts are here; get the "
+                         "others")
+    return parts
 
 
 def graded(paths):
@@ -120,13 +127,20 @@ def read_rows(path):
     """("file, row n", its columns) of each row."""
     if path.suffix.lower() != ".parquet":
         return read_jsonl(path)
+    import numpy
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        table = pyarrow.parquet.read_table(path)
+        rows = table.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{path}: not a parquet file ({e})") from None
-    return [(f"{path}, row {i}", raw) for i, raw in enumerate(rows, 1)]
+    for name in [field.name for field in table.schema if field.type == pyarrow.float32()]:
+        for raw in rows:  # 0.1, not the 0.10000000149 that float32 holds
+            raw[name] = raw[name] and float(str(numpy.float32(raw[name])))
+    # pandas writes NaN where there is nothing
+    return [(f"{path}, row {i}", {k: None if v != v else v for k, v in raw.items()})
+            for i, raw in enumerate(rows, 1)]
 
 
 def set_levels(rows):

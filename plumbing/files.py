@@ -8,6 +8,7 @@ all; a lock that is released when its process dies.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -44,12 +45,20 @@ def lines(path):
 
 
 def parse_json(text, where, fields=None, needs=()):
-    """text -> the JSON object in it, `check`ed. ValueError naming `where` for anything else."""
+    """text -> the JSON object in it, `check`ed. ValueError naming `where` for anything else, and
+    for NaN and numbers too large for a float."""
     try:
-        value = json.loads(text)
-    except ValueError as e:
+        value = json.loads(text, parse_float=finite, parse_constant=finite)
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({e})") from None
     return check(value, where, fields or {}, needs)
+
+
+def finite(text):
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text:.20}")
+    return value
 
 
 def check(value, where, fields, needs=()):

@@ -85,8 +85,8 @@ def rank_0_speaks(body):
             sys.stdout = sys.stderr = open(os.devnull, "w")
         try:
             return body()
-        except Exception as e:
-            if rank > 0 and isinstance(e, ValueError | OSError):
+        except Exception:
+            if rank > 0:
                 time.sleep(PATIENCE)
             sys.stdout, sys.stderr = streams
             raise

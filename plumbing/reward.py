@@ -22,8 +22,8 @@ def own_reward(spec):
 
     def grade(text, row):
         try:
-            value = function(text, row)
-        except Exception as e:
+            value = function(text, dict(row))  # what it changes there is its own
+        except (Exception, SystemExit) as e:  # a completion that it runs may call exit()
             raise RuntimeError(f"--reward {spec}: raised {cause(e)}") from e
         score = value if isinstance(value, dict) else {"reward": value}
         try:
@@ -33,9 +33,13 @@ def own_reward(spec):
         if not abs(r) <= 1e9:  # its square must fit float32
             raise ValueError(f"--reward {spec}: returned {value!r:.80}; return a number within "
                              '+-1e9, or a dict with one as "reward"')
+        marks = {"correct": score.get("correct", r >= 1), "format": score.get("format", True)}
+        for name, mark in marks.items():
+            if mark not in (0, 1):  # the text "False", say, which is true
+                raise ValueError(f'--reward {spec}: returned {mark!r:.40} as "{name}"; it is True '
+                                 "or False, or left out")
         given = score.get("given")
-        return {"reward": r, "correct": bool(score.get("correct", r >= 1)),
-                "format": bool(score.get("format", True)),
+        return {"reward": r, **{name: bool(mark) for name, mark in marks.items()},
                 "given": None if given is None else str(given)}
 
     return grade

@@ -22,6 +22,7 @@ import os
 import pickle
 import resource
 import sys
+from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -109,7 +110,7 @@ class Run(ExitStack):
         super().__init__()  # the folder's lock, the signals, the collector: held to the end
         self.spec, self.args, self.save_weights = spec, args, save_weights
         self.out = Path(args.out).absolute()  # a reward may change the working directory
-        own = [word for word in sys.argv[1:] if word not in argv]
+        own = (Counter(sys.argv[1:]) - Counter(argv)).elements()  # the words of one's own script
         self.state = State(command=ranks.command_line(), base=base,
                            script=" ".join([Path(sys.argv[0]).name, *own]))
         self.again = f"{self.state.command}{' --resume' * ('--resume' not in argv)}"
@@ -152,10 +153,13 @@ class Run(ExitStack):
 
     @ranks.first
     def claim(self):
-        """Make the folder and lock it; ValueError if another process has it."""
+        """Make the folder and lock it; ValueError if another process has it, or has trained in it
+        since `resolve_flags`."""
         (self.out / "checkpoint").mkdir(parents=True, exist_ok=True)
         busy = f"--out {self.out}: another run is at work in it; wait, or choose another folder"
         self.enter_context(lock(self.out / "lock", busy))
+        if not self.args.resume and (self.out / "checkpoint" / "state.pt").is_file():
+            raise ValueError(busy)
 
     @ranks.first
     def tidy(self):
@@ -319,6 +323,9 @@ class Run(ExitStack):
     def load(self, optimizer):
         """Load checkpoint/ into the optimizer and its parameters; returns its State."""
         path = self.out / "checkpoint" / "state.pt"
+        if not path.is_file():
+            raise ValueError(f"{path}: not there, the run was stopped before its first step; start "
+                             "it without --resume")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             tensors = state.pop("params")

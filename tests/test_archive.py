@@ -94,7 +94,7 @@ def test_what_is_no_run_is_named(table, tmp_path, capsys):
     size = table.stat().st_size
     twice = shutil.copytree(run, tmp_path / "again" / "s0")
     assert archive.main([run, str(twice), "--group", "other"]) == 2 and "other/s0 is in" in capsys.readouterr().err
-    for argv, why in (([run, "--group", "mine"], "--group mine: mine/s0 is in"), ([str(tmp_path), "--group", "other"], "metrics.jsonl"), ([run], "--group")):
+    for argv, why in (([run, "--group", "mine"], "--group mine: mine/s0 is in"), ([str(tmp_path), "--group", "other"], "metrics.jsonl"), ([run, "--group", "../mine"], "--group ../mine: is no name"), ([run], "--group")):
         assert archive.main(argv) == 2 and why in capsys.readouterr().err
     (tmp_path / "s0" / "config.json").unlink()
     assert archive.main([run, "--group", "other"]) == 2 and "has no config.json" in capsys.readouterr().err

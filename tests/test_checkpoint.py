@@ -163,6 +163,10 @@ def test_shards_and_index_load_as_one_file_does(tmp_path):
     tensors = {k: v for p in shards for k, v in load_file(p).items()}
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in tensors.values())
     assert torch.equal(M.load(tmp_path / "many")(IDS), M.load(tmp_path / "one")(IDS))
+    shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "many")  # a download over another: which of the two?
+    with pytest.raises(ValueError, match="many: holds model.safetensors and other shards"):
+        M.load(tmp_path / "many")
+    (tmp_path / "many" / "model.safetensors").unlink()
     assert (tmp_path / "many" / "tokenizer.json").read_text() == "{}"
     assert len({p.stat().st_mode for p in [*shards, tmp_path / "many" / "config.json"]}) == 1  # readable by whoever serves it
     assert json.loads((tmp_path / "many" / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"

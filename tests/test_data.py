@@ -228,6 +228,24 @@ def test_an_own_reward_that_raises_shows_its_traceback(tmp_path):
     assert any(entry.path.name == "own.py" for entry in pytest.ExceptionInfo.from_exception(e.value.__cause__).traceback)
 
 
+def test_an_own_reward_changes_no_row_and_cannot_end_the_run(tmp_path):
+    """The answer it appended to was the gold of the next sample; exit() in a completion that it ran ended a run with success."""
+    grade, row = own(tmp_path, "def f(text, row):\n    row['answer'] += '0'\n    return 1\n", "f"), {"answer": "7"}
+    assert grade("", row)["correct"] and row == {"answer": "7"}
+    with pytest.raises(RuntimeError, match="raised SystemExit: 0"):
+        own(tmp_path, "def f(text, row):\n    exit(0)\n", "f")("", {})
+    with pytest.raises(KeyboardInterrupt):  # ctrl-C is no error of the reward's
+        own(tmp_path, "def f(text, row):\n    raise KeyboardInterrupt\n", "f")("", {})
+
+
+@pytest.mark.parametrize("mark", ["'False'", "float('nan')", "0.5", "None"])
+def test_an_own_reward_says_right_or_wrong(tmp_path, mark):
+    """The text "False" is true: every sample was right."""
+    grade = own(tmp_path, f"def f(text, row):\n    return {{'reward': 1, 'format': {mark}}}\n", "f")
+    with pytest.raises(ValueError, match='as "format"; it is True or False, or left out'):
+        grade("", {})
+
+
 # ---- data sets
 
 def test_jsonl_columns_of_the_usual_sets(tmp_path, capsys):
@@ -263,13 +281,16 @@ def test_folder_and_parquet(tmp_path):
     assert data.load(tmp_path, "train")[0]["question"] == "a"
     assert data.load(str(tmp_path), "test")[0] == {"question": "b", "answer": "2"}
     assert data.load(tmp_path / "test.parquet")[0]["answer"] == "2"
+    rates = pa.table({"question": ["a", "b"], "answer": ["1", "2"], "llama8b_solve_rate": [0.5, float("nan")]})
+    pq.write_table(rates, tmp_path / "pandas.parquet")  # which writes NaN for nothing
+    assert [row["level"] for row in data.load(tmp_path / "pandas.parquet")] == [5, None]
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"train\.jsonl"):
         data.load(tmp_path, "train")
 
 
 def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
-    """Sets of the hub come in parts; those of two folders would be two sets."""
+    """Sets of the hub come in parts; two of three would be a smaller set, two folders two sets."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -281,8 +302,13 @@ def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
         part(tmp_path / "data" / f"train-0000{i}-of-00003.parquet", f"q{i}")
     assert [r["question"] for r in data.load(tmp_path, "train")] == ["q0", "q1", "q2"]
     part(tmp_path / "other" / "train-00000-of-00001.parquet", "q")
-    assert len(data.load(tmp_path, "train")) == len(data.load(tmp_path / "data", "train")) == 3
+    with pytest.raises(ValueError, match="in several folders; choose one: .*data, .*other"):
+        data.load(tmp_path, "train")
+    (tmp_path / "data" / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(ValueError, match="2 of 3 parts"):
+        data.load(tmp_path / "data", "train")
     (tmp_path / "data" / "train-00000-of-00003.parquet").write_text("no parquet")
+    part(tmp_path / "data" / "train-00001-of-00003.parquet", "q")
     with pytest.raises(ValueError, match=r"train-00000-of-00003\.parquet: not a parquet file"):
         data.load(tmp_path / "data", "train")
 
@@ -290,7 +316,8 @@ def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
 @pytest.mark.parametrize(("lines", "says"), [
     (["{}"], r"a\.jsonl, row 1"), ([], "no rows"),
     (['{"question": "q", "answer": "1"}', '{"question": "q"}'], "row 2: needs question and answer"),
-    (['{"question": "q", "answer"'], "row 1: not JSON"), (["[1]"], "row 1: not a JSON object"),
+    (['{"question": "q", "answer"'], "row 1: not JSON"), (['{"question": "q", "answer": NaN}'], r"row 1: not JSON \(the number NaN"),
+    (['{"question": "q", "answer": 1e999}'], "row 1: not JSON .the number 1e999"), (["[1]"], "row 1: not a JSON object"),
     (['{"question": ["q"], "answer": "1"}'], "row 1: needs"),
     (['{"question": "q", "answer": "1", "llama8b_solve_rate": "half"}'],
      r"a\.jsonl, row 1: llama8b_solve_rate 'half' must be a number")])
@@ -311,6 +338,19 @@ def test_a_solution_without_its_answer_is_no_gold(tmp_path, capsys):
     got = data.load(write(tmp_path / "a.jsonl", rows))
     assert [r["question"] for r in got] == [*"cdghi"] and {r["answer"] for r in got} == {"7"}
     assert "4 of 9 rows have an empty answer, or a solution without \\boxed{}" in capsys.readouterr().err
+
+
+def test_a_tenth_in_float32_is_a_tenth(tmp_path):
+    """Its answer was 0.10000000149011612, and so 0.1 was wrong."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {"question": ["a", "b"], "answer": pa.array([0.1, 1e-7], pa.float32()), "rate": pa.array([None, 0.3], pa.float32())}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = data.load(tmp_path / "a.parquet")
+    assert [row["answer"] for row in rows] == ["0.1", "1e-07"] and [row["rate"] for row in rows] == [None, 0.3]
+    assert data.reward("<answer>0.1</answer>", rows[0]["answer"])["correct"]
+    assert data.reward("<answer>10^{-7}</answer>", rows[1]["answer"])["correct"]
 
 
 def test_unknown_data_and_bad_arguments_are_errors(tmp_path):
@@ -597,3 +637,9 @@ def test_ids_is_no_column(tmp_path):
     path = write(tmp_path / "D.jsonl", [{"question": "q", "answer": "1", "ids": [1]}])
     with pytest.raises(ValueError, match="row 1: a column is called ids"):
         data.load(path)
+
+
+def test_half_a_character_is_refused():
+    """A byte of another encoding at a terminal ended a chat with a traceback."""
+    with pytest.raises(ValueError, match=r"a\\udcff.*: is not UTF-8; write it in that"):
+        Tokenizer(TINY).prompt_ids("a\udcff", "plain")

@@ -308,9 +308,13 @@ def test_an_adapter_that_is_switched_off_is_an_error(tmp_path, tok, model):
 @pytest.mark.parametrize(("argv", "says"), [
     (["--temperature", "0", "--n", "4"], "--n 4"), (["--max-prompt", "3"], "--max-prompt 3"),
     (["--max-new-tokens", "9999"], "9999"), (["--max-new-tokens", "480"], "and 480 new ones pass the model's 512 positions"),
+    (["--data", "arithmetic,long.jsonl"], "prompt 0: its"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(argv, says, capsys, monkeypatch, tmp_path):
+    """Before anything is answered: of two sets the first was, for nothing."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"question": "1+1 " * 300, "answer": "2"}) + "\n")
+    monkeypatch.setattr(sample, "generate", None)
     assert exit_code(evaluation.main, ["--limit", "2", *argv]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error:" in last and says in last

@@ -207,6 +207,17 @@ def test_bad_input_is_refused_once(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_error_of_all_ranks_is_saved_by_the_first(tmp_path, monkeypatch):
+    """A reward that raised ended the other rank at once, and with it rank 0 in the middle of its save."""
+    monkeypatch.setattr(ranks, "PATIENCE", 60)
+
+    def refuse():
+        raise RuntimeError("--reward: of all")
+
+    codes, said = launch(2, [*SMALL, "--out", str(tmp_path / "run")], tmp_path, lambda r: at_call(sample, "generate", 2, refuse))
+    assert codes[0] == 70 and codes[1] in (130, -signal.SIGTERM) and said[1] == "" and "continue with" in said[0], (codes, said)
+
+
 def test_a_rank_that_fails_alone_is_heard(tmp_path):
     """Its stderr was silenced with the others'."""
 

@@ -704,9 +704,9 @@ def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
     def rows(when, accuracies):
         return [{"question": f"q{i}", "answer": "7", "accuracy": a, "samples": [{"text": f"{when}{i}"}]} for i, a in enumerate(accuracies)]
 
-    monkeypatch.setattr(sys, "argv", ["ideas/mine.py", "--tau", "5", "--lr", "1"])
+    monkeypatch.setattr(sys, "argv", ["ideas/mine.py", "--tau", "1", "--lr", "1"])
     r = a_run(tmp_path, "--eval-every", "0", argv=["--lr", "1"])
-    assert r.state.script == "mine.py --tau 5"
+    assert r.state.script == "mine.py --tau 1"
     after = {"accuracy": 2 / 3, "stderr": 0.2, "rows": rows("after", (0.0, 1.0, 1.0))}
     r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))})
     r.state.step = 7
@@ -717,7 +717,7 @@ def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
     assert lines[3:] == ["one of the questions: q1 (it is 7)", "  before: before1", "  after:  after1",
                          "held-out accuracy: 33.3% before, 66.7% after 7 steps (+33.3 +- 66.7 points)"]
     assert [json.loads(line) for line in (tmp_path / "eval_after.jsonl").read_text().splitlines()] == after["rows"]
-    assert json.loads((tmp_path / "summary.json").read_text())["command"] == "python ideas/mine.py --tau 5 --lr 1"
+    assert json.loads((tmp_path / "summary.json").read_text())["command"] == "python ideas/mine.py --tau 1 --lr 1"
 
 
 def test_a_single_file_keeps_a_tenth_out_of_training(tmp_path):
@@ -790,6 +790,20 @@ def test_two_runs_never_write_to_one_folder(tmp_path, capsys):
     assert run(out, "--steps", "1") == 0
 
 
+def test_a_run_that_stops_while_another_is_loaded_is_kept(tmp_path, capsys, monkeypatch):
+    """The other had looked into the folder before the first checkpoint, found its lock free, and began over it."""
+    out, load = tmp_path / "run", sample.load_policy
+
+    def meanwhile(args):
+        monkeypatch.setattr(sample, "load_policy", load)
+        assert run(out, "--steps", "2") == 0
+        return load(args)
+
+    monkeypatch.setattr(sample, "load_policy", meanwhile)
+    assert run(out, "--steps", "1") == 2 and "another run is at work" in capsys.readouterr().err
+    assert len(rows_of(out)) == 2
+
+
 def test_resume_needs_the_questions_it_began_with(tmp_path, capsys):
     """An edited file under the same name: another data order, other held-out questions, other answers."""
     file, out = tmp_path / "d.jsonl", tmp_path / "run"
@@ -831,7 +845,7 @@ def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
     out = copy_of(straight, tmp_path)
     shutil.rmtree(out / "checkpoint")
     before = {p.name: p.read_bytes() for p in out.iterdir() if p.is_file()}
-    for more, told in (([], "; choose a new or an empty folder"), (["--resume"], "state.pt: cannot be resumed (FileNotFoundError")):
+    for more, told in (([], "; choose a new or an empty folder"), (["--resume"], "state.pt: not there, the run was stopped before its first step; start it without --resume")):
         assert run(out, *more) == 2 and told in capsys.readouterr().err
         assert {p.name: p.read_bytes() for p in out.iterdir() if p.is_file()} == before
 
