@@ -209,7 +209,8 @@ def take_policy(command, args):
             if command.name == "sample" and f.name == "prompt-style":
                 default = "plain"  # a chat with a base model asks for nothing in particular
             if f.name != "calib" or args.awq:  # its text is no use to plain rounding
-                default = args.trained_with.get(f.dest, default)
+                given = args.trained_with.get(f.dest)
+                default = default if given is None else given
             setattr(args, f.dest, default)
     if args.trained_with.get("commit") and args.model == args.trained_with.get("model"):
         hub.COMMITS.setdefault(args.model, args.trained_with["commit"])

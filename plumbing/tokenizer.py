@@ -81,9 +81,9 @@ class Tokenizer:
     def _compile(self, template):
         import jinja2.sandbox
 
-        source, file = self.settings, self.folder / "chat_template.jinja"
+        self.source, file = self.settings, self.folder / "chat_template.jinja"
         if file.is_file():  # newer, and first in transformers too
-            template, source = decode(file.read_bytes(), file), file
+            template, self.source = decode(file.read_bytes(), file), file
         if not template or not isinstance(template, str):
             raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint, or "
                              "add one")
@@ -101,7 +101,7 @@ class Tokenizer:
         try:
             return env.from_string(template)
         except Exception as e:
-            raise ValueError(f"{source}: chat_template does not compile: {e}") from None
+            raise ValueError(f"{self.source}: chat_template does not compile: {e}") from None
 
     def __len__(self):
         return self.size
@@ -119,8 +119,11 @@ class Tokenizer:
 
     def chat(self, messages):
         """messages [{"role", "content"}] -> the text the checkpoint was trained to continue."""
-        return self.template.render(messages=messages, add_generation_prompt=True, tools=None,
-                                    documents=None, **self.special)
+        try:
+            return self.template.render(messages=messages, add_generation_prompt=True, tools=None,
+                                        documents=None, **self.special)
+        except Exception as e:  # a template may fail in any way
+            raise ValueError(f"{self.source}: chat_template failed: {e}") from None
 
     def chat_ids(self, messages):
         """Ids of `chat`'s text. Special tokens are the template's to write: in a message, text

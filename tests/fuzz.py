@@ -34,8 +34,9 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save  # noqa: E402
 
 import data  # noqa: E402
-from tests.test_bad_inputs import COMMANDS, DEEP, seen, sound_files  # noqa: E402
+from tests.test_bad_inputs import COMMANDS, seen, sound_files  # noqa: E402
 
+DEEP = "[" * 100_000 + "]" * 100_000
 SLOW, LATE = 10.0, 60.0  # seconds of processor time here, and of the clock, that no case may take
 FILES = {  # what is damaged, and a command that reads it
     "model/config.json": "sample --model model --prompt x --max-new-tokens 2 --device cpu",

@@ -1017,6 +1017,8 @@ MUTANTS = {
          "fast::weights_that_are_trained_go_back_to_the_plain_functions"),
     ],
     "plumbing/tokenizer.py": [
+        ("a template that fails is a traceback", "        except Exception as e:  # a template may fail", "        except KeyError as e:  # a template may fail",
+         "data::template_functions_of_hub_checkpoints"),
         ("half a character is a traceback", "except TypeError:", "except KeyError:", "data::half_a_character_is_refused"),
         ("a question ends its own turn", "self.tokenizer.encode_special_tokens = i % 2 == 1", "self.tokenizer.encode_special_tokens = False",
          "data::special_tokens_in_a_question_are_text"),
@@ -1727,6 +1729,8 @@ MUTANTS = {
          "                pass", "ranks::bad_input_is_refused_once"),
     ],
     "plumbing/flags.py": [
+        ("null in policy.json is a format", "default = default if given is None else given", "default = given",
+         "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
         ("a temperature that overflows is taken", "if 0 < value < 1e-6:", "if False:",
          "flags::a_temperature_that_overflows_is_refused_with_the_other_flags"),
         ("the embedded model's folder is another model", "or Path(model).resolve() == TINY", "",

@@ -508,9 +508,10 @@ def test_template_functions_of_hub_checkpoints(checkpoint):
     tok = Tokenizer(checkpoint)
     turn = tok.chat([{"role": "user", "content": "<é>"}])
     assert turn == '{"role": "user", "content": "<é>"}\n20 24'
-    edit(checkpoint / "tokenizer_config.json", chat_template="{{ raise_exception('no tools') }}")
-    with pytest.raises(ValueError, match="no tools"):
-        Tokenizer(checkpoint).chat([])
+    for broken, says in (("raise_exception('no tools')", "no tools"), ("1 / 0", "division by zero")):
+        edit(checkpoint / "tokenizer_config.json", chat_template=f"{{{{ {broken} }}}}")
+        with pytest.raises(ValueError, match=f"tokenizer_config.json: chat_template failed: {says}"):
+            Tokenizer(checkpoint).chat([])
     edit(checkpoint / "tokenizer_config.json", chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(SecurityError):  # it is code that was downloaded
         Tokenizer(checkpoint).chat([])

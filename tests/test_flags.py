@@ -173,6 +173,8 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
     with pytest.raises(ValueError, match="another base"):
         policy.check(SimpleNamespace(**vars(args) | {"trained_with": had | {"weights": "none:0"}}))
+    (tmp_path / "policy.json").write_text(json.dumps(had | {"quant": None}))
+    assert flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path)]).quant == "nvfp4"  # null is no format, nor a traceback
 
 
 def test_scales_by_another_text_are_told_of(shallow, tmp_path, capsys):
