@@ -1741,7 +1741,7 @@ MUTANTS = {
          "eval::a_run_of_the_whole_model_takes_no_other"),
         ("an empty flag is one left out", 'if value == "" and', "if False and",
          "flags::flags_that_contradict_each_other_are_refused"),
-        ("policy.json is ignored", "args.trained_with.get(f.dest, default)", "default",
+        ("policy.json is ignored", "given = args.trained_with.get(f.dest)", "given = None",
          "train::an_adapter_remembers_what_it_was_trained_with"),
         ("a merged model is rounded again", "folder = args.adapter or args.model", "folder = args.adapter",
          "lora::a_merged_model_is_not_rounded_again_unasked"),

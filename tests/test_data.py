@@ -12,7 +12,6 @@ from plumbing.reward import own_reward
 from plumbing.tokenizer import SUFFIX, Tokenizer
 
 import pytest
-from jinja2.exceptions import SecurityError
 
 import data
 
@@ -513,7 +512,7 @@ def test_template_functions_of_hub_checkpoints(checkpoint):
         with pytest.raises(ValueError, match=f"tokenizer_config.json: chat_template failed: {says}"):
             Tokenizer(checkpoint).chat([])
     edit(checkpoint / "tokenizer_config.json", chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(SecurityError):  # it is code that was downloaded
+    with pytest.raises(ValueError, match="unsafe"):  # it is code that was downloaded
         Tokenizer(checkpoint).chat([])
 
 
