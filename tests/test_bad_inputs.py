@@ -10,6 +10,8 @@ import resource
 import shlex
 import shutil
 import stat
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -431,3 +433,9 @@ def test_names_that_are_the_users_are_never_touched(sound, tmp_path, monkeypatch
     assert not exit_code(COMMANDS["eval"], shlex.split("--data d.jsonl --out out.jsonl --n 1 --max-new-tokens 1"))
     assert {name: Path(name).read_text() for name in mine} == mine
     assert not [p for p in home.rglob("*") if p.name.startswith(".")]
+
+
+def test_the_fuzzer_starts():
+    """What it takes from here was renamed, and nobody noticed."""
+    done = subprocess.run([sys.executable, "tests/fuzz.py", "--case", "3"], cwd=TINY.parents[1], capture_output=True, text=True)
+    assert done.stdout.startswith("1 cases of seed 0, 0 finds"), done.stderr
