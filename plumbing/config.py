@@ -18,8 +18,9 @@ FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False},
 POSITIONS = {"llama": 2048, "mistral": 131072}  # where config.json does not say; else 32,768
 # config.json's fields and their types
 SIZE = (int, 1, 1 << 23)
-SIZES = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                       "num_attention_heads"), SIZE)
+SIZES = {"vocab_size": SIZE, "hidden_size": SIZE, "intermediate_size": SIZE,
+         "num_hidden_layers": (int, 1, 1024),  # a module each, before a tensor is missed
+         "num_attention_heads": SIZE}
 FIELDS = {**SIZES, "num_key_value_heads": SIZE, "head_dim": SIZE, "max_position_embeddings": SIZE,
           "rms_norm_eps": (float, 0, 1), "rope_theta": (float, 1.1, 1e12),
           "tie_word_embeddings": bool, "rope_parameters": dict, "rope_scaling": dict,
