@@ -306,7 +306,7 @@ def test_an_index_that_lies_is_named(tmp_path):
     ({"num_attention_heads": ...}, "the field 'num_attention_heads' is missing"),
     ({"num_key_value_heads": 3}, "4 attention heads do not divide among 3 key-value heads"),
     ({"hidden_size": "32"}, "hidden_size '32' must be a whole number from 1 to 8388608"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers 0 must be a whole number from 1 to 8388608"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers 0 must be a whole number from 1 to 1024"),
 ])
 def test_a_config_that_cannot_be_honoured_is_an_error(tmp_path, change, message):
     """Ignoring any of these loads a model that talks nonsense, or one that is subtly another."""
