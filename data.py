@@ -30,7 +30,7 @@ def load(name, split="train", n=None, seed=0, levels=None):
     name: arithmetic, or a name, file, folder or hub id as datasets.read takes it. A single file
     gives the same rows for each split. n: that many rows, drawn without replacement by `seed` and
     left in order. levels: keep rows whose "level" is in it, 5 the hardest. Raises ValueError /
-    FileNotFoundError naming the file and the row; ConnectionError when a download fails."""
+    FileNotFoundError naming the file and the row; OSError when a download fails."""
     if str(name) == "arithmetic":
         if levels is not None:
             raise ValueError("--levels: the problems of --data arithmetic have none")

@@ -178,9 +178,10 @@ def parse(command, argv):
 
 
 def read_policy(command, folder):
-    """The policy.json in `folder`, {} where there is none; ValueError for what is no value of the
-    command's flags."""
+    """The policy.json in `folder` without its nulls, {} where there is none; ValueError for what is
+    no value of the command's flags."""
     found = saved(folder, "policy.json", policy.FIELDS)
+    found = {name: value for name, value in found.items() if value is not None}
     check_choices(command, found, Path(folder) / "policy.json")
     return found
 
@@ -209,8 +210,7 @@ def take_policy(command, args):
             if command.name == "sample" and f.name == "prompt-style":
                 default = "plain"  # a chat with a base model asks for nothing in particular
             if f.name != "calib" or args.awq:  # its text is no use to plain rounding
-                given = args.trained_with.get(f.dest)
-                default = default if given is None else given
+                default = args.trained_with.get(f.dest, default)
             setattr(args, f.dest, default)
     if args.trained_with.get("commit") and args.model == args.trained_with.get("model"):
         hub.COMMITS.setdefault(args.model, args.trained_with["commit"])

@@ -1729,7 +1729,7 @@ MUTANTS = {
          "                pass", "ranks::bad_input_is_refused_once"),
     ],
     "plumbing/flags.py": [
-        ("null in policy.json is a format", "default = default if given is None else given", "default = given",
+        ("null in policy.json is a format", "for name, value in found.items() if value is not None}", "for name, value in found.items()}",
          "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
         ("a temperature that overflows is taken", "if 0 < value < 1e-6:", "if False:",
          "flags::a_temperature_that_overflows_is_refused_with_the_other_flags"),
@@ -1741,7 +1741,7 @@ MUTANTS = {
          "eval::a_run_of_the_whole_model_takes_no_other"),
         ("an empty flag is one left out", 'if value == "" and', "if False and",
          "flags::flags_that_contradict_each_other_are_refused"),
-        ("policy.json is ignored", "given = args.trained_with.get(f.dest)", "given = None",
+        ("policy.json is ignored", "args.trained_with.get(f.dest, default)", "default",
          "train::an_adapter_remembers_what_it_was_trained_with"),
         ("a merged model is rounded again", "folder = args.adapter or args.model", "folder = args.adapter",
          "lora::a_merged_model_is_not_rounded_again_unasked"),
