@@ -385,7 +385,7 @@ OTHERS = [
     ("lora --merge --model model --adapter adapter --out mine.txt/x", nothing, "--out mine.txt/x"),
     ("lora --merge --model model --adapter adapter --out set", nothing, "--out set|exists"),
     ("plot run --out set", nothing, "--out set"),
-    ("plot run --out /dev/null", nothing, "--out /dev/null: is a device or a pipe"),
+    ("plot run --out pipe", pipe, "--out pipe: is a device or a pipe"),
     ("eval --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
     ("train --data d.jsonl --out pipe", pipe, "--out pipe: is a device or a pipe"),
     ("plot run --out no/where.png", nothing, "--out no/where.png"),
