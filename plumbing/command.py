@@ -88,25 +88,24 @@ def cell(value, spec):
     return "-" if value is None else format(value, spec)
 
 
-def number(low, end, kind=int, closed=False):
-    """An argparse type: a number of `kind` in [low, end), or `closed` in [low, end], never NaN."""
+def number(least, most, kind=int):
+    """An argparse type: a number of `kind` from `least` to `most`, never NaN."""
 
     def parse(text):
         value = kind(text)
-        if not (low <= value < end or closed and value == end):
-            bounds = f"at least {low} and {'at most' if closed else 'below'} {end:.7g}"
-            raise argparse.ArgumentTypeError(f"{text}: must be {bounds}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be from {least} to {most:.7g}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it when `kind` itself cannot read the text
     return parse
 
 
-def numbers(low, end):
-    """An argparse type: whole numbers in [low, end) as in 3,4,5, each once, in order."""
+def numbers(least, most):
+    """An argparse type: whole numbers from `least` to `most` as in 3,4,5, each once, in order."""
 
     def parse(text):
-        return sorted({number(low, end)(part) for part in text.split(",")})
+        return sorted({number(least, most)(part) for part in text.split(",")})
 
     parse.__name__ = "comma-separated int"
     return parse

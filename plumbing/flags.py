@@ -96,8 +96,7 @@ SAMPLING_FLAGS = (
     "sampling",
     Flag("max-new-tokens", number(1, 1e7), None, "completion limit (4096, or what fits)"),
     Flag("temperature", temperature, 0.6, "0 is greedy"),
-    Flag("top-p", number(1e-6, 1, float, closed=True), 0.95,
-         "draw from the likeliest, of this mass"),
+    Flag("top-p", number(1e-6, 1, float), 0.95, "draw from the likeliest, of this mass"),
 )
 ENGINE_FLAGS = (
     "engine",
@@ -105,9 +104,9 @@ ENGINE_FLAGS = (
          "train.py, or faster ones (fast/); auto: fast where it can; exact: fast, log-probs of "
          "sampler and trainer equal to the last bit"),
     Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
-    Flag("card-share", number(0.01, 1, float, closed=True), 1.0,
+    Flag("card-share", number(0.01, 1, float), 1.0,
          "part of the card's memory to take, where several runs share it"),
-    Flag("seed", number(0, 2**63), 0, "of samples, noise, data order and adapter"),
+    Flag("seed", number(0, 2**63 - 1), 0, "of samples, noise, data order and adapter"),
 )
 
 
