@@ -55,7 +55,7 @@ FLAGS = (
          "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
          "1 on (default: data.rewards)"),
-    *flags.PROMPT_FLAGS,
+    flags.PROMPT_STYLE,
     "rollout",
     Flag("steps", number(1, 1e8), None, "rollouts (default: one pass over the data)", 30),
     Flag("prompts-per-step", number(1, 1e5), 16, "prompts a rollout", 12),

@@ -89,9 +89,8 @@ ADAPTER_FLAGS = (
     Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
     Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
 )
-PROMPT_FLAGS = (
-    Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", in_policy=True),
-)
+PROMPT_STYLE = Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for",
+                    in_policy=True)
 SAMPLING_FLAGS = (
     "sampling",
     Flag("max-new-tokens", number(1, 1e7), None, "completion limit (4096, or what fits)"),
@@ -110,31 +109,38 @@ ENGINE_FLAGS = (
 )
 
 
-def parser(command, tiny=False, only_given=False):
-    """The argparse parser of a command; `tiny`: the demo's defaults; `only_given`: no defaults."""
-    p = commands.Parser(f"{command.name}.py", f"python {command.name}.py [flags]", command.about)
+def parser(command):
+    """The argparse parser of a command, for what is given: `parse` adds the defaults, which depend
+    on it."""
+    p = commands.Parser(f"{command.name}.py", f"python {command.name}.py [flags]", command.about,
+                        argument_default=argparse.SUPPRESS)
     group = p
     for f in command.table:
         if isinstance(f, str):
             group = p.add_argument_group(f)
             continue
-        defaults = [] if f.default is None else [str(f.default)]
+        known = [] if f.default is None else [str(f.default)]
         if f.tiny is not None:
-            defaults.append(f"tiny: {f.tiny}")
+            known.append(f"tiny: {f.tiny}")
         if f.in_policy and not command.trains:
-            defaults.append("an adapter's own")
-        how = {"help": f.help + (f" [{'; '.join(defaults)}]" if defaults else "")}
-        how["default"] = f.tiny if tiny and f.tiny is not None else f.default
-        if only_given:
-            how["default"] = argparse.SUPPRESS
-        elif f.in_policy and not command.trains:
-            how["default"] = None  # take_policy fills it
+            known.append("an adapter's own")
+        how = {"help": f.help + (f" [{'; '.join(known)}]" if known else "")}
         if f.kind is bool:
             how["action"] = argparse.BooleanOptionalAction
         else:
             how["choices" if isinstance(f.kind, tuple | dict) else "type"] = f.kind
         group.add_argument(f"--{f.name}", **how)
     return p
+
+
+def given(command, argv):
+    """The flags given on the command line, without defaults, as a dict."""
+    return vars(parser(command).parse_args(argv))
+
+
+def defaults(command, tiny=False):
+    """{dest: default} of a command's flags; `tiny`: the demo's own."""
+    return {f.dest: f.tiny if tiny and f.tiny is not None else f.default for f in command.flags}
 
 
 def check_choices(command, values, where):
@@ -147,26 +153,23 @@ def check_choices(command, values, where):
                              "a script's own needs that script")
 
 
-def given(command, argv):
-    """The flags given on the command line, without defaults, as a dict."""
-    return vars(parser(command, only_given=True).parse_args(argv))
-
-
 def is_tiny(model):
     """Whether --model is the embedded model, by its name or by its folder."""
     return model == "tiny" or Path(model).resolve() == TINY
 
 
 def parse(command, argv):
-    """The flags of a command as a Namespace, checked against each other; the embedded model gets
-    the demo's defaults. ValueError for what is refused; nothing is loaded or written."""
-    model = given(command, argv).get("model", "tiny")
-    args = parser(command, tiny=command.trains and is_tiny(model)).parse_args(argv)
-    for name, value in vars(args).items():
+    """The flags of a command as a Namespace, checked against each other: those given, else those of
+    the policy, else the defaults, for the embedded model the demo's. ValueError for what is
+    refused; nothing is loaded or written."""
+    values = given(command, argv)
+    for name, value in values.items():
         if value == "" and name != "calib":  # --run $UNSET; an empty --calib undoes the adapter's
             raise ValueError(f"--{name.replace('_', '-')}: is empty; give a value or leave it out")
     if not command.trains:
-        take_policy(command, args)
+        values = with_policy(command, values)
+    tiny = is_tiny(values.get("model", "tiny"))
+    args = argparse.Namespace(**defaults(command, tiny) | values)
     if args.awq and args.quant == "none":
         raise ValueError("--awq: chooses the scales of a four-bit format; --quant is none")
     if args.calib and not args.awq:
@@ -185,34 +188,33 @@ def read_policy(command, folder):
     return found
 
 
-def take_policy(command, args):
-    """Fill the flags that were not given from --run or --adapter, else from the table."""
-    if args.run and args.adapter:
+def with_policy(command, given):
+    """The flags `given` with those that --run stands for, and those that its adapter, --adapter or
+    a merged --model was trained with; all of its policy.json is "trained_with"."""
+    given, run = dict(given), given.get("run")
+    if run and "adapter" in given:
         raise ValueError("--run and --adapter exclude each other: a run holds its adapter")
-    folder = args.adapter or args.model  # a merged model has a policy.json as well
-    if args.run:
-        adapter, model = Path(args.run, "adapter"), Path(args.run, "model")
+    if run:
+        adapter, model = Path(run, "adapter"), Path(run, "model")
         if adapter.is_dir():
-            folder = args.adapter = str(adapter)
+            given["adapter"] = str(adapter)
         elif not model.is_dir():
-            raise ValueError(f"--run {args.run}: has no adapter/ nor model/ (before its first "
-                             "save); give the folder that train.py called --out")
-        elif args.model is not None:
-            raise ValueError(f"--model {args.model}: --run {args.run} holds a whole model, all of "
+            raise ValueError(f"--run {run}: has no adapter/ nor model/ (before its first save); "
+                             "give the folder that train.py called --out")
+        elif "model" in given:
+            raise ValueError(f"--model {given['model']}: --run {run} holds a whole model, all of "
                              "it trained; leave one of them out")
         else:
-            folder = args.model = str(model)
-    args.trained_with = read_policy(command, folder) if folder else {}
-    for f in command.flags:
-        if f.in_policy and getattr(args, f.dest) is None:
-            default = f.tiny if f.tiny is not None and is_tiny(args.model) else f.default
-            if command.name == "sample" and f.name == "prompt-style":
-                default = "plain"  # a chat with a base model asks for nothing in particular
-            if f.name != "calib" or args.awq:  # its text is no use to plain rounding
-                default = args.trained_with.get(f.dest, default)
-            setattr(args, f.dest, default)
-    if args.trained_with.get("commit") and args.model == args.trained_with.get("model"):
-        hub.COMMITS.setdefault(args.model, args.trained_with["commit"])
+            given["model"] = str(model)
+    folder = given.get("adapter") or given.get("model")  # a merged model has a policy.json as well
+    had = read_policy(command, folder) if folder else {}
+    in_policy = {f.dest for f in command.flags if f.in_policy}
+    values = {name: value for name, value in had.items() if name in in_policy} | given
+    if not values.get("awq") and "calib" not in given:
+        values.pop("calib", None)  # its text is no use to plain rounding
+    if "commit" in had and values.get("model") == had.get("model", ""):
+        hub.COMMITS.setdefault(had["model"], had["commit"])
+    return values | {"trained_with": had}
 
 
 def check_copies(flag, n, temperature, zero):

@@ -1,6 +1,6 @@
 """
 policy.json, beside each adapter: what it was trained with and must be used with (base, format, AWQ,
-prompt). It gives eval.py and sample.py their defaults (flags.take_policy), and keeps an adapter
+prompt). It gives eval.py and sample.py their defaults (flags.with_policy), and keeps an adapter
 from another base (`check`).
 """
 import sys
