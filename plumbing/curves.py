@@ -41,7 +41,7 @@ def read(run):
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; RUN is a folder that train.py --out wrote "
                                 "(it holds metrics.jsonl)")
-    rows = {row["step"]: row for _, row in files.read_log(path, COLUMNS)}
+    rows = {row["step"]: row for row in files.read_log(path, COLUMNS)}
     if not rows:
         raise ValueError(f"{path}: no complete row yet; wait for the first step")
     return [rows[step] for step in sorted(rows)]

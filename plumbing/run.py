@@ -346,9 +346,7 @@ class Run(ExitStack):
     def cut(self, path):
         """Drop a log's rows of steps that will be done again, and an incomplete last row."""
         rows = files.read_log(path, {}) if path.exists() else ()
-        rows = [text + "\n" for text, row in rows if row["step"] < self.state.step]
-        with whole(path) as part:
-            part.write_text("".join(rows))
+        files.write_jsonl(path, [row for row in rows if row["step"] < self.state.step])
 
     # ---- the end
 

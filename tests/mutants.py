@@ -1396,7 +1396,7 @@ MUTANTS = {
         ("the last rows are all", 'with writing(path), open(path, "a"', 'with writing(path), open(path, "w"',
          "train::a_run_leaves_every_file_it_promises"),
         ("a link is replaced", "path = Path(path).resolve()", "path = Path(path)", "kill::what_a_link_points_to_is_written"),
-        ("a pipe is replaced", "    check_regular(out, name)\n", "", "bad_inputs::flags_and_places_are_checked_before_the_work"),
+        ("a pipe is replaced", "not out.is_file() and not out.is_dir()", "False", "bad_inputs::flags_and_places_are_checked_before_the_work"),
     ],
     "plumbing/__init__.py": [
         ("a prompt in a folder of ours is ours", '"__file__", None)  #', '"__file__", "train.py")  #',
