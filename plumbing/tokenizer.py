@@ -151,12 +151,4 @@ class Tokenizer:
 
 def styled(question, style):
     """The question with its style's instruction below it; `plain` has none."""
-    if style == "plain":
-        return question
-    if style not in SUFFIX:
-        raise unknown_style(style)
-    return f"{question}\n{SUFFIX[style]}"
-
-
-def unknown_style(style):
-    return ValueError(f"--prompt-style {style}: unknown, choose from {', '.join(SUFFIX)}")
+    return question if style == "plain" else f"{question}\n{SUFFIX[style]}"

@@ -72,7 +72,7 @@ def test_format_and_correctness_add_up():
     assert value("it is \\boxed{42}", "boxed") == pytest.approx(1.2)
     assert value("it is 42.", "boxed") == pytest.approx(1.0)
     assert value("\\boxed{41}, then 42", "boxed") == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="--prompt-style"):
+    with pytest.raises(AssertionError, match="poem"):
         value("42", "poem")
 
 
@@ -616,7 +616,7 @@ def test_long_prompts_are_skipped_and_counted():
     assert data.prompts(tok, rows, "tags", len(kept[0]["ids"])) == (kept, 1)
     with pytest.raises(ValueError, match="--max-prompt 5"):
         data.prompts(tok, rows, "tags", 5)
-    with pytest.raises(ValueError, match="--prompt-style"):
+    with pytest.raises(KeyError, match="poem"):
         data.prompts(tok, rows, "poem", 200)
 
 
