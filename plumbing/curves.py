@@ -32,12 +32,10 @@ COLUMNS = {c: (float, -1e39, 1e39) for p in PANELS for c in (*p[1], "eval_stderr
 
 
 def read(run):
-    """A run folder (or a metrics.jsonl itself) -> its rows, dicts in the order of their steps.
-
-    An incomplete last line is dropped. A step logged twice (killed, resumed) counts once, as it was
-    logged last. FileNotFoundError without the file; ValueError for a broken line before the last,
-    or no row at all."""
-    path = Path(run) if Path(run).is_file() else Path(run) / "metrics.jsonl"
+    """A run folder -> the rows of its metrics.jsonl, in the order of their steps, each as it was
+    logged last: a run that was killed and resumed may have logged it twice. FileNotFoundError
+    without the file; ValueError for a broken line before the last, or no row at all."""
+    path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; RUN is a folder that train.py --out wrote "
                                 "(it holds metrics.jsonl)")

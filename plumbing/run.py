@@ -3,15 +3,11 @@ What surrounds the loop of train.py: the run folder, signals, metrics, checkpoin
 What the terminal shows is in console.py.
 
 A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
-adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parameters are trained,
-model/ (a Hugging Face checkpoint, and policy.json), checkpoint/ (what resume needs),
-eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
-Each file appears whole or not at all. Nothing is written until everything that can be refused has
-been checked. The first checkpoint is written before the first step, so that --resume goes on with
-whatever has begun; a new run is refused where there is one.
-
-    python train.py --out runs/x                  # ctrl-C at any moment
-    python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
+adapter/ and adapter_best/ (PEFT's layout) or, where all parameters are trained, model/ (Hugging
+Face's), checkpoint/ (what resume needs), eval_before.jsonl and eval_after.jsonl (a row a held-out
+question), metrics.png and summary.json. Each file appears whole or not at all. Nothing is written
+until everything that can be refused has been checked; the first checkpoint comes before the first
+step, so that --resume goes on with whatever has begun.
 """
 import argparse
 import gc
@@ -61,8 +57,7 @@ class State:
 
 def resolve_flags(spec, args, argv):
     """The flags to run with: those given, in a fresh folder; with --resume, the run's own.
-    ValueError for a folder that holds a run or anything else, one that cannot be written, or a flag
-    that a resumed run cannot change. Leaves nothing behind."""
+    ValueError for a folder that holds anything else, or a flag that a resumed run cannot change."""
     out = Path(args.out)
     check_out(out, folder=True)
     if args.resume:
@@ -103,8 +98,8 @@ class Run(ExitStack):
     each step `phase`, `evaluated` if it is `due`, `check`, `log`, `advance`; and at the end
     `finish`, `stop` or `fail`.
 
-    spec: the flags.Command of train.py. base: policy.base_of its flags. save_weights: writes what
-    is trained into the folder it is given."""
+    spec: the flags.Command of train.py. base: policy.base_of its flags. save_weights(folder): to
+    write what is trained."""
 
     def __init__(self, spec, args, argv, base, save_weights):
         super().__init__()  # the folder's lock, the signals, the collector: held to the end
@@ -124,12 +119,8 @@ class Run(ExitStack):
 
     def open(self, optimizer, rows):
         """Make the folder and a first checkpoint, or with --resume load the last one; from here on
-        signals are handled. False if there is nothing to do: the run has ended, and --steps asks
-        for no more.
-
-        ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
-        `rows`, all questions of training and evaluation, or the model's weights are not those the
-        run began with."""
+        signals are handled. False if the run has ended, and --steps asks for no more. rows: all
+        questions of training and evaluation. ValueError as in `claim` and `restore`."""
         ranks.gather(None)  # all ranks have looked into the folder before one writes there
         self.claim()
         asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
@@ -206,9 +197,8 @@ class Run(ExitStack):
     # ---- in each step
 
     def due(self, step):
-        """Whether the held-out questions are asked before this step: a row then has both the
-        accuracy of its samples and the held-out accuracy of the policy that drew them, and a
-        resumed run evaluates where the uninterrupted one does."""
+        """Whether the held-out questions are asked before this step: by the policy that then draws
+        its samples, and in a resumed run where the uninterrupted one asks them."""
         a = self.args
         return a.eval_n and (step == 0 or a.eval_every and step % a.eval_every == 0)
 
@@ -239,9 +229,9 @@ class Run(ExitStack):
 
     @ranks.first
     def log(self, row, groups, result):
-        """Write a step's row to metrics.jsonl and two samples of its `groups` to rollouts.jsonl,
-        and print both. result: the evaluation before this step, or None. The row also gets the
-        columns of the clock, which begins anew."""
+        """Write a step's row, with the columns of the clock, to metrics.jsonl and two samples of
+        its `groups` to rollouts.jsonl, and print both. result: the evaluation before this step, or
+        None."""
         clock, drawn, self.clock, self.drawn = self.clock, self.drawn, {}, 0
         s = {f"seconds_{k}": clock.get(k, 0.0) for k in ("rollout", "reward", "update")}
         trained = row.pop("trained_tokens")
@@ -275,8 +265,8 @@ class Run(ExitStack):
 
     @ranks.first
     def save(self, optimizer):
-        """Write adapter/ or model/, and checkpoint/. ValueError if a parameter is not finite:
-        nothing is written then, and what was saved before stays."""
+        """Write adapter/ or model/, and checkpoint/. ValueError, and what was saved before stays,
+        if a parameter is not finite."""
         if not all(torch.isfinite(p).all() for p in optimizer.params):
             raise ValueError(f"a parameter holds NaN or inf after {self.state.step} steps; nothing "
                              f"was saved over the last checkpoint in {self.out}. Lower --lr")
