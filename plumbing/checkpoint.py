@@ -8,7 +8,6 @@ is config.py's, how four-bit weights are stored layouts.py's; model.py makes a m
     with Writer("out/", folder, fmt="nvfp4", format=FORMATS["nvfp4"]) as writer:
         writer.add("model.norm.weight", w)
 """
-import contextlib
 import hashlib
 import math
 import re
@@ -32,9 +31,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unq
 HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
              "chat_template.jinja", "model.safetensors", "model-?????-of-?????.safetensors",
              "model.safetensors.index.json")
-RESAVE = ("save it as safetensors with transformers first: AutoModelForCausalLM.from_pretrained("
-          "DIR, gguf_file=FILE, dtype=torch.bfloat16).save_pretrained(OUT), the same for "
-          "AutoTokenizer; without gguf_file that reads .bin files")
 
 
 # ---- where tensors come from
@@ -49,8 +45,6 @@ def fetch(path_or_hub_id, weights=True):
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == ".gguf" and path.is_file():
-        raise ValueError(f"--model {name}: a GGUF file; {RESAVE}")
     if path.exists() or not hub.ID.fullmatch(name):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
                                 "hub id")
@@ -76,8 +70,9 @@ class Checkpoint:
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete? If it holds a .bin or GGUF "
-                                    f"file, {RESAVE}")
+                                    "there; is the download complete? A .bin or GGUF file is saved "
+                                    "as safetensors by transformers: from_pretrained(DIR), "
+                                    "gguf_file=FILE for GGUF, then save_pretrained(OUT)")
         if single.is_file() and single.name not in self.where.values():
             raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
                              f"older, and {index.name} if that is the shards")
@@ -253,9 +248,8 @@ class RandomCheckpoint(Checkpoint):
 class Writer:
     """A checkpoint folder that appears whole or not at all: everything goes to a folder of a new
     name beside it, which is renamed at the end; an exception removes it. `add` holds one shard in
-    host memory. Tokenizer and generation files are copied from `folder`; fmt (or None for 16 bits)
-    goes into config.json, with `format`, the nvfp4.Format that it names; `self.notes` are further
-    JSON files, {name: content}."""
+    host memory. config.json, with `fmt` (None: 16 bits; `format` is its nvfp4.Format), and the
+    tokenizer's files are those of `folder`; `self.notes` are more files, {name: JSON content}."""
 
     def __init__(self, out, folder, fmt=None, format=None, shard_bytes=2 << 30):
         self.out, self.folder, self.fmt, self.format = Path(out), Path(folder), fmt, format
@@ -266,7 +260,6 @@ class Writer:
 
     def __enter__(self):
         check_out(self.out, folder=True, new=True)
-        self.made = [p for p in self.out.absolute().parents if not p.exists()]
         return self
 
     def add(self, name, tensor):
@@ -295,9 +288,6 @@ class Writer:
                 self.finish()
         finally:
             shutil.rmtree(self.partial, ignore_errors=True)  # renamed by now if all went well
-            for parent in self.made:
-                with contextlib.suppress(OSError):  # not empty: it holds the checkpoint
-                    parent.rmdir()
 
     def finish(self):
         if self.shard:
