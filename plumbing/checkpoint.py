@@ -70,9 +70,8 @@ class Checkpoint:
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete? A .bin or GGUF file is saved "
-                                    "as safetensors by transformers: from_pretrained(DIR), "
-                                    "gguf_file=FILE for GGUF, then save_pretrained(OUT)")
+                                    "there; is the download complete? docs/guide.md says how to "
+                                    "make them of .bin and GGUF files")
         if single.is_file() and single.name not in self.where.values():
             raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
                              f"older, and {index.name} if that is the shards")
@@ -104,40 +103,31 @@ class Checkpoint:
         except SafetensorError as e:
             raise ValueError(f"{self.folder / shard}: cannot read {name} ({e})") from None
 
-    def take(self, name, shape=None):
-        """The tensor `name` as stored, checked against `shape`; it counts as used."""
-        t, shard = self.read(name), self.where[name]
-        if shape is not None and tuple(t.shape) != tuple(shape):
-            raise ValueError(f"{self.folder / shard}: {name} has shape {tuple(t.shape)}, "
-                             f"config.json asks for {tuple(shape)}")
+    def take(self, name, shape, dtypes):
+        """The tensor `name` as stored, in `shape` and one of `dtypes`; it counts as used."""
+        t, file = self.read(name), self.folder / self.where[name]
+        if tuple(t.shape) != tuple(shape):
+            raise ValueError(f"{file}: {name} has shape {tuple(t.shape)}, config.json asks for "
+                             f"{tuple(shape)}")
+        if t.dtype not in dtypes:
+            raise ValueError(f"{file}: {name} is stored as {t.dtype}, config.json asks for "
+                             f"{' or '.join(map(str, dtypes))}")
         self.unused.discard(name)
         return t
 
-    def get(self, name, shape=None, dtype=None, device="cpu"):
-        """The weight or bias `name`, checked, cast to `dtype` on the CPU side if that makes it
-        smaller to move."""
+    def get(self, name, shape, dtype=None, device="cpu"):
+        """The weight or bias `name`, checked and cast to `dtype`."""
         if self.is_packed(name.removesuffix(".weight")):
             raise ValueError(f"{self.folder}: {name} is stored in four bits; the head, and a q, k, "
                              "v, gate or up beside others in 16, can be read in 16 alone: give the "
                              f"16-bit checkpoint and --quant {self.layout.fmt}")
-        t, shard = self.take(name, shape), self.where[name]
-        if t.dtype not in FLOATS:
-            raise ValueError(f"{self.folder / shard}: {name} is stored as {t.dtype}; weights of 16 "
-                             "or 32 bits, or of the formats of --quant, can be read")
+        t = self.take(name, shape, FLOATS)
         t = t.to(device=device, dtype=dtype or t.dtype)
         # minimum and maximum show NaN and inf, at a twentieth of the cost of testing each number
         if not torch.stack(t.aminmax()).isfinite().all():
-            raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; the checkpoint is "
-                             "damaged, download it again")
+            raise ValueError(f"{self.folder / self.where[name]}: {name} holds NaN or inf; the "
+                             "checkpoint is damaged, download it again")
         return t
-
-    def stored(self, name, shape, dtype, device="cpu"):
-        """The codes or scales `name`, checked: casting them would change them."""
-        t = self.take(name, shape)
-        if t.dtype != dtype:
-            raise ValueError(f"{self.folder}: {name} is stored as {t.dtype}, config.json asks for "
-                             f"{dtype}")
-        return t.to(device)
 
     # ---- what model.stream asks
 

@@ -117,9 +117,9 @@ def read(source, layout, format, name, n, K, device):
     if K % format.block:
         raise ValueError(f"{source.folder}: {name} has K = {K}, not divisible by {layout.fmt}'s "
                          f"block of {format.block}")
-    codes = source.stored(f"{name}.{layout.codes}", (n, K // 2), torch.uint8, device)
-    scale = source.stored(f"{name}.weight_scale", (n, K // format.block), format.scale_dtype,
-                          device)
+    codes = source.take(f"{name}.{layout.codes}", (n, K // 2), [torch.uint8]).to(device)
+    scale = source.take(f"{name}.weight_scale", (n, K // format.block), [format.scale_dtype])
+    scale = scale.to(device)
     bits = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     valid = {"nvfp4": bits < 127, "mxfp4": bits < 253}.get(layout.fmt, (bits >= 0) & (bits < 1e38))
     if not valid.all():
@@ -129,7 +129,7 @@ def read(source, layout, format, name, n, K, device):
     if layout.top:
         name = f"{name}.{layout.top}"
         shape = () if name in source and source.read(name).dim() == 0 else (1,)
-        top = source.stored(name, shape, torch.float32, device).squeeze()
+        top = source.take(name, shape, [torch.float32]).to(device).squeeze()
         top = 1 / top if layout.reciprocal else top
         if not 0 < top < 1e34:  # 6 * 448 times that is still finite
             raise ValueError(f"{source.folder}: {name} is not a positive number; the checkpoint is "
