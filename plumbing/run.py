@@ -297,21 +297,6 @@ class Run(ExitStack):
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
         or if the questions or the weights are not the same."""
-        was, now = self.load(optimizer), self.state
-        if was.data != now.data:
-            raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
-                             "with; --resume needs the same questions")
-        if was.base != now.base:
-            raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
-                             f"--calib, are not those the run in {self.out} began with; --resume "
-                             "needs the same")
-        self.args.steps = max(self.args.steps, was.step)  # what is done is done
-        self.state = was
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
-            self.cut(self.out / name)
-
-    def load(self, optimizer):
-        """Load checkpoint/ into the optimizer and its parameters; returns its State."""
         path = self.out / "checkpoint" / "state.pt"
         if not path.is_file():
             raise ValueError(f"{path}: not there, the run was stopped before its first step; start "
@@ -325,12 +310,23 @@ class Run(ExitStack):
                 for p, saved in zip(optimizer.params, tensors, strict=True):
                     p.copy_(saved)
             optimizer.load_state_dict(state.pop("optimizer"))
-            return State(**state)
+            was = State(**state)
         except Exception as e:  # torch's unpickler raises many kinds
             # torch's own message advises to load it without safety
             why = "not a checkpoint" if isinstance(e, pickle.UnpicklingError) else cause(e)
             raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
                              ) from None
+        if was.data != self.state.data:
+            raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
+                             "with; --resume needs the same questions")
+        if was.base != self.state.base:
+            raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
+                             f"--calib, are not those the run in {self.out} began with; --resume "
+                             "needs the same")
+        self.args.steps = max(self.args.steps, was.step)  # what is done is done
+        self.state = was
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            self.cut(self.out / name)
 
     @ranks.first
     def cut(self, path):
