@@ -180,12 +180,10 @@ class Checkpoint:
 
 
 def fingerprint(path_or_hub_id):
-    """Digests that tell models apart, from the first rows of each tensor in the files:
-
-    base: of the final norm and the embedding alone, which all number formats share;
-    norms: of the other norms, into which AWQ folds its scales;
-    weights: of every tensor as stored and of what config.json makes of them, after the format's
-    name and a colon; these cannot be compared across formats."""
+    """Digests that tell models apart, from the first rows of tensors: base, of the final norm and
+    the embedding, which all number formats share; norms, of the other norms, into which AWQ folds
+    its scales; weights, of all tensors as stored and of config.json, after the format's name and a
+    colon, since they cannot be compared across formats."""
     folder = fetch(path_or_hub_id)
     config, source = read_config(folder), Checkpoint(folder)
     fields = config | {"quantization": None, "max_position_embeddings": 0}  # length does not matter
@@ -214,8 +212,7 @@ def fingerprint(path_or_hub_id):
 
 
 class RandomCheckpoint(Checkpoint):
-    """Seeded random weights of the true shapes, made where they are needed. For speed and
-    memory."""
+    """Seeded random weights of the true shapes, made where they are needed, to measure with."""
 
     def __init__(self, seed=0):
         self.seed, self.layout, self.unused = seed, None, set()

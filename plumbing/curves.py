@@ -2,8 +2,7 @@
 The curves of a training run from its metrics.jsonl, as one PNG: reward, accuracy, entropy,
 completion length, gradient norm, sampler-trainer gap, noise level and speed.
 
-A run draws its own at its end (plumbing/run.py); lab/plot.py draws those of several in one picture.
-What is drawn is what was logged; columns that no run has are left out.
+A run draws its own at its end (plumbing/run.py), lab/plot.py those of several in one picture.
 
     curves.draw("runs/x", "runs/x/metrics.png")
 """

@@ -1,13 +1,11 @@
 """
 Flags of the commands: a table at the top of each command's file, read here.
 
-A table is a tuple of titles (str) and Flags. The embedded model (`--model tiny`, which trains in
-minutes on a CPU) has its own defaults in a column beside the others. What an adapter was trained
-with is written beside it (plumbing/policy.py) and is the default of eval.py and sample.py when they
-are given the adapter or its run: flags that are `in_policy`.
+A table is a tuple of titles (str) and Flags. The embedded model has defaults of its own. Flags that
+are `in_policy` are written beside an adapter (plumbing/policy.py), and are the defaults of eval.py
+and sample.py where they are given the adapter or its run.
 
-    COMMAND = Command("train", "QeRL training.", FLAGS, check)
-    args = parse(COMMAND, argv)
+    args = parse(Command("train", "QeRL training.", FLAGS, check), argv)
 """
 import argparse
 import sys
@@ -43,9 +41,8 @@ class Flag:
 
 @dataclass(frozen=True)
 class Command:
-    """A command's name, what --help says of it, its table of flags, and a function that checks the
-    flags against each other and fills what is left open. `trains`: it makes a policy, and does not
-    take the flags of one."""
+    """check(args): to check flags against each other, and fill what is left open. `trains`: it
+    makes a policy, and does not take the flags of one."""
 
     name: str
     about: str
@@ -144,8 +141,7 @@ def defaults(command, tiny=False):
 
 
 def check_choices(command, values, where):
-    """ValueError if a value in `values`, {dest: value} as read from the file `where`, is none of
-    its flag's choices."""
+    """ValueError if one of `values`, {dest: value} from the file `where`, is no choice there is."""
     for f in command.flags:
         value = values.get(f.dest)
         if isinstance(f.kind, tuple | dict) and value is not None and value not in f.kind:
@@ -229,8 +225,8 @@ def check_graded(args):
 
 
 def warn_idle(command, needs, args, argv):
-    """Print a warning for each flag in argv that has no effect beside the others. needs: {flag:
-    (the flag that it needs, args -> whether that is set)}."""
+    """Print a warning for each flag in argv that does nothing beside the others. needs: {flag: (the
+    flag that it needs, args -> whether that is set)}."""
     for name in given(command, argv):
         flag, used = needs.get(name, ("", None))
         if used and not used(args):

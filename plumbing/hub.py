@@ -3,7 +3,6 @@ Repositories of the hub as folders, downloaded by huggingface_hub into its cache
 id stood for is kept, so that a run goes on, and is evaluated, with the files that it began with.
 
     folder = hub.download("Qwen/Qwen2.5-3B-Instruct", "model", ("config.json", "*.safetensors"))
-    folder = hub.download("openai/gsm8k@main", "dataset", ("main/test-*.parquet",))
 """
 import functools
 import re

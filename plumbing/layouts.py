@@ -2,16 +2,11 @@
 Four-bit weights as files: how each tool stores them, a row of LAYOUTS for each.
 
 Each original projection, q, k and v apart, is stored as codes (N, K/2), two a byte, scales of
-blocks (N, K/block) and, in NVFP4, one scale of the whole tensor. The layouts differ in names, and
-
-    compressed-tensors  the tensor's scale is stored as its reciprocal
-    modelopt            it is stored as it is (NVIDIA's own checkpoints)
-    qerl                compressed-tensors' names, for NF4 and other formats with a codebook, which
-                        it has no layout for
-
-This project writes compressed-tensors' layout, "W4A16", so that other engines can serve it, and
-qerl's for the rest. lm_head and embeddings stay in 16 bits. Reading is of weights alone:
-activations and KV caches that a checkpoint wants in four or eight bits stay in 16.
+blocks (N, K/block) and, in NVFP4, one scale of the whole tensor: its reciprocal in the layout of
+compressed-tensors, itself in that of modelopt (NVIDIA's own checkpoints). This project writes the
+former, so that other engines can serve it; under the quant_method qerl also formats with a codebook
+(NF4), for which compressed-tensors has none. lm_head and embeddings stay in 16 bits; so do
+activations and KV caches that a checkpoint wants in fewer.
 
 Shapes: N rows of one projection, K columns.
 """

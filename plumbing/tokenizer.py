@@ -24,11 +24,10 @@ SUFFIX = {
 class Tokenizer:
     """tokenizer.json and the chat template of a checkpoint folder.
 
-    `eos_ids`: every id that ends a turn, from generation_config.json, config.json and
-    tokenizer_config.json together (Qwen's instruct models stop at <|im_end|>, and at <|endoftext|>
-    too). `len(tok)` is the last id + 1: a checkpoint's embedding may have more rows than that,
-    which no sampler may ever pick. FileNotFoundError or ValueError with a line that names the file.
-    """
+    `eos_ids`: every id that ends a turn, of three files together (Qwen's instruct models stop at
+    <|im_end|>, and at <|endoftext|> too). `len(tok)` is the last id + 1: a checkpoint's embedding
+    may have more rows than that, which no sampler may ever pick. FileNotFoundError or ValueError
+    with a line that names the file."""
 
     def __init__(self, folder):
         import tokenizers
