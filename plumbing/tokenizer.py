@@ -113,7 +113,6 @@ class Tokenizer:
 
     def decode(self, ids):
         """Text of a completion without special tokens (<|im_end|>, padding); <think> is not one."""
-        ids = [i for i in ids if i < self.size]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def chat(self, messages):
@@ -130,8 +129,6 @@ class Tokenizer:
         found = self.tokenizer.get_added_tokens_decoder().values()
         special = sorted((t.content for t in found if t.special), key=len, reverse=True)
         pattern = "|".join(map(re.escape, special)) or "(?!)"
-        if not any(re.search(pattern, m["content"]) for m in messages):
-            return self.encode(self.chat(messages))
         # a mark stands in its place while the template is rendered
         marked = [{**m, "content": re.sub(pattern, lambda t: f"\ue000{special.index(t[0])}\ue001",
                                           m["content"])} for m in messages]
