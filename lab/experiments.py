@@ -142,7 +142,7 @@ def flags_used(runs):
         told[run] = plot.told(run)
     every = sorted({*chain(*told.values())})
     for run, given in told.items():
-        now = flags.defaults(train.COMMAND, flags.is_tiny(given.get("model", "tiny"))) | given
+        now = flags.defaults(train.COMMAND, given.get("model", "tiny")) | given
         off = {k for k, (_, used) in train.NEEDS.items() if not used(argparse.Namespace(**now))}
         had[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
     return had

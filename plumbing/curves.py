@@ -45,8 +45,8 @@ def read(run):
 
 
 def with_summary(run, rows):
-    """`rows`, and the held-out accuracy after the last of them, which only summary.json has; also
-    the accuracy before the first, if no row has any."""
+    """`rows`, and what only summary.json has: the held-out accuracy after the last of them, and
+    before the first, if no row has any."""
     summary = saved(run, "summary.json")
     if not any("eval_accuracy" in row for row in rows):
         rows = [{**rows[0], "eval_accuracy": summary.get("accuracy_before")}, *rows[1:]]
@@ -58,12 +58,11 @@ def with_summary(run, rows):
 
 
 def column(rows, name):
-    """The values of one column as floats; nan where it is missing, null or no number."""
-    return [float(v) if isinstance(v := row.get(name), (int, float)) else math.nan for row in rows]
+    """The values of one column as floats; nan where it is missing or null."""
+    return [math.nan if row.get(name) is None else float(row[name]) for row in rows]
 
 
 def curve(ax, rows, name, **style):
-    """Draw one column over the steps."""
     xs, ys = column(rows, "step"), column(rows, name)
     if name == "eval_accuracy":  # measured at some steps only, with an error
         at = [i for i, y in enumerate(ys) if math.isfinite(y)]
@@ -82,7 +81,6 @@ def curve(ax, rows, name, **style):
 
 
 def set_scale(ax, scale):
-    """How the y axis of a panel reads."""
     if scale == "log":
         ax.set_yscale("log", nonpositive="mask")
         if ax.get_ylim()[1] < 10 * ax.get_ylim()[0]:  # else ticks in a decade have no numbers

@@ -142,8 +142,7 @@ def read_rows(path):
 
 
 def from_hub(place, split, revision=""):
-    """The files of a split of owner/name on the hub, or of owner/name/folder, downloaded once.
-    revision: empty, or @ and a branch, tag or commit."""
+    """The files of a split of owner/name or owner/name/folder on the hub. revision: "" or @..."""
     owner, name, *folders = place.split("/")
     under = "".join(f"{folder}/" for folder in folders)
     home = hub.download(f"{owner}/{name}{revision}", "dataset", tuple(

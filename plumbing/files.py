@@ -129,8 +129,7 @@ def read_log(path, fields):
 
 @contextmanager
 def writing(path):
-    """Whatever goes wrong with writing inside the block, a full disk, say, becomes one error that
-    names `path`."""
+    """What goes wrong with writing in the block (a full disk) becomes one that names `path`."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError
@@ -210,8 +209,8 @@ def check_out(out, folder=False, new=False):
 
 
 def lock(path, problem):
-    """Hold the file `path` against other processes until this one ends, however it ends; returns
-    the open file. ValueError(problem) if another holds it."""
+    """Hold the file `path` until this process ends, however it ends; returns the open file.
+    ValueError(problem) if another process holds it."""
     f = open(path, "a")
     try:
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)

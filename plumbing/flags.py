@@ -135,8 +135,9 @@ def given(command, argv):
     return vars(parser(command).parse_args(argv))
 
 
-def defaults(command, tiny=False):
-    """{dest: default} of a command's flags; `tiny`: the demo's own."""
+def defaults(command, model):
+    """{dest: default} of a command's flags; the embedded model (tiny, or its folder) has its own."""
+    tiny = model == "tiny" or Path(model).resolve() == TINY
     return {f.dest: f.tiny if tiny and f.tiny is not None else f.default for f in command.flags}
 
 
@@ -149,11 +150,6 @@ def check_choices(command, values, where):
                              "a script's own needs that script")
 
 
-def is_tiny(model):
-    """Whether --model is the embedded model, by its name or by its folder."""
-    return model == "tiny" or Path(model).resolve() == TINY
-
-
 def parse(command, argv):
     """The flags of a command as a Namespace, checked against each other: those given, else those of
     the policy, else the defaults, for the embedded model the demo's. ValueError for what is
@@ -164,8 +160,8 @@ def parse(command, argv):
             raise ValueError(f"--{name.replace('_', '-')}: is empty; give a value or leave it out")
     if not command.trains:
         values = with_policy(command, values)
-    tiny = is_tiny(values.get("model", "tiny"))
-    args = argparse.Namespace(**defaults(command, tiny) | values)
+    model = values.get("model", "tiny")
+    args = argparse.Namespace(**defaults(command, model) | values)
     if args.awq and args.quant == "none":
         raise ValueError("--awq: chooses the scales of a four-bit format; --quant is none")
     if args.calib and not args.awq:

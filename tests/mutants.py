@@ -1766,7 +1766,7 @@ MUTANTS = {
          "flags::flags_that_contradict_each_other_are_refused"),
         ("AWQ of 16 bits", 'if args.awq and args.quant == "none":', "if False:",
          "flags::flags_that_contradict_each_other_are_refused"),
-        ("every model has the demo's defaults", 'is_tiny(values.get("model", "tiny"))', "True",
+        ("every model has the demo's defaults", 'defaults(command, model) | values', 'defaults(command, "tiny") | values',
          "flags::the_demos_defaults_are_the_demos"),
         ("an adapter's text is asked for without AWQ", 'if not values.get("awq") and "calib"', 'if False and "calib"',
          "flags::without_awq_an_adapters_text_is_not_asked_for"),
@@ -1811,8 +1811,7 @@ MUTANTS = {
         ("nothing matches, and nothing is said", "            if not files:", "            if False:", "archive::what_is_no_run_is_named"),
     ],
     "lab/experiments.py": [
-        ("older runs had the demo's defaults", 'flags.is_tiny(given.get("model", "tiny"))) | given',
-         'True) | given',
+        ("older runs had the demo's defaults", 'given.get("model", "tiny")) | given', '"tiny") | given',
          "experiments::an_older_run_had_the_defaults_of_its_own_model"),
         ("an interval as if the error were known", "(student(p, len(values) - 1) for p in (0.975, 0.8))", "(student(p, 9999) for p in (0.975, 0.8))",
          "archive::intervals_are_students"),
