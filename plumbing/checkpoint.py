@@ -239,6 +239,7 @@ class Writer:
     tokenizer's files are those of `folder`; `self.notes` are more files, {name: JSON content}."""
 
     def __init__(self, out, folder, fmt=None, format=None, shard_bytes=2 << 30):
+        check_out(out, folder=True, new=True)
         self.out, self.folder, self.fmt, self.format = Path(out), Path(folder), fmt, format
         self.partial = beside(self.out)
         self.shard_bytes, self.shard, self.size, self.total = shard_bytes, {}, 0, 0
@@ -246,7 +247,6 @@ class Writer:
         self.dense = []  # projections in 16 bits
 
     def __enter__(self):
-        check_out(self.out, folder=True, new=True)
         return self
 
     def add(self, name, tensor):
@@ -277,8 +277,7 @@ class Writer:
             shutil.rmtree(self.partial, ignore_errors=True)  # renamed by now if all went well
 
     def finish(self):
-        if self.shard:
-            self.flush()
+        self.flush()
         where, n = {}, len(self.shards)
         for i, names in enumerate(self.shards):
             file = f"model-{i + 1:05d}-of-{n:05d}.safetensors" if n > 1 else "model.safetensors"
@@ -295,8 +294,7 @@ class Writer:
             write_json(self.partial / name, content)
         raw = read_json(self.folder / "config.json")
         raw.pop("quantization_config", None)
-        if self.dtype:  # other tools read the tensors as this dtype
-            raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype
+        raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype  # what other tools cast to
         if self.fmt:
             raw["quantization_config"] = layouts.quantization_config(self.fmt, self.format,
                                                                      self.dense)

@@ -270,11 +270,9 @@ class Run(ExitStack):
         if not all(torch.isfinite(p).all() for p in optimizer.params):
             raise ValueError(f"a parameter holds NaN or inf after {self.state.step} steps; nothing "
                              f"was saved over the last checkpoint in {self.out}. Lower --lr")
-        if self.args.lora_rank:
-            self.write_weights("adapter")
-        else:
+        if not self.args.lora_rank:
             files.discard(self.out / "model")  # the last checkpoint holds all of it
-            self.write_weights("model")
+        self.write_weights("adapter" if self.args.lora_rank else "model")
         self.write_state(optimizer)
 
     @ranks.first
