@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from plumbing.config import SIZES
-from plumbing.files import decode, read_json, saved, shown
+from plumbing.files import check, decode, read_json, saved, shown
 
 SUFFIX = {
     "tags": "Reason step by step in <think></think>, then give the final answer in "
@@ -54,14 +54,12 @@ class Tokenizer:
             raise ValueError(f"{path} has {self.size} ids but {folder / 'config.json'} says "
                              f"vocab_size {model.get('vocab_size')}: the tokenizer is another "
                              "model's")
-        self.special = {}  # bos_token and others as text, for the template
+        special = {}  # as text, for the template
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = config.get(name)
-            token = token.get("content") if isinstance(token, dict) else token  # an AddedToken
-            if not isinstance(token, str | None):
-                raise ValueError(f"{self.settings}: {name} {shown(token)} must be text")
-            if token is not None:
-                self.special[name] = token
+            special[name] = token.get("content") if isinstance(token, dict) else token  # AddedToken
+        check(special, self.settings, dict.fromkeys(special, str))
+        self.special = {name: token for name, token in special.items() if token is not None}
         self.eos_ids = self._ends(generation, model)
         self.template = self._compile(config.get("chat_template"))
 
