@@ -39,7 +39,7 @@ import sample
 FLAGS = (
     *sample.MODEL_FLAGS,
     "adapter",
-    Flag("lora-rank", number(0, 4097), 32, "0 with --quant none trains all parameters", 16),
+    Flag("lora-rank", number(0, 4096), 32, "0 with --quant none trains all parameters", 16),
     Flag("lora-alpha", number(1e-6, 1e6, float), 32.0, "the adapter is scaled by alpha / rank"),
     "noise",
     Flag("aqn", bool, True, "adaptive quantization noise in the RMSNorms"),
@@ -55,7 +55,7 @@ FLAGS = (
          "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
          "1 on (default: data.rewards)"),
-    *flags.PROMPT_FLAGS,
+    flags.PROMPT_STYLE,
     "rollout",
     Flag("steps", number(1, 1e8), None, "rollouts (default: one pass over the data)", 30),
     Flag("prompts-per-step", number(1, 1e5), 16, "prompts a rollout", 12),

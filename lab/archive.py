@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command, curves
-from plumbing.files import append, read_jsonl, saved, whole, write_json
+from plumbing.files import read_jsonl, saved, whole, write_json, write_jsonl
 
 RUNS = Path(__file__).resolve().parents[1] / "results" / "runs.tar.xz"
 COLUMNS = ("step", "accuracy", "eval_accuracy", "entropy", "length_mean", "format", "zero_var_frac",
@@ -87,10 +87,11 @@ def keep(run, out, commit):
     flags = {flag: value for flag, value in flags.items() if flag not in LEFT_OUT}
     write_json(out / "config.json", flags | {"commit": commit}, indent=None)
     write_json(out / "summary.json", saved(run, "summary.json"), indent=None)
-    append(out / "metrics.jsonl", [{c: short(s[c]) for c in COLUMNS if c in s} for s in steps])
+    rows = [{c: short(step[c]) for c in COLUMNS if c in step} for step in steps]
+    write_jsonl(out / "metrics.jsonl", rows)
     for name in ("eval_before.jsonl", "eval_after.jsonl"):
         if (grades := answers(run, name)) is not None:
-            append(out / name, [{"accuracy": grade} for grade in grades])
+            write_jsonl(out / name, [{"accuracy": grade} for grade in grades])
 
 
 def add(runs, group, commit):

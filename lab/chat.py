@@ -5,6 +5,7 @@ Talk to a model: a chat, or one prompt. `python sample.py` starts this file. eva
     python sample.py --prompt "What is 3 + 4 * 5?"
 """
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,7 +20,8 @@ FLAGS = (
     *sample.MODEL_FLAGS,
     *flags.ADAPTER_FLAGS,
     "chat",
-    *flags.PROMPT_FLAGS,
+    # a chat with a base model asks for nothing in particular
+    replace(flags.PROMPT_STYLE, default="plain"),
     Flag("prompt", str, None, "answer this and exit; without it: a chat"),
     *flags.SAMPLING_FLAGS,
     *flags.ENGINE_FLAGS,

@@ -134,7 +134,7 @@ def quantize_body(argv):
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
     add("--plan", metavar="MODEL",
         help="only print what a checkpoint, hub id or config.json costs in each format")
-    add("--rank", type=count(1, 4097), default=32, help="LoRA rank that --plan counts with")
+    add("--rank", type=count(1, 4096), default=32, help="LoRA rank that --plan counts with")
     add("--tokens", type=count(1, 10**8), default=16384,
         help="micro-batch tokens that --plan counts with")
     args = p.parse_args(argv)

@@ -137,14 +137,12 @@ def flags_used(runs):
     """{run: {flag: value}}, the same flags for each, by name: an older run that was not asked for
     one has its default, and one that did nothing is UNUSED."""
     told, had = {}, {}
-    defaults = {tiny: vars(flags.parser(train.COMMAND, tiny).parse_args([]))
-                for tiny in (True, False)}
     for run in runs:
         archive.config(run)  # ValueError without one, which `told` passes over
         told[run] = plot.told(run)
     every = sorted({*chain(*told.values())})
     for run, given in told.items():
-        now = defaults[flags.is_tiny(given.get("model", "tiny"))] | given
+        now = flags.defaults(train.COMMAND, given.get("model", "tiny")) | given
         off = {k for k, (_, used) in train.NEEDS.items() if not used(argparse.Namespace(**now))}
         had[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
     return had

@@ -24,19 +24,12 @@ def leave(*_):
     os._exit(130)
 
 
-def loads_slowly(words):
-    """Whether someone at a terminal waits for one of the commands that need PyTorch, without
-    --help. torchrun starts many processes; the first of them prints."""
-    slow = ALONE and Path(MAIN).name != "plot.py"
-    asked = not {"-h", "--help"}.isdisjoint(words)
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    return slow and not asked and first and sys.stderr is not None and sys.stderr.isatty()
-
-
 if ALONE:
     signal.signal(signal.SIGINT, leave)
-if loads_slowly(sys.argv[1:]):
-    print("loading PyTorch ...", file=sys.stderr, flush=True)
+    helps = bool({"-h", "--help"} & {*sys.argv}) or Path(MAIN).name == "plot.py"  # in no time
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the processes that torchrun starts
+    if first and not helps and sys.stderr.isatty():
+        print("loading PyTorch ...", file=sys.stderr, flush=True)
 # Rollouts and updates need tensors of ever new sizes: without this setting, which torch reads when
 # it is imported, the allocator keeps 46 GiB where tensors peak at 26.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

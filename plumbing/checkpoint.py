@@ -8,7 +8,6 @@ is config.py's, how four-bit weights are stored layouts.py's; model.py makes a m
     with Writer("out/", folder, fmt="nvfp4", format=FORMATS["nvfp4"]) as writer:
         writer.add("model.norm.weight", w)
 """
-import contextlib
 import hashlib
 import math
 import re
@@ -32,9 +31,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unq
 HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
              "chat_template.jinja", "model.safetensors", "model-?????-of-?????.safetensors",
              "model.safetensors.index.json")
-RESAVE = ("save it as safetensors with transformers first: AutoModelForCausalLM.from_pretrained("
-          "DIR, gguf_file=FILE, dtype=torch.bfloat16).save_pretrained(OUT), the same for "
-          "AutoTokenizer; without gguf_file that reads .bin files")
 
 
 # ---- where tensors come from
@@ -49,8 +45,6 @@ def fetch(path_or_hub_id, weights=True):
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == ".gguf" and path.is_file():
-        raise ValueError(f"--model {name}: a GGUF file; {RESAVE}")
     if path.exists() or not hub.ID.fullmatch(name):
         raise FileNotFoundError(f"--model {name}: no such folder; give a checkpoint folder or a "
                                 "hub id")
@@ -76,8 +70,8 @@ class Checkpoint:
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
             raise FileNotFoundError(f"{self.folder}: neither {single.name} nor {index.name} is "
-                                    "there; is the download complete? If it holds a .bin or GGUF "
-                                    f"file, {RESAVE}")
+                                    "there; is the download complete? docs/guide.md says how to "
+                                    "make them of .bin and GGUF files")
         if single.is_file() and single.name not in self.where.values():
             raise ValueError(f"{self.folder}: holds {single.name} and other shards; remove the "
                              f"older, and {index.name} if that is the shards")
@@ -109,40 +103,31 @@ class Checkpoint:
         except SafetensorError as e:
             raise ValueError(f"{self.folder / shard}: cannot read {name} ({e})") from None
 
-    def take(self, name, shape=None):
-        """The tensor `name` as stored, checked against `shape`; it counts as used."""
-        t, shard = self.read(name), self.where[name]
-        if shape is not None and tuple(t.shape) != tuple(shape):
-            raise ValueError(f"{self.folder / shard}: {name} has shape {tuple(t.shape)}, "
-                             f"config.json asks for {tuple(shape)}")
+    def take(self, name, shape, dtypes):
+        """The tensor `name` as stored, in `shape` and one of `dtypes`; it counts as used."""
+        t, file = self.read(name), self.folder / self.where[name]
+        if tuple(t.shape) != tuple(shape):
+            raise ValueError(f"{file}: {name} has shape {tuple(t.shape)}, config.json asks for "
+                             f"{tuple(shape)}")
+        if t.dtype not in dtypes:
+            raise ValueError(f"{file}: {name} is stored as {t.dtype}, config.json asks for "
+                             f"{' or '.join(map(str, dtypes))}")
         self.unused.discard(name)
         return t
 
-    def get(self, name, shape=None, dtype=None, device="cpu"):
-        """The weight or bias `name`, checked, cast to `dtype` on the CPU side if that makes it
-        smaller to move."""
+    def get(self, name, shape, dtype=None, device="cpu"):
+        """The weight or bias `name`, checked and cast to `dtype`."""
         if self.is_packed(name.removesuffix(".weight")):
             raise ValueError(f"{self.folder}: {name} is stored in four bits; the head, and a q, k, "
                              "v, gate or up beside others in 16, can be read in 16 alone: give the "
                              f"16-bit checkpoint and --quant {self.layout.fmt}")
-        t, shard = self.take(name, shape), self.where[name]
-        if t.dtype not in FLOATS:
-            raise ValueError(f"{self.folder / shard}: {name} is stored as {t.dtype}; weights of 16 "
-                             "or 32 bits, or of the formats of --quant, can be read")
+        t = self.take(name, shape, FLOATS)
         t = t.to(device=device, dtype=dtype or t.dtype)
         # minimum and maximum show NaN and inf, at a twentieth of the cost of testing each number
         if not torch.stack(t.aminmax()).isfinite().all():
-            raise ValueError(f"{self.folder / shard}: {name} holds NaN or inf; the checkpoint is "
-                             "damaged, download it again")
+            raise ValueError(f"{self.folder / self.where[name]}: {name} holds NaN or inf; the "
+                             "checkpoint is damaged, download it again")
         return t
-
-    def stored(self, name, shape, dtype, device="cpu"):
-        """The codes or scales `name`, checked: casting them would change them."""
-        t = self.take(name, shape)
-        if t.dtype != dtype:
-            raise ValueError(f"{self.folder}: {name} is stored as {t.dtype}, config.json asks for "
-                             f"{dtype}")
-        return t.to(device)
 
     # ---- what model.stream asks
 
@@ -195,12 +180,10 @@ class Checkpoint:
 
 
 def fingerprint(path_or_hub_id):
-    """Digests that tell models apart, from the first rows of each tensor in the files:
-
-    base: of the final norm and the embedding alone, which all number formats share;
-    norms: of the other norms, into which AWQ folds its scales;
-    weights: of every tensor as stored and of what config.json makes of them, after the format's
-    name and a colon; these cannot be compared across formats."""
+    """Digests that tell models apart, from the first rows of tensors: base, of the final norm and
+    the embedding, which all number formats share; norms, of the other norms, into which AWQ folds
+    its scales; weights, of all tensors as stored and of config.json, after the format's name and a
+    colon, since they cannot be compared across formats."""
     folder = fetch(path_or_hub_id)
     config, source = read_config(folder), Checkpoint(folder)
     fields = config | {"quantization": None, "max_position_embeddings": 0}  # length does not matter
@@ -229,8 +212,7 @@ def fingerprint(path_or_hub_id):
 
 
 class RandomCheckpoint(Checkpoint):
-    """Seeded random weights of the true shapes, made where they are needed. For speed and
-    memory."""
+    """Seeded random weights of the true shapes, made where they are needed, to measure with."""
 
     def __init__(self, seed=0):
         self.seed, self.layout, self.unused = seed, None, set()
@@ -253,11 +235,11 @@ class RandomCheckpoint(Checkpoint):
 class Writer:
     """A checkpoint folder that appears whole or not at all: everything goes to a folder of a new
     name beside it, which is renamed at the end; an exception removes it. `add` holds one shard in
-    host memory. Tokenizer and generation files are copied from `folder`; fmt (or None for 16 bits)
-    goes into config.json, with `format`, the nvfp4.Format that it names; `self.notes` are further
-    JSON files, {name: content}."""
+    host memory. config.json, with `fmt` (None: 16 bits; `format` is its nvfp4.Format), and the
+    tokenizer's files are those of `folder`; `self.notes` are more files, {name: JSON content}."""
 
     def __init__(self, out, folder, fmt=None, format=None, shard_bytes=2 << 30):
+        check_out(out, folder=True, new=True)
         self.out, self.folder, self.fmt, self.format = Path(out), Path(folder), fmt, format
         self.partial = beside(self.out)
         self.shard_bytes, self.shard, self.size, self.total = shard_bytes, {}, 0, 0
@@ -265,8 +247,6 @@ class Writer:
         self.dense = []  # projections in 16 bits
 
     def __enter__(self):
-        check_out(self.out, folder=True, new=True)
-        self.made = [p for p in self.out.absolute().parents if not p.exists()]
         return self
 
     def add(self, name, tensor):
@@ -295,13 +275,9 @@ class Writer:
                 self.finish()
         finally:
             shutil.rmtree(self.partial, ignore_errors=True)  # renamed by now if all went well
-            for parent in self.made:
-                with contextlib.suppress(OSError):  # not empty: it holds the checkpoint
-                    parent.rmdir()
 
     def finish(self):
-        if self.shard:
-            self.flush()
+        self.flush()
         where, n = {}, len(self.shards)
         for i, names in enumerate(self.shards):
             file = f"model-{i + 1:05d}-of-{n:05d}.safetensors" if n > 1 else "model.safetensors"
@@ -318,8 +294,7 @@ class Writer:
             write_json(self.partial / name, content)
         raw = read_json(self.folder / "config.json")
         raw.pop("quantization_config", None)
-        if self.dtype:  # other tools read the tensors as this dtype
-            raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype
+        raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype  # what other tools cast to
         if self.fmt:
             raw["quantization_config"] = layouts.quantization_config(self.fmt, self.format,
                                                                      self.dense)

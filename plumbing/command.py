@@ -1,11 +1,8 @@
 """
 What all commands have in common: bad flags refused in one line, numbers with bounds, exit code 2
 for what the user can fix, and an orderly end on ctrl-C, SIGTERM, a closed terminal or a closed
-stdout.
-
-Before `run`, while torch is imported, ctrl-C ends the process in one line (plumbing/__init__.py).
-`run` turns each of these ends into a KeyboardInterrupt, so that what is half written is removed and
-what can be saved is saved (plumbing/run.py has its own handler).
+stdout: each raises KeyboardInterrupt, so that what is half written is removed and what can be saved
+is saved (plumbing/run.py has its own handler).
 
     sys.exit(command.run("eval.py", lambda: body(args)))
 """
@@ -14,7 +11,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,9 +32,6 @@ def stop(*_):
 def signals(handler):
     """Set `handler` for SIGNALS within the block, except for a SIGHUP that nohup has switched off;
     afterwards what was there before."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can be asked to handle signals
-        return
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     before = [(n, signal.signal(n, handler)) for n in (SIGNALS[:2] if nohup else SIGNALS)]
     try:
@@ -88,25 +81,24 @@ def cell(value, spec):
     return "-" if value is None else format(value, spec)
 
 
-def number(low, end, kind=int, closed=False):
-    """An argparse type: a number of `kind` in [low, end), or `closed` in [low, end], never NaN."""
+def number(least, most, kind=int):
+    """An argparse type: a number of `kind` from `least` to `most`, never NaN."""
 
     def parse(text):
         value = kind(text)
-        if not (low <= value < end or closed and value == end):
-            bounds = f"at least {low} and {'at most' if closed else 'below'} {end:.7g}"
-            raise argparse.ArgumentTypeError(f"{text}: must be {bounds}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be from {least} to {most:.7g}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it when `kind` itself cannot read the text
     return parse
 
 
-def numbers(low, end):
-    """An argparse type: whole numbers in [low, end) as in 3,4,5, each once, in order."""
+def numbers(least, most):
+    """An argparse type: whole numbers from `least` to `most` as in 3,4,5, each once, in order."""
 
     def parse(text):
-        return sorted({number(low, end)(part) for part in text.split(",")})
+        return sorted({number(least, most)(part) for part in text.split(",")})
 
     parse.__name__ = "comma-separated int"
     return parse

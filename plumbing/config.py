@@ -1,8 +1,7 @@
 """
 config.json: what a checkpoint says of itself, and which of it this project supports. The rest is an
-error that names it: a model that ignored its sliding windows would still talk.
-
-`quantization_config`, and the tensors that it describes, are layouts.py's.
+error that names it: a model that ignored its sliding windows would still talk. layouts.py reads the
+`quantization_config`.
 
     fields = read_config("Qwen2.5-0.5B-Instruct/")
 """

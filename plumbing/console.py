@@ -1,6 +1,6 @@
 """
-What a run shows: its flags, a line a step, samples, warnings, and at the end what was learned. All
-of it is a view of rows that run.py has written into the run's folder.
+What a run shows: its flags, a line a step, samples, warnings, and at the end what was learned; and
+what eval.py shows.
 """
 import shutil
 import sys
@@ -26,7 +26,7 @@ def show_flags(args):
 
 def show_step(row, samples, args, warned):
     """Print a row of metrics.jsonl as one line, its samples (rows of rollouts.jsonl) every
-    SHOW_EVERY steps, and its warnings; `warned`: the set of warnings the run has had."""
+    SHOW_EVERY steps, and the warnings that are not among those `warned` of before, a set."""
     print(step_line(row, args, width()), flush=True)
     if row["step"] % SHOW_EVERY == 0:
         for s in samples:
@@ -34,14 +34,13 @@ def show_step(row, samples, args, warned):
             text = one_line(s["text"], 12 + len(mark))
             print(f"      Q: {one_line(s['question'])}\n      A: {text} ({mark})")
     for text in warnings_for(row, args):
-        if text not in warned:  # one warning a run is enough
+        if text not in warned:
             print(f"warning: {text}", flush=True)
         warned.add(text)
 
 
 def step_line(row, args, wide=None):
-    """A step's row as text of at most `wide` characters, if that can be done by leaving columns
-    out."""
+    """A step's row as text; columns are left out until it has at most `wide` characters."""
     eta = (args.steps - row["step"] - 1) * row["seconds_step"]
     columns = {
         "step": f"{row['step']:>5}", "reward": f"reward {row['reward']:.3f}",
@@ -97,8 +96,7 @@ def warnings_for(row, args):
 
 def show_end(out, args, summary, before, after):
     """Print what a run leaves in its folder `out`, one question answered wrong before training and
-    right after it, and the gain. before, after: rows of eval_before.jsonl and of eval_after.jsonl,
-    both empty where nothing was held out."""
+    right after it, and the gain. before, after: rows of eval_before.jsonl and eval_after.jsonl."""
     print(f"{out}: {'adapter' if args.lora_rank else 'model'}/, metrics.jsonl, metrics.png, "
           f"summary.json ({summary['seconds']:.0f} s)")
     for b, a in zip(before, after, strict=True):
@@ -116,8 +114,7 @@ def show_end(out, args, summary, before, after):
 
 
 def show_results(results, own_reward=None):
-    """Print eval.py's table and what is to be said of each of its rows. results: (set, model,
-    evaluate's dict) of each."""
+    """Print eval.py's table and what is to be said of its rows: [(set, model, evaluate's dict)]."""
     print(f"{'data':<16}{'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
           f"{'cut':>7}{'questions':>11}")
     for name, arm, r in results:
@@ -151,7 +148,6 @@ def points(share):
 
 
 def one_line(text, beside=10):
-    """A text without line breaks, cut to what fits a line of the terminal `beside` other
-    characters."""
+    """A text without line breaks, cut to fit the terminal `beside` so many other characters."""
     text, most = " ".join(text.split()), max(10, width() - beside) if width() else 160
     return text if len(text) <= most else text[: most - 3] + "..."

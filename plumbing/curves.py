@@ -2,8 +2,7 @@
 The curves of a training run from its metrics.jsonl, as one PNG: reward, accuracy, entropy,
 completion length, gradient norm, sampler-trainer gap, noise level and speed.
 
-A run draws its own at its end (plumbing/run.py); lab/plot.py draws those of several in one picture.
-What is drawn is what was logged; columns that no run has are left out.
+A run draws its own at its end (plumbing/run.py), lab/plot.py those of several in one picture.
 
     curves.draw("runs/x", "runs/x/metrics.png")
 """
@@ -32,24 +31,22 @@ COLUMNS = {c: (float, -1e39, 1e39) for p in PANELS for c in (*p[1], "eval_stderr
 
 
 def read(run):
-    """A run folder (or a metrics.jsonl itself) -> its rows, dicts in the order of their steps.
-
-    An incomplete last line is dropped. A step logged twice (killed, resumed) counts once, as it was
-    logged last. FileNotFoundError without the file; ValueError for a broken line before the last,
-    or no row at all."""
-    path = Path(run) if Path(run).is_file() else Path(run) / "metrics.jsonl"
+    """A run folder -> the rows of its metrics.jsonl, in the order of their steps, each as it was
+    logged last: a run that was killed and resumed may have logged it twice. FileNotFoundError
+    without the file; ValueError for a broken line before the last, or no row at all."""
+    path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; RUN is a folder that train.py --out wrote "
                                 "(it holds metrics.jsonl)")
-    rows = {row["step"]: row for _, row in files.read_log(path, COLUMNS)}
+    rows = {row["step"]: row for row in files.read_log(path, COLUMNS)}
     if not rows:
         raise ValueError(f"{path}: no complete row yet; wait for the first step")
     return [rows[step] for step in sorted(rows)]
 
 
 def with_summary(run, rows):
-    """`rows`, and the held-out accuracy after the last of them, which only summary.json has; also
-    the accuracy before the first, if no row has any."""
+    """`rows`, and what only summary.json has: the held-out accuracy after the last of them, and
+    before the first, if no row has any."""
     summary = saved(run, "summary.json")
     if not any("eval_accuracy" in row for row in rows):
         rows = [{**rows[0], "eval_accuracy": summary.get("accuracy_before")}, *rows[1:]]
@@ -61,12 +58,11 @@ def with_summary(run, rows):
 
 
 def column(rows, name):
-    """The values of one column as floats; nan where it is missing, null or no number."""
-    return [float(v) if isinstance(v := row.get(name), (int, float)) else math.nan for row in rows]
+    """The values of one column as floats; nan where it is missing or null."""
+    return [math.nan if row.get(name) is None else float(row[name]) for row in rows]
 
 
 def curve(ax, rows, name, **style):
-    """Draw one column over the steps."""
     xs, ys = column(rows, "step"), column(rows, name)
     if name == "eval_accuracy":  # measured at some steps only, with an error
         at = [i for i, y in enumerate(ys) if math.isfinite(y)]
@@ -85,7 +81,6 @@ def curve(ax, rows, name, **style):
 
 
 def set_scale(ax, scale):
-    """How the y axis of a panel reads."""
     if scale == "log":
         ax.set_yscale("log", nonpositive="mask")
         if ax.get_ylim()[1] < 10 * ax.get_ylim()[0]:  # else ticks in a decade have no numbers

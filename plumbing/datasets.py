@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plumbing import hub
 from plumbing.arithmetic import problems, solution
-from plumbing.files import check, decode, read_jsonl, shown, text_file
+from plumbing.files import check, decode, read_jsonl, text_file
 from plumbing.grade import last_boxed
 from plumbing.tokenizer import Tokenizer
 
@@ -25,15 +25,13 @@ WORKED = re.compile(r"\S\s*\n\s*\S|(?:\b[A-Za-z]{2,}[,.]? ){5}")  # lines or a s
 def read(name, split, levels=None):
     """Rows of the set called `name`: a name of HUB, a .jsonl or .parquet file, a folder with
     {split}.jsonl or .parquet, or the id of a set on the hub. levels: keep rows whose "level" is in
-    it (see set_levels); bigmath comes in two configurations, 3, 4, 5 and 4, 5."""
+    it; bigmath comes in two configurations, 3, 4, 5 and 4, 5."""
     files = files_of(name, split, levels)
     rows = graded(files)
-    set_levels(rows)
     chosen = name.partition("@")[0] == "bigmath"  # by its configuration
     if levels is not None and not chosen:
         if any(row.get("level") is None for row in rows):
-            raise ValueError(f"{files[0]}: --levels needs a column level or llama8b_solve_rate in "
-                             "each row")
+            raise ValueError(f"{files[0]}: --levels needs a column level in each row")
         rows = [row for row in rows if row["level"] in levels]
         if not rows:
             raise ValueError(f"{files[0]}: no row has a level in {sorted(levels)}")
@@ -112,8 +110,8 @@ def row_of(raw, where):
     if "ids" in raw:
         raise ValueError(f"{where}: a column is called ids, as a prompt's tokens are here; rename "
                          "it")
-    if type(rate := raw.get("llama8b_solve_rate")) not in (int, float, type(None)):
-        raise ValueError(f"{where}: llama8b_solve_rate {shown(rate)} must be a number")
+    if level := re.fullmatch("(?:Level )?([1-9][0-9]{0,3})", str(raw.get("level"))):
+        raw["level"] = int(level[1])  # MATH's read "Level 5"
     if "####" in answer:  # GSM8K: the worked solution, then "#### 72"
         answer = answer.rsplit("####", 1)[1]
     elif raw.get("answer") is None and (box := last_boxed(answer)) is not None:
@@ -143,25 +141,8 @@ def read_rows(path):
             for i, raw in enumerate(rows, 1)]
 
 
-def set_levels(rows):
-    """Big-Math has no level, only the rate at which an 8B model solves the row: level 5 is the
-    lowest fifth of the rates. MATH's levels read "Level 5"; numbers may be text."""
-    for row in rows:
-        if m := re.fullmatch("(?:Level )?([1-9][0-9]{0,3})", str(row.get("level"))):
-            row["level"] = int(m[1])
-    rates = [row.get("llama8b_solve_rate") for row in rows]
-    known = sorted(r for r in rates if r is not None)
-    if not known:
-        return
-    edges = [known[-(-len(known) * k // 5) - 1] for k in range(1, 5)]
-    for row, rate in zip(rows, rates, strict=True):
-        if row.get("level") is None:
-            row["level"] = None if rate is None else 5 - sum(rate > edge for edge in edges)
-
-
 def from_hub(place, split, revision=""):
-    """The files of a split of owner/name on the hub, or of owner/name/folder, downloaded once.
-    revision: empty, or @ and a branch, tag or commit."""
+    """The files of a split of owner/name or owner/name/folder on the hub. revision: "" or @..."""
     owner, name, *folders = place.split("/")
     under = "".join(f"{folder}/" for folder in folders)
     home = hub.download(f"{owner}/{name}{revision}", "dataset", tuple(

@@ -3,7 +3,6 @@ Reading files (text, JSON, with errors that name file and row), and writing them
 all; a lock that is released when its process dies.
 
     rope = read_json("config.json", {"rope_theta": (float, 0, 1e12)})["rope_theta"]
-    write_json("runs/x/metrics.json", metrics)
 """
 import fcntl
 import hashlib
@@ -102,7 +101,6 @@ def saved(folder, name, fields=RUN):
 
 
 def file_digest(path):
-    """sha256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
@@ -115,17 +113,15 @@ def read_jsonl(path, fields=None, needs=()):
 
 
 def read_log(path, fields):
-    """(text, object with a "step") of each line of a run's .jsonl, as parse_json. An incomplete
-    last line is left out: the run may be writing it, or was killed."""
+    """The object with a "step" in each line of a run's .jsonl, as parse_json. An incomplete last
+    line is left out: the run may be writing it, or was killed."""
     rows, fields = [*lines(path)], fields | {"step": (int, 0, 1 << 60)}
     for n, text in rows:
         try:
-            found = parse_json(text, f"{path}, row {n}", fields, ["step"])
+            yield parse_json(text, f"{path}, row {n}", fields, ["step"])
         except ValueError:
             if n < rows[-1][0]:
                 raise
-            return
-        yield text, found
 
 
 # ---- writing
@@ -133,8 +129,7 @@ def read_log(path, fields):
 
 @contextmanager
 def writing(path):
-    """Whatever goes wrong with writing inside the block, a full disk, say, becomes one error that
-    names `path`."""
+    """What goes wrong with writing in the block (a full disk) becomes one that names `path`."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError
@@ -153,12 +148,9 @@ def beside(path):
 @contextmanager
 def whole(path):
     """Yields a temporary Path beside `path` to write to; it becomes `path` when the block ends well
-    and is removed when not. Of a link, the file that it points to is replaced, not the link.
-
-    The temporary file is created exclusively, under a new name, so that it never hits a file of the
-    user's; it has reached the disk (fsync) before it is renamed."""
+    and is removed when not. Of a link, the file that it points to is replaced, not the link. The
+    content has reached the disk (fsync) before it has its name."""
     path = Path(path).resolve()
-    check_regular(path, path)
     part = beside(path)
     with writing(path):
         try:
@@ -193,23 +185,18 @@ def write_jsonl(path, rows):
         f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def check_regular(path, name):
-    """ValueError for a device or a pipe: renaming a finished file to its name would destroy it."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"{name}: is a device or a pipe, not a file; choose another name")
-
-
-def append(path, rows, **form):
-    """Append `rows` to the file as JSON, a line each. form: of json.dumps."""
+def append(path, rows):
+    """Append `rows` to the file as JSON, a line each."""
     with writing(path), open(path, "a", encoding="utf-8") as f:
-        f.writelines(json.dumps(row, **form) + "\n" for row in rows)
+        f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def check_out(out, folder=False, new=False):
     """ValueError unless `out`, a file or a `folder`, can be written, or if it has to be `new` and
     is there; called before the work."""
     name, out = f"--out {out}", Path(out)
-    check_regular(out, name)
+    if out.exists() and not out.is_file() and not out.is_dir():  # which a rename would destroy
+        raise ValueError(f"{name}: is a device or a pipe, not a file; choose another name")
     if out.exists() and out.is_dir() != folder:
         raise ValueError(f"{name}: is a {'file' if folder else 'folder'}; choose another name")
     if new and out.exists():
@@ -222,8 +209,8 @@ def check_out(out, folder=False, new=False):
 
 
 def lock(path, problem):
-    """Hold the file `path` against other processes until this one ends, however it ends; returns
-    the open file. ValueError(problem) if another holds it."""
+    """Hold the file `path` until this process ends, however it ends; returns the open file.
+    ValueError(problem) if another process holds it."""
     f = open(path, "a")
     try:
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)

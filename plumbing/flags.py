@@ -1,13 +1,11 @@
 """
 Flags of the commands: a table at the top of each command's file, read here.
 
-A table is a tuple of titles (str) and Flags. The embedded model (`--model tiny`, which trains in
-minutes on a CPU) has its own defaults in a column beside the others. What an adapter was trained
-with is written beside it (plumbing/policy.py) and is the default of eval.py and sample.py when they
-are given the adapter or its run: flags that are `in_policy`.
+A table is a tuple of titles (str) and Flags. The embedded model has defaults of its own. Flags that
+are `in_policy` are written beside an adapter (plumbing/policy.py), and are the defaults of eval.py
+and sample.py where they are given the adapter or its run.
 
-    COMMAND = Command("train", "QeRL training.", FLAGS, check)
-    args = parse(COMMAND, argv)
+    args = parse(Command("train", "QeRL training.", FLAGS, check), argv)
 """
 import argparse
 import sys
@@ -43,9 +41,8 @@ class Flag:
 
 @dataclass(frozen=True)
 class Command:
-    """A command's name, what --help says of it, its table of flags, and a function that checks the
-    flags against each other and fills what is left open. `trains`: it makes a policy, and does not
-    take the flags of one."""
+    """check(args): to check flags against each other, and fill what is left open. `trains`: it
+    makes a policy, and does not take the flags of one."""
 
     name: str
     about: str
@@ -89,15 +86,13 @@ ADAPTER_FLAGS = (
     Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
     Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
 )
-PROMPT_FLAGS = (
-    Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", in_policy=True),
-)
+PROMPT_STYLE = Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for",
+                    in_policy=True)
 SAMPLING_FLAGS = (
     "sampling",
     Flag("max-new-tokens", number(1, 1e7), None, "completion limit (4096, or what fits)"),
     Flag("temperature", temperature, 0.6, "0 is greedy"),
-    Flag("top-p", number(1e-6, 1, float, closed=True), 0.95,
-         "draw from the likeliest, of this mass"),
+    Flag("top-p", number(1e-6, 1, float), 0.95, "draw from the likeliest, of this mass"),
 )
 ENGINE_FLAGS = (
     "engine",
@@ -105,31 +100,28 @@ ENGINE_FLAGS = (
          "train.py, or faster ones (fast/); auto: fast where it can; exact: fast, log-probs of "
          "sampler and trainer equal to the last bit"),
     Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
-    Flag("card-share", number(0.01, 1, float, closed=True), 1.0,
+    Flag("card-share", number(0.01, 1, float), 1.0,
          "part of the card's memory to take, where several runs share it"),
-    Flag("seed", number(0, 2**63), 0, "of samples, noise, data order and adapter"),
+    Flag("seed", number(0, 2**63 - 1), 0, "of samples, noise, data order and adapter"),
 )
 
 
-def parser(command, tiny=False, only_given=False):
-    """The argparse parser of a command; `tiny`: the demo's defaults; `only_given`: no defaults."""
-    p = commands.Parser(f"{command.name}.py", f"python {command.name}.py [flags]", command.about)
+def parser(command):
+    """The argparse parser of a command, for what is given: `parse` adds the defaults, which depend
+    on it."""
+    p = commands.Parser(f"{command.name}.py", f"python {command.name}.py [flags]", command.about,
+                        argument_default=argparse.SUPPRESS)
     group = p
     for f in command.table:
         if isinstance(f, str):
             group = p.add_argument_group(f)
             continue
-        defaults = [] if f.default is None else [str(f.default)]
+        known = [] if f.default is None else [str(f.default)]
         if f.tiny is not None:
-            defaults.append(f"tiny: {f.tiny}")
+            known.append(f"tiny: {f.tiny}")
         if f.in_policy and not command.trains:
-            defaults.append("an adapter's own")
-        how = {"help": f.help + (f" [{'; '.join(defaults)}]" if defaults else "")}
-        how["default"] = f.tiny if tiny and f.tiny is not None else f.default
-        if only_given:
-            how["default"] = argparse.SUPPRESS
-        elif f.in_policy and not command.trains:
-            how["default"] = None  # take_policy fills it
+            known.append("an adapter's own")
+        how = {"help": f.help + (f" [{'; '.join(known)}]" if known else "")}
         if f.kind is bool:
             how["action"] = argparse.BooleanOptionalAction
         else:
@@ -138,9 +130,19 @@ def parser(command, tiny=False, only_given=False):
     return p
 
 
+def given(command, argv):
+    """The flags given on the command line, without defaults, as a dict."""
+    return vars(parser(command).parse_args(argv))
+
+
+def defaults(command, model):
+    """{dest: default} of a command's flags; the embedded model (tiny or its folder) has its own."""
+    tiny = model == "tiny" or Path(model).resolve() == TINY
+    return {f.dest: f.tiny if tiny and f.tiny is not None else f.default for f in command.flags}
+
+
 def check_choices(command, values, where):
-    """ValueError if a value in `values`, {dest: value} as read from the file `where`, is none of
-    its flag's choices."""
+    """ValueError if one of `values`, {dest: value} from the file `where`, is no choice there is."""
     for f in command.flags:
         value = values.get(f.dest)
         if isinstance(f.kind, tuple | dict) and value is not None and value not in f.kind:
@@ -148,26 +150,18 @@ def check_choices(command, values, where):
                              "a script's own needs that script")
 
 
-def given(command, argv):
-    """The flags given on the command line, without defaults, as a dict."""
-    return vars(parser(command, only_given=True).parse_args(argv))
-
-
-def is_tiny(model):
-    """Whether --model is the embedded model, by its name or by its folder."""
-    return model == "tiny" or Path(model).resolve() == TINY
-
-
 def parse(command, argv):
-    """The flags of a command as a Namespace, checked against each other; the embedded model gets
-    the demo's defaults. ValueError for what is refused; nothing is loaded or written."""
-    model = given(command, argv).get("model", "tiny")
-    args = parser(command, tiny=command.trains and is_tiny(model)).parse_args(argv)
-    for name, value in vars(args).items():
+    """The flags of a command as a Namespace, checked against each other: those given, else those of
+    the policy, else the defaults, for the embedded model the demo's. ValueError for what is
+    refused; nothing is loaded or written."""
+    values = given(command, argv)
+    for name, value in values.items():
         if value == "" and name != "calib":  # --run $UNSET; an empty --calib undoes the adapter's
             raise ValueError(f"--{name.replace('_', '-')}: is empty; give a value or leave it out")
     if not command.trains:
-        take_policy(command, args)
+        values = with_policy(command, values)
+    model = values.get("model", "tiny")
+    args = argparse.Namespace(**defaults(command, model) | values)
     if args.awq and args.quant == "none":
         raise ValueError("--awq: chooses the scales of a four-bit format; --quant is none")
     if args.calib and not args.awq:
@@ -186,34 +180,33 @@ def read_policy(command, folder):
     return found
 
 
-def take_policy(command, args):
-    """Fill the flags that were not given from --run or --adapter, else from the table."""
-    if args.run and args.adapter:
+def with_policy(command, given):
+    """The flags `given` with those that --run stands for, and those that its adapter, --adapter or
+    a merged --model was trained with; all of its policy.json is "trained_with"."""
+    given, run = dict(given), given.get("run")
+    if run and "adapter" in given:
         raise ValueError("--run and --adapter exclude each other: a run holds its adapter")
-    folder = args.adapter or args.model  # a merged model has a policy.json as well
-    if args.run:
-        adapter, model = Path(args.run, "adapter"), Path(args.run, "model")
+    if run:
+        adapter, model = Path(run, "adapter"), Path(run, "model")
         if adapter.is_dir():
-            folder = args.adapter = str(adapter)
+            given["adapter"] = str(adapter)
         elif not model.is_dir():
-            raise ValueError(f"--run {args.run}: has no adapter/ nor model/ (before its first "
-                             "save); give the folder that train.py called --out")
-        elif args.model is not None:
-            raise ValueError(f"--model {args.model}: --run {args.run} holds a whole model, all of "
+            raise ValueError(f"--run {run}: has no adapter/ nor model/ (before its first save); "
+                             "give the folder that train.py called --out")
+        elif "model" in given:
+            raise ValueError(f"--model {given['model']}: --run {run} holds a whole model, all of "
                              "it trained; leave one of them out")
         else:
-            folder = args.model = str(model)
-    args.trained_with = read_policy(command, folder) if folder else {}
-    for f in command.flags:
-        if f.in_policy and getattr(args, f.dest) is None:
-            default = f.tiny if f.tiny is not None and is_tiny(args.model) else f.default
-            if command.name == "sample" and f.name == "prompt-style":
-                default = "plain"  # a chat with a base model asks for nothing in particular
-            if f.name != "calib" or args.awq:  # its text is no use to plain rounding
-                default = args.trained_with.get(f.dest, default)
-            setattr(args, f.dest, default)
-    if args.trained_with.get("commit") and args.model == args.trained_with.get("model"):
-        hub.COMMITS.setdefault(args.model, args.trained_with["commit"])
+            given["model"] = str(model)
+    folder = given.get("adapter") or given.get("model")  # a merged model has a policy.json as well
+    had = read_policy(command, folder) if folder else {}
+    in_policy = {f.dest for f in command.flags if f.in_policy}
+    values = {name: value for name, value in had.items() if name in in_policy} | given
+    if not values.get("awq") and "calib" not in given:
+        values.pop("calib", None)  # its text is no use to plain rounding
+    if "commit" in had and values.get("model") == had.get("model", ""):
+        hub.COMMITS.setdefault(had["model"], had["commit"])
+    return values | {"trained_with": had}
 
 
 def check_copies(flag, n, temperature, zero):
@@ -228,8 +221,8 @@ def check_graded(args):
 
 
 def warn_idle(command, needs, args, argv):
-    """Print a warning for each flag in argv that has no effect beside the others. needs: {flag:
-    (the flag that it needs, args -> whether that is set)}."""
+    """Print a warning for each flag in argv that does nothing beside the others. needs: {flag: (the
+    flag that it needs, args -> whether that is set)}."""
     for name in given(command, argv):
         flag, used = needs.get(name, ("", None))
         if used and not used(args):

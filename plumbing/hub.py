@@ -3,7 +3,6 @@ Repositories of the hub as folders, downloaded by huggingface_hub into its cache
 id stood for is kept, so that a run goes on, and is evaluated, with the files that it began with.
 
     folder = hub.download("Qwen/Qwen2.5-3B-Instruct", "model", ("config.json", "*.safetensors"))
-    folder = hub.download("openai/gsm8k@main", "dataset", ("main/test-*.parquet",))
 """
 import functools
 import re
@@ -18,8 +17,8 @@ COMMITS = {}  # {id: the commit of its files}; what is in it beforehand is what 
 
 @functools.cache  # a process asks once
 def download(place, kind, patterns):
-    """The folder, in the hub's cache, with those files of a repository whose names match one of
-    `patterns`. place: its id, which may end in @revision; kind: model or dataset.
+    """The folder, in the hub's cache, with the files of a repository that match one of `patterns`.
+    place: its id, which may end in @revision; kind: model or dataset.
 
     Without a network the cache is used, and a line says so. FileNotFoundError, in the hub's own
     words, for what it does not give; OSError for a full disk or a download that broke off."""

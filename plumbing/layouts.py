@@ -2,16 +2,11 @@
 Four-bit weights as files: how each tool stores them, a row of LAYOUTS for each.
 
 Each original projection, q, k and v apart, is stored as codes (N, K/2), two a byte, scales of
-blocks (N, K/block) and, in NVFP4, one scale of the whole tensor. The layouts differ in names, and
-
-    compressed-tensors  the tensor's scale is stored as its reciprocal
-    modelopt            it is stored as it is (NVIDIA's own checkpoints)
-    qerl                compressed-tensors' names, for NF4 and other formats with a codebook, which
-                        it has no layout for
-
-This project writes compressed-tensors' layout, "W4A16", so that other engines can serve it, and
-qerl's for the rest. lm_head and embeddings stay in 16 bits. Reading is of weights alone:
-activations and KV caches that a checkpoint wants in four or eight bits stay in 16.
+blocks (N, K/block) and, in NVFP4, one scale of the whole tensor: its reciprocal in the layout of
+compressed-tensors, itself in that of modelopt (NVIDIA's own checkpoints). This project writes the
+former, so that other engines can serve it; under the quant_method qerl also formats with a codebook
+(NF4), for which compressed-tensors has none. lm_head and embeddings stay in 16 bits; so do
+activations and KV caches that a checkpoint wants in fewer.
 
 Shapes: N rows of one projection, K columns.
 """
@@ -117,9 +112,9 @@ def read(source, layout, format, name, n, K, device):
     if K % format.block:
         raise ValueError(f"{source.folder}: {name} has K = {K}, not divisible by {layout.fmt}'s "
                          f"block of {format.block}")
-    codes = source.stored(f"{name}.{layout.codes}", (n, K // 2), torch.uint8, device)
-    scale = source.stored(f"{name}.weight_scale", (n, K // format.block), format.scale_dtype,
-                          device)
+    codes = source.take(f"{name}.{layout.codes}", (n, K // 2), [torch.uint8]).to(device)
+    scale = source.take(f"{name}.weight_scale", (n, K // format.block), [format.scale_dtype])
+    scale = scale.to(device)
     bits = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     valid = {"nvfp4": bits < 127, "mxfp4": bits < 253}.get(layout.fmt, (bits >= 0) & (bits < 1e38))
     if not valid.all():
@@ -129,7 +124,7 @@ def read(source, layout, format, name, n, K, device):
     if layout.top:
         name = f"{name}.{layout.top}"
         shape = () if name in source and source.read(name).dim() == 0 else (1,)
-        top = source.stored(name, shape, torch.float32, device).squeeze()
+        top = source.take(name, shape, [torch.float32]).to(device).squeeze()
         top = 1 / top if layout.reciprocal else top
         if not 0 < top < 1e34:  # 6 * 448 times that is still finite
             raise ValueError(f"{source.folder}: {name} is not a positive number; the checkpoint is "

@@ -10,8 +10,7 @@ import torch
 
 
 def sum_metrics(parts):
-    """Metrics of several micro-batches -> metrics of all of them: sums, but maxima for names that
-    end in _max."""
+    """Metrics of several micro-batches -> those of all: sums; of names that end in _max, maxima."""
     return {k: torch.stack([p[k] for p in parts]).amax(0) if k.endswith("_max")
             else sum(p[k] for p in parts) for k in parts[0]}
 
@@ -53,8 +52,7 @@ def sample_metrics(groups):
 
 def update_metrics(updates, beta):
     """The columns that describe a step's updates, each (summed metrics, gradient norm), or None
-    where it had nothing to train on. Columns are null where there was none, as an entropy of 0
-    would be a claim."""
+    where it had nothing to train on. Without any they are null, as an entropy of 0 were a claim."""
     updates = [u for u in updates if u]
     finite = [u for u in updates if math.isfinite(u[1])]
     row = dict.fromkeys(("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl",

@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 # Fields of adapter_config.json that may be set: those of PLAIN to these values, those of FREE to
-# any (which layers are adapted is read off the tensors). If any other is set (use_dora,
-# rank_pattern, whatever PEFT adds later), the adapter is not plain LoRA.
+# any (which layers are adapted is read off the tensors). With any other it is not plain LoRA.
 PLAIN = {"peft_type": ("LORA",), "bias": ("none",),
          "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 FREE = {"r", "lora_alpha", "use_rslora", "lora_dropout", "task_type", "base_model_name_or_path",
@@ -123,13 +122,11 @@ def read(folder):
     """(rank, scaling, {PEFT's name: tensor}) of an adapter folder."""
     folder = Path(folder)
     path, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    if (folder / "adapter_model.bin").is_file() and not weights.is_file():
-        raise ValueError(f"--adapter {folder}: holds adapter_model.bin, a pickle, which may run "
-                         "any code; save it anew by PEFT's save_pretrained, as safetensors")
     for file in (path, weights):
         if not file.is_file():
             raise FileNotFoundError(f"--adapter {folder}: {file.name} is missing; give the folder "
-                                    "that train.py calls adapter/")
+                                    "that train.py calls adapter/ (adapter_model.bin is a pickle: "
+                                    "PEFT's save_pretrained saves it anew as safetensors)")
     config = read_config(path)
     try:
         state = load_file(weights)

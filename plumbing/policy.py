@@ -1,6 +1,6 @@
 """
 policy.json, beside each adapter: what it was trained with and must be used with (base, format, AWQ,
-prompt). It gives eval.py and sample.py their defaults (flags.take_policy), and keeps an adapter
+prompt). It gives eval.py and sample.py their defaults (flags.with_policy), and keeps an adapter
 from another base (`check`).
 """
 import sys
@@ -28,8 +28,7 @@ def place(device="auto", dtype="auto"):
 
 
 def base_of(args):
-    """What tells the base of these flags from others: checkpoint.fingerprint's digests, and `text`,
-    the digest of --awq's text file."""
+    """checkpoint.fingerprint of these flags' base, and `text`, the digest of --awq's text file."""
     found = checkpoint.fingerprint(args.model)
     if args.awq and args.calib:
         found["text"] = file_digest(text_file(args.calib))
@@ -37,8 +36,7 @@ def base_of(args):
 
 
 def content(args, base, names):
-    """What goes into policy.json beside an adapter. base: base_of(args), as it was when training
-    began; names: of the flags that go there."""
+    """What goes into policy.json: the flags `names`, and `base`, base_of(args) at the start."""
     dtype = str(place(args.device, args.dtype)[1]).removeprefix("torch.")
     commit = {"commit": hub.COMMITS[args.model]} if args.model in hub.COMMITS else {}
     return {name: getattr(args, name) for name in names} | {"dtype": dtype} | commit | base

@@ -14,10 +14,8 @@ def own_reward(spec):
 
     Yours is called with a completion's text and the whole row of the data set, every column. It
     returns a number r, which counts as correct if r >= 1 and always as well formed, or a dict with
-    "reward" and, optionally, "correct", "format" and "given". It runs in this process.
-    FileNotFoundError / ValueError for a file or a function that is not there, and ValueError for a
-    result that is no number within +-1e9; RuntimeError, hence a traceback, where it raises.
-    """
+    "reward" and, optionally, "correct", "format" and "given". Where it raises there is a
+    RuntimeError, hence a traceback; a file, a function or a result that will not do is one line."""
     function = load(spec)
 
     def grade(text, row):

@@ -3,15 +3,11 @@ What surrounds the loop of train.py: the run folder, signals, metrics, checkpoin
 What the terminal shows is in console.py.
 
 A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
-adapter/ and adapter_best/ (PEFT's layout, and policy.json) or, where all parameters are trained,
-model/ (a Hugging Face checkpoint, and policy.json), checkpoint/ (what resume needs),
-eval_before.jsonl and eval_after.jsonl (a row a held-out question), metrics.png and summary.json.
-Each file appears whole or not at all. Nothing is written until everything that can be refused has
-been checked. The first checkpoint is written before the first step, so that --resume goes on with
-whatever has begun; a new run is refused where there is one.
-
-    python train.py --out runs/x                  # ctrl-C at any moment
-    python train.py --resume --out runs/x         # goes on; with a larger --steps beyond its end
+adapter/ and adapter_best/ (PEFT's layout) or, where all parameters are trained, model/ (Hugging
+Face's), checkpoint/ (what resume needs), eval_before.jsonl and eval_after.jsonl (a row a held-out
+question), metrics.png and summary.json. Each file appears whole or not at all. Nothing is written
+until everything that can be refused has been checked; the first checkpoint comes before the first
+step, so that --resume goes on with whatever has begun.
 """
 import argparse
 import gc
@@ -61,8 +57,7 @@ class State:
 
 def resolve_flags(spec, args, argv):
     """The flags to run with: those given, in a fresh folder; with --resume, the run's own.
-    ValueError for a folder that holds a run or anything else, one that cannot be written, or a flag
-    that a resumed run cannot change. Leaves nothing behind."""
+    ValueError for a folder that holds anything else, or a flag that a resumed run cannot change."""
     out = Path(args.out)
     check_out(out, folder=True)
     if args.resume:
@@ -103,8 +98,8 @@ class Run(ExitStack):
     each step `phase`, `evaluated` if it is `due`, `check`, `log`, `advance`; and at the end
     `finish`, `stop` or `fail`.
 
-    spec: the flags.Command of train.py. base: policy.base_of its flags. save_weights: writes what
-    is trained into the folder it is given."""
+    spec: the flags.Command of train.py. base: policy.base_of its flags. save_weights(folder): to
+    write what is trained."""
 
     def __init__(self, spec, args, argv, base, save_weights):
         super().__init__()  # the folder's lock, the signals, the collector: held to the end
@@ -124,12 +119,8 @@ class Run(ExitStack):
 
     def open(self, optimizer, rows):
         """Make the folder and a first checkpoint, or with --resume load the last one; from here on
-        signals are handled. False if there is nothing to do: the run has ended, and --steps asks
-        for no more.
-
-        ValueError if another process is at work in the folder, if the checkpoint is damaged, or if
-        `rows`, all questions of training and evaluation, or the model's weights are not those the
-        run began with."""
+        signals are handled. False if the run has ended, and --steps asks for no more. rows: all
+        questions of training and evaluation. ValueError as in `claim` and `restore`."""
         ranks.gather(None)  # all ranks have looked into the folder before one writes there
         self.claim()
         asked = [{k: v for k, v in r.items() if k != "ids"} for r in rows]  # all that --reward sees
@@ -206,9 +197,8 @@ class Run(ExitStack):
     # ---- in each step
 
     def due(self, step):
-        """Whether the held-out questions are asked before this step: a row then has both the
-        accuracy of its samples and the held-out accuracy of the policy that drew them, and a
-        resumed run evaluates where the uninterrupted one does."""
+        """Whether the held-out questions are asked before this step: by the policy that then draws
+        its samples, and in a resumed run where the uninterrupted one asks them."""
         a = self.args
         return a.eval_n and (step == 0 or a.eval_every and step % a.eval_every == 0)
 
@@ -239,9 +229,9 @@ class Run(ExitStack):
 
     @ranks.first
     def log(self, row, groups, result):
-        """Write a step's row to metrics.jsonl and two samples of its `groups` to rollouts.jsonl,
-        and print both. result: the evaluation before this step, or None. The row also gets the
-        columns of the clock, which begins anew."""
+        """Write a step's row, with the columns of the clock, to metrics.jsonl and two samples of
+        its `groups` to rollouts.jsonl, and print both. result: the evaluation before this step, or
+        None."""
         clock, drawn, self.clock, self.drawn = self.clock, self.drawn, {}, 0
         s = {f"seconds_{k}": clock.get(k, 0.0) for k in ("rollout", "reward", "update")}
         trained = row.pop("trained_tokens")
@@ -275,16 +265,14 @@ class Run(ExitStack):
 
     @ranks.first
     def save(self, optimizer):
-        """Write adapter/ or model/, and checkpoint/. ValueError if a parameter is not finite:
-        nothing is written then, and what was saved before stays."""
+        """Write adapter/ or model/, and checkpoint/. ValueError, and what was saved before stays,
+        if a parameter is not finite."""
         if not all(torch.isfinite(p).all() for p in optimizer.params):
             raise ValueError(f"a parameter holds NaN or inf after {self.state.step} steps; nothing "
                              f"was saved over the last checkpoint in {self.out}. Lower --lr")
-        if self.args.lora_rank:
-            self.write_weights("adapter")
-        else:
+        if not self.args.lora_rank:
             files.discard(self.out / "model")  # the last checkpoint holds all of it
-            self.write_weights("model")
+        self.write_weights("adapter" if self.args.lora_rank else "model")
         self.write_state(optimizer)
 
     @ranks.first
@@ -307,21 +295,6 @@ class Run(ExitStack):
     def restore(self, optimizer):
         """Go on from checkpoint/; what was logged after it is dropped. ValueError if it is damaged,
         or if the questions or the weights are not the same."""
-        was, now = self.load(optimizer), self.state
-        if was.data != now.data:
-            raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
-                             "with; --resume needs the same questions")
-        if was.base != now.base:
-            raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
-                             f"--calib, are not those the run in {self.out} began with; --resume "
-                             "needs the same")
-        self.args.steps = max(self.args.steps, was.step)  # what is done is done
-        self.state = was
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
-            self.cut(self.out / name)
-
-    def load(self, optimizer):
-        """Load checkpoint/ into the optimizer and its parameters; returns its State."""
         path = self.out / "checkpoint" / "state.pt"
         if not path.is_file():
             raise ValueError(f"{path}: not there, the run was stopped before its first step; start "
@@ -335,20 +308,29 @@ class Run(ExitStack):
                 for p, saved in zip(optimizer.params, tensors, strict=True):
                     p.copy_(saved)
             optimizer.load_state_dict(state.pop("optimizer"))
-            return State(**state)
+            was = State(**state)
         except Exception as e:  # torch's unpickler raises many kinds
             # torch's own message advises to load it without safety
             why = "not a checkpoint" if isinstance(e, pickle.UnpicklingError) else cause(e)
             raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
                              ) from None
+        if was.data != self.state.data:
+            raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
+                             "with; --resume needs the same questions")
+        if was.base != self.state.base:
+            raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
+                             f"--calib, are not those the run in {self.out} began with; --resume "
+                             "needs the same")
+        self.args.steps = max(self.args.steps, was.step)  # what is done is done
+        self.state = was
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            self.cut(self.out / name)
 
     @ranks.first
     def cut(self, path):
         """Drop a log's rows of steps that will be done again, and an incomplete last row."""
         rows = files.read_log(path, {}) if path.exists() else ()
-        rows = [text + "\n" for text, row in rows if row["step"] < self.state.step]
-        with whole(path) as part:
-            part.write_text("".join(rows))
+        files.write_jsonl(path, [row for row in rows if row["step"] < self.state.step])
 
     # ---- the end
 

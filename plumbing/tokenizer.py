@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from plumbing.config import SIZES
-from plumbing.files import decode, read_json, saved, shown
+from plumbing.files import check, decode, read_json, saved, shown
 
 SUFFIX = {
     "tags": "Reason step by step in <think></think>, then give the final answer in "
@@ -24,11 +24,10 @@ SUFFIX = {
 class Tokenizer:
     """tokenizer.json and the chat template of a checkpoint folder.
 
-    `eos_ids`: every id that ends a turn, from generation_config.json, config.json and
-    tokenizer_config.json together (Qwen's instruct models stop at <|im_end|>, and at <|endoftext|>
-    too). `len(tok)` is the last id + 1: a checkpoint's embedding may have more rows than that,
-    which no sampler may ever pick. FileNotFoundError or ValueError with a line that names the file.
-    """
+    `eos_ids`: every id that ends a turn, of three files together (Qwen's instruct models stop at
+    <|im_end|>, and at <|endoftext|> too). `len(tok)` is the last id + 1: a checkpoint's embedding
+    may have more rows than that, which no sampler may ever pick. FileNotFoundError or ValueError
+    with a line that names the file."""
 
     def __init__(self, folder):
         import tokenizers
@@ -55,14 +54,12 @@ class Tokenizer:
             raise ValueError(f"{path} has {self.size} ids but {folder / 'config.json'} says "
                              f"vocab_size {model.get('vocab_size')}: the tokenizer is another "
                              "model's")
-        self.special = {}  # bos_token and others as text, for the template
+        special = {}  # as text, for the template
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = config.get(name)
-            token = token.get("content") if isinstance(token, dict) else token  # an AddedToken
-            if not isinstance(token, str | None):
-                raise ValueError(f"{self.settings}: {name} {shown(token)} must be text")
-            if token is not None:
-                self.special[name] = token
+            special[name] = token.get("content") if isinstance(token, dict) else token  # AddedToken
+        check(special, self.settings, dict.fromkeys(special, str))
+        self.special = {name: token for name, token in special.items() if token is not None}
         self.eos_ids = self._ends(generation, model)
         self.template = self._compile(config.get("chat_template"))
 
@@ -114,7 +111,6 @@ class Tokenizer:
 
     def decode(self, ids):
         """Text of a completion without special tokens (<|im_end|>, padding); <think> is not one."""
-        ids = [i for i in ids if i < self.size]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def chat(self, messages):
@@ -131,8 +127,6 @@ class Tokenizer:
         found = self.tokenizer.get_added_tokens_decoder().values()
         special = sorted((t.content for t in found if t.special), key=len, reverse=True)
         pattern = "|".join(map(re.escape, special)) or "(?!)"
-        if not any(re.search(pattern, m["content"]) for m in messages):
-            return self.encode(self.chat(messages))
         # a mark stands in its place while the template is rendered
         marked = [{**m, "content": re.sub(pattern, lambda t: f"\ue000{special.index(t[0])}\ue001",
                                           m["content"])} for m in messages]
@@ -151,12 +145,4 @@ class Tokenizer:
 
 def styled(question, style):
     """The question with its style's instruction below it; `plain` has none."""
-    if style == "plain":
-        return question
-    if style not in SUFFIX:
-        raise unknown_style(style)
-    return f"{question}\n{SUFFIX[style]}"
-
-
-def unknown_style(style):
-    return ValueError(f"--prompt-style {style}: unknown, choose from {', '.join(SUFFIX)}")
+    return question if style == "plain" else f"{question}\n{SUFFIX[style]}"

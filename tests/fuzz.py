@@ -218,8 +218,8 @@ def case(seed, number, base):
 def main():
     p = argparse.ArgumentParser(description="Fuzz of the loaders and the grader.", allow_abbrev=False)
     p.add_argument("--minutes", type=number(0, 1e5, float), default=1.0, help="how long")
-    p.add_argument("--seed", type=number(0, 2**63), default=0, help="of all cases")
-    p.add_argument("--case", type=number(0, 2**63), help="this one alone")
+    p.add_argument("--seed", type=number(0, 2**63 - 1), default=0, help="of all cases")
+    p.add_argument("--case", type=number(0, 2**63 - 1), help="this one alone")
     args = p.parse_args()
     warnings.simplefilter("ignore")
     finds, begin, at = 0, time.time(), args.case or 0

@@ -105,7 +105,7 @@ def test_big_math_comes_by_configuration_in_several_parts(monkeypatch, tmp_path,
     for other in {"level_3_4_5", "level_4_5"}:
         (tmp_path / other).mkdir()
         for i in range(2):
-            table = pa.table({"prompt": [f"{other} {i}"], "solution": ["\\frac{1}{2}"], "llama8b_solve_rate": [i / 2]})
+            table = pa.table({"prompt": [f"{other} {i}"], "solution": ["\\frac{1}{2}"]})
             pq.write_table(table, tmp_path / other / f"train-0000{i}-of-00002.parquet")
     asked = hub(monkeypatch, tmp_path)
     args = flags.parse(train.COMMAND, ["--model", "m", "--data", "bigmath", "--levels", levels, "--eval-n", "0", "--out", str(tmp_path / "run")])

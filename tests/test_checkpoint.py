@@ -446,11 +446,8 @@ def test_files_that_are_no_safetensors_are_refused_with_what_to_do(tmp_path):
     """"neither model.safetensors nor its index is there; is the download complete?" sent people to download it again."""
     folder = base(tmp_path)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="is there; .*a .bin or GGUF file, save it .* with transformers .*without gguf_file"):
+    with pytest.raises(FileNotFoundError, match="is there; .* docs/guide.md says how to make them of .bin and GGUF files"):
         M.load(folder)
-    (folder / "m.gguf").touch()
-    with pytest.raises(ValueError, match="--model .*m.gguf: a GGUF file; save it .*gguf_file=FILE.*save_pretrained"):
-        M.load(folder / "m.gguf")
 
 
 def declared(folder, source, tensors=None, group=None, **change):
@@ -524,7 +521,7 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize("argv,message", [
     ([], "--model and --out are needed"),
     (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
-    (["--plan", "c.json", "--rank", "0"], "--rank: 0: must be at least 1"),
+    (["--plan", "c.json", "--rank", "0"], "--rank: 0: must be from 1"),
     (["--plan", "c.json", "--out", "x"], "--plan: prints only"),
 ])
 def test_bad_flags_exit_with_one_line_and_code_2(argv, message, capsys, tmp_path, monkeypatch):

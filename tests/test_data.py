@@ -1,6 +1,5 @@
 """Data sets, prompts and rewards. CPU, no network, no model."""
 import json
-import random
 import re
 import subprocess
 import sys
@@ -72,7 +71,7 @@ def test_format_and_correctness_add_up():
     assert value("it is \\boxed{42}", "boxed") == pytest.approx(1.2)
     assert value("it is 42.", "boxed") == pytest.approx(1.0)
     assert value("\\boxed{41}, then 42", "boxed") == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="--prompt-style"):
+    with pytest.raises(AssertionError, match="poem"):
         value("42", "poem")
 
 
@@ -280,8 +279,8 @@ def test_folder_and_parquet(tmp_path):
     assert data.load(tmp_path, "train")[0]["question"] == "a"
     assert data.load(str(tmp_path), "test")[0] == {"question": "b", "answer": "2"}
     assert data.load(tmp_path / "test.parquet")[0]["answer"] == "2"
-    rates = pa.table({"question": ["a", "b"], "answer": ["1", "2"], "llama8b_solve_rate": [0.5, float("nan")]})
-    pq.write_table(rates, tmp_path / "pandas.parquet")  # which writes NaN for nothing
+    levels = pa.table({"question": ["a", "b"], "answer": ["1", "2"], "level": [5.0, float("nan")]})
+    pq.write_table(levels, tmp_path / "pandas.parquet")  # which writes NaN for nothing
     assert [row["level"] for row in data.load(tmp_path / "pandas.parquet")] == [5, None]
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"train\.jsonl"):
@@ -317,9 +316,7 @@ def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
     (['{"question": "q", "answer": "1"}', '{"question": "q"}'], "row 2: needs question and answer"),
     (['{"question": "q", "answer"'], "row 1: not JSON"), (['{"question": "q", "answer": NaN}'], r"row 1: not JSON \(the number NaN"),
     (['{"question": "q", "answer": 1e999}'], "row 1: not JSON .the number 1e999"), (["[1]"], "row 1: not a JSON object"),
-    (['{"question": ["q"], "answer": "1"}'], "row 1: needs"),
-    (['{"question": "q", "answer": "1", "llama8b_solve_rate": "half"}'],
-     r"a\.jsonl, row 1: llama8b_solve_rate 'half' must be a number")])
+    (['{"question": ["q"], "answer": "1"}'], "row 1: needs")])
 def test_a_bad_row_is_named(tmp_path, lines, says):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
@@ -361,17 +358,10 @@ def test_unknown_data_and_bad_arguments_are_errors(tmp_path):
         data.load("arithmetic", "test", 5, levels=[3])  # was the same as without
 
 
-def test_levels_are_quintiles_of_the_solve_rate(tmp_path):
-    """Level 5 is hardest: the fifth of the rows that an 8B model solves least often."""
-    rows = [{"prompt": str(i), "solution": "1", "llama8b_solve_rate": i / 100} for i in range(100)]
-    random.Random(0).shuffle(rows)
-    path = write(tmp_path / "a.jsonl", rows)
-    got = data.load(path)
-    assert {r["level"] for r in got if r["llama8b_solve_rate"] < 0.2} == {5}
-    assert {r["level"] for r in got if r["llama8b_solve_rate"] >= 0.8} == {1}
-    assert len(data.load(path, levels={3, 4, 5})) == 60
+def test_levels_are_those_of_the_rows(tmp_path):
+    """A row without one is neither kept nor passed over in silence."""
     rows = [{"prompt": p, "solution": "1", "level": l} for p, l in [("a", 2), ("b", 5)]]
-    given = write(tmp_path / "b.jsonl", [{**row, "llama8b_solve_rate": 0.5} for row in rows])
+    given = write(tmp_path / "b.jsonl", rows)
     assert [r["question"] for r in data.load(given, levels=[5])] == ["b"]
     with pytest.raises(ValueError, match="level"):
         data.load(given, levels=[1])
@@ -385,12 +375,6 @@ def test_the_question_comes_before_a_prompt(tmp_path):
     row = {"prompt": "made of it", "problem": "p", "answer": "1"}
     path = write(tmp_path / "a.jsonl", [{**row, "question": "q"}, row])
     assert [r["question"] for r in data.load(path)] == ["q", "p"]
-
-
-def test_fifths_that_do_not_divide_are_rounded_up(tmp_path):
-    """Seven rates: the lowest fifth, level 5, is two of them; cut, it would be one."""
-    rows = [{"question": "q", "answer": "1", "llama8b_solve_rate": i / 10} for i in range(7)]
-    assert [r["level"] for r in data.load(write(tmp_path / "a.jsonl", rows))] == [5, 5, 4, 3, 3, 2, 1]
 
 
 def test_n_rows_are_drawn_by_the_seed(tmp_path):
@@ -616,7 +600,7 @@ def test_long_prompts_are_skipped_and_counted():
     assert data.prompts(tok, rows, "tags", len(kept[0]["ids"])) == (kept, 1)
     with pytest.raises(ValueError, match="--max-prompt 5"):
         data.prompts(tok, rows, "tags", 5)
-    with pytest.raises(ValueError, match="--prompt-style"):
+    with pytest.raises(KeyError, match="poem"):
         data.prompts(tok, rows, "poem", 200)
 
 
