@@ -168,8 +168,8 @@ OBJECTIVES = {
 
 
 def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps_high=None,
-                ref_logp=None, beta=0.0, trainer_logp=None, tis_cap=None, total_tokens=None,
-                total_seqs=None, max_len=None, entropy=None):
+                ref_logp=None, beta=0.0, trainer_logp=None, tis_cap=TIS_CAP, total_tokens=None,
+                total_seqs=None, max_len=None):
     """The policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
 
     logp, old_logp: (B, T) log-probs, of the trained policy (differentiable) and of the sampler, the
@@ -178,33 +178,32 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
     ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
         estimator k3. Without beta the KL is only measured.
-    trainer_logp, tis_cap: (B, T), log-probs by the trainer's own forward pass. The ratio is
-        then taken against these, and a weight corrects for the sampler:
+    trainer_logp: (B, T), log-probs by the trainer's own forward pass. The ratio is then taken
+        against these, and a weight corrects for the sampler (at GSPO's level, too, a geometric
+        mean: TRL's exp(sum) would be 0 or the cap for a long completion):
             --old-logp   trainer_logp               ratio          weight
             sampler      None                       pi / old       none
             trainer      before the first update    pi / trainer   min(trainer / old, tis_cap)
             current      logp.detach()              pi / pi = 1    min(pi / old, tis_cap)
-        At GSPO's level both are geometric means; TRL's exp(sum) would be 0 or the cap for a long
-        completion.
     total_tokens, total_seqs: counts over the *global* batch, of tokens in the mask and of
         completions. Default: this batch's own, which is right only if it is the whole batch.
-    max_len: Dr.GRPO's constant. entropy: (B, T), without a gradient, only measured.
+    max_len: Dr.GRPO's constant.
 
-    Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum), for sum_metrics and
-    mean_metrics; sampler_kl is KL(sampler || trainer), k3.
-    """
+    Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum); see ratio_metrics."""
     # what would be broadcast, or left out, without a word
     assert logp.shape == old_logp.shape == mask.shape and advantages.shape == logp.shape[:1]
-    assert (trainer_logp is None) == (tis_cap is None) and (ref_logp is not None or not beta)
+    assert ref_logp is not None or not beta
     objective = OBJECTIVES[loss]
     low = objective.clip[0] if eps_low is None else eps_low
     high = objective.clip[1] if eps_high is None else eps_high
 
     # How much each token gains, and where the clip decides it.
-    gap = difference(logp.detach() if trainer_logp is None else trainer_logp, old_logp, mask)
     anchor = old_logp if trainer_logp is None else trainer_logp
     gain, ratio, clipped = gains(objective, logp, anchor, advantages, mask, low, high)
-    if tis_cap is not None:  # the samples are not quite from the trainer's policy
+
+    # If the samples are not quite from the policy of the anchor, a weight corrects for it.
+    gap = difference(logp.detach() if trainer_logp is None else trainer_logp, old_logp, mask)
+    if trainer_logp is not None:
         gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
 
     # The distance to the frozen base, by the estimator k3: unbiased, never negative.
@@ -216,9 +215,8 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     tokens = torch.as_tensor(mask.sum() if total_tokens is None else total_tokens).clamp(min=1)
     seqs = torch.as_tensor(mask.any(1).sum() if total_seqs is None else total_seqs).clamp(min=1)
     value = objective.normaliser(per_token, mask, tokens, seqs, max_len)
-    entropy = mask * 0.0 if entropy is None else entropy.masked_fill(~mask, 0.0)
     return value, {"loss": value.detach(), "kl": (kl * mask).sum().detach(),
-                   "entropy": entropy.sum(), **ratio_metrics(ratio, clipped, gap, mask)}
+                   **ratio_metrics(ratio, clipped, gap, mask)}
 
 
 def difference(a, b, mask):
@@ -250,7 +248,7 @@ def ratio_metrics(ratio, clipped, gap, mask):
         "clip_high": (clipped & (ratio > 1)).sum(),
         "logp_gap": gap.abs().sum(),
         "logp_gap_max": gap.abs().max() if gap.numel() else gap.sum(),
-        "sampler_kl": (torch.expm1(gap) - gap).sum(),
+        "sampler_kl": (torch.expm1(gap) - gap).sum(),  # KL(sampler || trainer), k3
         "ratio_outside": ((torch.expm1(gap).abs() > 0.1) & mask).sum()}
 
 
@@ -379,11 +377,11 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
     elif s.old_logp == "current":  # the ratio is 1: the plain policy gradient, weighted
         trainer = logp.detach()
     advantages = to_device([c.advantage for c in batch], device, torch.float32)
-    return policy_loss(
+    loss, sums = policy_loss(
         logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, eps_high=s.eps_high,
-        ref_logp=reference, beta=s.beta, trainer_logp=trainer,
-        tis_cap=None if trainer is None else TIS_CAP, total_tokens=total_tokens,
-        total_seqs=total_seqs, max_len=s.max_new_tokens, entropy=entropy)
+        ref_logp=reference, beta=s.beta, trainer_logp=trainer, tis_cap=TIS_CAP,
+        total_tokens=total_tokens, total_seqs=total_seqs, max_len=s.max_new_tokens)
+    return loss, {**sums, "entropy": entropy.sum()}
 
 
 def backward(model, completions, settings):
