@@ -21,7 +21,7 @@ Shapes: P prompts, G completions a prompt, B rows, L tokens of a row (padded), T
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 
 from plumbing import ranks
@@ -257,7 +257,8 @@ def ratio_metrics(ratio, clipped, gap, mask):
 
 @dataclass(frozen=True)
 class Settings:
-    """What one optimizer step needs to know. Names and meanings are those of train.py's flags."""
+    """What one optimizer step needs to know, for scripts: train.py passes its flags, which have the
+    same names and meanings."""
 
     loss: str = "grpo"
     eps_high: float | None = None
@@ -268,10 +269,6 @@ class Settings:
     temperature: float = 1.0
     micro_batch_tokens: int = 16384
     grad_clip: float = 0.2
-
-    @classmethod
-    def of(cls, args):
-        return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
 
 
 def completion_logprobs(model, completions, temperature):

@@ -137,7 +137,6 @@ COMMAND = flags.Command("train", "QeRL training.", FLAGS, check, trains=True)
 def learn(run, model, tok, optimizer, prompts, score, held_out):
     """Algorithm 1 of the paper, from step run.state.step on."""
     args = run.args
-    settings = grpo.Settings.of(args)
     for step in range(run.state.step, args.steps):
         result = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
@@ -165,14 +164,14 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         if args.aqn_scope == "rollout":
             aqn.clear(model)
         if args.old_logp == "trainer":
-            grpo.record_trainer_logprobs(model, chain(*groups), settings)
+            grpo.record_trainer_logprobs(model, chain(*groups), args)
         updates = []  # (summed metrics, gradient norm) of each
         n = args.updates_per_rollout
         for i in range(n):
             lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr)
             grpo.set_rate(optimizer, lr)
             every_nth = groups[i::n]
-            updates.append(grpo.update(model, optimizer, list(chain(*every_nth)), settings))
+            updates.append(grpo.update(model, optimizer, list(chain(*every_nth)), args))
         run.check(updates)  # ValueError if ten in a row were not finite
 
         # 5. Log and save.

@@ -65,7 +65,8 @@ def test_runs_of_other_seeds_have_other_folders():
 
 def test_an_update_of_ones_own_has_the_defaults_of_train_py():
     """grpo.Settings() and train.py's flags say each default once more."""
-    assert grpo.Settings(micro_batch_tokens=0) == grpo.Settings.of(flags.parse(train.COMMAND, ["--model", "some/model"]))
+    args = vars(flags.parse(train.COMMAND, ["--model", "some/model"]))
+    assert vars(grpo.Settings(micro_batch_tokens=0)).items() <= args.items()
 
 
 def test_the_defaults_are_the_papers():
