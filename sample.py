@@ -312,8 +312,8 @@ def check_prompts(model, prompts, limits):
         if not p:
             raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
         if len(p) + m > room:
-            raise ValueError(f"prompt {i}: its {len(p)} tokens and {m} new ones pass the model's "
-                             f"{room} positions; shorten it, or lower --max-new-tokens")
+            raise ValueError(f"a prompt's {len(p)} tokens and {m} new ones pass the model's {room} "
+                             "positions; shorten it, or lower --max-new-tokens")
         worst = min(p) if min(p) < 0 else max(p)
         if not 0 <= worst < model.config.vocab_size:
             raise ValueError(f"prompt {i} holds the id {worst}, the model has "

@@ -273,13 +273,6 @@ class Prompts:
         return chosen
 
 
-def trained_parameters(model, args):
-    """The parameters to train: an adapter's, or with --lora-rank 0 all."""
-    if args.lora_rank:
-        return lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    return list(model.requires_grad_(True).parameters())
-
-
 def plan_update(model, args, params):
     """Apply --engine; set what an update holds at once (on the fast path, by free memory)."""
     sample.set_engine(model, args.engine)
@@ -304,31 +297,35 @@ def save_weights(model, args, folder):
 def train(args, argv):
     args = resolve_flags(COMMAND, args, argv)
     flags.warn_idle(COMMAND, NEEDS, args, argv)
+
+    # Questions, model, prompts; all that can be refused is refused before the run begins.
     checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
     train_rows, held_out = data.questions(args)
     model, tok = sample.load_policy(args)
     rows, skipped = data.prompts(tok, train_rows, args.prompt_style, args.max_prompt)
     asked = data.prompts(tok, held_out, args.prompt_style, args.max_prompt)[0] if held_out else []
-    longest = max(len(row["ids"]) for row in [*rows, *asked])
-    room = model.config.max_position_embeddings
-    if longest + args.max_new_tokens > room:
-        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: after the longest prompt's "
-                         f"{longest} it passes the model's {room} positions; lower it, or "
-                         "--max-prompt")
+    longest = max((row["ids"] for row in [*rows, *asked]), key=len)
+    sample.check_prompts(model, [longest], [args.max_new_tokens])
     prompts = Prompts(rows, args.seed)
     args.steps = args.steps or max(1, len(rows) // args.prompts_per_step)
-    params = trained_parameters(model, args)
+
+    # An adapter is trained or, with --lora-rank 0, all parameters.
+    if args.lora_rank:
+        params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
+    else:
+        params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr)
     plan_update(model, args, params)
 
+    # The run folder; with --resume it says where the run stands.
     base = policy.base_of(args)
     with Run(COMMAND, args, argv, base, lambda folder: save_weights(model, args, folder)) as run:
         if not run.open(optimizer, [*rows, *held_out]):  # the run is over and not extended
             return 0
         prompts.cursor = run.state.cursor
         if model.fast:
-            model.fast.plan_rollouts(model, args, longest + args.max_new_tokens)
+            model.fast.plan_rollouts(model, args, len(longest) + args.max_new_tokens)
         weight = model.embed.weight
         print(f"{len(rows)} training prompts ({skipped} longer than --max-prompt), {args.steps} "
               f"steps, {sum(p.numel() for p in params):,} trainable parameters, "
