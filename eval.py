@@ -71,8 +71,7 @@ COMMAND = flags.Command("eval", "Pass@1 of a model, and of an adapter beside it.
 
 
 def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95,
-             max_new_tokens=None, max_prompt=None, max_rows=None, seed=0, score=None,
-             progress=False, ks=()):
+             max_new_tokens=None, max_prompt=None, max_rows=256, seed=0, score=None, ks=()):
     """Sample n completions a question and grade them, with AQN's noise off.
 
     max_new_tokens None: 4096, or fewer if positions run out. score: from data.scorer (the
@@ -86,7 +85,7 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
     with aqn.clean(model):
         groups = sample.generate(
             model, [row["ids"] for row in asked], n, limits, temperature, top_p, tok.eos_ids, seed,
-            max_rows, progress, indices=mine)
+            max_rows, indices=mine)
     out = ranks.merge(graded(tok, asked, groups, score or data.scorer(style)))
     return {**summary(out, ks), "skipped": skipped, "rows": out}
 
@@ -202,8 +201,7 @@ def run(args, argv):
         r = evaluate(
             model, tok, rows, style=args.prompt_style, n=args.n, temperature=args.temperature,
             top_p=args.top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
-            max_rows=args.max_rows, seed=args.seed, score=score, progress=sys.stderr.isatty(),
-            ks=args.k or ())
+            max_rows=args.max_rows, seed=args.seed, score=score, ks=args.k or ())
         results.append((name, arm, r))
         if args.out:
             save_rows(args.out, results)

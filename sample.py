@@ -37,7 +37,6 @@ import model as qwen
 import nvfp4
 from model import to_device
 
-MAX_ROWS = 256  # rows that decode together, if the caller does not say
 PREFILL_TOKENS = 8192  # tokens of prompts that go through the model together, padding included
 BUCKET = 256  # a graph's attention looks at a multiple of this many positions
 
@@ -139,30 +138,32 @@ class Row:
 
 @torch.no_grad()
 def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0, eos_ids=(),
-             seed=0, max_rows=None, progress=False, on_token=None, indices=None):
+             seed=0, max_rows=256, on_token=None, indices=None):
     """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n
     Samples.
 
     max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
-    together. progress: a live line. on_token(prompt, sample, id) is called as tokens arrive, for
-    streaming. indices: of the prompts in the larger set that they come from (default: 0, 1, ...): a
-    part draws what it would in the whole. ValueError if a prompt does not fit the model, or the
-    model's output is not finite."""
+    together. on_token(prompt, sample, id) is called as tokens arrive, for streaming. indices: of
+    the prompts in the larger set that they come from (default: 0, 1, ...): a part draws what it
+    would in the whole. ValueError if a prompt does not fit the model, or the model's output is not
+    finite."""
     if not isinstance(max_new_tokens, list | tuple):
         max_new_tokens = [max_new_tokens] * len(prompts)
     assert n > 0 and min(max_new_tokens, default=1) > 0
     assert temperature >= 0 and 0 < top_p <= 1
     check_prompts(model, prompts, max_new_tokens)
+    eos_ids = {*eos_ids}
     # a row for each completion; those of a prompt are neighbours, so that they share its prefill
     rows = new_rows(prompts, n, max_new_tokens, seed, indices)
-    bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False, disable=not progress)
-    together, eos_ids = max_rows or MAX_ROWS, {*eos_ids}
+    # a live line, in a terminal that does not show the tokens themselves
+    bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False,
+               disable=bool(on_token) or None)
     if model.fast and model.fast.knows(model):
-        model.fast.decode(model, rows, temperature, top_p, eos_ids, together, draw, bar, on_token)
+        model.fast.decode(model, rows, temperature, top_p, eos_ids, max_rows, draw, bar, on_token)
         return samples_of(rows, len(prompts), n)
 
-    for first in range(0, len(rows), together):
-        decoder = Decoder(model, rows[first : first + together], temperature, top_p)
+    for first in range(0, len(rows), max_rows):
+        decoder = Decoder(model, rows[first : first + max_rows], temperature, top_p)
         while decoder.rows:
             # Draw the next token of every row.
             ids, logprobs = decoder.step()
@@ -337,7 +338,8 @@ def load_policy(args):
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
                          f"--quant {layouts.layout_of(stored, folder).fmt}")
-    tok, text = Tokenizer(folder), None
+    tok = Tokenizer(folder)
+    text = None
     # a quantized base already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
         text = datasets.calibration(args.calib, folder)

@@ -219,8 +219,7 @@ def complete(model, tok, rows, args, seed, indices=None):
     """G completions of each row's prompt, not graded yet; indices: see sample.generate."""
     groups = sample.generate(
         model, [row["ids"] for row in rows], args.group_size, args.max_new_tokens,
-        args.temperature, eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows,
-        progress=sys.stderr.isatty(), indices=indices)
+        args.temperature, eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows, indices=indices)
     return [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in group]
             for row, group in zip(rows, groups, strict=True)]
 
@@ -242,8 +241,7 @@ def evaluate(run, model, tok, score, rows):
     a = run.args
     result = evaluation.evaluate(
         model, tok, rows, style=a.prompt_style, n=a.eval_n, temperature=a.eval_temperature,
-        max_new_tokens=a.max_new_tokens, max_prompt=a.max_prompt, max_rows=a.max_rows, score=score,
-        progress=sys.stderr.isatty())
+        max_new_tokens=a.max_new_tokens, max_prompt=a.max_prompt, max_rows=a.max_rows, score=score)
     run.evaluated(result)
     return result
 
