@@ -279,15 +279,12 @@ class Decoder:
         """Keep the rows at the places `live`: the last of them move into the holes."""
         n = len(live)
         holes = sorted({*range(n)} - {*live})
-        moved = [i for i in live if i >= n]
-        if moved:
-            to, source = to_device([holes, moved], self.token.device)
-            self.cache.k[:, to] = self.cache.k[:, source]
-            self.cache.v[:, to] = self.cache.v[:, source]
-            for t in (self.cache.length, self.token, self.key):
-                t[to] = t[source]
-        for hole, i in zip(holes, moved, strict=True):
+        for hole, i in zip(holes, [i for i in live if i >= n], strict=True):
             self.rows[hole] = self.rows[i]
+            self.cache.k[:, hole] = self.cache.k[:, i]
+            self.cache.v[:, hole] = self.cache.v[:, i]
+            for t in (self.cache.length, self.token, self.key):
+                t[hole] = t[i]
         self.rows, self.cache = self.rows[:n], self.cache.rows(0, n)
         self.token, self.key = self.token[:n], self.key[:n]
         self.graph = self.drawn = None
@@ -315,9 +312,8 @@ def check_prompts(model, prompts, limits):
         if len(p) + m > room:
             raise ValueError(f"a prompt's {len(p)} tokens and {m} new ones pass the model's {room} "
                              "positions; shorten it, or lower --max-new-tokens")
-        worst = min(p) if min(p) < 0 else max(p)
-        if not 0 <= worst < model.config.vocab_size:
-            raise ValueError(f"prompt {i} holds the id {worst}, the model has "
+        if not 0 <= min(p) <= max(p) < model.config.vocab_size:
+            raise ValueError(f"prompt {i}: ids from {min(p)} to {max(p)}, and the model has "
                              f"{model.config.vocab_size}: wrong tokenizer?")
 
 

@@ -560,7 +560,7 @@ MUTANTS = {
          "sample::uniform_is_a_pure_function_and_never_0_or_1"),
         ('a prompt is prefilled for each completion', 'prompts = {row.p: row.prompt for row in rows}',
          'prompts = {(row.p, row.j): row.prompt for row in rows}', 'sample::prompts_are_prefilled_once_and_within_the_budget'),
-        ('rows move without their keys and values', '            self.cache.k[:, to] = self.cache.k[:, source]\n',
+        ('rows move without their keys and values', '            self.cache.k[:, hole] = self.cache.k[:, i]\n',
          '', 'sample::rows_that_leave_change_no_other'),
         ('rows move without their numbers', '(self.cache.length, self.token, self.key):',
          '(self.cache.length, self.token):', 'sample::rows_that_leave_change_no_other'),

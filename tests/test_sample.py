@@ -212,7 +212,7 @@ def test_prompts_that_do_not_fit(model):
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         sample.generate(model, [[1], []], max_new_tokens=2)
     for bad in (101, -1):
-        with pytest.raises(ValueError, match=f"prompt 0 holds the id {bad}, .* wrong tokenizer"):
+        with pytest.raises(ValueError, match=rf"prompt 0: ids .*{bad}\b.* wrong tokenizer"):
             sample.generate(model, [[1, bad]], max_new_tokens=2)
 
 
