@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from plumbing import checkpoint, layouts
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -68,13 +67,6 @@ class RMSNorm(nn.Module):
         return (h * (self.weight.float() + self.noise)).to(x.dtype)
 
 
-def random_init(weight):
-    """N(0, 0.02^2), for training from scratch. Meta tensors are skipped: for them torch would
-    first spend seconds importing its compiler."""
-    if not weight.is_meta:
-        nn.init.normal_(weight, std=0.02)
-
-
 class Linear(nn.Module):
     """y = x W^T + b for W (N, K), not quantized.
 
@@ -98,7 +90,6 @@ class Linear(nn.Module):
         self.shape = sum(self.parts.values()), in_features
         self.weight = nn.Parameter(torch.empty(self.shape))
         self.bias = nn.Parameter(torch.zeros(self.shape[0])) if bias else None
-        random_init(self.weight)
 
     @property
     def base(self):
@@ -131,8 +122,7 @@ def prefix(path):
 
 def to_device(values, device, dtype=torch.long):
     """A list as a tensor on the device; the host does not wait for the device."""
-    # through numpy, which reads a list three times as fast as torch.tensor
-    t = torch.from_numpy(np.array(values, np.int64 if dtype == torch.long else np.float32))
+    t = torch.tensor(values, dtype=dtype)
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
@@ -247,7 +237,6 @@ class Transformer(nn.Module):
         V, C = config.vocab_size, config.hidden_size
         self.config, self.valid_vocab, self.checkpointing, self.fast = config, V, False, None
         self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)
-        random_init(self.embed.weight)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(C, config.rms_norm_eps)
         self.lm_head = Linear(C, {"lm_head": V})

@@ -93,7 +93,7 @@ FORMATS = {
     "mxfp4": Format(32, torch.uint8, E2M1),
     "nf4": Format(64, torch.float32, NF4),
 }
-PORTION = 1 << 25  # weights that are rounded at a time: the temporaries are several times that
+PORTION = 1 << 25  # weights rounded at a time: temporaries take several times a projection's memory
 
 
 @dataclass
@@ -160,23 +160,11 @@ def block_scales(w, fmt, name="weight"):
 
 def encode(w, fmt, scale, global_scale):
     """w (N, K) rounded to the grid of given scales (as from block_scales) -> Quantized."""
-    codes = [pack(nearest(w[rows], fmt, scale[rows], global_scale[rows])) for rows in portions(w)]
+    codes, step = [], max(1, PORTION // w.shape[1])
+    for i in range(0, len(w), step):
+        rows = slice(i, i + step)
+        codes.append(pack(nearest(w[rows], fmt, scale[rows], global_scale[rows])))
     return Quantized(fmt, tuple(w.shape), torch.cat(codes), scale, global_scale)
-
-
-def snap(w, fmt, scale, global_scale):
-    """w (N, K) rounded to the grid of given scales and back, float32, without packing."""
-    out = torch.empty(w.shape, device=w.device)
-    for rows in portions(w):
-        grid = fmt, scale[rows], global_scale[rows]
-        out[rows] = to_values(nearest(w[rows], *grid), *grid)
-    return out
-
-
-def portions(w):
-    """Slices of the rows of w, about PORTION weights each: a 72B model's projection has 5e8."""
-    step = max(1, PORTION // w.shape[1])
-    return [slice(i, i + step) for i in range(0, len(w), step)]
 
 
 def nearest(w, fmt, scale, global_scale):
@@ -342,7 +330,8 @@ def search_blocks(w, fmt, scale, global_scale, H):
     diagonal = torch.stack([H[i : i + b, i : i + b] for i in range(0, K, b)])  # (K/b, b, b)
 
     def errors(s):
-        d = (snap(w, fmt, s, global_scale) - w).view(N, K // b, b).transpose(0, 1)  # (K/b, N, b)
+        d = encode(w, fmt, s, global_scale).dequantize() - w
+        d = d.view(N, K // b, b).transpose(0, 1)  # (K/b, N, b)
         return ((d @ diagonal) * d).sum(-1).T  # (N, K/b)
 
     best, least = scale.clone(), errors(scale)
@@ -381,10 +370,10 @@ class Search:
             scale, top = block_scales(t, fmt)
             if search:
                 scale = search_blocks(t, fmt, scale, top, H / s / s[:, None])
-            d = snap(t, fmt, scale, top) * divide / s - w
+            d = encode(t, fmt, scale, top).dequantize() * divide / s - w
             return Trial(output_error(d, H) / power, exponent, s, (scale, top))
 
-        self.rtn = output_error(snap(w, fmt, *block_scales(w, fmt)) - w, H) / power
+        self.rtn = output_error(quantize(w, fmt).dequantize() - w, H) / power
         trials = []
         for i in range(1, GRID + 1) if scaled else ():
             s = magnitude.clamp(min=1e-8) ** (i / GRID)

@@ -19,7 +19,7 @@ import nvfp4
 import sample
 import train
 from lab import convert
-from nvfp4 import FORMATS, QuantLinear, block_scales, snap
+from nvfp4 import FORMATS, QuantLinear, block_scales
 from tests.conftest import policy_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -30,6 +30,11 @@ IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
 def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512):
     """model.load with AWQ, calibrated on a file's text."""
     return M.load(path, device, dtype, fmt, datasets.calibration(calib, path, sequences, length))
+
+
+def snap(w, fmt, scale, global_scale):
+    """w on the grid of these scales."""
+    return nvfp4.encode(w, fmt, scale, global_scale).dequantize()
 
 
 def config(kv=2, **changes):
