@@ -383,25 +383,24 @@ def pieces(config):
 
 
 @torch.no_grad()
-def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
+def stream(model, source, device="cpu", dtype=None, quant="none"):
     """Fill a skeleton from `source` piece by piece; yields the path of each of `pieces` when it
     is done. The embedding is there from the beginning.
 
     One tensor at a time moves to the device: memory holds the pieces that the caller has not
     dropped (model.layers[i] = None) and one projection as stored. quant != none turns each
     projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
-    so in its config.json). dtype None: as stored. ends: the device of embedding, norm and head, if
-    not `device`. ValueError at the end if tensors are left that fit nowhere."""
+    so in its config.json). dtype None: as stored. ValueError at the end if tensors are left that
+    fit nowhere."""
     fmt = source.check_format(quant, nvfp4.FORMATS)
     for piece in pieces(model.config):
-        place = device if piece.startswith("layers.") else ends or device
         for path, m in list(model.get_submodule(piece).named_modules(prefix=piece)):
             if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or the user's own
-                m.noise = torch.zeros(noise.shape, dtype=noise.dtype, device=place)
+                m.noise = torch.zeros(noise.shape, dtype=noise.dtype, device=device)
             if path.endswith("_proj"):
-                model.set_submodule(path, read_linear(m, path, source, quant, fmt, dtype, place))
+                model.set_submodule(path, read_linear(m, path, source, quant, fmt, dtype, device))
             elif hasattr(m, "weight"):
-                w = source.get(weight_name(path), m.weight.shape, dtype, place)
+                w = source.get(weight_name(path), m.weight.shape, dtype, device)
                 m.weight = nn.Parameter(w, requires_grad=False)
         if piece == "embed" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.embed.weight

@@ -455,7 +455,7 @@ def calibrated(model, pieces, fmt, ids, device):
         block = model.get_submodule(path)
         if x is None:  # the embedding comes before the blocks, and may be stored in another dtype
             dtype = block.attn.qkv_proj.weight.dtype
-            x = model.embed(ids.to(model.embed.weight.device)).to(device, dtype)  # (B, T, C)
+            x = model.embed(ids.to(device)).to(dtype)  # (B, T, C)
         stats = gather(block, x, rope)
         rows = quantize_block(block, stats, model.config, fmt)
         del block, stats  # so that the caller can free it

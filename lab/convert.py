@@ -59,7 +59,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     model = qwen.skeleton(config)
     report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest"}
     with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
-        pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt, ends="cpu")
+        pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt)
         steps = ((path, []) for path in pieces)
         if use_awq:
             ids = datasets.calibration(calib, folder)

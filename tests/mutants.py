@@ -410,8 +410,8 @@ MUTANTS = {
          "aqn::clean_block_is_clean_and_restores_the_noise"),
     ],
     "model.py": [
-        ("zeros are made of a tensor without memory", "torch.zeros(noise.shape, dtype=noise.dtype, device=place)",
-         "torch.zeros_like(noise, device=place)", "train::what_a_run_needs_at_its_end_is_imported_then"),
+        ("zeros are made of a tensor without memory", "torch.zeros(noise.shape, dtype=noise.dtype, device=device)",
+         "torch.zeros_like(noise, device=device)", "train::what_a_run_needs_at_its_end_is_imported_then"),
         ("fast pairs turn slower, too", "(keep + (1 - keep) / factor)", "(1 / factor)", "model::longer_contexts_turn_slow_pairs_slower"),
         ("a head from scratch is not tied", "if config.tie_word_embeddings:", "if False:",
          "model::a_model_from_scratch_ties_its_head_if_told"),
@@ -1366,8 +1366,8 @@ MUTANTS = {
          "memory::a_plan_of_a_hub_id_fetches_its_config_alone"),
         ("--tokens is ignored", "read_config(where), args.rank, args.tokens", "read_config(where), args.rank",
          "memory::the_plan_of_the_published_shapes"),
-        ("all tensors are cast on the way", 'device, quant="none" if use_awq else fmt,',
-         'device, torch.bfloat16, quant="none" if use_awq else fmt,',
+        ("all tensors are cast on the way", 'device, quant="none" if use_awq else fmt)',
+         'device, torch.bfloat16, quant="none" if use_awq else fmt)',
          "checkpoint::what_is_not_rounded_stays_as_it_is_stored"),
     ],
     "plumbing/files.py": [
