@@ -340,9 +340,8 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none", calib
     """A Transformer from a Hugging Face folder or hub id, frozen, in eval mode.
 
     dtype: of embeddings, norms, biases and (unquantized) weights; None: as stored. quant: none, or
-    one of nvfp4.FORMATS. calibration: ids (B, T), with which AWQ chooses the scales; its report is
-    then in model.awq. FileNotFoundError / ValueError with one line that names the file or
-    tensor."""
+    one of nvfp4.FORMATS. calibration: ids (B, T), with which AWQ chooses the scales.
+    FileNotFoundError / ValueError with one line that names the file or tensor."""
     folder = checkpoint.fetch(path_or_hub_id)
     config, source = read_config(folder), checkpoint.Checkpoint(folder)
     if calibration is not None and config.quantization:
@@ -358,14 +357,11 @@ def read_config(folder):
 def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None):
     """A Transformer of `config` with the tensors of `source`, a checkpoint.Checkpoint."""
     model = skeleton(config)
-    if calibration is None:
-        for _ in stream(model, source, device, dtype, quant):
-            pass
-    else:
-        model.awq = []
-        blocks = stream(model, source, device, dtype)
-        for path, rows in nvfp4.calibrated(model, blocks, quant, calibration, device):
-            model.awq += [{"layer": int(path.split(".")[1]), **row} for row in rows]
+    pieces = stream(model, source, device, dtype, quant if calibration is None else "none")
+    if calibration is not None:
+        pieces = nvfp4.calibrated(model, pieces, quant, calibration, device)
+    for _ in pieces:
+        pass
     return model.eval()
 
 

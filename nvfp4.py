@@ -71,12 +71,10 @@ class Format:
 
     def __post_init__(self):
         want = tuple(sorted({*self.codebook})) if self.codebook else E2M1
-        if self.block not in (16, 32, 64, 128) or len(want) != 16 or self.values != want:
-            raise ValueError(f"{self}: a block has 16, 32, 64 or 128 columns, a codebook 16 "
-                             "ascending values and float32 scales")
-        if self.codebook and not (all(map(math.isfinite, want)) and want[-1] > 0):
-            raise ValueError(f"{self}: the last value stands for a block's largest |weight|: it "
-                             "must be above 0, and all of them finite")
+        good = self.values == want and len(want) == 16 and all(map(math.isfinite, want))
+        if self.block not in (16, 32, 64, 128) or not good or max(want) <= 0:
+            raise ValueError(f"{self}: a block has 16, 32, 64 or 128 columns, a codebook float32 "
+                             "scales and 16 ascending values, all finite, the last above 0")
 
     @property
     def codebook(self):
@@ -459,7 +457,7 @@ def calibrated(model, pieces, fmt, ids, device):
         stats = gather(block, x, rope)
         rows = quantize_block(block, stats, model.config, fmt)
         del block, stats  # so that the caller can free it
-        yield path, rows
+        yield path, [{"layer": int(path.split(".")[1]), **row} for row in rows]
 
 
 def gather(block, x, rope):

@@ -67,8 +67,8 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
             report |= {"calibration": calib, "calibration_tokens": ids.numel(), "layers": []}
         for path, rows in tqdm(steps, fmt, len(qwen.pieces(config)), disable=None):
             write(writer, model, path)
-            for row in rows:
-                report["layers"].append({"layer": int(path.split(".")[1]), **row})
+            if rows:
+                report["layers"] += rows
         report["seconds"] = round(time.time() - begin, 1)
         writer.notes["quantization.json"] = report
     return report

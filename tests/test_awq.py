@@ -331,12 +331,9 @@ def at_load(shallow, tmp_path_factory):
     return loaded(shallow, calib=calib, sequences=4, length=32), calib
 
 
-def test_load_gives_a_quantized_model_and_its_report(at_load, shallow):
+def test_load_gives_a_quantized_model(at_load, shallow):
     model, _ = at_load
     assert sum(isinstance(m, QuantLinear) for m in model.modules()) == 4 * model.config.num_hidden_layers
-    assert len(model.awq) == 4 * model.config.num_hidden_layers
-    assert {"layer", "linear", "exponent", "rtn", "awq"} == set(model.awq[0])
-    assert sum(r["awq"] for r in model.awq) < 0.8 * sum(r["rtn"] for r in model.awq)
     assert not any(p.requires_grad for p in model.parameters()) and not any(p.is_meta for p in model.parameters())
     ids = torch.arange(40)[None]
     plain, original = (M.load(shallow, quant=q)(ids) for q in ("nvfp4", "none"))
