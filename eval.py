@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -195,25 +196,22 @@ def run(args, argv):
         ids = tok.prompt_ids(sets[0][1][0]["question"], args.prompt_style)
         check_adapter(model, ids, args.adapter)
 
-    results = []  # (set, model, evaluate's dict)
-
-    def measure(name, rows, arm):
-        r = evaluate(
-            model, tok, rows, style=args.prompt_style, n=args.n, temperature=args.temperature,
-            top_p=args.top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
-            max_rows=args.max_rows, seed=args.seed, score=score, ks=args.k or ())
-        results.append((name, arm, r))
-        if args.out:
-            save_rows(args.out, results)
-        return r
-
     # a run without an adapter has trained all of the model
-    plain = "trained" if args.run and not args.adapter else "base"
+    arms = ["base", "adapter"] if args.adapter else ["trained" if args.run else "base"]
+    results = []  # (set, arm, evaluate's dict)
     for name, rows in sets:
-        with lora.disabled(model):
-            base = measure(name, rows, plain)
+        for arm in arms:
+            with nullcontext() if arm == "adapter" else lora.disabled(model):
+                r = evaluate(
+                    model, tok, rows, style=args.prompt_style, n=args.n,
+                    temperature=args.temperature, top_p=args.top_p,
+                    max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
+                    max_rows=args.max_rows, seed=args.seed, score=score, ks=args.k or ())
+            results.append((name, arm, r))
+            if args.out:
+                save_rows(args.out, results)
         if args.adapter:
-            r = measure(name, rows, "adapter")
+            (_, _, base), (_, _, r) = results[-2:]
             r["gain"], r["stderr_gain"] = gain(base, r)
     show_results(results, args.reward)
     if args.json:
