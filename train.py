@@ -46,13 +46,11 @@ FLAGS = (
     Flag("aqn-start", aqn.SIGMA, 1e-2, "sigma of the first noisy stage"),
     Flag("aqn-end", aqn.SIGMA, 5e-4, "sigma of the last stage"),
     Flag("aqn-schedule", aqn.SCHEDULES, "exponential", "how sigma falls from stage to stage"),
-    Flag("aqn-scope", ("rollout", "both"), "rollout",
-         "where the noise is on: rollouts alone, or the update as well"),
+    Flag("aqn-scope", ("rollout", "both"), "rollout", "noise in rollouts, or in updates as well"),
     "data and prompt",
     Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a "
          ".jsonl or .parquet, a folder, a hub id", "arithmetic", in_policy=True),
-    Flag("levels", numbers(1, 1e4), None,
-         "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
+    Flag("levels", numbers(1, 1e4), None, "rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
          "1 on (default: data.rewards)"),
     *flags.PROMPT_FLAGS,
@@ -94,14 +92,10 @@ FLAGS = (
     *flags.ENGINE_FLAGS,
 )
 MAX_RESAMPLE = 2  # extra rollouts that --dynamic-sampling may draw in a step
-NOISE = "--aqn", lambda args: args.aqn
-HELD_OUT = "--eval-n 1 or more", lambda args: args.eval_n
-# flags that do nothing without another: which other, and whether it is set
-NEEDS = {
-    **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), NOISE),
-    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
-    "lora_alpha": ("--lora-rank 1 or more", lambda args: args.lora_rank),
-    "eps_high": ("--old-logp sampler or trainer", lambda args: args.old_logp != "current"),
+NEEDS = {  # flags that do nothing where another is off, or 0
+    **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), "aqn"),
+    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), "eval_n"),
+    "lora_alpha": "lora_rank",
 }
 
 

@@ -229,12 +229,12 @@ def check_graded(args):
 
 def warn_idle(command, needs, args, argv):
     """Print a warning for each flag in argv that has no effect beside the others. needs: {flag:
-    (the flag that it needs, args -> whether that is set)}."""
+    the one without which it does nothing}."""
     for name in given(command, argv):
-        flag, used = needs.get(name, ("", None))
-        if used and not used(args):
-            print(f"warning: --{name.replace('_', '-')}: does nothing without {flag}",
-                  file=sys.stderr)
+        other = needs.get(name)
+        if other and not getattr(args, other):
+            said = f"--{name}: does nothing without --{other}".replace("_", "-")
+            print(f"warning: {said}", file=sys.stderr)
 
 
 def run_command(command, body, argv=None, name=None):
