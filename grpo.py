@@ -28,6 +28,7 @@ from plumbing import ranks
 from plumbing.metrics import as_floats, sum_metrics
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import aqn
 import lora
@@ -298,14 +299,10 @@ def in_rows(completions, logp, entropy):
     """Values of the tokens of B completions, one after the other (S,) -> padded rows (B, T), and
     their mask."""
     lengths = [len(c.ids) for c in completions]
-    T, device = max(lengths), logp.device
-    # where the mask is true, computed here: if the GPU looked for it, the host would have to wait
-    places = [b * T + t for b, length in enumerate(lengths) for t in range(length)]
-    places = to_device(places, device)  # (S,)
-    blank = torch.zeros(len(lengths) * T, dtype=logp.dtype, device=device)
-    logp = blank.index_copy(0, places, logp).view(-1, T)  # (S,) -> (B, T)
-    entropy = blank.index_copy(0, places, entropy).view(-1, T)
-    return logp, entropy, lengths_to_mask(to_device(lengths, device), T)
+    # by their lengths, not by the mask: if the GPU looked for it, the host would have to wait
+    logp = pad_sequence(logp.split(lengths), batch_first=True)  # (S,) -> (B, T)
+    entropy = pad_sequence(entropy.split(lengths), batch_first=True)
+    return logp, entropy, lengths_to_mask(to_device(lengths, logp.device), max(lengths))
 
 
 def micro_batches(model, completions, token_budget):
