@@ -4,10 +4,8 @@ batch_loss -> completion_logprobs, policy_loss).
 
 An objective is three functions: the level (token or completion) at which the ratio is taken, the
 gain to maximise, and what its sum is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of
-one table (`OBJECTIVES`); your own takes at most three functions. Also here: clip-higher, a KL term
-(k3), truncated importance weights between sampler and trainer, DAPO's soft length penalty. Left
-out: value networks and GAE (a group's mean is the baseline) and entropy bonuses (the paper uses
-none: quantization noise explores).
+one table (`OBJECTIVES`). Left out: value networks and GAE (a group's mean is the baseline) and
+entropy bonuses (the paper uses none: quantization noise explores).
 
 Each loss is divided by the token or completion count of the *global* batch. So the losses of
 micro-batches, and of GPUs, add up to exactly the full-batch loss: sum them, never average. Metrics
@@ -33,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 import aqn
 import lora
 import model as qwen
-from model import to_device
+from model import padded, to_device
 
 # the paper's values, for which there are no flags
 BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1  # AdamW's
@@ -81,7 +79,7 @@ def set_advantages(groups, scale=True):
 
 
 def has_signal(group):
-    """Whether the rewards of a group differ: if not, its advantages are all 0."""
+    """Whether the rewards of a group differ; else its advantages are all 0."""
     first = group[0].reward  # sums of the same parts may differ in the last bit
     return not all(math.isclose(c.reward, first, rel_tol=1e-9) for c in group)
 
@@ -125,8 +123,7 @@ def ppo_clip(ratio, adv, logp, low, high):
 
 
 def clipped_weight(ratio, adv, logp, low, high):
-    """CISPO: the clipped ratio is a constant weight of REINFORCE, so no token loses its
-    gradient."""
+    """CISPO: the clipped ratio is a constant weight of REINFORCE; no token loses its gradient."""
     return ratio.clamp(1 - low, 1 + high).detach() * adv * logp
 
 
@@ -136,14 +133,12 @@ def completion_mean(per_token, mask, tokens, seqs, max_len):
 
 
 def token_mean(per_token, mask, tokens, seqs, max_len):
-    """DAPO: mean over the tokens of the whole batch, so that a long completion weighs more than a
-    short one."""
+    """DAPO: mean over the tokens of the whole batch: a long completion weighs more."""
     return per_token.sum() / tokens
 
 
 def constant(per_token, mask, tokens, seqs, max_len):
-    """Dr.GRPO: divides by a constant, since dividing by the length would favour short right and
-    long wrong answers."""
+    """Dr.GRPO: dividing by the length would favour short right and long wrong answers."""
     return per_token.sum() / (seqs * max_len)
 
 
@@ -282,9 +277,7 @@ def completion_logprobs(model, completions, temperature):
     # one, so the last token of a row predicts nothing and is left out.
     device = model.embed.weight.device
     rows = [c.prompt + c.ids[:-1] for c in completions]
-    L = max(len(row) for row in rows)
-    ids = to_device([row + [0] * (L - len(row)) for row in rows], device)  # (B, L)
-    hidden = model.hidden(ids)  # (B, L, C)
+    hidden = model.hidden(padded(rows, device))  # (B, L) -> (B, L, C)
 
     # The states that predict the completions' tokens, row after row, and these tokens.
     states = [h[len(c.prompt) - 1 : len(row)]
@@ -353,11 +346,6 @@ def record_trainer_logprobs(model, completions, settings):
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
     """policy_loss of one micro-batch, with whichever further log-probs `settings` ask for."""
     s, device = settings, model.embed.weight.device
-
-    def padded(rows):  # a list a completion -> (B, T)
-        T = max(map(len, rows))
-        return to_device([r + [0.0] * (T - len(r)) for r in rows], device, torch.float32)
-
     # The base is the same model, adapter off and without noise.
     reference = None
     if s.beta:
@@ -367,14 +355,15 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
     logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
     trainer = None
     if s.old_logp == "trainer":
-        trainer = padded([c.trainer_logprobs for c in batch])
+        trainer = padded([c.trainer_logprobs for c in batch], device, torch.float32)  # (B, T)
     elif s.old_logp == "current":  # the ratio is 1: the plain policy gradient, weighted
         trainer = logp.detach()
+    sampler = padded([c.logprobs for c in batch], device, torch.float32)  # (B, T)
     advantages = to_device([c.advantage for c in batch], device, torch.float32)
     loss, sums = policy_loss(
-        logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, eps_high=s.eps_high,
-        ref_logp=reference, beta=s.beta, trainer_logp=trainer, tis_cap=TIS_CAP,
-        total_tokens=total_tokens, total_seqs=total_seqs, max_len=s.max_new_tokens)
+        logp, sampler, advantages, mask, s.loss, eps_high=s.eps_high, ref_logp=reference,
+        beta=s.beta, trainer_logp=trainer, tis_cap=TIS_CAP, total_tokens=total_tokens,
+        total_seqs=total_seqs, max_len=s.max_new_tokens)
     return loss, {**sums, "entropy": entropy.sum()}
 
 

@@ -126,6 +126,12 @@ def to_device(values, device, dtype=torch.long):
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
+def padded(rows, device, dtype=torch.long):
+    """Lists of different lengths, one a row -> (B, longest), with zeros on the right."""
+    longest = max(len(row) for row in rows)
+    return to_device([row + [0] * (longest - len(row)) for row in rows], device, dtype)
+
+
 def rope_tables(pos, c):
     """cos, sin of the rotary angles at pos (any shape), float32, shape (*pos, D/2); c: a Config."""
     pair = torch.arange(c.head_dim // 2, device=pos.device, dtype=torch.float32)

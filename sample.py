@@ -29,13 +29,12 @@ from plumbing import checkpoint, command, datasets, flags, layouts, policy
 from plumbing.tokenizer import Tokenizer
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import lora
 import model as qwen
 import nvfp4
-from model import to_device
+from model import padded, to_device
 
 PREFILL_TOKENS = 8192  # tokens of prompts that go through the model together, padding included
 BUCKET = 256  # a graph's attention looks at a multiple of this many positions
@@ -294,8 +293,7 @@ def prefill(model, prompts):
     """A KVCache with a row for each prompt, filled with all but the prompt's last token."""
     longest = max(len(prompt) for prompt in prompts) - 1
     cache = qwen.KVCache(model, len(prompts), longest)
-    ids = [torch.tensor(prompt[:-1], dtype=torch.long) for prompt in prompts]
-    ids = pad_sequence(ids, batch_first=True).to(cache.k.device)  # (P, T), padded on the right
+    ids = padded([prompt[:-1] for prompt in prompts], cache.k.device)  # (P, T)
     together = max(1, PREFILL_TOKENS // max(1, longest))
     for first in range(0, len(prompts) if longest else 0, together):
         rows = cache.rows(first, min(first + together, len(prompts)))
