@@ -58,7 +58,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim, eps):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
         self.register_buffer("noise", torch.zeros(dim, dtype=torch.float32), persistent=False)
 
     def forward(self, x):
@@ -235,13 +236,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`checkpointing`: recompute each block in backward. `valid_vocab`: ids from this one on
-    (Qwen's embedding has some) belong to no token and are never sampled or scored."""
-
     def __init__(self, config):
         super().__init__()
         V, C = config.vocab_size, config.hidden_size
-        self.config, self.valid_vocab, self.checkpointing, self.fast = config, V, False, None
+        self.config = config
+        self.valid_vocab = V  # Qwen has ids from here on that are no token: never sampled or scored
+        self.checkpointing = False  # recompute each block in backward
+        self.fast = None
         self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(C, config.rms_norm_eps)
@@ -259,8 +260,9 @@ class Transformer(nn.Module):
         Without a cache: causal attention over each row from position 0; rows may be padded on the
         right. With one: the T tokens of row b take positions cache.length[b] .. +T-1 and attend
         to all before them; the caller advances cache.length."""
-        B, T = ids.shape
-        x, mask, pos = self.embed(ids), None, torch.arange(T, device=ids.device)[None]  # (1, T)
+        T = ids.shape[1]
+        pos = torch.arange(T, device=ids.device)[None]  # (1, T)
+        mask = None  # causal
         if cache is not None:
             pos = cache.length[:, None] + pos  # (B, T)
             empty = cache.used == 0  # then the causal mask suffices: SDPA has fast kernels for it
@@ -268,6 +270,7 @@ class Transformer(nn.Module):
             if not empty:
                 seen = torch.arange(cache.used, device=ids.device) <= pos[..., None]  # (B, T, S)
                 mask = seen[:, None]  # (B, 1, T, S)
+        x = self.embed(ids)  # (B, T, C)
         cos, sin = self.rope(pos)
         for block in self.layers:
             if self.checkpointing and torch.is_grad_enabled():

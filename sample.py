@@ -326,7 +326,8 @@ def load_policy(args):
     if device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(args.card_share)
     folder = checkpoint.fetch(args.model)
-    if getattr(args, "adapter", None):
+    adapter = getattr(args, "adapter", None)  # train.py makes its own
+    if adapter:
         policy.check(args)  # before the slow part
     stored = checkpoint.read_config(folder)["quantization"]
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
@@ -341,8 +342,8 @@ def load_policy(args):
     model.valid_vocab = len(tok)
     if device == "cpu" and model.config.hidden_size < 512:
         torch.set_num_threads(1)  # too little work for two: they would mostly wait for each other
-    if getattr(args, "adapter", None):
-        lora.load_adapter(model, args.adapter)
+    if adapter:
+        lora.load_adapter(model, adapter)
     return model, tok
 
 

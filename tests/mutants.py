@@ -526,7 +526,7 @@ MUTANTS = {
          "loop::flags_reach_the_sampler"),
         ("--awq is ignored", "    if args.awq and not (stored", "    if False and not (stored",
          "awq::the_flag_of_the_commands_loads_with_awq"),
-        ("the adapter is not loaded", "lora.load_adapter(model, args.adapter)",
+        ("the adapter is not loaded", "lora.load_adapter(model, adapter)",
          "lora.lora_layers(model)", "eval::the_adapter_is_applied_and_the_base_is_the_base"),
         ("the format is not passed", "qwen.load(folder, device, dtype, args.quant, text)",
          'qwen.load(folder, device, dtype, "none", text)',
