@@ -362,8 +362,8 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
     advantages = to_device([c.advantage for c in batch], device, torch.float32)
     loss, sums = policy_loss(
         logp, sampler, advantages, mask, s.loss, eps_high=s.eps_high, ref_logp=reference,
-        beta=s.beta, trainer_logp=trainer, tis_cap=TIS_CAP, total_tokens=total_tokens,
-        total_seqs=total_seqs, max_len=s.max_new_tokens)
+        beta=s.beta, trainer_logp=trainer, total_tokens=total_tokens, total_seqs=total_seqs,
+        max_len=s.max_new_tokens)
     return loss, {**sums, "entropy": entropy.sum()}
 
 
