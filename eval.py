@@ -144,7 +144,7 @@ def check_adapter(model, ids, folder):
     with lora.disabled(model):
         base = model(ids)
     if torch.equal(model(ids), base):
-        raise ValueError(f"--adapter {folder}: changes nothing: it was never trained, or is not applied")
+        raise ValueError(f"--adapter {folder}: changes nothing; was it ever trained?")
 
 
 def gain(base, adapter):
