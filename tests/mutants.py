@@ -1204,7 +1204,7 @@ MUTANTS = {
          "formats::nvfp4_follows_its_formula_element_by_element"),
         ("the first rows' scales in every slice", "fmt, scale[rows], global_scale[rows])))", "fmt, scale[:step][: len(w[rows])], global_scale[rows])))",
          "formats::rounding_by_chunks_of_rows_is_rounding_at_once"),
-        ("block scales alone are not tried", "finalists = [plain, *", "finalists = [*",
+        ("block scales alone are not tried", "trials = [attempt(0.0, torch.ones_like(magnitude)), *trials]", "trials = trials or [attempt(0.0, torch.ones_like(magnitude))]",
          "awq::where_no_channel_scale_helps_block_scales_still_do"),
         ("the bias of v is not divided", "(bias.float() / divide)", "(bias.float() / 1)",
          "awq::the_folded_model_is_the_original_before_rounding"),
