@@ -40,11 +40,7 @@ FLAGS = (
     *sample.MODEL_FLAGS,
     *flags.ADAPTER_FLAGS,
     "questions",
-    Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, a .jsonl or "
-         ".parquet, a folder, a hub id; several with commas", "arithmetic", in_policy=True),
-    Flag("levels", numbers(1, 1e4), None, "ask rows of these, 5 the hardest, as in 3,4,5"),
-    Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
-         "1 on (default: data.rewards)"),
+    *flags.DATA_FLAGS,
     *flags.PROMPT_FLAGS,
     Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
     Flag("n", number(1, 1e4), None, "samples a question (default: 4; at --temperature 0: 1)"),

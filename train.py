@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 
 from plumbing import checkpoint, flags, metrics, policy, ranks
-from plumbing.command import number, numbers
+from plumbing.command import number
 from plumbing.flags import Flag
 from plumbing.run import Run, resolve_flags
 
@@ -48,11 +48,7 @@ FLAGS = (
     Flag("aqn-schedule", aqn.SCHEDULES, "exponential", "how sigma falls from stage to stage"),
     Flag("aqn-scope", ("rollout", "both"), "rollout", "noise in rollouts, or in updates as well"),
     "data and prompt",
-    Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a "
-         ".jsonl or .parquet, a folder, a hub id", "arithmetic", in_policy=True),
-    Flag("levels", numbers(1, 1e4), None, "rows of these, 5 the hardest: 3,4,5 for Big-Math"),
-    Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
-         "1 on (default: data.rewards)"),
+    *flags.DATA_FLAGS,
     *flags.PROMPT_FLAGS,
     "rollout",
     Flag("steps", number(1, 1e8), None, "rollouts (default: one pass over the data)", 30),
@@ -107,14 +103,10 @@ def check(args):
         return
     flags.check_graded(args)
     if args.lora_rank == 0:
-        if args.quant != "none":
-            raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
-                             f"{args.quant} cannot be trained")
-        if args.beta:
-            raise ValueError("--beta: its reference is the model without adapter; raise "
-                             "--lora-rank")
-        if args.dtype == "bfloat16":  # AdamW's steps are smaller than its last bit
-            raise ValueError("--lora-rank 0 trains all parameters in float32; leave --dtype out")
+        # the KL's reference is an adapter that is off; AdamW's steps are less than bfloat16's last bit
+        if args.quant != "none" or args.beta or args.dtype == "bfloat16":
+            raise ValueError("--lora-rank 0 trains all parameters in float32: it needs --quant "
+                             "none, no --beta and no --dtype")
         args.dtype = "float32"
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from plumbing import command as commands
 from plumbing import hub, policy, ranks
-from plumbing.command import number
+from plumbing.command import number, numbers
 from plumbing.files import TINY, saved
 from plumbing.tokenizer import SUFFIX
 
@@ -88,6 +88,14 @@ ADAPTER_FLAGS = (
     "trained policy",
     Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
     Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
+)
+DATA_FLAGS = (
+    Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a "
+         ".jsonl or .parquet, a folder, a hub id; for eval.py several with commas", "arithmetic",
+         in_policy=True),
+    Flag("levels", numbers(1, 1e4), None, "rows of these, 5 the hardest: 3,4,5 for Big-Math"),
+    Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
+         "1 on (default: data.rewards)"),
 )
 PROMPT_FLAGS = (
     Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question asks for", in_policy=True),

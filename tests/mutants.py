@@ -194,7 +194,7 @@ MUTANTS = {
          "flags::the_defaults_are_the_papers"),
         ("another pi_old than the README's", '("sampler", "trainer", "current"), "sampler"',
          '("sampler", "trainer", "current"), "current"', "flags::the_defaults_are_the_papers"),
-        ("a KL to the trained model itself", "        if args.beta:\n", "        if False:\n",
+        ("a KL to the trained model itself", "or args.beta or", "or",
          "bad_inputs::flags_and_places_are_checked_before_the_work"),
         ("seeds share a folder", "{args.quant}-s{args.seed}", "{args.quant}",
          "flags::runs_of_other_seeds_have_other_folders"),
