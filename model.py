@@ -161,7 +161,8 @@ class KVCache:
     def __init__(self, model, batch, max_len):
         c, w = model.config, model.embed.weight
         shape = (c.num_hidden_layers, batch, c.num_key_value_heads, max_len, c.head_dim)
-        self.k, self.v = (torch.zeros(shape, device=w.device, dtype=w.dtype) for _ in "kv")
+        self.k = torch.zeros(shape, device=w.device, dtype=w.dtype)
+        self.v = torch.zeros_like(self.k)
         self.length = torch.zeros(batch, dtype=torch.long, device=w.device)
         self.used = 0
 

@@ -103,7 +103,7 @@ def check(args):
         return
     flags.check_graded(args)
     if args.lora_rank == 0:
-        # the KL's reference is an adapter that is off; AdamW's steps are less than bfloat16's last bit
+        # the KL's reference is the adapter off; AdamW's steps are less than bfloat16's last bit
         if args.quant != "none" or args.beta or args.dtype == "bfloat16":
             raise ValueError("--lora-rank 0 trains all parameters in float32: it needs --quant "
                              "none, no --beta and no --dtype")
