@@ -193,9 +193,17 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     low = objective.clip[0] if eps_low is None else eps_low
     high = objective.clip[1] if eps_high is None else eps_high
 
-    # How much each token gains, and where the clip decides it.
+    # The ratio. Past e^80 it is clipped all the same; past e^88 it is inf, and its gradient NaN.
     anchor = old_logp if trainer_logp is None else trainer_logp
-    gain, ratio, clipped = gains(objective, logp, anchor, advantages, mask, low, high)
+    ratio = objective.level(difference(logp, anchor, mask), mask).clamp(max=80).exp()  # (B, T)
+
+    # How much each token gains, and where the clip changes that.
+    adv = advantages[:, None].to(logp.dtype)  # (B, 1)
+    said = logp.masked_fill(~mask, 0.0)
+    gain = objective.surrogate(ratio, adv, said, low, high)  # (B, T)
+    with torch.no_grad():
+        free = objective.surrogate(ratio, adv, said, math.inf, math.inf)
+        clipped = ((gain - free).abs() > 0) & mask  # NaN counts as not clipped
 
     # If the samples are not quite from the policy of the anchor, a weight corrects for it.
     gap = difference(logp.detach() if trainer_logp is None else trainer_logp, old_logp, mask)
@@ -218,20 +226,6 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
 def difference(a, b, mask):
     """a - b on the mask, 0 elsewhere: values in the padding, even nan, have no effect."""
     return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
-
-
-def gains(objective, logp, anchor, advantages, mask, low, high):
-    """(gain (B, T) to maximise, ratio (B, T) of logp to the anchor, whether the clip changes the
-    gain (B, T))."""
-    # past e^80 a ratio is clipped all the same; past e^88 it is inf, whose gradient is inf * 0, NaN
-    ratio = objective.level(difference(logp, anchor, mask), mask).clamp(max=80).exp()  # (B, T)
-    adv = advantages[:, None].to(logp.dtype)  # (B, 1)
-    said = logp.masked_fill(~mask, 0.0)
-    gain = objective.surrogate(ratio, adv, said, low, high)
-    with torch.no_grad():
-        free = objective.surrogate(ratio, adv, said, math.inf, math.inf)
-        clipped = ((gain - free).abs() > 0) & mask  # NaN counts as not clipped
-    return gain, ratio, clipped
 
 
 @torch.no_grad()
