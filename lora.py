@@ -59,7 +59,8 @@ class LoRALinear(nn.Module):
 
     def by_part(self):
         """{part: (A (R, K), B (N_p, R))}, views of the parameters."""
-        A, B = self.A.detach().split(self.rank), self.B.detach().split([*self.parts.values()])
+        A = self.A.detach().split(self.rank)
+        B = self.B.detach().split([*self.parts.values()])
         return dict(zip(self.parts, zip(A, B, strict=True), strict=True))
 
     def delta(self):
