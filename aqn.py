@@ -16,22 +16,12 @@ CUDA graphs that captured the buffers see it.
     aqn.set_noise(model, sigma, aqn.noise_seed(seed, step))    # once a step, before its rollouts
     aqn.clear(model)                                           # Algorithm 1: the update is clean
 
-To try your own noise, replace set_noise with a function that writes to the buffers (here: only the
-second half of the layers, and scaled by w). Draw it from a generator seeded by `seed`: then a run
-repeats, a resumed run continues as it would have, and all ranks have the same noise. Every RMSNorm
-has a buffer, including the last (model.norm) and Qwen3's q_norm and k_norm; any other module's
-buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into an
-evaluation, or, unless --aqn-scope is both, into an update.
-
-    def set_noise(model, sigma, seed=0):
-        aqn.clear(model)
-        gen = torch.Generator().manual_seed(aqn.noise_seed(seed, "mine"))
-        for norm in itertools.chain(*aqn.norms(model)[len(model.layers) // 2:]):
-            z = torch.randn(norm.noise.shape, generator=gen)
-            norm.noise.copy_(sigma * z * norm.weight.detach().float().cpu())
-
-    aqn.set_noise = set_noise
-    train.main()
+To try your own noise, replace set_noise with a function that writes to the buffers, as
+lab/ideas/relative_noise.py and its neighbours do. Draw it from a generator seeded by `seed`: then a
+run repeats, a resumed run continues as it would have, and all ranks have the same noise. Every
+RMSNorm has a buffer, including the last (model.norm) and Qwen3's q_norm and k_norm; any other
+module's buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into
+an evaluation, or, unless --aqn-scope is both, into an update.
 
     python aqn.py --aqn-start 1e-2 --aqn-end 1e-4      # print the schedule
     python -m pytest tests/test_aqn.py

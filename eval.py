@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -39,11 +40,7 @@ FLAGS = (
     *sample.MODEL_FLAGS,
     *flags.ADAPTER_FLAGS,
     "questions",
-    Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, a .jsonl or "
-         ".parquet, a folder, a hub id; several with commas", "arithmetic", in_policy=True),
-    Flag("levels", numbers(1, 1e4), None, "ask rows of these, 5 the hardest, as in 3,4,5"),
-    Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
-         "1 on (default: data.rewards)"),
+    *flags.DATA_FLAGS,
     flags.PROMPT_STYLE,
     Flag("limit", number(1, 1e8), None, "questions of each set, drawn by --seed (default: all)"),
     Flag("n", number(1, 1e4), None, "samples a question (default: 4; at --temperature 0: 1)"),
@@ -71,8 +68,7 @@ COMMAND = flags.Command("eval", "Pass@1 of a model, and of an adapter beside it.
 
 
 def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95,
-             max_new_tokens=None, max_prompt=None, max_rows=None, seed=0, score=None,
-             progress=False, ks=()):
+             max_new_tokens=None, max_prompt=None, max_rows=256, seed=0, score=None, ks=()):
     """Sample n completions a question and grade them, with AQN's noise off.
 
     max_new_tokens None: 4096, or fewer if positions run out. score: from data.scorer (the
@@ -86,7 +82,7 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
     with aqn.clean(model):
         groups = sample.generate(
             model, [row["ids"] for row in asked], n, limits, temperature, top_p, tok.eos_ids, seed,
-            max_rows, progress, indices=mine)
+            max_rows, indices=mine)
     out = ranks.merge(graded(tok, asked, groups, score or data.scorer(style)))
     return {**summary(out, ks), "skipped": skipped, "rows": out}
 
@@ -144,10 +140,7 @@ def check_adapter(model, ids, folder):
     with lora.disabled(model):
         base = model(ids)
     if torch.equal(model(ids), base):
-        trained = any(m.B.any() for _, m in lora.lora_layers(model))
-        why = ("the logits are the base model's, bit for bit" if trained else
-               "every B is zero, it was never trained")
-        raise ValueError(f"--adapter {folder}: changes nothing ({why})")
+        raise ValueError(f"--adapter {folder}: changes nothing; was it ever trained?")
 
 
 def gain(base, adapter):
@@ -196,26 +189,22 @@ def run(args, argv):
         ids = tok.prompt_ids(sets[0][1][0]["question"], args.prompt_style)
         check_adapter(model, ids, args.adapter)
 
-    results = []  # (set, model, evaluate's dict)
-
-    def measure(name, rows, arm):
-        r = evaluate(
-            model, tok, rows, style=args.prompt_style, n=args.n, temperature=args.temperature,
-            top_p=args.top_p, max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
-            max_rows=args.max_rows, seed=args.seed, score=score, progress=sys.stderr.isatty(),
-            ks=args.k or ())
-        results.append((name, arm, r))
-        if args.out:
-            save_rows(args.out, results)
-        return r
-
     # a run without an adapter has trained all of the model
-    plain = "trained" if args.run and not args.adapter else "base"
+    arms = ["base", "adapter"] if args.adapter else ["trained" if args.run else "base"]
+    results = []  # (set, arm, evaluate's dict)
     for name, rows in sets:
-        with lora.disabled(model):
-            base = measure(name, rows, plain)
+        for arm in arms:
+            with nullcontext() if arm == "adapter" else lora.disabled(model):
+                r = evaluate(
+                    model, tok, rows, style=args.prompt_style, n=args.n,
+                    temperature=args.temperature, top_p=args.top_p,
+                    max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
+                    max_rows=args.max_rows, seed=args.seed, score=score, ks=args.k or ())
+            results.append((name, arm, r))
+            if args.out:
+                save_rows(args.out, results)
         if args.adapter:
-            r = measure(name, rows, "adapter")
+            (_, _, base), (_, _, r) = results[-2:]
             r["gain"], r["stderr_gain"] = gain(base, r)
     show_results(results, args.reward)
     if args.json:

@@ -4,10 +4,8 @@ batch_loss -> completion_logprobs, policy_loss).
 
 An objective is three functions: the level (token or completion) at which the ratio is taken, the
 gain to maximise, and what its sum is divided by. GRPO, DAPO, Dr.GRPO, GSPO and CISPO are rows of
-one table (`OBJECTIVES`); your own takes at most three functions. Also here: clip-higher, a KL term
-(k3), truncated importance weights between sampler and trainer, DAPO's soft length penalty. Left
-out: value networks and GAE (a group's mean is the baseline) and entropy bonuses (the paper uses
-none: quantization noise explores).
+one table (`OBJECTIVES`). Left out: value networks and GAE (a group's mean is the baseline) and
+entropy bonuses (the paper uses none: quantization noise explores).
 
 Each loss is divided by the token or completion count of the *global* batch. So the losses of
 micro-batches, and of GPUs, add up to exactly the full-batch loss: sum them, never average. Metrics
@@ -21,18 +19,19 @@ Shapes: P prompts, G completions a prompt, B rows, L tokens of a row (padded), T
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 
 from plumbing import ranks
 from plumbing.metrics import as_floats, sum_metrics
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import aqn
 import lora
 import model as qwen
-from model import to_device
+from model import padded, to_device
 
 # the paper's values, for which there are no flags
 BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1  # AdamW's
@@ -80,7 +79,7 @@ def set_advantages(groups, scale=True):
 
 
 def has_signal(group):
-    """Whether the rewards of a group differ: if not, its advantages are all 0."""
+    """Whether the rewards of a group differ; else its advantages are all 0."""
     first = group[0].reward  # sums of the same parts may differ in the last bit
     return not all(math.isclose(c.reward, first, rel_tol=1e-9) for c in group)
 
@@ -124,8 +123,7 @@ def ppo_clip(ratio, adv, logp, low, high):
 
 
 def clipped_weight(ratio, adv, logp, low, high):
-    """CISPO: the clipped ratio is a constant weight of REINFORCE, so no token loses its
-    gradient."""
+    """CISPO: the clipped ratio is a constant weight of REINFORCE; no token loses its gradient."""
     return ratio.clamp(1 - low, 1 + high).detach() * adv * logp
 
 
@@ -135,14 +133,12 @@ def completion_mean(per_token, mask, tokens, seqs, max_len):
 
 
 def token_mean(per_token, mask, tokens, seqs, max_len):
-    """DAPO: mean over the tokens of the whole batch, so that a long completion weighs more than a
-    short one."""
+    """DAPO: mean over the tokens of the whole batch: a long completion weighs more."""
     return per_token.sum() / tokens
 
 
 def constant(per_token, mask, tokens, seqs, max_len):
-    """Dr.GRPO: divides by a constant, since dividing by the length would favour short right and
-    long wrong answers."""
+    """Dr.GRPO: dividing by the length would favour short right and long wrong answers."""
     return per_token.sum() / (seqs * max_len)
 
 
@@ -168,8 +164,8 @@ OBJECTIVES = {
 
 
 def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps_high=None,
-                ref_logp=None, beta=0.0, trainer_logp=None, tis_cap=None, total_tokens=None,
-                total_seqs=None, max_len=None, entropy=None):
+                ref_logp=None, beta=0.0, trainer_logp=None, tis_cap=TIS_CAP, total_tokens=None,
+                total_seqs=None, max_len=None):
     """The policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
 
     logp, old_logp: (B, T) log-probs, of the trained policy (differentiable) and of the sampler, the
@@ -178,33 +174,40 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
     ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
         estimator k3. Without beta the KL is only measured.
-    trainer_logp, tis_cap: (B, T), log-probs by the trainer's own forward pass. The ratio is
-        then taken against these, and a weight corrects for the sampler:
+    trainer_logp: (B, T), log-probs by the trainer's own forward pass. The ratio is then taken
+        against these, and a weight corrects for the sampler (at GSPO's level, too, a geometric
+        mean: TRL's exp(sum) would be 0 or the cap for a long completion):
             --old-logp   trainer_logp               ratio          weight
             sampler      None                       pi / old       none
             trainer      before the first update    pi / trainer   min(trainer / old, tis_cap)
             current      logp.detach()              pi / pi = 1    min(pi / old, tis_cap)
-        At GSPO's level both are geometric means; TRL's exp(sum) would be 0 or the cap for a long
-        completion.
     total_tokens, total_seqs: counts over the *global* batch, of tokens in the mask and of
         completions. Default: this batch's own, which is right only if it is the whole batch.
-    max_len: Dr.GRPO's constant. entropy: (B, T), without a gradient, only measured.
+    max_len: Dr.GRPO's constant.
 
-    Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum), for sum_metrics and
-    mean_metrics; sampler_kl is KL(sampler || trainer), k3.
-    """
+    Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum); see ratio_metrics."""
     # what would be broadcast, or left out, without a word
     assert logp.shape == old_logp.shape == mask.shape and advantages.shape == logp.shape[:1]
-    assert (trainer_logp is None) == (tis_cap is None) and (ref_logp is not None or not beta)
+    assert ref_logp is not None or not beta
     objective = OBJECTIVES[loss]
     low = objective.clip[0] if eps_low is None else eps_low
     high = objective.clip[1] if eps_high is None else eps_high
 
-    # How much each token gains, and where the clip decides it.
-    gap = difference(logp.detach() if trainer_logp is None else trainer_logp, old_logp, mask)
+    # The ratio. Past e^80 it is clipped all the same; past e^88 it is inf, and its gradient NaN.
     anchor = old_logp if trainer_logp is None else trainer_logp
-    gain, ratio, clipped = gains(objective, logp, anchor, advantages, mask, low, high)
-    if tis_cap is not None:  # the samples are not quite from the trainer's policy
+    ratio = objective.level(difference(logp, anchor, mask), mask).clamp(max=80).exp()  # (B, T)
+
+    # How much each token gains, and where the clip changes that.
+    adv = advantages[:, None].to(logp.dtype)  # (B, 1)
+    said = logp.masked_fill(~mask, 0.0)
+    gain = objective.surrogate(ratio, adv, said, low, high)  # (B, T)
+    with torch.no_grad():
+        free = objective.surrogate(ratio, adv, said, math.inf, math.inf)
+        clipped = ((gain - free).abs() > 0) & mask  # NaN counts as not clipped
+
+    # If the samples are not quite from the policy of the anchor, a weight corrects for it.
+    gap = difference(logp.detach() if trainer_logp is None else trainer_logp, old_logp, mask)
+    if trainer_logp is not None:
         gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
 
     # The distance to the frozen base, by the estimator k3: unbiased, never negative.
@@ -216,28 +219,13 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     tokens = torch.as_tensor(mask.sum() if total_tokens is None else total_tokens).clamp(min=1)
     seqs = torch.as_tensor(mask.any(1).sum() if total_seqs is None else total_seqs).clamp(min=1)
     value = objective.normaliser(per_token, mask, tokens, seqs, max_len)
-    entropy = mask * 0.0 if entropy is None else entropy.masked_fill(~mask, 0.0)
     return value, {"loss": value.detach(), "kl": (kl * mask).sum().detach(),
-                   "entropy": entropy.sum(), **ratio_metrics(ratio, clipped, gap, mask)}
+                   **ratio_metrics(ratio, clipped, gap, mask)}
 
 
 def difference(a, b, mask):
     """a - b on the mask, 0 elsewhere: values in the padding, even nan, have no effect."""
     return a.masked_fill(~mask, 0.0) - b.masked_fill(~mask, 0.0)
-
-
-def gains(objective, logp, anchor, advantages, mask, low, high):
-    """(gain (B, T) to maximise, ratio (B, T) of logp to the anchor, whether the clip changes the
-    gain (B, T))."""
-    # past e^80 a ratio is clipped all the same; past e^88 it is inf, whose gradient is inf * 0, NaN
-    ratio = objective.level(difference(logp, anchor, mask), mask).clamp(max=80).exp()  # (B, T)
-    adv = advantages[:, None].to(logp.dtype)  # (B, 1)
-    said = logp.masked_fill(~mask, 0.0)
-    gain = objective.surrogate(ratio, adv, said, low, high)
-    with torch.no_grad():
-        free = objective.surrogate(ratio, adv, said, math.inf, math.inf)
-        clipped = ((gain - free).abs() > 0) & mask  # NaN counts as not clipped
-    return gain, ratio, clipped
 
 
 @torch.no_grad()
@@ -250,7 +238,7 @@ def ratio_metrics(ratio, clipped, gap, mask):
         "clip_high": (clipped & (ratio > 1)).sum(),
         "logp_gap": gap.abs().sum(),
         "logp_gap_max": gap.abs().max() if gap.numel() else gap.sum(),
-        "sampler_kl": (torch.expm1(gap) - gap).sum(),
+        "sampler_kl": (torch.expm1(gap) - gap).sum(),  # KL(sampler || trainer), k3
         "ratio_outside": ((torch.expm1(gap).abs() > 0.1) & mask).sum()}
 
 
@@ -259,7 +247,8 @@ def ratio_metrics(ratio, clipped, gap, mask):
 
 @dataclass(frozen=True)
 class Settings:
-    """What one optimizer step needs to know. Names and meanings are those of train.py's flags."""
+    """What one optimizer step needs to know, for scripts: train.py passes its flags, which have the
+    same names and meanings."""
 
     loss: str = "grpo"
     eps_high: float | None = None
@@ -270,10 +259,6 @@ class Settings:
     temperature: float = 1.0
     micro_batch_tokens: int = 16384
     grad_clip: float = 0.2
-
-    @classmethod
-    def of(cls, args):
-        return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
 
 
 def completion_logprobs(model, completions, temperature):
@@ -286,9 +271,7 @@ def completion_logprobs(model, completions, temperature):
     # one, so the last token of a row predicts nothing and is left out.
     device = model.embed.weight.device
     rows = [c.prompt + c.ids[:-1] for c in completions]
-    L = max(len(row) for row in rows)
-    ids = to_device([row + [0] * (L - len(row)) for row in rows], device)  # (B, L)
-    hidden = model.hidden(ids)  # (B, L, C)
+    hidden = model.hidden(padded(rows, device))  # (B, L) -> (B, L, C)
 
     # The states that predict the completions' tokens, row after row, and these tokens.
     states = [h[len(c.prompt) - 1 : len(row)]
@@ -303,14 +286,10 @@ def in_rows(completions, logp, entropy):
     """Values of the tokens of B completions, one after the other (S,) -> padded rows (B, T), and
     their mask."""
     lengths = [len(c.ids) for c in completions]
-    T, device = max(lengths), logp.device
-    # where the mask is true, computed here: if the GPU looked for it, the host would have to wait
-    places = [b * T + t for b, length in enumerate(lengths) for t in range(length)]
-    places = to_device(places, device)  # (S,)
-    blank = torch.zeros(len(lengths) * T, dtype=logp.dtype, device=device)
-    logp = blank.index_copy(0, places, logp).view(-1, T)  # (S,) -> (B, T)
-    entropy = blank.index_copy(0, places, entropy).view(-1, T)
-    return logp, entropy, lengths_to_mask(to_device(lengths, device), T)
+    # by their lengths, not by the mask: if the GPU looked for it, the host would have to wait
+    logp = pad_sequence(logp.split(lengths), batch_first=True)  # (S,) -> (B, T)
+    entropy = pad_sequence(entropy.split(lengths), batch_first=True)
+    return logp, entropy, lengths_to_mask(to_device(lengths, logp.device), max(lengths))
 
 
 def micro_batches(model, completions, token_budget):
@@ -361,11 +340,6 @@ def record_trainer_logprobs(model, completions, settings):
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
     """policy_loss of one micro-batch, with whichever further log-probs `settings` ask for."""
     s, device = settings, model.embed.weight.device
-
-    def padded(rows):  # a list a completion -> (B, T)
-        T = max(map(len, rows))
-        return to_device([r + [0.0] * (T - len(r)) for r in rows], device, torch.float32)
-
     # The base is the same model, adapter off and without noise.
     reference = None
     if s.beta:
@@ -375,15 +349,16 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
     logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
     trainer = None
     if s.old_logp == "trainer":
-        trainer = padded([c.trainer_logprobs for c in batch])
+        trainer = padded([c.trainer_logprobs for c in batch], device, torch.float32)  # (B, T)
     elif s.old_logp == "current":  # the ratio is 1: the plain policy gradient, weighted
         trainer = logp.detach()
+    sampler = padded([c.logprobs for c in batch], device, torch.float32)  # (B, T)
     advantages = to_device([c.advantage for c in batch], device, torch.float32)
-    return policy_loss(
-        logp, padded([c.logprobs for c in batch]), advantages, mask, s.loss, eps_high=s.eps_high,
-        ref_logp=reference, beta=s.beta, trainer_logp=trainer,
-        tis_cap=None if trainer is None else TIS_CAP, total_tokens=total_tokens,
-        total_seqs=total_seqs, max_len=s.max_new_tokens, entropy=entropy)
+    loss, sums = policy_loss(
+        logp, sampler, advantages, mask, s.loss, eps_high=s.eps_high, ref_logp=reference,
+        beta=s.beta, trainer_logp=trainer, total_tokens=total_tokens, total_seqs=total_seqs,
+        max_len=s.max_new_tokens)
+    return loss, {**sums, "entropy": entropy.sum()}
 
 
 def backward(model, completions, settings):

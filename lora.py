@@ -59,7 +59,8 @@ class LoRALinear(nn.Module):
 
     def by_part(self):
         """{part: (A (R, K), B (N_p, R))}, views of the parameters."""
-        A, B = self.A.detach().split(self.rank), self.B.detach().split([*self.parts.values()])
+        A = self.A.detach().split(self.rank)
+        B = self.B.detach().split([*self.parts.values()])
         return dict(zip(self.parts, zip(A, B, strict=True), strict=True))
 
     def delta(self):
@@ -89,10 +90,8 @@ def lora_layers(model):
 
 
 def add_lora(model, rank, alpha, seed=0):
-    """Put a LoRALinear around every projection of every block, in place; returns the trainable
-    parameters.
-
-    rank >= 1; scaling is alpha / rank. Everything else in the model is frozen."""
+    """Put a LoRALinear around every projection of every block, in place, and freeze all else;
+    returns the trainable parameters. rank >= 1; scaling is alpha / rank."""
     assert not lora_layers(model), "the model has an adapter already"
     model.requires_grad_(False)
     g = torch.Generator().manual_seed(seed)
@@ -130,8 +129,9 @@ def adapter_state(model):
     parameters, and any norms that belong to the adapter."""
     state = {name: norm.weight.detach() for name, norm in peft.own_norms(model).items()}
     for path, m in lora_layers(model):
-        for part, pair in m.by_part().items():
-            state |= dict(zip(names(path, part), pair, strict=True))
+        for part, (A, B) in m.by_part().items():
+            a, b = names(path, part)
+            state[a], state[b] = A, B
     return state
 
 

@@ -29,9 +29,7 @@ the same way. The weight has no gradient, and no 16-bit copy of it is kept.
     y = matmul(x, q)                                      # any number of rows, differentiable in x
     pytest tests/test_marlin_triton.py                    # on a GPU add -m gpu
 
-A weight q is what a checkpoint holds: q.shape (N, K); q.codes (N, K/2) uint8, even columns in the
-low four bits; q.scale (N, K/block), E4M3, E8M0 (uint8: 2^(s - 127)) or, with a codebook, float32;
-q.global_scale (N,) float32; q.format with .block and .codebook (16 values, or None for E2M1).
+A weight q is an nvfp4.Quantized: codes (N, K/2), scale (N, K/block), global_scale (N,), format.
 
 Shapes: M rows of x, N outputs, K inputs; a program takes BM, BN, BK of them at a time.
 """

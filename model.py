@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from plumbing import checkpoint, layouts
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -59,20 +58,14 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim, eps):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
         self.register_buffer("noise", torch.zeros(dim, dtype=torch.float32), persistent=False)
 
     def forward(self, x):
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return (h * (self.weight.float() + self.noise)).to(x.dtype)
-
-
-def random_init(weight):
-    """N(0, 0.02^2), for training from scratch. Meta tensors are skipped: for them torch would
-    first spend seconds importing its compiler."""
-    if not weight.is_meta:
-        nn.init.normal_(weight, std=0.02)
 
 
 class Linear(nn.Module):
@@ -98,7 +91,6 @@ class Linear(nn.Module):
         self.shape = sum(self.parts.values()), in_features
         self.weight = nn.Parameter(torch.empty(self.shape))
         self.bias = nn.Parameter(torch.zeros(self.shape[0])) if bias else None
-        random_init(self.weight)
 
     @property
     def base(self):
@@ -131,9 +123,14 @@ def prefix(path):
 
 def to_device(values, device, dtype=torch.long):
     """A list as a tensor on the device; the host does not wait for the device."""
-    # through numpy, which reads a list three times as fast as torch.tensor
-    t = torch.from_numpy(np.array(values, np.int64 if dtype == torch.long else np.float32))
+    t = torch.tensor(values, dtype=dtype)
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+
+
+def padded(rows, device, dtype=torch.long):
+    """Lists of different lengths, one a row -> (B, longest), with zeros on the right."""
+    longest = max(len(row) for row in rows)
+    return to_device([row + [0] * (longest - len(row)) for row in rows], device, dtype)
 
 
 def rope_tables(pos, c):
@@ -164,7 +161,8 @@ class KVCache:
     def __init__(self, model, batch, max_len):
         c, w = model.config, model.embed.weight
         shape = (c.num_hidden_layers, batch, c.num_key_value_heads, max_len, c.head_dim)
-        self.k, self.v = (torch.zeros(shape, device=w.device, dtype=w.dtype) for _ in "kv")
+        self.k = torch.zeros(shape, device=w.device, dtype=w.dtype)
+        self.v = torch.zeros_like(self.k)
         self.length = torch.zeros(batch, dtype=torch.long, device=w.device)
         self.used = 0
 
@@ -239,15 +237,14 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`checkpointing`: recompute each block in backward. `valid_vocab`: ids from this one on
-    (Qwen's embedding has some) belong to no token and are never sampled or scored."""
-
     def __init__(self, config):
         super().__init__()
         V, C = config.vocab_size, config.hidden_size
-        self.config, self.valid_vocab, self.checkpointing, self.fast = config, V, False, None
+        self.config = config
+        self.valid_vocab = V  # Qwen has ids from here on that are no token: never sampled or scored
+        self.checkpointing = False  # recompute each block in backward
+        self.fast = None
         self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)
-        random_init(self.embed.weight)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(C, config.rms_norm_eps)
         self.lm_head = Linear(C, {"lm_head": V})
@@ -264,8 +261,9 @@ class Transformer(nn.Module):
         Without a cache: causal attention over each row from position 0; rows may be padded on the
         right. With one: the T tokens of row b take positions cache.length[b] .. +T-1 and attend
         to all before them; the caller advances cache.length."""
-        B, T = ids.shape
-        x, mask, pos = self.embed(ids), None, torch.arange(T, device=ids.device)[None]  # (1, T)
+        T = ids.shape[1]
+        pos = torch.arange(T, device=ids.device)[None]  # (1, T)
+        mask = None  # causal
         if cache is not None:
             pos = cache.length[:, None] + pos  # (B, T)
             empty = cache.used == 0  # then the causal mask suffices: SDPA has fast kernels for it
@@ -273,6 +271,7 @@ class Transformer(nn.Module):
             if not empty:
                 seen = torch.arange(cache.used, device=ids.device) <= pos[..., None]  # (B, T, S)
                 mask = seen[:, None]  # (B, 1, T, S)
+        x = self.embed(ids)  # (B, T, C)
         cos, sin = self.rope(pos)
         for block in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
@@ -351,9 +350,8 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none", calib
     """A Transformer from a Hugging Face folder or hub id, frozen, in eval mode.
 
     dtype: of embeddings, norms, biases and (unquantized) weights; None: as stored. quant: none, or
-    one of nvfp4.FORMATS. calibration: ids (B, T), with which AWQ chooses the scales; its report is
-    then in model.awq. FileNotFoundError / ValueError with one line that names the file or
-    tensor."""
+    one of nvfp4.FORMATS. calibration: ids (B, T), with which AWQ chooses the scales.
+    FileNotFoundError / ValueError with one line that names the file or tensor."""
     folder = checkpoint.fetch(path_or_hub_id)
     config, source = read_config(folder), checkpoint.Checkpoint(folder)
     if calibration is not None and config.quantization:
@@ -369,14 +367,11 @@ def read_config(folder):
 def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None):
     """A Transformer of `config` with the tensors of `source`, a checkpoint.Checkpoint."""
     model = skeleton(config)
-    if calibration is None:
-        for _ in stream(model, source, device, dtype, quant):
-            pass
-    else:
-        model.awq = []
-        blocks = stream(model, source, device, dtype)
-        for path, rows in nvfp4.calibrated(model, blocks, quant, calibration, device):
-            model.awq += [{"layer": int(path.split(".")[1]), **row} for row in rows]
+    pieces = stream(model, source, device, dtype, quant if calibration is None else "none")
+    if calibration is not None:
+        pieces = nvfp4.calibrated(model, pieces, quant, calibration, device)
+    for _ in pieces:
+        pass
     return model.eval()
 
 
@@ -394,25 +389,24 @@ def pieces(config):
 
 
 @torch.no_grad()
-def stream(model, source, device="cpu", dtype=None, quant="none", ends=None):
+def stream(model, source, device="cpu", dtype=None, quant="none"):
     """Fill a skeleton from `source` piece by piece; yields the path of each of `pieces` when it
     is done. The embedding is there from the beginning.
 
     One tensor at a time moves to the device: memory holds the pieces that the caller has not
     dropped (model.layers[i] = None) and one projection as stored. quant != none turns each
     projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
-    so in its config.json). dtype None: as stored. ends: the device of embedding, norm and head, if
-    not `device`. ValueError at the end if tensors are left that fit nowhere."""
+    so in its config.json). dtype None: as stored. ValueError at the end if tensors are left that
+    fit nowhere."""
     fmt = source.check_format(quant, nvfp4.FORMATS)
     for piece in pieces(model.config):
-        place = device if piece.startswith("layers.") else ends or device
         for path, m in list(model.get_submodule(piece).named_modules(prefix=piece)):
             if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or the user's own
-                m.noise = torch.zeros(noise.shape, dtype=noise.dtype, device=place)
+                m.noise = torch.zeros(noise.shape, dtype=noise.dtype, device=device)
             if path.endswith("_proj"):
-                model.set_submodule(path, read_linear(m, path, source, quant, fmt, dtype, place))
+                model.set_submodule(path, read_linear(m, path, source, quant, fmt, dtype, device))
             elif hasattr(m, "weight"):
-                w = source.get(weight_name(path), m.weight.shape, dtype, place)
+                w = source.get(weight_name(path), m.weight.shape, dtype, device)
                 m.weight = nn.Parameter(w, requires_grad=False)
         if piece == "embed" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.embed.weight

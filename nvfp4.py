@@ -71,12 +71,10 @@ class Format:
 
     def __post_init__(self):
         want = tuple(sorted({*self.codebook})) if self.codebook else E2M1
-        if self.block not in (16, 32, 64, 128) or len(want) != 16 or self.values != want:
-            raise ValueError(f"{self}: a block has 16, 32, 64 or 128 columns, a codebook 16 "
-                             "ascending values and float32 scales")
-        if self.codebook and not (all(map(math.isfinite, want)) and want[-1] > 0):
-            raise ValueError(f"{self}: the last value stands for a block's largest |weight|: it "
-                             "must be above 0, and all of them finite")
+        good = self.values == want and len(want) == 16 and all(map(math.isfinite, want))
+        if self.block not in (16, 32, 64, 128) or not good or max(want) <= 0:
+            raise ValueError(f"{self}: a block has 16, 32, 64 or 128 columns, a codebook float32 "
+                             "scales and 16 ascending values, all finite, the last above 0")
 
     @property
     def codebook(self):
@@ -93,7 +91,7 @@ FORMATS = {
     "mxfp4": Format(32, torch.uint8, E2M1),
     "nf4": Format(64, torch.float32, NF4),
 }
-PORTION = 1 << 25  # weights that are rounded at a time: the temporaries are several times that
+PORTION = 1 << 25  # weights rounded at a time: temporaries take several times a projection's memory
 
 
 @dataclass
@@ -160,23 +158,11 @@ def block_scales(w, fmt, name="weight"):
 
 def encode(w, fmt, scale, global_scale):
     """w (N, K) rounded to the grid of given scales (as from block_scales) -> Quantized."""
-    codes = [pack(nearest(w[rows], fmt, scale[rows], global_scale[rows])) for rows in portions(w)]
+    codes, step = [], max(1, PORTION // w.shape[1])
+    for i in range(0, len(w), step):
+        rows = slice(i, i + step)
+        codes.append(pack(nearest(w[rows], fmt, scale[rows], global_scale[rows])))
     return Quantized(fmt, tuple(w.shape), torch.cat(codes), scale, global_scale)
-
-
-def snap(w, fmt, scale, global_scale):
-    """w (N, K) rounded to the grid of given scales and back, float32, without packing."""
-    out = torch.empty(w.shape, device=w.device)
-    for rows in portions(w):
-        grid = fmt, scale[rows], global_scale[rows]
-        out[rows] = to_values(nearest(w[rows], *grid), *grid)
-    return out
-
-
-def portions(w):
-    """Slices of the rows of w, about PORTION weights each: a 72B model's projection has 5e8."""
-    step = max(1, PORTION // w.shape[1])
-    return [slice(i, i + step) for i in range(0, len(w), step)]
 
 
 def nearest(w, fmt, scale, global_scale):
@@ -342,7 +328,8 @@ def search_blocks(w, fmt, scale, global_scale, H):
     diagonal = torch.stack([H[i : i + b, i : i + b] for i in range(0, K, b)])  # (K/b, b, b)
 
     def errors(s):
-        d = (snap(w, fmt, s, global_scale) - w).view(N, K // b, b).transpose(0, 1)  # (K/b, N, b)
+        d = encode(w, fmt, s, global_scale).dequantize() - w
+        d = d.view(N, K // b, b).transpose(0, 1)  # (K/b, N, b)
         return ((d @ diagonal) * d).sum(-1).T  # (N, K/b)
 
     best, least = scale.clone(), errors(scale)
@@ -354,49 +341,46 @@ def search_blocks(w, fmt, scale, global_scale, H):
     return best
 
 
-class Trial(NamedTuple):
-    """Channel scales s = mean|x|^exponent (K,), `blocks`: the block scales and the global one, and
-    the output error of rounding with both."""
+class Rounded(NamedTuple):
+    """A linear rounded with scales s = mean|x|^exponent (K,) of its input channels. Output errors
+    are relative to || W X ||^2: `awq` this one's, `rtn` plain rounding's."""
 
-    error: float
+    awq: float
+    rtn: float
     exponent: float
     s: torch.Tensor
-    blocks: tuple
+    q: Quantized
 
 
-class Search:
-    """One linear: the best scales of its input channels, and its quantized weight.
+def search(w, H, magnitude, fmt, exact=lambda s: s, divide=None, scaled=True):
+    """The Rounded of a linear with the least error, among exponents and block scales.
 
     w (N, K) float32, H (K, K), magnitude (K,) = mean|x| (already shared over tied channels), exact:
     s -> the s that folding realises exactly, divide (N,): what w's rows will be divided by, because
-    they feed a scaled consumer. scaled False: block scales alone are searched. Errors are relative
-    to || W X ||^2: `rtn` for plain rounding, `awq` for what was chosen."""
+    they feed a scaled consumer. scaled False: block scales alone are searched."""
+    divide = torch.ones(len(w), 1, device=w.device) if divide is None else divide[:, None]
+    power = output_error(w, H) or 1.0
+    rtn = output_error(quantize(w, fmt).dequantize() - w, H) / power
 
-    def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, scaled=True):
-        power = output_error(w, H) or 1.0
-        divide = torch.ones(len(w), 1, device=w.device) if divide is None else divide[:, None]
+    def attempt(exponent, s, blocks=False):
+        t = w * s / divide
+        scale, top = block_scales(t, fmt)
+        if blocks:
+            scale = search_blocks(t, fmt, scale, top, H / s / s[:, None])
+        q = encode(t, fmt, scale, top)
+        error = output_error(q.dequantize() * divide / s - w, H)
+        return Rounded(error / power, rtn, exponent, s, q)
 
-        def attempt(exponent, s, search=False):
-            t = w * s / divide
-            scale, top = block_scales(t, fmt)
-            if search:
-                scale = search_blocks(t, fmt, scale, top, H / s / s[:, None])
-            d = snap(t, fmt, scale, top) * divide / s - w
-            return Trial(output_error(d, H) / power, exponent, s, (scale, top))
-
-        self.rtn = output_error(snap(w, fmt, *block_scales(w, fmt)) - w, H) / power
-        trials = []
-        for i in range(1, GRID + 1) if scaled else ():
-            s = magnitude.clamp(min=1e-8) ** (i / GRID)
-            trials.append(attempt(i / GRID, exact(s / (s.max() * s.min()).sqrt())))
-        # a search of blocks costs ten trials, and evens out much of the difference between
-        # exponents: it is done only for the best of them, and 0
-        plain = attempt(0.0, torch.ones_like(magnitude))
-        finalists = [plain, *sorted(trials, key=lambda t: t.error)[:FINALISTS]]
-        searched = [attempt(t.exponent, t.s, search=True) for t in finalists]
-        best = min(finalists + searched, key=lambda t: t.error)
-        self.exponent, self.s, self.awq = best.exponent, best.s, best.error
-        self.q = encode(w * best.s / divide, fmt, *best.blocks)
+    trials = []
+    for i in range(1, GRID + 1) if scaled else ():
+        s = magnitude.clamp(min=1e-8) ** (i / GRID)
+        trials.append(attempt(i / GRID, exact(s / (s.max() * s.min()).sqrt())))
+        trials = sorted(trials, key=lambda t: t.awq)[:FINALISTS]
+    # a search of blocks costs ten trials, and evens out much of the difference between exponents:
+    # it is done only for the best of them, and 0
+    trials = [attempt(0.0, torch.ones_like(magnitude)), *trials]
+    trials += [attempt(t.exponent, t.s, blocks=True) for t in trials]
+    return min(trials, key=lambda t: t.awq)
 
 
 def quantize_block(block, stats, config, fmt):
@@ -423,10 +407,10 @@ def quantize_pair(owner, names, norm, feeding, stats, fmt):
     # the consumer's scales divide the producer's rows: heads that read the same rows share a scale
     mean = between.mean.view(-1, G, D).mean(1, keepdim=True).expand(-1, G, D).flatten()  # (H*D,)
     for scaled in True, False:  # False if those scales make the producer worse than plain
-        consumed = Search(consumer.dense(), between.H, mean, fmt, scaled=scaled)
+        consumed = search(consumer.dense(), between.H, mean, fmt, scaled=scaled)
         divide = torch.ones(producer.shape[0], device=mean.device)
         divide[first_row:] = consumed.s.view(-1, G, D).mean(1).flatten()  # the G heads' are equal
-        produced = Search(producer.dense(), inputs.H, inputs.mean, fmt,
+        produced = search(producer.dense(), inputs.H, inputs.mean, fmt,
                           lambda s: foldable(norm.weight, s), divide)
         if produced.awq <= produced.rtn:
             break
@@ -436,8 +420,8 @@ def quantize_pair(owner, names, norm, feeding, stats, fmt):
         bias = (bias.float() / divide).to(bias.dtype)
     setattr(owner, names[0], QuantLinear(produced.q, producer.parts, bias))
     setattr(owner, names[1], QuantLinear(consumed.q, consumer.parts, consumer.bias))
-    return [{"linear": name, "exponent": s.exponent, "rtn": s.rtn, "awq": s.awq}
-            for name, s in zip(names, (produced, consumed), strict=True)]
+    return [{"linear": name, "exponent": r.exponent, "rtn": r.rtn, "awq": r.awq}
+            for name, r in zip(names, (produced, consumed), strict=True)]
 
 
 def folded(weight, s):
@@ -466,11 +450,11 @@ def calibrated(model, pieces, fmt, ids, device):
         block = model.get_submodule(path)
         if x is None:  # the embedding comes before the blocks, and may be stored in another dtype
             dtype = block.attn.qkv_proj.weight.dtype
-            x = model.embed(ids.to(model.embed.weight.device)).to(device, dtype)  # (B, T, C)
+            x = model.embed(ids.to(device)).to(dtype)  # (B, T, C)
         stats = gather(block, x, rope)
         rows = quantize_block(block, stats, model.config, fmt)
         del block, stats  # so that the caller can free it
-        yield path, rows
+        yield path, [{"layer": int(path.split(".")[1]), **row} for row in rows]
 
 
 def gather(block, x, rope):

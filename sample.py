@@ -29,15 +29,13 @@ from plumbing import checkpoint, command, datasets, flags, layouts, policy
 from plumbing.tokenizer import Tokenizer
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import lora
 import model as qwen
 import nvfp4
-from model import to_device
+from model import padded, to_device
 
-MAX_ROWS = 256  # rows that decode together, if the caller does not say
 PREFILL_TOKENS = 8192  # tokens of prompts that go through the model together, padding included
 BUCKET = 256  # a graph's attention looks at a multiple of this many positions
 
@@ -139,30 +137,32 @@ class Row:
 
 @torch.no_grad()
 def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0, eos_ids=(),
-             seed=0, max_rows=None, progress=False, on_token=None, indices=None):
+             seed=0, max_rows=256, on_token=None, indices=None):
     """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n
     Samples.
 
     max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
-    together. progress: a live line. on_token(prompt, sample, id) is called as tokens arrive, for
-    streaming. indices: of the prompts in the larger set that they come from (default: 0, 1, ...): a
-    part draws what it would in the whole. ValueError if a prompt does not fit the model, or the
-    model's output is not finite."""
+    together. on_token(prompt, sample, id) is called as tokens arrive, for streaming. indices: of
+    the prompts in the larger set that they come from (default: 0, 1, ...): a part draws what it
+    would in the whole. ValueError if a prompt does not fit the model, or the model's output is not
+    finite."""
     if not isinstance(max_new_tokens, list | tuple):
         max_new_tokens = [max_new_tokens] * len(prompts)
     assert n > 0 and min(max_new_tokens, default=1) > 0
     assert temperature >= 0 and 0 < top_p <= 1
     check_prompts(model, prompts, max_new_tokens)
+    eos_ids = {*eos_ids}
     # a row for each completion; those of a prompt are neighbours, so that they share its prefill
     rows = new_rows(prompts, n, max_new_tokens, seed, indices)
-    bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False, disable=not progress)
-    together, eos_ids = max_rows or MAX_ROWS, {*eos_ids}
+    # a live line, in a terminal that does not show the tokens themselves
+    bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False,
+               disable=bool(on_token) or None)
     if model.fast and model.fast.knows(model):
-        model.fast.decode(model, rows, temperature, top_p, eos_ids, together, draw, bar, on_token)
+        model.fast.decode(model, rows, temperature, top_p, eos_ids, max_rows, draw, bar, on_token)
         return samples_of(rows, len(prompts), n)
 
-    for first in range(0, len(rows), together):
-        decoder = Decoder(model, rows[first : first + together], temperature, top_p)
+    for first in range(0, len(rows), max_rows):
+        decoder = Decoder(model, rows[first : first + max_rows], temperature, top_p)
         while decoder.rows:
             # Draw the next token of every row.
             ids, logprobs = decoder.step()
@@ -278,15 +278,12 @@ class Decoder:
         """Keep the rows at the places `live`: the last of them move into the holes."""
         n = len(live)
         holes = sorted({*range(n)} - {*live})
-        moved = [i for i in live if i >= n]
-        if moved:
-            to, source = to_device([holes, moved], self.token.device)
-            self.cache.k[:, to] = self.cache.k[:, source]
-            self.cache.v[:, to] = self.cache.v[:, source]
-            for t in (self.cache.length, self.token, self.key):
-                t[to] = t[source]
-        for hole, i in zip(holes, moved, strict=True):
+        for hole, i in zip(holes, [i for i in live if i >= n], strict=True):
             self.rows[hole] = self.rows[i]
+            self.cache.k[:, hole] = self.cache.k[:, i]
+            self.cache.v[:, hole] = self.cache.v[:, i]
+            for t in (self.cache.length, self.token, self.key):
+                t[hole] = t[i]
         self.rows, self.cache = self.rows[:n], self.cache.rows(0, n)
         self.token, self.key = self.token[:n], self.key[:n]
         self.graph = self.drawn = None
@@ -296,8 +293,7 @@ def prefill(model, prompts):
     """A KVCache with a row for each prompt, filled with all but the prompt's last token."""
     longest = max(len(prompt) for prompt in prompts) - 1
     cache = qwen.KVCache(model, len(prompts), longest)
-    ids = [torch.tensor(prompt[:-1], dtype=torch.long) for prompt in prompts]
-    ids = pad_sequence(ids, batch_first=True).to(cache.k.device)  # (P, T), padded on the right
+    ids = padded([prompt[:-1] for prompt in prompts], cache.k.device)  # (P, T)
     together = max(1, PREFILL_TOKENS // max(1, longest))
     for first in range(0, len(prompts) if longest else 0, together):
         rows = cache.rows(first, min(first + together, len(prompts)))
@@ -312,11 +308,10 @@ def check_prompts(model, prompts, limits):
         if not p:
             raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
         if len(p) + m > room:
-            raise ValueError(f"prompt {i}: its {len(p)} tokens and {m} new ones pass the model's "
-                             f"{room} positions; shorten it, or lower --max-new-tokens")
-        worst = min(p) if min(p) < 0 else max(p)
-        if not 0 <= worst < model.config.vocab_size:
-            raise ValueError(f"prompt {i} holds the id {worst}, the model has "
+            raise ValueError(f"a prompt's {len(p)} tokens and {m} new ones pass the model's {room} "
+                             "positions; shorten it, or lower --max-new-tokens")
+        if not 0 <= min(p) <= max(p) < model.config.vocab_size:
+            raise ValueError(f"prompt {i}: ids from {min(p)} to {max(p)}, and the model has "
                              f"{model.config.vocab_size}: wrong tokenizer?")
 
 
@@ -331,13 +326,15 @@ def load_policy(args):
     if device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(args.card_share)
     folder = checkpoint.fetch(args.model)
-    if getattr(args, "adapter", None):
+    adapter = getattr(args, "adapter", None)  # train.py makes its own
+    if adapter:
         policy.check(args)  # before the slow part
     stored = checkpoint.read_config(folder)["quantization"]
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
                          f"--quant {layouts.layout_of(stored, folder).fmt}")
-    tok, text = Tokenizer(folder), None
+    tok = Tokenizer(folder)
+    text = None
     # a quantized base already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
         text = datasets.calibration(args.calib, folder)
@@ -345,8 +342,8 @@ def load_policy(args):
     model.valid_vocab = len(tok)
     if device == "cpu" and model.config.hidden_size < 512:
         torch.set_num_threads(1)  # too little work for two: they would mostly wait for each other
-    if getattr(args, "adapter", None):
-        lora.load_adapter(model, args.adapter)
+    if adapter:
+        lora.load_adapter(model, adapter)
     return model, tok
 
 

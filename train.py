@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 
 from plumbing import checkpoint, flags, metrics, policy, ranks
-from plumbing.command import number, numbers
+from plumbing.command import number
 from plumbing.flags import Flag
 from plumbing.run import Run, resolve_flags
 
@@ -46,15 +46,9 @@ FLAGS = (
     Flag("aqn-start", aqn.SIGMA, 1e-2, "sigma of the first noisy stage"),
     Flag("aqn-end", aqn.SIGMA, 5e-4, "sigma of the last stage"),
     Flag("aqn-schedule", aqn.SCHEDULES, "exponential", "how sigma falls from stage to stage"),
-    Flag("aqn-scope", ("rollout", "both"), "rollout",
-         "where the noise is on: rollouts alone, or the update as well"),
+    Flag("aqn-scope", ("rollout", "both"), "rollout", "noise in rollouts, or in updates as well"),
     "data and prompt",
-    Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a "
-         ".jsonl or .parquet, a folder, a hub id", "arithmetic", in_policy=True),
-    Flag("levels", numbers(1, 1e4), None,
-         "train on rows of these, 5 the hardest: 3,4,5 for Big-Math"),
-    Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
-         "1 on (default: data.rewards)"),
+    *flags.DATA_FLAGS,
     flags.PROMPT_STYLE,
     "rollout",
     Flag("steps", number(1, 1e8), None, "rollouts (default: one pass over the data)", 30),
@@ -94,14 +88,10 @@ FLAGS = (
     *flags.ENGINE_FLAGS,
 )
 MAX_RESAMPLE = 2  # extra rollouts that --dynamic-sampling may draw in a step
-NOISE = "--aqn", lambda args: args.aqn
-HELD_OUT = "--eval-n 1 or more", lambda args: args.eval_n
-# flags that do nothing without another: which other, and whether it is set
-NEEDS = {
-    **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), NOISE),
-    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
-    "lora_alpha": ("--lora-rank 1 or more", lambda args: args.lora_rank),
-    "eps_high": ("--old-logp sampler or trainer", lambda args: args.old_logp != "current"),
+NEEDS = {  # flags that do nothing where another is off, or 0
+    **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), "aqn"),
+    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), "eval_n"),
+    "lora_alpha": "lora_rank",
 }
 
 
@@ -113,18 +103,17 @@ def check(args):
         return
     flags.check_graded(args)
     if args.lora_rank == 0:
-        if args.quant != "none":
-            raise ValueError(f"--lora-rank 0 trains all parameters and needs --quant none; "
-                             f"{args.quant} cannot be trained")
-        if args.beta:
-            raise ValueError("--beta: its reference is the model without adapter; raise "
-                             "--lora-rank")
-        if args.dtype == "bfloat16":  # AdamW's steps are smaller than its last bit
-            raise ValueError("--lora-rank 0 trains all parameters in float32; leave --dtype out")
+        # the KL's reference is the adapter off; AdamW's steps are less than bfloat16's last bit
+        if args.quant != "none" or args.beta or args.dtype == "bfloat16":
+            raise ValueError("--lora-rank 0 trains all parameters in float32: it needs --quant "
+                             "none, no --beta and no --dtype")
         args.dtype = "float32"
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
                          f"its own, and --prompts-per-step is {args.prompts_per_step}")
+    if args.old_logp == "current" and args.eps_high is not None:
+        raise ValueError("--eps-high: with --old-logp current the ratio is 1 and nothing is "
+                         "clipped; leave one of them out")
     flags.check_copies("eval-n", args.eval_n, args.eval_temperature, "--eval-temperature 0")
 
 
@@ -137,7 +126,6 @@ COMMAND = flags.Command("train", "QeRL training.", FLAGS, check, trains=True)
 def learn(run, model, tok, optimizer, prompts, score, held_out):
     """Algorithm 1 of the paper, from step run.state.step on."""
     args = run.args
-    settings = grpo.Settings.of(args)
     for step in range(run.state.step, args.steps):
         result = evaluate(run, model, tok, score, held_out) if run.due(step) else None
 
@@ -165,14 +153,14 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         if args.aqn_scope == "rollout":
             aqn.clear(model)
         if args.old_logp == "trainer":
-            grpo.record_trainer_logprobs(model, chain(*groups), settings)
+            grpo.record_trainer_logprobs(model, chain(*groups), args)
         updates = []  # (summed metrics, gradient norm) of each
         n = args.updates_per_rollout
         for i in range(n):
             lr = grpo.learning_rate(step * n + i, args.steps * n, args.lr)
             grpo.set_rate(optimizer, lr)
             every_nth = groups[i::n]
-            updates.append(grpo.update(model, optimizer, list(chain(*every_nth)), settings))
+            updates.append(grpo.update(model, optimizer, list(chain(*every_nth)), args))
         run.check(updates)  # ValueError if ten in a row were not finite
 
         # 5. Log and save.
@@ -220,8 +208,7 @@ def complete(model, tok, rows, args, seed, indices=None):
     """G completions of each row's prompt, not graded yet; indices: see sample.generate."""
     groups = sample.generate(
         model, [row["ids"] for row in rows], args.group_size, args.max_new_tokens,
-        args.temperature, eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows,
-        progress=sys.stderr.isatty(), indices=indices)
+        args.temperature, eos_ids=tok.eos_ids, seed=seed, max_rows=args.max_rows, indices=indices)
     return [[grpo.Completion(row, row["ids"], s.ids, s.logprobs, s.finished) for s in group]
             for row, group in zip(rows, groups, strict=True)]
 
@@ -243,8 +230,7 @@ def evaluate(run, model, tok, score, rows):
     a = run.args
     result = evaluation.evaluate(
         model, tok, rows, style=a.prompt_style, n=a.eval_n, temperature=a.eval_temperature,
-        max_new_tokens=a.max_new_tokens, max_prompt=a.max_prompt, max_rows=a.max_rows, score=score,
-        progress=sys.stderr.isatty())
+        max_new_tokens=a.max_new_tokens, max_prompt=a.max_prompt, max_rows=a.max_rows, score=score)
     run.evaluated(result)
     return result
 
@@ -274,13 +260,6 @@ class Prompts:
         return chosen
 
 
-def trained_parameters(model, args):
-    """The parameters to train: an adapter's, or with --lora-rank 0 all."""
-    if args.lora_rank:
-        return lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
-    return list(model.requires_grad_(True).parameters())
-
-
 def plan_update(model, args, params):
     """Apply --engine; set what an update holds at once (on the fast path, by free memory)."""
     sample.set_engine(model, args.engine)
@@ -305,31 +284,35 @@ def save_weights(model, args, folder):
 def train(args, argv):
     args = resolve_flags(COMMAND, args, argv)
     flags.warn_idle(COMMAND, NEEDS, args, argv)
+
+    # Questions, model, prompts; all that can be refused is refused before the run begins.
     checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
     score = data.scorer(args.prompt_style, args.reward)
     train_rows, held_out = data.questions(args)
     model, tok = sample.load_policy(args)
     rows, skipped = data.prompts(tok, train_rows, args.prompt_style, args.max_prompt)
     asked = data.prompts(tok, held_out, args.prompt_style, args.max_prompt)[0] if held_out else []
-    longest = max(len(row["ids"]) for row in [*rows, *asked])
-    room = model.config.max_position_embeddings
-    if longest + args.max_new_tokens > room:
-        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: after the longest prompt's "
-                         f"{longest} it passes the model's {room} positions; lower it, or "
-                         "--max-prompt")
+    longest = max((row["ids"] for row in [*rows, *asked]), key=len)
+    sample.check_prompts(model, [longest], [args.max_new_tokens])
     prompts = Prompts(rows, args.seed)
     args.steps = args.steps or max(1, len(rows) // args.prompts_per_step)
-    params = trained_parameters(model, args)
+
+    # An adapter is trained or, with --lora-rank 0, all parameters.
+    if args.lora_rank:
+        params = lora.add_lora(model, args.lora_rank, args.lora_alpha, args.seed)
+    else:
+        params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr)
     plan_update(model, args, params)
 
+    # The run folder; with --resume it says where the run stands.
     base = policy.base_of(args)
     with Run(COMMAND, args, argv, base, lambda folder: save_weights(model, args, folder)) as run:
         if not run.open(optimizer, [*rows, *held_out]):  # the run is over and not extended
             return 0
         prompts.cursor = run.state.cursor
         if model.fast:
-            model.fast.plan_rollouts(model, args, longest + args.max_new_tokens)
+            model.fast.plan_rollouts(model, args, len(longest) + args.max_new_tokens)
         weight = model.embed.weight
         print(f"{len(rows)} training prompts ({skipped} longer than --max-prompt), {args.steps} "
               f"steps, {sum(p.numel() for p in params):,} trainable parameters, "

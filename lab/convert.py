@@ -59,7 +59,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     model = qwen.skeleton(config)
     report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest"}
     with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
-        pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt, ends="cpu")
+        pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt)
         steps = ((path, []) for path in pieces)
         if use_awq:
             ids = datasets.calibration(calib, folder)
@@ -67,8 +67,8 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
             report |= {"calibration": calib, "calibration_tokens": ids.numel(), "layers": []}
         for path, rows in tqdm(steps, fmt, len(qwen.pieces(config)), disable=None):
             write(writer, model, path)
-            for row in rows:
-                report["layers"].append({"layer": int(path.split(".")[1]), **row})
+            if rows:
+                report["layers"] += rows
         report["seconds"] = round(time.time() - begin, 1)
         writer.notes["quantization.json"] = report
     return report

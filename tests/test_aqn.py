@@ -1,7 +1,5 @@
 """Noise schedules and noise as separate state on the RMSNorms of a tiny random model."""
 import copy
-import itertools
-import textwrap
 import types
 
 from plumbing import checkpoint, flags
@@ -253,16 +251,3 @@ def test_gpu_noise_equals_the_cpus():
     aqn.set_noise(b, 0.1, 4)
     for p, q in zip(aqn.norms(a), aqn.norms(b), strict=True):
         assert all(x.noise.equal(y.noise.cpu()) for x, y in zip(p, q, strict=True))
-
-
-def test_the_recipe_for_a_noise_of_ones_own_repeats():
-    """It drew from the global generator: no run repeated, and ranks would have sampled from different policies."""
-    [lines] = (part for part in aqn.__doc__.split("\n\n") if "gen = " in part)
-    recipe, m, drawn = {"aqn": aqn, "torch": torch, "itertools": itertools}, tiny(), []
-    exec(textwrap.dedent(lines), recipe)
-    for sigma, seed in ((0.1, 3), (0.1, 3), (0.1, 4), (0.0, 3)):
-        aqn.set_noise(m, 0.1, 7)  # of the step before
-        recipe["set_noise"](m, sigma, seed)
-        drawn.append(torch.cat([norm.noise for norm in itertools.chain(*aqn.norms(m)[len(m.layers) // 2 :])]))
-        assert not any(norm.noise.any() for norm in aqn.norms(m)[0])
-    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2]) and drawn[0].all() and not drawn[3].any()

@@ -19,7 +19,7 @@ import nvfp4
 import sample
 import train
 from lab import convert
-from nvfp4 import FORMATS, QuantLinear, block_scales, snap
+from nvfp4 import FORMATS, QuantLinear, block_scales
 from tests.conftest import policy_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -30,6 +30,11 @@ IDS = torch.randint(0, 48, (4, 24), generator=torch.Generator().manual_seed(2))
 def loaded(path, device="cpu", dtype=torch.bfloat16, fmt="nvfp4", calib=None, sequences=128, length=512):
     """model.load with AWQ, calibrated on a file's text."""
     return M.load(path, device, dtype, fmt, datasets.calibration(calib, path, sequences, length))
+
+
+def snap(w, fmt, scale, global_scale):
+    """w on the grid of these scales."""
+    return nvfp4.encode(w, fmt, scale, global_scale).dequantize()
 
 
 def config(kv=2, **changes):
@@ -76,16 +81,14 @@ def quantized(model, fmt="nvfp4"):
 
 
 def without_rounding(monkeypatch, harm=False):
-    """What Search chose is kept in float32, and its exponents are far from 0. harm: a producer that is divided is said to be worse
+    """What search chose is kept in float32, and its exponents are far from 0. harm: a producer that is divided is said to be worse
     than by plain rounding."""
 
-    class Kept(nvfp4.Search):  # the last exponent, and its weight as it is
-        def __init__(self, w, H, magnitude, fmt, exact=lambda s: s, divide=None, scaled=True):
-            s = magnitude.clamp(min=1e-8) ** (0.7 if scaled else 0)
-            self.s = exact(s / (s.max() * s.min()).sqrt())
-            self.q = w * self.s / (1 if divide is None else divide[:, None])
-            worse = harm and divide is not None and bool((divide != 1).any())
-            self.exponent, self.rtn, self.awq = 0.7, 1.0, 2.0 if worse else 0.5
+    def unrounded(w, H, magnitude, fmt, exact=lambda s: s, divide=None, scaled=True):  # the last exponent, and its weight as it is
+        s = magnitude.clamp(min=1e-8) ** (0.7 if scaled else 0)
+        s = exact(s / (s.max() * s.min()).sqrt())
+        worse = harm and divide is not None and bool((divide != 1).any())
+        return nvfp4.Rounded(2.0 if worse else 0.5, 1.0, 0.7, s, w * s / (1 if divide is None else divide[:, None]))
 
     def keep(q, parts, bias):
         m = M.Linear(q.shape[1], parts, bias is not None)
@@ -94,7 +97,7 @@ def without_rounding(monkeypatch, harm=False):
             m.bias.data = bias
         return m
 
-    monkeypatch.setattr(nvfp4, "Search", Kept)
+    monkeypatch.setattr(nvfp4, "search", unrounded)
     monkeypatch.setattr(nvfp4, "QuantLinear", keep)
 
 
@@ -240,7 +243,7 @@ def test_block_scales_are_searched_for_the_scaled_activations(monkeypatch):
     w, x = torch.randn(32, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(torch.randn(64, generator=g))
     H = x.T @ x
     monkeypatch.setattr(nvfp4, "GRID", 5)
-    found = nvfp4.Search(w, H, x.abs().mean(0), "nvfp4")
+    found = nvfp4.search(w, H, x.abs().mean(0), "nvfp4")
     assert found.exponent > 0
     t, top = w * found.s, found.q.global_scale
     for other in nvfp4.neighbours(block_scales(t, "nvfp4")[0], "nvfp4"):
@@ -257,7 +260,7 @@ def test_where_no_channel_scale_helps_block_scales_still_do(monkeypatch):
     w, x = torch.randn(8, 64, generator=g), torch.randn(300, 64, generator=g)
     args = w, x.T @ x, torch.exp(3 * torch.randn(64, generator=g)), "nvfp4"
     monkeypatch.setattr(nvfp4, "GRID", 2)
-    found, blocks = nvfp4.Search(*args), nvfp4.Search(*args, scaled=False)
+    found, blocks = nvfp4.search(*args), nvfp4.search(*args, scaled=False)
     assert found.exponent == 0 and found.awq == blocks.awq < 0.95 * found.rtn
 
 
@@ -267,13 +270,13 @@ def test_the_grid_has_both_its_ends(monkeypatch):
     w, x = torch.randn(16, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(2 * torch.randn(64, generator=g))
     monkeypatch.setattr(nvfp4, "GRID", 1)
     monkeypatch.setattr(nvfp4, "search_blocks", lambda w, fmt, scale, *_: scale)
-    found = nvfp4.Search(w, x.T @ x, x.abs().mean(0), "nvfp4")
+    found = nvfp4.search(w, x.T @ x, x.abs().mean(0), "nvfp4")
     assert found.exponent == 1 and found.awq < 0.5 * found.rtn
 
 
 def test_a_linear_of_zeros_has_no_error():
     """A share of nothing: it was not to divide by."""
-    found = nvfp4.Search(torch.zeros(4, 64), torch.eye(64), torch.ones(64), "nvfp4")
+    found = nvfp4.search(torch.zeros(4, 64), torch.eye(64), torch.ones(64), "nvfp4")
     assert found.rtn == found.awq == 0 and found.q.dequantize().eq(0).all()
 
 
@@ -326,12 +329,9 @@ def at_load(shallow, tmp_path_factory):
     return loaded(shallow, calib=calib, sequences=4, length=32), calib
 
 
-def test_load_gives_a_quantized_model_and_its_report(at_load, shallow):
+def test_load_gives_a_quantized_model(at_load, shallow):
     model, _ = at_load
     assert sum(isinstance(m, QuantLinear) for m in model.modules()) == 4 * model.config.num_hidden_layers
-    assert len(model.awq) == 4 * model.config.num_hidden_layers
-    assert {"layer", "linear", "exponent", "rtn", "awq"} == set(model.awq[0])
-    assert sum(r["awq"] for r in model.awq) < 0.8 * sum(r["rtn"] for r in model.awq)
     assert not any(p.requires_grad for p in model.parameters()) and not any(p.is_meta for p in model.parameters())
     ids = torch.arange(40)[None]
     plain, original = (M.load(shallow, quant=q)(ids) for q in ("nvfp4", "none"))

@@ -288,12 +288,12 @@ def test_the_adapter_is_applied_and_the_base_is_the_base(tmp_path):
     assert result[1]["stderr_gain"] == evaluation.gain({"rows": both_rows[:6]}, {"rows": both_rows[6:]})[1]
 
 
-@pytest.mark.parametrize(("scale", "says"), [(0.0, "every B is zero"), (1e-30, "bit for bit")])
-def test_an_adapter_that_changes_nothing_is_an_error(tmp_path, capsys, scale, says):
+@pytest.mark.parametrize("scale", [0.0, 1e-30])
+def test_an_adapter_that_changes_nothing_is_an_error(tmp_path, capsys, scale):
     folder = adapter(tmp_path / "adapter", scale)
     assert exit_code(evaluation.main, ["--limit", "2", "--adapter", folder]) == 2
     err = capsys.readouterr().err
-    assert "--adapter" in err and says in err
+    assert "--adapter" in err and "changes nothing" in err
 
 
 def test_an_adapter_that_is_switched_off_is_an_error(tmp_path, tok, model):
@@ -301,14 +301,14 @@ def test_an_adapter_that_is_switched_off_is_an_error(tmp_path, tok, model):
     lora.load_adapter(model, adapter(tmp_path / "adapter", 0.5))
     for _, layer in lora.lora_layers(model):
         layer.enabled = False
-    with pytest.raises(ValueError, match="bit for bit"):
+    with pytest.raises(ValueError, match="changes nothing"):
         evaluation.check_adapter(model, tok.prompt_ids("What is 1+1?"), "adapter")
 
 
 @pytest.mark.parametrize(("argv", "says"), [
     (["--temperature", "0", "--n", "4"], "--n 4"), (["--max-prompt", "3"], "--max-prompt 3"),
     (["--max-new-tokens", "9999"], "9999"), (["--max-new-tokens", "480"], "and 480 new ones pass the model's 512 positions"),
-    (["--data", "arithmetic,long.jsonl"], "prompt 0: its"),
+    (["--data", "arithmetic,long.jsonl"], "a prompt's"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(argv, says, capsys, monkeypatch, tmp_path):
     """Before anything is answered: of two sets the first was, for nothing."""

@@ -281,7 +281,7 @@ def test_a_plain_function_of_ones_own_goes_back_to_the_plain_functions(monkeypat
 
 
 # of what the plain path calls: what the fast one calls as well, and how rows of ids become tensors
-SHARED = {"model": {"to_device", "KVCache.__init__", "KVCache.rows"},
+SHARED = {"model": {"to_device", "padded", "KVCache.__init__", "KVCache.rows"},
           "sample": {"generate", "check_prompts", "new_rows", "samples_of", "row_keys", "signed", "Row.ended"}}
 
 

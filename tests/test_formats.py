@@ -153,7 +153,6 @@ def test_a_codebook_of_ones_own_is_one_row(own):
     assert torch.equal(nvfp4.dequantize(q), (code * scale[..., None]).view(9, 384))
     assert torch.equal(unpacked(q).view(9, -1, block).float() - 8, code)
     assert torch.equal(quantize(q.dequantize(), own).dequantize(), q.dequantize())
-    assert torch.equal(nvfp4.snap(w, own, *block_scales(w, own)), q.dequantize())
 
 
 @pytest.mark.parametrize("block, dtype, values", [
@@ -169,7 +168,7 @@ def test_a_row_that_the_kernels_cannot_decode_is_refused(block, dtype, values):
 @pytest.mark.parametrize("values", [range(-15, 1), range(-16, 0), [*range(15), math.inf], [math.nan, *range(15)], [*range(15), 14]])
 def test_a_codebook_that_no_scale_fits_is_refused(values):
     """A last value of 0 made every weight NaN, one below 0 turned all signs round: found in the first rollout, or never."""
-    with pytest.raises(ValueError, match="must be above 0, and all of them finite|16 ascending values"):
+    with pytest.raises(ValueError, match="16 ascending values, all finite, the last above 0"):
         Format(64, torch.float32, tuple(map(float, values)))
 
 
@@ -226,7 +225,6 @@ def test_rounding_by_chunks_of_rows_is_rounding_at_once(monkeypatch):
     for chunk in (1, 256, 2560, 10**6):
         monkeypatch.setattr(nvfp4, "PORTION", chunk)
         assert torch.equal(quantize(w, "nvfp4").codes, want.codes)
-        assert torch.equal(nvfp4.snap(w, "nvfp4", *block_scales(w, "nvfp4")), want.dequantize())
 
 
 def test_four_and_a_half_bits_a_weight():

@@ -20,6 +20,11 @@ def batch(seed=0, B=5, T=7, drift=0.4):
     return logp, old, adv, lengths
 
 
+def means(m):
+    """As metrics.jsonl has them, with the entropy that grpo.batch_loss adds."""
+    return metrics.mean_metrics(m | {"entropy": torch.zeros(())})
+
+
 def by_hand(logp, old, adv, lengths, loss, lo, hi, ref=None, beta=0.0, own=None, cap=None, max_len=None):
     """Token by token, from the formulas, in plain Python floats."""
     logp, old, adv = logp.numpy(), old.numpy(), adv.numpy()
@@ -116,7 +121,7 @@ def test_clipped_tokens_are_counted_where_the_gradient_stops():
         [grad] = torch.autograd.grad(loss, logp)
         assert (m["clip_low"].item(), m["clip_high"].item()) == (low, high)
         assert ((grad == 0) & mask).sum() == low + high
-        mean = metrics.mean_metrics(m)
+        mean = means(m)
         assert (mean["clip_low_frac"], mean["clip_high_frac"]) == (low / 5, high / 5)
     m = grpo.policy_loss(logp, torch.zeros(2, 3), torch.zeros(2), mask)[1]
     assert m["clip_low"] == m["clip_high"] == 0
@@ -180,16 +185,14 @@ def test_micro_batches_add_up_to_the_full_batch(loss):
     """DAPO's token mean: per-micro-batch means, or the last micro-batch's loss reported as the loss."""
     logp, old, adv, lengths = batch()
     mask = grpo.lengths_to_mask(lengths)
-    entropy = torch.rand(logp.shape, dtype=torch.float64)
     kw = dict(loss=loss, ref_logp=old, beta=0.1, max_len=9)
     x = logp.clone().requires_grad_()
-    full, whole = grpo.policy_loss(x, old, adv, mask, entropy=entropy, **kw)
+    full, whole = grpo.policy_loss(x, old, adv, mask, **kw)
     full.backward()
     y, parts = logp.clone().requires_grad_(), []
     for rows in ([0], [1, 2, 3], [4]):
         kw["ref_logp"] = old[rows]
-        part, m = grpo.policy_loss(y[rows], old[rows], adv[rows], mask[rows], entropy=entropy[rows],
-                                   total_tokens=int(mask.sum()), total_seqs=5, **kw)
+        part, m = grpo.policy_loss(y[rows], old[rows], adv[rows], mask[rows], total_tokens=int(mask.sum()), total_seqs=5, **kw)
         part.backward()
         parts.append(m)
     torch.testing.assert_close(y.grad, x.grad, rtol=1e-12, atol=1e-15)
@@ -197,8 +200,7 @@ def test_micro_batches_add_up_to_the_full_batch(loss):
     for k in whole:
         torch.testing.assert_close(total[k], whole[k], msg=k)
     assert abs(parts[-1]["loss"] - full) > 1e-3 * full.abs()  # the last micro-batch alone is another number
-    mean = metrics.mean_metrics(total)
-    assert mean["entropy"] == pytest.approx(entropy[mask].mean().item())
+    mean = means(total)
     assert mean["logp_gap_mean"] == pytest.approx((logp - old)[mask].abs().mean().item())
     assert mean["loss"] == pytest.approx(full.item())
 
@@ -246,7 +248,7 @@ def test_overlong_rows_can_be_masked_or_penalised():
     for loss in grpo.OBJECTIVES:
         for totals in ({}, {"total_tokens": 0, "total_seqs": 0}):
             value, m = grpo.policy_loss(logp, torch.ones(2, 4), torch.ones(2), mask & False, loss, max_len=4, **totals)
-            assert value == 0 and metrics.mean_metrics(m)["logp_gap_mean"] == 0
+            assert value == 0 and means(m)["logp_gap_mean"] == 0
     assert [grpo.soft_overlong_penalty(n, 160) for n in (10, 140, 150, 160, 180)] == [0, 0, -0.5, -1, -1]
 
 
@@ -287,9 +289,9 @@ def test_rewards_that_float32_cannot_tell_apart_teach_and_those_that_rounding_te
 
 
 def test_what_would_be_left_out_or_broadcast_in_silence_is_an_error():
-    """A silent fallback: no KL, no correction or a broadcast advantage where one was asked for."""
+    """A silent fallback: no KL, or a broadcast advantage where one was asked for."""
     x, a, m = torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 3, dtype=torch.bool)
-    for kw in ({"beta": 0.1}, {"tis_cap": 2.0}, {"trainer_logp": x}, {"advantages": torch.zeros(1)},
+    for kw in ({"beta": 0.1}, {"advantages": torch.zeros(1)},
                {"advantages": torch.zeros(2, 1)}, {"old_logp": torch.zeros(1, 3)}, {"mask": m[:1]}):
         with pytest.raises(AssertionError):
             grpo.policy_loss(**{"logp": x, "old_logp": x, "advantages": a, "mask": m, **kw})

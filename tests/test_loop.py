@@ -592,10 +592,9 @@ def test_the_kl_reference_is_the_model_without_its_adapter(policy, monkeypatch):
     assert metrics.mean_metrics(result[0])["kl"] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-4)
 
 
-def test_trainer_logprobs_are_those_before_the_first_update(tmp_path, monkeypatch):
+def test_trainer_logprobs_are_those_before_the_first_update(tmp_path):
     """--old-logp trainer: recorded after an update, the second update's ratio would start at 1 again; and the weight that
     corrects for the sampler must come along, capped; at another temperature than the update's, no ratio would be 1."""
-    monkeypatch.setattr(grpo, "TIS_CAP", 1.5)
     r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "2", "--old-logp", "trainer", "--aqn-schedule", "eq8",
                "--aqn-start", "0.05", "--aqn-end", "0.01", "--lr", "0.05", "--temperature", "0.9")
     assert rows_of(r)[0]["sigma"] == 0.05
@@ -607,19 +606,18 @@ def test_trainer_logprobs_are_those_before_the_first_update(tmp_path, monkeypatc
             torch.testing.assert_close(torch.tensor(c.trainer_logprobs), logp, atol=1e-4, rtol=0)
             assert not torch.allclose(torch.tensor(c.logprobs), logp, atol=1e-3)  # the sampler was noisy
     second = [call for index, call in r.losses if index == 1]
-    assert all((c["logp"] - c["trainer_logp"]).abs().max() > 1e-4 and c["tis_cap"] == 1.5 for c in second)
+    assert all((c["logp"] - c["trainer_logp"]).abs().max() > 1e-4 and c["tis_cap"] == 2.0 for c in second)
 
 
 def test_current_logprobs_make_every_ratio_one_and_keep_the_weight(policy, monkeypatch):
     """--old-logp current: no clip acts, no second pass is needed, the truncated weight corrects for the sampler."""
     model, _, completions = policy
     aqn.set_noise(model, 0.05, 1)  # the policy is not the one that sampled
-    monkeypatch.setattr(grpo, "TIS_CAP", 1.2)
     monkeypatch.setitem(grpo.OBJECTIVES, "grpo", replace(grpo.OBJECTIVES["grpo"], clip=(0.0, 0.0)))
     calls, result = arguments(policy, monkeypatch, old_logp="current")
     aqn.set_noise(model, 0.0)
     for call in calls:
-        assert torch.equal(call["trainer_logp"], call["logp"].detach()) and call["tis_cap"] == 1.2
+        assert torch.equal(call["trainer_logp"], call["logp"].detach()) and call["tis_cap"] == 2.0
         assert not call["trainer_logp"].requires_grad  # the weight is a constant
         assert not torch.allclose(call["old_logp"], call["trainer_logp"], atol=1e-3)
     assert result[0]["clip_low"] == result[0]["clip_high"] == 0 and result[0]["logp_gap"] > 0
@@ -629,7 +627,7 @@ def test_current_logprobs_make_every_ratio_one_and_keep_the_weight(policy, monke
 def test_sampler_anchor_takes_no_weight(policy, monkeypatch):
     """--old-logp sampler: the ratio itself corrects; a weight on top would count the gap twice."""
     calls, _ = arguments(policy, monkeypatch)
-    assert all(call["trainer_logp"] is None and call["tis_cap"] is None for call in calls)
+    assert all(call["trainer_logp"] is None for call in calls)
 
 
 def test_overlong_mask_leaves_cut_completions_out(policy, monkeypatch):

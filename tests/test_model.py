@@ -52,12 +52,10 @@ def test_logits_equal_transformers(name):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_from_scratch_is_random_and_ties_its_head_if_told(tied):
-    """assets/tiny/make.py trains one: weights of zero never learn, and a loader's own tie does not help it."""
+def test_a_model_from_scratch_ties_its_head_if_told(tied):
+    """assets/tiny/make.py trains one: a loader's own tie does not help it."""
     m = M.Transformer(M.Config(31, 32, 48, 3, 4, 2, 8, tie_word_embeddings=tied))
     assert (m.lm_head.weight is m.embed.weight) == tied
-    matrices = [p for p in m.parameters() if p.dim() == 2]
-    assert len(matrices) == 3 * 4 + 2 - tied and all(0.015 < p.std() < 0.025 for p in matrices)
 
 
 def test_the_embedded_model_can_be_made_anew(tmp_path):

@@ -529,7 +529,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_the_run(tmp_path, capsys
     """Its length was met hours later, in the step that drew it. The last position may be used."""
     argv = ["--steps", "1", "--eval-n", "0", "--out", str(tmp_path / "r"), "--max-new-tokens"]
     assert exit_code(train.main, [*argv, "450"]) == 2
-    assert "--max-new-tokens 450: after the longest prompt's 64 it passes" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert "a prompt's 64 tokens and 450 new ones pass the model's 512 positions" in capsys.readouterr().err and not list(tmp_path.iterdir())
     monkeypatch.setattr(train, "learn", lambda *args: None)
     assert exit_code(train.main, [*argv, "448"]) == 0
 

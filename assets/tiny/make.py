@@ -191,6 +191,9 @@ def main():
     torch.manual_seed(args.seed)
     torch.randn(CONFIG["vocab_size"], CONFIG["hidden_size"])  # what nn.Embedding once drew in vain
     model = Transformer(read_config(out))
+    for p in model.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.02)
     print(f"{len(tok)} token ids, {sum(p.numel() for p in model.parameters()):,} parameters")
     rows = problems("train", args.rows, args.seed)
     clean = batches(tok, args.seed, rows, args.batch, lambda rng, row: solution(row))
