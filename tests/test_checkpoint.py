@@ -253,16 +253,6 @@ def test_four_bits_are_of_what_is_stored_whatever_the_rest_is_cast_to(tmp_path, 
         assert torch.equal(m.layers[1].mlp.down_proj.dense(), want) and m.embed.weight.dtype == m.layers[1].attn.qkv_proj.bias.dtype == cast
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_a_projection_of_zeros_is_no_nan(tmp_path, fmt):
-    """As in blocks that were added to be trained: a scale of 0 / 0."""
-    folder, name = base(tmp_path), "model.layers.1.mlp.down_proj.weight"
-    state = load_file(folder / "model.safetensors")
-    save_file(state | {name: state[name] * 0}, folder / "model.safetensors")
-    convert.convert(folder, tmp_path / "q", fmt)
-    assert not M.load(tmp_path / "q").layers[1].mlp.down_proj.dense().any()
-
-
 def test_what_a_tokenizer_reads_comes_along(tmp_path):
     """A checkpoint without generation_config.json has one stop token of several, without its template another prompt."""
     folder, beside = base(tmp_path), ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -194,21 +194,6 @@ if __name__ == "__main__":
         assert done.stdout == "1.0\n", done.stderr
 
 
-@pytest.mark.parametrize(("spec", "body", "says"), [
-    ("none.py:score", "", r"none\.py: not found.*score\(text, row\)"),
-    ("own.py", "", "want file.py:function"),
-    ("own.txt:score", "", "want file.py:function"),
-    ("own.py:score", "def other(): 0", r"own\.py: has no function score; define score\(text, row\)"),
-    ("own.py:score", "score = 1", r"own\.py: has no function score"),
-])
-def test_an_own_reward_that_cannot_be_loaded_is_named(tmp_path, monkeypatch, spec, body, says):
-    (tmp_path / "own.py").write_text(body)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, FileNotFoundError), match=says) as e:
-        own_reward(spec)
-    assert str(e.value).startswith("--reward ") and "\n" not in str(e.value)
-
-
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "__import__('numpy').float64('nan')", "-1e30", "None", "'one'", "{}", "[1]",
                                    "{'reward': None}", "{'correct': True}", "1j"])
 def test_an_own_reward_that_is_no_finite_number_is_an_error(tmp_path, value):
@@ -347,15 +332,6 @@ def test_a_tenth_in_float32_is_a_tenth(tmp_path):
     assert [row["answer"] for row in rows] == ["0.1", "1e-07"] and [row["rate"] for row in rows] == [None, 0.3]
     assert data.reward("<answer>0.1</answer>", rows[0]["answer"])["correct"]
     assert data.reward("<answer>10^{-7}</answer>", rows[1]["answer"])["correct"]
-
-
-def test_unknown_data_and_bad_arguments_are_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--data nonsense"):
-        data.load("nonsense")
-    with pytest.raises(ValueError, match="arithmetic: asked for 100001 rows; at most 100000"):
-        data.load("arithmetic", "train", 100001)
-    with pytest.raises(ValueError, match="--levels: the problems of --data arithmetic"):
-        data.load("arithmetic", "test", 5, levels=[3])  # was the same as without
 
 
 def test_levels_are_those_of_the_rows(tmp_path):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import model as M
@@ -106,14 +105,6 @@ def test_rows_of_one_cache_may_have_different_lengths():
         cache.length += 1
         assert torch.allclose(got[0, 0], want[0, 9 + step], atol=1e-5)
         assert torch.allclose(got[1, 0], want[1, 4 + step], atol=1e-5)
-
-
-def test_padding_on_the_right_changes_nothing():
-    """Trap: pad tokens leak into real positions through the mask."""
-    model, ids = load("qwen2_tied"), load_file(FIXTURES / "qwen2_tied" / "expected.safetensors")["ids"]
-    want = model(ids[:, :6])
-    for pad in (0, 1, 47):
-        assert torch.allclose(model(F.pad(ids[:, :6], (0, 5), value=pad))[:, :6], want, atol=1e-6)
 
 
 def test_checkpointing_gives_the_same_loss_and_gradient():
@@ -335,18 +326,6 @@ def test_fields_that_are_left_out_are_what_transformers_takes(tmp_path):
         assert c.max_position_embeddings == (2048 if family == "llama" else 32768)
         nulls = {"rope_theta": None, "rope_type": None, "partial_rotary_factor": None}
         assert M.read_config(copy(tmp_path / f"{family}-null", rope_theta=1e6, rope_parameters=nulls)).rope_theta == 1e6
-
-
-def test_a_changed_config_is_caught_by_shapes(tmp_path):
-    for change in ({"vocab_size": 64}, {"intermediate_size": 48}, {"num_key_value_heads": 1}, {"head_dim": 16}):
-        with pytest.raises(ValueError, match="config.json asks for"):
-            M.load(copy(tmp_path / str(change), **change))
-    with pytest.raises(ValueError, match="fit nowhere"):
-        M.load(copy(tmp_path / "fewer", num_hidden_layers=1))
-    with pytest.raises(ValueError, match="model.layers.2.input_layernorm.weight is missing"):
-        M.load(copy(tmp_path / "more", num_hidden_layers=3))
-    with pytest.raises(ValueError, match="lm_head.weight is missing"):
-        M.load(copy(tmp_path / "untied", tie_word_embeddings=False))
 
 
 # ---- where a model comes from

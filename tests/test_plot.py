@@ -291,17 +291,3 @@ def test_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
     assert b"<svg" in (tmp_path / "c.svg").read_bytes()
     plot.main([str(b), "--out", "c"])
     assert size(tmp_path / "c")
-
-
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
-    """A traceback, or a picture of nothing."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "nothing").mkdir()
-    empty = str(folder(tmp_path / "empty", []))
-    bare = str(folder(tmp_path / "bare", [{"step": 0, "other": 1}]))
-    for argv, word in (([], "RUN"), (["nothing"], "nothing/metrics.jsonl: no such file"), ([empty], "no complete row"),
-                       ([bare], "none of the columns")):
-        assert plot.main(argv) == 2
-        err = capsys.readouterr().err
-        assert word in err.splitlines()[-1] and "Traceback" not in err
-    assert not list(tmp_path.glob("*.*"))

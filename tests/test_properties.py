@@ -4,7 +4,7 @@ import json
 from functools import cache
 from types import SimpleNamespace
 
-from plumbing import checkpoint, judge
+from plumbing import checkpoint
 from plumbing.files import parse_json
 
 import hypothesis.strategies as st
@@ -12,12 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-import data
 import grpo
 import model as M
 import sample
 from fast import batches
-from fast.layout import pack, unpack
 from nvfp4 import FORMATS, quantize, scale_value
 
 FEW, MANY = settings(max_examples=15, deadline=None), settings(max_examples=60, deadline=None)
@@ -48,14 +46,6 @@ def test_rounding_is_to_the_grid_and_once_is_enough(fmt, seed, N, blocks, spread
     assert (back * w >= 0).all() or f.codebook
     if fmt != "nvfp4":  # whose block scales are rounded, and may be rounded again
         assert torch.equal(quantize(back, fmt).dequantize(), back)
-
-
-@MANY
-@given(SEEDS, st.integers(1, 40), st.integers(1, 300), st.sampled_from(["nvfp4", "nf4"]))
-def test_any_codes_come_back_from_packing(seed, N, K, fmt):
-    codes = torch.randint(0, 16, (N, K), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    packed = pack(codes, fmt)
-    assert packed.shape == (N, -(-K // 128) * 64) and torch.equal(unpack(packed, K, fmt), codes)
 
 
 @MANY
@@ -126,15 +116,3 @@ def test_the_reader_gives_an_object_or_a_line(value, ascii_only):
         return
     assert got == value and isinstance(value, dict)
     assert got.get("a") is None or 0 <= got["a"] <= 9 and type(got["a"]) is int
-
-
-@FEW
-@given(st.lists(st.tuples(st.text(max_size=60), st.sampled_from(["2", "x+1", "\\frac{1}{2}", ""])), max_size=6),
-       st.sampled_from(["tags", "boxed"]))
-def test_any_completion_is_graded(completions, style):
-    """Text of any kind, within the format's own marks too, whatever math-verify would say."""
-    wrapped = [(t, a) for text, a in completions for t in (text, f"<think></think><answer>{text}</answer>", f"\\boxed{{{text}}}")]
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(judge, "ask", lambda pairs: [i % 2 > 0 for i, _ in enumerate(pairs)])
-        for verdict in data.rewards(wrapped, style):
-            assert verdict["reward"] == 0.2 * verdict["format"] + verdict["correct"]
