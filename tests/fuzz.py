@@ -1,7 +1,7 @@
 """
-Damaged checkpoints, adapters, data, runs and hostile answers, at random, for as long as one likes.
+Damaged checkpoints, adapters, data and runs, at random, for as long as one likes.
 
-Each case takes something sound (a model, an adapter, rows, a run's files, a completion), damages it
+Each case takes something sound (a model, an adapter, rows, a run's files), damages it
 in a way drawn from (seed, case), and gives it to a command. What may come back: exit code 0, or 2
 and one line that names the file; a traceback, another code, a line that names nothing, something
 left behind, or a case that does not end in time is a find, printed with the seed that repeats it.
@@ -31,9 +31,8 @@ sys.path[0] = str(ROOT)
 from plumbing.command import number  # noqa: E402
 
 import torch  # noqa: E402
-from safetensors.torch import load_file, save  # noqa: E402
+from safetensors.torch import load, load_file, save  # noqa: E402
 
-import data  # noqa: E402
 from tests.test_bad_inputs import COMMANDS, seen, sound_files  # noqa: E402
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -56,9 +55,6 @@ VALUES = (None, True, False, 0, 1, -1, 2, 3, 33, 2**31, 2**63, 10**400, -10**400
           "\x00", "\ud800", "é" * 300, [], [1], [[]], {}, {"a": 1}, [None], "x" * 10**5, float("nan"), float("inf"))
 TEMPLATES = ("{{", "{% for i in range(9) %}", "{% endfor %}", "messages", "}}", "ns.x ~ ns.x",
              "{% set ns = namespace(x='a') %}", "{{ m.content }}", "|join", "|tojson", "[0]", ".__class__", "{{ 1/0 }}", "%}")
-PIECES = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "\\frac{1}{2}", "10^{10^{10}}", "1000000!",
-          "\\binom{10^6}{10^5}", "\\int", "\\left(", "\\right)", "\\begin{pmatrix}", "\\end{pmatrix}", "&", "\\\\", "x", "7", "-", "=", "^",
-          "_", ",", " ", "\n", "\\text{", "\\sqrt", "(" * 50, "{" * 50, "\ud7ff", "\u202e", "1e999", "0.1", "\\cup", "[0,1)", "%", "$", "\\")
 
 
 def sound(home):
@@ -120,7 +116,7 @@ def damaged_bytes(rng, raw):
 
 
 def damaged_tensors(rng, raw):
-    state = load_bytes(raw)
+    state = load(raw)
     name = rng.choice(sorted(state))
     t = state[name].clone()
     kind = rng.randrange(6)
@@ -136,12 +132,6 @@ def damaged_tensors(rng, raw):
         t = t * 1e30
     state.pop(name) if kind == 5 else state.__setitem__(name, t)
     return save(state)
-
-
-def load_bytes(raw):
-    from safetensors.torch import load
-
-    return load(raw)
 
 
 def damage(rng, path):
@@ -185,18 +175,6 @@ def loader(rng, home):
     return None
 
 
-def grader(rng, home):
-    texts = ["".join(rng.choice(PIECES) for _ in range(rng.randint(1, 30))) for _ in range(64)]
-    gold = [rng.choice(("7", "\\frac{1}{2}", "x^2+1", "(0,1]", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", "".join(rng.choices(PIECES, k=4))))
-            for _ in texts]
-    form = rng.choice(("{}", "\\boxed{{{}}}", "<think></think><answer>{}</answer>"))
-    wrapped = [(form.format(t), a) for t, a in zip(texts, gold, strict=True)]
-    for r in data.rewards(wrapped, "tags" if "answer" in form else "boxed"):
-        if r["reward"] not in (0.0, 0.2, 1.0, 1.2):
-            return f"reward {r}"
-    return None
-
-
 def case(seed, number, base):
     """What is wrong in one case, or None."""
     rng = random.Random(f"{seed}/{number}")
@@ -206,7 +184,7 @@ def case(seed, number, base):
     os.chdir(home)
     begin, used = time.time(), time.process_time()
     try:
-        problem = (grader if number % 8 == 0 else loader)(rng, home)
+        problem = loader(rng, home)
     except BaseException as e:
         if isinstance(e, KeyboardInterrupt):
             raise
@@ -216,7 +194,7 @@ def case(seed, number, base):
 
 
 def main():
-    p = argparse.ArgumentParser(description="Fuzz of the loaders and the grader.", allow_abbrev=False)
+    p = argparse.ArgumentParser(description="Fuzz of the loaders.", allow_abbrev=False)
     p.add_argument("--minutes", type=number(0, 1e5, float), default=1.0, help="how long")
     p.add_argument("--seed", type=number(0, 2**63 - 1), default=0, help="of all cases")
     p.add_argument("--case", type=number(0, 2**63 - 1), help="this one alone")

@@ -111,8 +111,6 @@ MUTANTS = {
          "train::resume_is_exact"),
         ("sampling at temperature 1", "args.temperature, eos_ids=", "1.0, eos_ids=",
          "loop::flags_reach_the_sampler"),
-        ("samples are drawn at temperature 1", "args.temperature, eos_ids=", "1.0, eos_ids=",
-         "loop::flags_reach_the_sampler"),
         ("the stop tokens are not passed", "eos_ids=tok.eos_ids", "eos_ids=()",
          "loop::flags_reach_the_sampler"),
         ("the sampler's log-probs are not recorded", "s.ids, s.logprobs, s.finished",
