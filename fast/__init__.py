@@ -37,7 +37,7 @@ TABLE = (
              "test_packed.py::test_completion_logprobs_equal_the_plain_ones"),
     Replaced("grpo.micro_batches", "batches.micro_batches",
              "counts tokens, not padded rows; keeps a prompt's completions together",
-             "test_packed.py::test_any_micro_batches_give_the_same_update"),
+             "test_packed.py::test_completions_of_a_prompt_share_its_states"),
     Replaced("model.token_logprobs", "logprobs.token_logprobs",
              "softmax, entropy and gradient of a chunk in one kernel",
              "test_logprobs.py::test_the_kernel_equals_the_plain_function"),

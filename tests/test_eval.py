@@ -296,15 +296,6 @@ def test_an_adapter_that_changes_nothing_is_an_error(tmp_path, capsys, scale):
     assert "--adapter" in err and "changes nothing" in err
 
 
-def test_an_adapter_that_is_switched_off_is_an_error(tmp_path, tok, model):
-    """What a generator that bypasses the adapter looks like from outside."""
-    lora.load_adapter(model, adapter(tmp_path / "adapter", 0.5))
-    for _, layer in lora.lora_layers(model):
-        layer.enabled = False
-    with pytest.raises(ValueError, match="changes nothing"):
-        evaluation.check_adapter(model, tok.prompt_ids("What is 1+1?"), "adapter")
-
-
 @pytest.mark.parametrize(("argv", "says"), [
     (["--temperature", "0", "--n", "4"], "--n 4"), (["--max-prompt", "3"], "--max-prompt 3"),
     (["--max-new-tokens", "9999"], "9999"), (["--max-new-tokens", "480"], "and 480 new ones pass the model's 512 positions"),

@@ -218,23 +218,6 @@ def test_norms_of_an_adapters_own(tmp_path):
     assert torch.equal(load_adapter(again, tmp_path / "other")(IDS), other(IDS))  # no norm stays
 
 
-def test_what_peft_saves_of_norms_gives_pefts_logits(tmp_path):
-    """Written by the library itself, where it is installed."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    net = transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
-    net = peft.get_peft_model(net, peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"],
-        modules_to_save=["input_layernorm", "post_attention_layernorm"], init_lora_weights=False))
-    for name, p in net.named_parameters():
-        if "modules_to_save" in name:
-            torch.nn.init.uniform_(p, 0.5, 1.5)
-    net.save_pretrained(tmp_path / "a")
-    with torch.no_grad():
-        want = net(IDS).logits
-    assert (load_adapter(base(), tmp_path / "a")(IDS) - want).abs().max() < 1e-4 * want.abs().max()
-
-
 def test_norms_of_an_adapter_are_merged(tmp_path):
     folder, _ = folder_with_norms(tmp_path)
     convert.merge(BASE, folder, tmp_path / "m")
@@ -305,15 +288,11 @@ Q_B = Q_A.replace("lora_A", "lora_B")
 @pytest.mark.parametrize("config,weights,message", [
     (None, lambda s: s.update({Q_A: torch.ones(5, 32)}), r"q_proj.lora_A.weight is \(5, 32\), the model's is \(4, 32\)"),
     (None, lambda s: s.update({Q_B: torch.ones(16, 4)}), r"q_proj.lora_B.weight is \(16, 4\), the model's is \(32, 4\)"),
-    (None, lambda s: s.update({Q_B: torch.full((32, 4), float("nan"))}), "q_proj.lora_B.weight holds NaN or inf"),
-    (None, lambda s: s.update({Q_B: torch.ones(32, 4).to(torch.float8_e4m3fn)}), r"no floats of 16 bits or more \(torch.float8"),
     (None, lambda s: s.pop(Q_B), "q_proj.lora_A.weight is there, but .*q_proj.lora_B.weight is missing"),
     (None, lambda s: s.update({Q_A.replace("q_proj", "qkv"): torch.ones(4, 32)}), "self_attn.qkv.lora_A.weight fits this model"),
     (None, lambda s: s.update({Q_A.replace("layers.0", "layers.9"): torch.ones(4, 32)}), "layers.9.* fits this model nowhere"),
     (None, lambda s: s.clear(), "is empty; copy the adapter again"),
     ({"r": 8}, None, r"lora_A.weight is \(4, .*, the model's is \(8, "),
-    ({"r": 0}, None, "adapter_config.json: r 0 must be a whole number from 1 to 4096"),
-    ({"r": "4"}, None, "adapter_config.json: r '4' must be a whole number from 1 to 4096"),
     ({"r": ...}, None, "adapter_config.json: the field 'r' is missing"),
     ({"lora_alpha": None}, None, "the field 'lora_alpha' is missing"),
 ])

@@ -203,14 +203,6 @@ def check_update(got, want):
         assert torch.allclose(g, w, rtol=0, atol=2e-5 * w.abs().max().item())
 
 
-def test_any_micro_batches_give_the_same_update(on_fast_path):
-    """What the loss reads: log-probs of the completions alone, of a row's own tokens, in the rows' order."""
-    m = build(ONE)
-    want = update_of(m, completions(), 1000)
-    check_update(update_of(on_fast_path(m), completions(), 20), want)
-    assert m.fast
-
-
 @pytest.mark.parametrize("budget", [6, 1000])
 def test_completions_of_a_prompt_share_its_states(monkeypatch, on_fast_path, budget):
     """Ten completions of one prompt, of one token and of several, and one of another: the padded loss and gradient, while a prompt is

@@ -127,45 +127,29 @@ def test_a_run_goes_on_where_its_questions_have_moved(tmp_path, capsys):
     assert run(out, "--resume", "--steps", "2", "--data", str(there)) == 0 and len(rows_of(out)) == 2
 
 
-def test_resume_is_exact(straight, tmp_path, monkeypatch):
-    """k + (n - k) steps == n steps: weights, optimizer, samples, data order, noise stage."""
-    out, generate, calls = tmp_path / "run", sample.generate, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:  # ctrl-C while the fourth rollout is drawn
-            raise KeyboardInterrupt
-        return generate(*args, **kwargs)
-
-    monkeypatch.setattr(sample, "generate", interrupted)
-    assert run(out) == 130
-    monkeypatch.setattr(sample, "generate", generate)
-    with open(out / "metrics.jsonl", "a") as f:
-        f.write('{"step": 3, "reward": 1}\n{"step": 4, "rew')  # rows that the checkpoint knows nothing of
-    assert train.main(["--resume", "--out", str(out)]) == 0
-    assert rows_of(out) == rows_of(straight)
-    for a, b in zip(parameters_of(out), parameters_of(straight), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("where, name, at, kept", [(sample, "generate", 4, 3), (grpo, "update", 8, 2)])
-def test_an_error_keeps_what_was_learned_before_it(straight, tmp_path, monkeypatch, capsys, where, name, at, kept):
-    """A reward that failed in the fourth step threw the third away, and nothing said how to go on. Within an update weights are on
-    their way: there the last checkpoint stands."""
+@pytest.mark.parametrize(("where", "name", "at", "kept", "error"), [
+    (sample, "generate", 4, 3, KeyboardInterrupt), (sample, "generate", 4, 3, ValueError), (grpo, "update", 8, 2, ValueError)])
+def test_resume_is_exact(straight, tmp_path, monkeypatch, capsys, where, name, at, kept, error):
+    """k + (n - k) steps == n steps: weights, optimizer, samples, data order, noise stage, after a ctrl-C while the fourth rollout is
+    drawn and after an error, which threw the third step away and did not say how to go on. Within an update weights are on their way:
+    there the last checkpoint stands."""
     out, works, calls = tmp_path / "run", getattr(where, name), []
 
     def fails(*args, **kwargs):
         calls.append(1)
         if len(calls) == at:
-            raise ValueError("no room")
+            raise error("no room")
         return works(*args, **kwargs)
 
     monkeypatch.setattr(where, name, fails)
-    assert run(out) == 2
-    told = capsys.readouterr().err.splitlines()[-2:]
-    assert told[0].endswith(" --resume") and told[1] == "train.py: error: no room"
+    assert run(out) == (130 if error is KeyboardInterrupt else 2)
+    if error is ValueError:
+        told = capsys.readouterr().err.splitlines()[-2:]
+        assert told[0].endswith(" --resume") and told[1] == "train.py: error: no room"
     assert torch.load(out / "checkpoint" / "state.pt")["step"] == kept
     monkeypatch.setattr(where, name, works)
+    with open(out / "metrics.jsonl", "a") as f:
+        f.write('{"step": 3, "reward": 1}\n{"step": 4, "rew')  # rows that the checkpoint knows nothing of
     assert train.main(["--resume", "--out", str(out)]) == 0
     assert rows_of(out) == rows_of(straight)
     for a, b in zip(parameters_of(out), parameters_of(straight), strict=True):
