@@ -475,7 +475,7 @@ MUTANTS = {
         ("rank-stabilised adapters are scaled plainly", "math.sqrt(rank) if",
          "rank if", "lora::an_adapter_that_peft_saved_gives_pefts_logits"),
         ("8-bit adapters are loaded", "t.dtype.itemsize < 2 or ", "",
-         "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
+         "bad_inputs::what_files_hold_is_checked"),
         ("half of an adapter is loaded", "if missing := {a, b} - {*state}:", "if missing := {}:",
          "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
     ],

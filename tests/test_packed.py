@@ -127,7 +127,11 @@ def test_an_adapters_gradients_are_products_in_float32():
     torch.testing.assert_close(packed.product32(a, b), (a.double() @ b.double()).float())
 
 
-def check_a_small_adapter(quant, device):
+@pytest.mark.parametrize(("quant", "device"), [
+    ("none", "cpu"), pytest.param("none", "cuda", marks=gpu), pytest.param("nvfp4", "cuda", marks=gpu)])
+@torch.no_grad()
+def test_a_small_adapter_counts_beside_a_large_residual_or_bias(quant, device):
+    """As where completions are sampled: otherwise the two are different policies, and the more so the more an adapter has learned."""
     m = build(quant=quant, device=device, dtype=torch.bfloat16)
 
     def linear(i, x, residual):
@@ -137,12 +141,6 @@ def check_a_small_adapter(quant, device):
         return p.forward(torch.cat([x, x @ p.padded_A.T], 1), residual)
 
     assert little_beside_much(m, linear) == pytest.approx([0.002] * 2, rel=0.5)
-
-
-@torch.no_grad()
-def test_a_small_adapter_counts_beside_a_large_residual_or_bias():
-    """As where completions are sampled: otherwise the two are different policies, and the more so the more an adapter has learned."""
-    check_a_small_adapter("none", "cpu")
 
 
 def test_another_adapter_or_weight_is_what_the_next_pass_takes():
@@ -333,13 +331,6 @@ def test_what_no_graph_takes_is_launched(monkeypatch, prompts, sizes):
 
 
 # ---- on the device
-
-
-@gpu
-@pytest.mark.parametrize("quant", ["none", "nvfp4"])
-@torch.no_grad()
-def test_gpu_a_small_adapter_counts_beside_a_large_residual_or_bias(quant):
-    check_a_small_adapter(quant, "cuda")
 
 
 @gpu
