@@ -332,6 +332,7 @@ OTHERS = [
     ("train --data bigmath --out new", nothing, "--levels"),
     ("train --data bigmath --levels 1,2 --out new", nothing, "--levels"),
     ("eval --data bigmath --levels 3,4,5", nothing, "bigmath has no test split"),
+    ("train --data only --out new --eval-n 1", raw("only/train.jsonl", ROW), "--eval-n 0"),
     ("train --no-such-flag --out new", nothing, "--no-such-flag"),
     (f"{TRAIN} --updates-per-rollout 99", nothing, "--updates-per-rollout"),
     ("train --data arithmetic --out new --max-prompt 2", nothing, "--max-prompt 2"),

@@ -756,13 +756,6 @@ def test_the_only_question_is_not_held_out(tmp_path):
     assert len(rows) == len(held) == 1 and rows != held
 
 
-def test_a_set_without_a_test_split_is_an_error_before_anything_is_written(tmp_path, capsys):
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "train.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
-    assert run(tmp_path / "run", "--data", str(tmp_path / "d"), "--eval-n", "1") == 2
-    assert "--eval-n 0" in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
 def test_two_runs_never_write_to_one_folder(tmp_path, capsys):
     """Both would append to one metrics.jsonl and save over each other; a run that was killed must not block the next."""
     out = tmp_path / "run"
