@@ -218,6 +218,23 @@ def test_norms_of_an_adapters_own(tmp_path):
     assert torch.equal(load_adapter(again, tmp_path / "other")(IDS), other(IDS))  # no norm stays
 
 
+def test_what_peft_saves_of_norms_gives_pefts_logits(tmp_path):
+    """Written by the library itself, where it is installed."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    net = transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    net = peft.get_peft_model(net, peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"],
+        modules_to_save=["input_layernorm", "post_attention_layernorm"], init_lora_weights=False))
+    for name, p in net.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.uniform_(p, 0.5, 1.5)
+    net.save_pretrained(tmp_path / "a")
+    with torch.no_grad():
+        want = net(IDS).logits
+    assert (load_adapter(base(), tmp_path / "a")(IDS) - want).abs().max() < 1e-4 * want.abs().max()
+
+
 def test_norms_of_an_adapter_are_merged(tmp_path):
     folder, _ = folder_with_norms(tmp_path)
     convert.merge(BASE, folder, tmp_path / "m")
