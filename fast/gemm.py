@@ -253,18 +253,15 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     t = plan(M, N, K, sms(x.device), exact)[1]
     if override:
         t = t | {"whole": 0, "maxnreg": None} | override
-    major = torch.cuda.get_device_capability(x.device)[0] if cuda else 9
-    extra = {"maxnreg": t["maxnreg"]} if cuda and t.get("maxnreg") else {}
-    pdl = cuda and major >= 9
-    if pdl:
-        extra["launch_pdl"] = True
+    hopper = not cuda or torch.cuda.get_device_capability(x.device)[0] >= 9
+    pdl = cuda and hopper
     part, count, _ = space(x.device)
     P = len(bounds) + 1
-    sb, work, adapter, makers = 0, (x, count), NONE, 0  # without an adapter
+    sb, work, adapter, makers = 0, (None, None), NONE, 0  # without an adapter
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
-    tma = t["BM"] >= 128 and major >= 9  # smaller tiles gain nothing, or lose
+    tma = t["BM"] >= 128 and hopper  # smaller tiles gain nothing, or lose
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
     fast = K % CHUNK == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
@@ -277,7 +274,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         SPLIT=t["split"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, TMA=tma,
-        EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"], **extra)
+        EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"],
+        maxnreg=t.get("maxnreg"), launch_pdl=pdl)
     return out
 
 
@@ -300,7 +298,7 @@ def decoded(q, tail=None):
     alpha = common_scale(q)
     w = scratch(q.codes.device, N, K + E)
     to_16bit_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
-        q.codes, scale_bits(q.scale), q.global_scale, w if tail is None else tail, w, N, K,
+        q.codes, scale_bits(q.scale), q.global_scale, tail, w, N, K,
         q.codes.stride(0), q.scale.stride(0), K + E, FMT=q.fmt,
         **decoder(FORMATS[q.fmt], q.codes.is_cuda), BN=64, E=E,
         EP=max(16, triton.next_power_of_2(E)), FAST=K % CHUNK == 0 and N % 8 == 0,
@@ -337,13 +335,6 @@ def scaled(x, w, alpha, start=None):
     return torch.addmm(y, x, w, beta=0, alpha=alpha, out=y)
 
 
-def many(x, q, transposed, start=None):
-    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, through the scratch and cuBLAS;
-    start: see `scaled`."""
-    w, alpha = decoded(q)
-    return scaled(x, w if transposed else w.T, alpha, start)
-
-
 class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, q):
@@ -351,11 +342,12 @@ class Matmul(torch.autograd.Function):
         ctx.q, b = q, x.to(torch.bfloat16)
         if few(len(b), *q.shape, sms(x.device)):
             return gemm_few(b, q).to(x.dtype)
-        return many(b, q, transposed=False).to(x.dtype)
+        w, alpha = decoded(q)
+        return scaled(b, w.T, alpha).to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        dx = many(dy.to(torch.bfloat16).contiguous(), ctx.q, transposed=True)
+        dx = scaled(dy.to(torch.bfloat16).contiguous(), *decoded(ctx.q))  # (M, N) @ (N, K)
         return dx.to(dy.dtype), None
 
 
@@ -363,14 +355,9 @@ def matmul(x, q):
     """x (..., K) times a quantized weight q (N, K), layout.Tiled: (..., N) in x.dtype,
     differentiable in x.
 
-    bfloat16 in, float32 sums; other float dtypes are cast to bfloat16. ValueError if the shapes do
-    not fit, or q is not laid out."""
-    if not isinstance(q, Tiled):
-        raise ValueError("gemm: the weight's codes lie as in a checkpoint; lay them out with "
-                         "fast.layout.tile")
-    if x.shape[-1] != q.shape[1]:
-        raise ValueError(f"gemm: x has {x.shape[-1]} columns, the weight {q.shape[1]}; "
-                         "they must agree")
+    bfloat16 in, float32 sums; other float dtypes are cast to bfloat16."""
+    # the kernels would read other weights, or behind a row
+    assert isinstance(q, Tiled) and x.shape[-1] == q.shape[1]
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])
 
 
@@ -392,7 +379,8 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     (M, K), N = x.shape, q.shape[0]
     if A is not None or exact or few(M, N, K, sms(x.device)):
         return gemm_few(x, q, bias, A, B, bounds, scaling, residual, residual, glu, early, exact)
-    y = many(x, q, transposed=False, start=bias if residual is None else residual)
+    w, alpha = decoded(q)
+    y = scaled(x, w.T, alpha, bias if residual is None else residual)
     if glu:
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up

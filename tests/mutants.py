@@ -610,7 +610,7 @@ MUTANTS = {
          "gemm::an_adapter_stands_behind_the_decoded_weight"),
         ("partial sums of rows of x are one", "slot = (tile - WHOLE) * MT + pid % MT", "slot = tile - WHOLE",
          "gemm::many_slices_are_added_up_once"),
-        ("a checkpoint's codes are taken as they are", "if not isinstance(q, Tiled):", "if False:",
+        ("a checkpoint's codes are taken as they are", "assert isinstance(q, Tiled) and ", "assert ",
          "gemm::what_the_kernels_cannot_take_is_an_error"),
         ("a linear that was laid out has no bias", "        return y if self.bias is None else y + self.bias", "        return y",
          "fast::a_linear_that_was_laid_out_is_the_same_linear"),
