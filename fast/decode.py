@@ -84,6 +84,14 @@ def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr, PDL:
     tl.store(out + r * stride + c, h.to(out.dtype.element_ty), mask=c < C)
 
 
+def normed(x, m, E=0, **launch):
+    """RMSNorm m of x (S, C) -> (S, C + E), whose last E columns are left as they are."""
+    (S, C), out = x.shape, x.new_empty(x.shape[0], x.shape[1] + E)
+    norm_kernel[(S,)](x, m.weight, m.noise, out, C, C + E, m.eps, BLOCK=power(C), num_warps=8,
+                      **launch)
+    return out
+
+
 @triton.jit
 def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """silu(gate) * up of gate_up (B, 2F) -> out, rows `stride` apart; a program does BLOCK columns
@@ -94,6 +102,16 @@ def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr, PDL: tl.constexp
     up = tl.load(gate_up + r * 2 * F + F + c, mask=c < F, other=0).to(tl.float32)
     silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + r * stride + c, (silu * up).to(out.dtype.element_ty), mask=c < F)
+
+
+def swiglu(gate_up, BLOCK, E=0, **launch):
+    """silu(gate) * up of gate_up (S, 2F) -> (S, F + E), whose last E columns are left as they
+    are."""
+    S, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(S, width + E)
+    swiglu_kernel[S, triton.cdiv(width, BLOCK)](gate_up, out, width, width + E, BLOCK=BLOCK,
+                                                **launch)
+    return out
 
 
 @triton.jit
@@ -120,6 +138,12 @@ def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
     w1, w2 = norm_weight(weight, noise, d, D), norm_weight(weight, noise, d + D // 2, D)
     y1, y2 = (x1 * rms * w1).to(dtype), (x2 * rms * w2).to(dtype)
     return y1.to(tl.float32), y2.to(tl.float32)
+
+
+def norms_of_heads(attn):
+    """A kernel's arguments for the norms of q and k's heads; nothing, but for Qwen3."""
+    q, k = attn.q_norm, attn.k_norm
+    return [None] * 5 if q is None else [q.weight, q.noise, k.weight, k.noise, q.eps]
 
 
 @triton.jit
@@ -287,20 +311,13 @@ class Step:
         # not the model itself: an engine lasts as long as its model, and must not keep it alive
         self.blocks, self.norm = [*model.layers], model.norm
         hopper = cache.k.is_cuda and torch.cuda.get_device_capability(dev)[0] >= 9
-        self.launch = {"PDL": hopper} | ({"launch_pdl": True} if hopper else {})
+        self.launch = {"PDL": hopper, "launch_pdl": hopper}
         self.sms, self.exact = sms(dev), exact(model)
         self.refresh()
 
     def refresh(self):
         """Copy LoRA's float32 parameters into the 16-bit buffers that the kernels read."""
         refresh(self.layers)
-
-    def normed(self, x, norm):
-        """RMSNorm of x (B, C)."""
-        (B, C), out = x.shape, torch.empty_like(x)
-        norm_kernel[(B,)](x, norm.weight, norm.noise, out, C, C, norm.eps, BLOCK=power(C),
-                          num_warps=8, **self.launch)
-        return out
 
     def linear(self, p, x, residual=None, glu=False, early=False):
         """base(x) + LoRA (+ residual, which is overwritten, where there is no bias) for x (B, K);
@@ -312,7 +329,7 @@ class Step:
         if p.A is None:
             if residual is not None:
                 return residual.addmm_(x, p.base.weight_in(x.dtype).T)  # (B, K) @ (K, N)
-            return self.silu(p.base(x)) if glu else p.base(x)
+            return swiglu(p.base(x), 512, **self.launch) if glu else p.base(x)
         bias = p.base.bias
         if p.q is not None:  # in float32
             y, bias = torch.cat([p.base(x), x @ p.A.T], 1), None
@@ -342,25 +359,13 @@ class Step:
         parts = torch.empty(several, B, H * D, dtype=torch.float32, device=qkv.device)
         ms, ls = (torch.empty(several, B, H, dtype=torch.float32, device=qkv.device)
                   for _ in range(2))
-        norms = [self.embed] * 4 + [0.0]  # never touched
-        if c.qk_norm:
-            q, k = self.blocks[layer].attn.q_norm, self.blocks[layer].attn.k_norm
-            norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
         attend_kernel[B * HKV, W](
             qkv, k_cache, v_cache, self.cache.length, self.prompt, self.cos, self.sin, out, parts,
             ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1), D**-0.5 * LOG2E.value,
-            *norms, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W,
-            BLOCK=16 if W > 16 else 64, SOME=min(W, 8), NORM=c.qk_norm,
-            IEEE=self.dtype == torch.float32, EXACT=self.exact,
+            *norms_of_heads(self.blocks[layer].attn), HKV=HKV, G=H // HKV,
+            GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, SOME=min(W, 8),
+            NORM=c.qk_norm, IEEE=self.dtype == torch.float32, EXACT=self.exact,
             num_warps=1 if self.exact else 4, num_stages=3, **self.launch)
-        return out
-
-    def silu(self, gate_up):
-        """silu(gate) * up (B, F)."""
-        B, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out, BLOCK = gate_up.new_empty(B, width), min(512, power(width))
-        swiglu_kernel[B, triton.cdiv(width, BLOCK)](gate_up, out, width, width, BLOCK=BLOCK,
-                                                    num_warps=4, **self.launch)
         return out
 
     def hidden(self, rows):
@@ -369,15 +374,16 @@ class Step:
         x = F.embedding(self.token[:rows], self.embed)  # (B, C)
         for i in range(len(self.blocks)):
             x = self.block(i, x, partial(self.attention, i))
-        return self.normed(x, self.norm)
+        return normed(x, self.norm, **self.launch)
 
     def block(self, i, x, attend):
         """Block i on x (B, C), which is overwritten. attend: qkv (B, (H + 2 Hkv) D) -> (B, H*D)."""
         qkv_proj, o_proj, gate_up_proj, down_proj = self.layers[i]
         before, between = self.blocks[i].input_layernorm, self.blocks[i].post_attention_layernorm
-        y = attend(self.linear(qkv_proj, self.normed(x, before), early=True))
+        y = attend(self.linear(qkv_proj, normed(x, before, **self.launch), early=True))
         x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
-        y = self.linear(gate_up_proj, self.normed(x, between), glu=True)  # (B, C) -> (B, F)
+        h = normed(x, between, **self.launch)
+        y = self.linear(gate_up_proj, h, glu=True)  # (B, C) -> (B, F)
         return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
 
     def step(self, rows, greedy=False, nucleus=None):

@@ -47,7 +47,7 @@ from triton import next_power_of_2 as power
 
 from fast import attention
 from fast.adapter import product32
-from fast.decode import compiling, norm_kernel, norm_weight, rotate, swiglu_kernel
+from fast.decode import compiling, norm_weight, normed, norms_of_heads, rotate, swiglu
 from fast.linears import linears_of, refresh
 from model import rope_tables, to_device
 
@@ -58,26 +58,20 @@ from model import rope_tables, to_device
 
 class Norm:
     def __init__(self, m):
-        self.args, self.eps, self.weight = (m.weight, m.noise), m.eps, m.weight
-
-    def launch(self, kernel, x, out, *more, **options):
-        S, C = x.shape
-        kernel[(S,)](x, *self.args, out, *more, C, out.stride(0), self.eps, BLOCK=power(C),
-                     **options)
+        self.m, self.weight = m, m.weight
 
     def forward(self, x, E):
-        out = x.new_empty(x.shape[0], x.shape[1] + E)
-        self.launch(norm_kernel, x, out, PDL=False, num_warps=8)  # a decode step's: the same sums
-        return out, ()
+        return normed(x, self.m, E, PDL=False), ()
 
     def backward(self, x, kept, d):
-        dx = torch.empty_like(x)
-        self.launch(norm_back_kernel, x, d, dx, num_warps=4 if x.shape[1] <= 4096 else 8)
-        return dx, d[:, : x.shape[1]]
+        (S, C), m, dx = x.shape, self.m, torch.empty_like(x)
+        norm_back_kernel[(S,)](x, m.weight, m.noise, d, dx, C, d.stride(0), m.eps, BLOCK=power(C),
+                               num_warps=4 if C <= 4096 else 8)
+        return dx, d[:, :C]
 
     def own_gradient(self, x, d):
         """The gradient of the norm's weight (C,); call it before `backward`, which overwrites d."""
-        scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + self.eps)  # (S, 1)
+        scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + self.m.eps)  # (S, 1)
         return (d[:, : x.shape[1]] * (x * scale)).sum(0).to(self.weight.dtype)
 
 
@@ -85,11 +79,7 @@ class SwiGLU:
     weight = None
 
     def forward(self, x, E):
-        S, width = x.shape[0], x.shape[1] // 2
-        out = x.new_empty(S, width + E)
-        swiglu_kernel[S, triton.cdiv(width, 1024)](x, out, width, out.stride(0), BLOCK=1024,
-                                                   PDL=False)
-        return out, ()
+        return swiglu(x, 1024, E, PDL=False), ()
 
     def backward(self, x, kept, d):
         S, width = x.shape[0], x.shape[1] // 2
@@ -105,15 +95,12 @@ class Attend:
 
     def __init__(self, attn, rows, cache=None):
         self.attn, self.rows, self.cache = attn, rows, cache
-        self.heads = attn.heads, attn.kv_heads, attn.kv_heads
-        norms = [rows.cos] * 4 + [0.0]  # never touched
+        H, HKV = attn.heads, attn.kv_heads
+        self.heads = H, HKV, HKV
         self.normed = attn.q_norm is not None
-        if self.normed:
-            q, k = attn.q_norm, attn.k_norm
-            norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
-        self.args = rows.place, rows.cos, rows.sin, *norms
-        self.shape = dict(H=attn.heads, HKV=attn.kv_heads, HP=power(attn.heads + attn.kv_heads),
-                          HKVP=power(attn.kv_heads), D=attn.head_dim, NORM=self.normed)
+        self.args = rows.place, rows.cos, rows.sin, *norms_of_heads(attn)
+        self.shape = dict(H=H, HKV=HKV, HP=power(H + HKV), HKVP=power(HKV), D=attn.head_dim,
+                          NORM=self.normed)
 
     def split(self, qkv):
         """q (S, H, D), k and v (S, Hkv, D), views."""
@@ -122,7 +109,7 @@ class Attend:
     def forward(self, x, E):
         # in place, as nothing else needs qkv, unless the backward of its norms will
         out = torch.empty_like(x) if self.normed else x
-        cache = [self.rows.place, x, x, 0, 0]  # never touched
+        cache = [None] * 5
         if self.cache is not None:
             k, v = (t[self.attn.layer] for t in (self.cache.k, self.cache.v))
             cache = [self.rows.slot, k, v, k.stride(0), k.stride(1)]

@@ -704,6 +704,8 @@ MUTANTS = {
          "packed::norms_of_rows_that_are_no_power_of_two_long"),
         ("silu of the first columns only", "tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)\n    wait", "tl.arange(0, BLOCK)\n    wait",
          "packed::silu_of_more_columns_than_a_program_takes"),
+        ("silu of one program's columns only", "swiglu_kernel[S, triton.cdiv(width, BLOCK)]", "swiglu_kernel[S, 1]",
+         "packed::silu_of_more_columns_than_a_program_takes"),
         ("silu is not rounded", "silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)",
          "silu = gate / (1 + tl.exp(-gate))", "packed::silu_of_more_columns_than_a_program_takes"),
         ("norms of heads without eps", "rms = tl.rsqrt(square / D + eps)", "rms = tl.rsqrt(square / D)",
@@ -859,7 +861,7 @@ MUTANTS = {
          "attention::blocks_cover_each_token_once_and_are_as_many_as_shapes_say"),
     ],
     "fast/packed.py": [
-        ("a norm's gradient forgets eps", ".mean(1, keepdim=True) + self.eps)", ".mean(1, keepdim=True))",
+        ("a norm's gradient forgets eps", ".mean(1, keepdim=True) + self.m.eps)", ".mean(1, keepdim=True))",
          "packed::norms_of_rows_that_are_no_power_of_two_long"),
         ("a norm's gradient is of what follows it", "        dnorm = ctx.prologue.own_gradient(x, d) if ctx.needs_input_grad[-1] else None\n"
          "        dx, h = ctx.prologue.backward(x, kept, d)\n", "        dx, h = ctx.prologue.backward(x, kept, d)\n"
@@ -883,8 +885,6 @@ MUTANTS = {
          "packed::packed_equals_the_modules_in_value_and_gradient"),
         ("blocks keep their activations", "keep = not (model.checkpointing and torch.is_grad_enabled())", "keep = True",
          "packed::packed_equals_the_modules_in_value_and_gradient"),
-        ("silu of the first columns only", "swiglu_kernel[S, triton.cdiv(width, 1024)]", "swiglu_kernel[S, 1]",
-         "packed::silu_of_more_columns_than_a_program_takes"),
         ("the gradient that is given is written over", "(), dy.clone())", "(), dy)",
          "packed::norms_of_rows_that_are_no_power_of_two_long"),
         ("more rows than a graph takes", "or len(rows) > most:", "or False:", "packed::what_no_graph_takes_is_launched"),
