@@ -34,7 +34,6 @@ model.py's modules are the reference that everything here is tested against, als
 Shapes: S tokens of all rows, C hidden, F intermediate, H query heads, Hkv kv heads, D head size,
 V vocabulary; a linear has N outputs, K inputs, P parts; R rank, E = P*R rounded up to 8.
 """
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -190,18 +189,16 @@ class FinalNorm(torch.autograd.Function):
 # ---- the model
 
 
-@dataclass
 class Rows:
-    """The layout of S tokens in rows. place (S,): a token's place in its row, -1 for padding, which
-    is a row of its own; blocks: attention.blocks; cos, sin (longest, D/2); slot (S,): of the cache,
-    if one is filled; shared: whether rows continue others."""
+    """The layout of S tokens in rows of up to `longest`. place (S,): a token's place in its row, -1
+    for padding, which is a row of its own; borders, of: as in attention.blocks; slot (S,): of the
+    cache, if one is filled."""
 
-    place: torch.Tensor
-    blocks: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    slot: torch.Tensor | None = None
-    shared: bool = False
+    def __init__(self, config, place, borders, longest, slot=None, of=None):
+        self.place, self.slot, self.shared = place, slot, of is not None
+        self.blocks = attention.blocks(borders, len(place), of)  # (n, 6)
+        places = torch.arange(longest, device=place.device)
+        self.cos, self.sin = rope_tables(places, config)  # (longest, D/2)
 
 
 def end_to_end(rows, slots=None, of=None):
@@ -214,10 +211,6 @@ def end_to_end(rows, slots=None, of=None):
         places += range(at, at + len(row))
         slot_of += [slot] * len(row)
     return ids, places, slot_of, [0, *accumulate(map(len, rows))]
-
-
-def tables(config, longest, device):
-    return rope_tables(torch.arange(longest, device=device), config)
 
 
 def project(prologue, p, x, residual=None):
@@ -253,10 +246,9 @@ def hidden(model, rows, take, of=None):
     linears = linears_of(model)
     refresh(linears)
     ids, places, _, borders = end_to_end(rows, of=of)
-    blocks = attention.blocks(to_device(borders, device), len(ids), of and to_device(of, device))
-    shared = of is not None and of != [*range(len(rows))]
-    layout = Rows(to_device(places, device), blocks,
-                  *tables(model.config, max(places) + 1, device), shared=shared)
+    alone = of is None or of == [*range(len(rows))]
+    layout = Rows(model.config, to_device(places, device), to_device(borders, device),
+                  max(places) + 1, of=None if alone else to_device(of, device))
     x = states(model, linears, to_device(ids, device), layout)
     # a place may be taken more than once: index_select would add its gradients in no fixed order
     norm = Norm(model.norm)
@@ -312,8 +304,7 @@ class Prefill:
                 launch()
 
     def launch(self, model, ids, places, slots, borders, longest):
-        blocks = attention.blocks(borders, len(ids))
-        rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
+        rows = Rows(model.config, places, borders, longest, slots)
         x = F.embedding(ids, model.embed.weight)  # (S, C)
         linears = self.step.layers
         few = self.step.exact or all(p.few(len(ids)) for p in linears[0])

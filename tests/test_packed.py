@@ -14,7 +14,7 @@ import grpo
 import lora
 import model as M
 import sample
-from fast import attention, batches, decode, engine, linears, packed
+from fast import batches, decode, engine, linears, packed
 from tests.test_decode import CPU, GPU, ONE, build, installed, little_beside_much, with_head_norms
 
 gpu = pytest.mark.gpu
@@ -111,9 +111,8 @@ def test_heads_are_rounded_between_their_norm_and_the_rotation():
     """As the module rounds them, in the pass over prompts and in the decode step, which read each other's keys."""
     m, g = with_head_norms(QWEN3, rank=0, dtype=torch.float16), torch.Generator().manual_seed(0)
     attn, qkv, places, cache = m.layers[0].attn, torch.randn(5, 12 * 32, generator=g).half(), torch.arange(5), M.KVCache(m, 5, 8)
-    cos, sin = packed.tables(m.config, 5, places.device)
-    want = M.apply_rope(attn.k_norm(qkv.view(5, 12, 32)[:, 6:9]), cos[:, None], sin[:, None])
-    rows = packed.Rows(places, attention.blocks(torch.tensor([0, 5]), 5), cos, sin)
+    rows = packed.Rows(m.config, places, torch.tensor([0, 5]), 5)
+    want = M.apply_rope(attn.k_norm(qkv.view(5, 12, 32)[:, 6:9]), rows.cos[:, None], rows.sin[:, None])
     _, (prompt, *_) = packed.Attend(attn, rows).forward(qkv, 0)
     cache.length.copy_(places)
     decode.Step(m, cache).attention(0, qkv)
