@@ -38,18 +38,6 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def reached(p, n, ASM: tl.constexpr):
-    """Wait until earlier programs of the grid, which therefore run or have run, have counted *p up
-    to n; what they stored before counting is visible then."""
-    if ASM:
-        seen = n * 0
-        while seen < n:  # relaxed loads followed by one fence take 0.5 us longer
-            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [p.to(tl.int64)],
-                                             dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
-
-
-@triton.jit
 def added(p, keep, Z: tl.constexpr, SOME: tl.constexpr):
     """For each pointer in p (.., ..) the sum of the Z floats there, in order, with SOME in flight;
     0 where `keep` is false."""
@@ -118,9 +106,15 @@ def adapter_out(sums, mt, MT, part, R0: tl.constexpr, R: tl.constexpr, RP: tl.co
 
 @triton.jit
 def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
-    """Wait until the makers of a program's rows of x A^T are done. The flag's last reader resets it
-    to zero for the next kernel."""
-    reached(flag, makers, ASM)
+    """Wait until the makers of a program's rows of x A^T, earlier programs of the grid, which
+    therefore run or have run, have counted the flag up; what they stored before is visible then.
+    The flag's last reader resets it to zero for the next kernel."""
+    if ASM:
+        seen = makers * 0
+        while seen < makers:  # relaxed loads followed by one fence take 0.5 us longer
+            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [flag.to(tl.int64)],
+                                             dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
     if ASM:
         tl.inline_asm_elementwise(COUNT_ROUND, "=r,l,r", [flag.to(tl.int64), makers + readers - 1],
                                   dtype=tl.int32, is_pure=False, pack=1)

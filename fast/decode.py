@@ -322,7 +322,7 @@ class Step:
     def linear(self, p, x, residual=None, glu=False, early=False):
         """base(x) + LoRA (+ residual, which is overwritten, where there is no bias) for x (B, K);
         glu: silu(gate) * up of that; early: as in linear_decode."""
-        if p.q is not None and x.dtype != torch.float32:
+        if p.q is not None:
             return gemm.linear_decode(
                 x, p.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, glu, early,
                 self.exact)
@@ -330,11 +330,7 @@ class Step:
             if residual is not None:
                 return residual.addmm_(x, p.base.weight_in(x.dtype).T)  # (B, K) @ (K, N)
             return swiglu(p.base(x), 512, **self.launch) if glu else p.base(x)
-        bias = p.base.bias
-        if p.q is not None:  # in float32
-            y, bias = torch.cat([p.base(x), x @ p.A.T], 1), None
-        else:
-            y = product32(x, p.both.T)  # (B, K) @ (K, N + E)
+        bias, y = p.base.bias, product32(x, p.both.T)  # (B, K) @ (K, N + E)
         B, R, width = len(x), p.B.shape[1], p.N // (1 + glu)
         RB, BN = 8 if B <= 8 else 16, 128  # rows and columns of the result that a program does
         out = x.new_empty(B, width) if residual is None else residual
