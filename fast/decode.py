@@ -28,6 +28,7 @@ against, on the CPU too (TRITON_INTERPRET=1).
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
 S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.
 """
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -41,16 +42,13 @@ from triton import next_power_of_2 as power
 
 from fast import gemm
 from fast.adapter import lora_kernel, product32, wait
-from fast.draw import pick_kernel, record_kernel, stats_kernel
+from fast.draw import EOS, pick_kernel, record_kernel, stats_kernel
 from fast.linears import exact, linears_of, refresh
 from fast.logprobs import head, score
 from fast.plan import sms
 from model import rope_tables
 
 STEPS = 8  # steps between the host's reads of the tokens
-EOS_SLOTS = 128  # stop tokens that a step can compare with
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @contextmanager
@@ -166,9 +164,10 @@ def load_block(keys, values, t, ok, D: tl.constexpr):
 
 @triton.jit
 def merge_splits(parts, ms, ls, splits, stride, head, g, G: tl.constexpr, GP: tl.constexpr,
-                 D: tl.constexpr, SOME: tl.constexpr):
+                 D: tl.constexpr, W: tl.constexpr):
     """All splits' sums merged for the heads (GP,), in a fixed order: (l (GP,), acc (GP, D)). Each
     split's numbers lie `stride` heads after the previous split's. g >= G is no head: l is 1."""
+    SOME: tl.constexpr = min(W, 8)
     e = tl.arange(0, D)
     m, l = tl.where(g < G, -float("inf"), 0.0), tl.where(g < G, 0.0, 1.0)
     acc = tl.zeros((GP, D), tl.float32)
@@ -191,8 +190,8 @@ def merge_splits(parts, ms, ls, splits, stride, head, g, G: tl.constexpr, GP: tl
 def attend_kernel(qkv, k_cache, v_cache, length, prompt, cos, sin, out, parts, ms, ls, arrived, B,
                   stride_b, stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps,
                   HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-                  W: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, NORM: tl.constexpr,
-                  PDL: tl.constexpr, IEEE: tl.constexpr, EXACT: tl.constexpr):
+                  W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+                  IEEE: tl.constexpr, EXACT: tl.constexpr):
     """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
     over the split's live tokens. NORM: the heads of q and k are normed first.
 
@@ -278,7 +277,7 @@ def attend_kernel(qkv, k_cache, v_cache, length, prompt, cos, sin, out, parts, m
         if tl.atomic_add(arrived + b * HKV + h, 1, sem="acq_rel") != splits - 1:
             return
         tl.store(arrived + b * HKV + h, 0)
-        l, acc = merge_splits(parts, ms, ls, splits, stride, head, g, G, GP, D, SOME)
+        l, acc = merge_splits(parts, ms, ls, splits, stride, head, g, G, GP, D, W)
     tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
              mask=live[:, None])
 
@@ -302,7 +301,7 @@ class Step:
                                    device=dev)  # attend's counters
         self.out_ids = torch.zeros(STEPS, S, dtype=torch.long, device=dev)
         self.out_logp = torch.zeros(STEPS, S, device=dev)
-        self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
+        self.eos = torch.full((EOS.value,), -1, dtype=torch.long, device=dev)
         self.inverse_temperature = torch.ones(1, device=dev)
         c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
         self.cos, self.sin = rope_tables(places, c)  # (tokens, D/2)
@@ -357,9 +356,9 @@ class Step:
                   for _ in range(2))
         attend_kernel[B * HKV, W](
             qkv, k_cache, v_cache, self.cache.length, self.prompt, self.cos, self.sin, out, parts,
-            ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1), D**-0.5 * LOG2E.value,
-            *norms_of_heads(self.blocks[layer].attn), HKV=HKV, G=H // HKV,
-            GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64, SOME=min(W, 8),
+            ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1),
+            D**-0.5 * math.log2(math.e), *norms_of_heads(self.blocks[layer].attn), HKV=HKV,
+            G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
             NORM=c.qk_norm, IEEE=self.dtype == torch.float32, EXACT=self.exact,
             num_warps=1 if self.exact else 4, num_stages=3, **self.launch)
         return out
@@ -403,7 +402,7 @@ class Step:
         if nucleus:
             ids, logp = self.draw(logits[:, : self.valid_vocab], self.key[:rows],
                                   self.cache.length[:rows] + 1, *nucleus)
-            record_kernel[(rows,)](ids, logp, *state, S, EOS=EOS_SLOTS)
+            record_kernel[(rows,)](ids, logp, *state, S)
             return
         BLOCK = min(4096, power(self.valid_vocab))
         NB = triton.cdiv(self.valid_vocab, BLOCK)
@@ -415,7 +414,7 @@ class Step:
         stats_kernel[rows, NB](*blocks, self.valid_vocab, logits.stride(0), NB, **common)
         pick_kernel[(rows,)](
             *blocks, self.key, *state, self.valid_vocab, logits.stride(0), NB, S, NBP=power(NB),
-            EOS=EOS_SLOTS, GREEDY=greedy, **common)
+            GREEDY=greedy, **common)
         if self.exact:  # the log-prob as the update's kernel sums it
             at = (self.count[None, :rows].long() - 1).clamp_(min=0)  # 0 while kernels are compiled
             ids = self.out_ids[:, :rows].gather(0, at)[0]

@@ -102,8 +102,7 @@ class Graphs:
             self.refresh()
         st.inverse_temperature.fill_(1 / temperature if temperature else 1.0)
         st.eos.fill_(-1)
-        ids = torch.tensor(sorted(eos_ids), dtype=torch.long, device=st.eos.device)
-        st.eos[: len(eos_ids)] = ids
+        st.eos[: len(eos_ids)] = to_device(sorted(eos_ids), st.eos.device)
         st.alive.zero_()
         st.cache.length.zero_()
         self.last = 0  # size of the last batch
@@ -197,7 +196,9 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self.pool):
             launch()
         self.pool = self.pool or graph.pool()
-        self.scratch.append(gemm_buffers(device))
+        # With more rows than plan.FEW it decodes weights into a buffer that is replaced when a
+        # larger weight comes: it must be kept.
+        self.scratch.append([*plan.SPACE.get(device, ())])
         return graph.replay
 
 
@@ -211,13 +212,6 @@ def side_stream(device):
     """The stream that rehearsals run on. There is only one: cuBLAS keeps a workspace of 32 MiB for
     each stream it has seen, so one for each batch size would add up to a gigabyte."""
     return torch.cuda.Stream(device)
-
-
-def gemm_buffers(device):
-    """The GEMM's buffers on `device`, or (). With more rows than plan.FEW, a graph decodes weights
-    into one of them, which is replaced when a larger weight comes: whoever keeps the graph must
-    keep these."""
-    return tuple(plan.SPACE.get(device, ()))
 
 
 ENGINES = weakref.WeakKeyDictionary()  # model -> (fingerprint, Graphs, rows asked for)
@@ -287,7 +281,7 @@ def fingerprint(model):
 
 def working_bytes(model, *args):
     """memory.rollout_bytes(model.config, *args), minus the scratch that is there already."""
-    held = sum(t.nbytes for t in gemm_buffers(model.embed.weight.device))
+    held = sum(t.nbytes for t in plan.SPACE.get(model.embed.weight.device, ()))
     scratch = memory.gemm_scratch(model.config)
     return memory.rollout_bytes(model.config, *args) - min(held, scratch)
 
