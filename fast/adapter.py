@@ -7,10 +7,7 @@ once, as in training (packed.py).
 In the FP4 GEMM a separate kernel for x A^T would cost a decode step 4 to 7 us per linear. So the
 first programs of the grid compute it, in slices of K, while the others stream their weights; those
 need it only in their epilogue, and wait there for a flag. Sums are taken in order, whichever
-program finishes last: each run gives the same bits. adapter_work decides how the work is cut; the
-kernel takes its constants as they are.
-
-    TRITON_INTERPRET=1 pytest tests/test_gemm.py tests/test_decode.py -k "adapter or lora"
+program finishes last: each run gives the same bits.
 
 Shapes: M rows of x (in lora_kernel B), N outputs, K inputs, R LoRA rank, P parts of a fused
 projection, PR = P * R rows of A.

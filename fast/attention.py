@@ -27,10 +27,8 @@ what lost is in results/LOG.md. Loads use Hopper's TMA, products wgmma. Cards be
 same kernels without either, with 8 warps, which hold in registers what 4 would spill; this has
 never been timed.
 
-    TRITON_INTERPRET=1 pytest tests/test_attention.py
-
 Shapes: S tokens of all rows, n blocks of up to B tokens, H query heads, Hkv kv heads, G = H / Hkv,
-D head size (16, 32, 64 or 128).
+D head size.
 """
 from math import e, log2
 

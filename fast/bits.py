@@ -28,8 +28,6 @@ codes as its selector), 21 instructions for 8 codes, and their products are roun
 The decoders are PTX, to get exactly these instructions; `extract` without ASM does the same in
 plain Triton, which the interpreter can run. A test emulates the PTX on the CPU, word by word.
 
-    pytest tests/test_gemm.py -k "ptx or exact"
-
 Shapes: BN rows of the weight, chunks of 128 columns in two planes of 64, 16 words a chunk and row.
 """
 import functools

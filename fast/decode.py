@@ -20,9 +20,8 @@ step does not write.
 
 `Step` owns the persistent state, so that a CUDA graph of it (engine.py) stays valid while LoRA,
 noise, temperature and rows change. model.py's modules are the reference that each kernel is tested
-against, on the CPU too (TRITON_INTERPRET=1).
+against.
 
-    TRITON_INTERPRET=1 pytest tests/test_decode.py
     python lab/bench.py rollout 7b:nvfp4:16:1,8
 
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
@@ -293,7 +292,6 @@ class Step:
     def __init__(self, model, cache):
         self.cache, S, dev = cache, cache.k.shape[1], cache.k.device
         self.config, self.valid_vocab = model.config, model.valid_vocab
-        self.dtype = model.embed.weight.dtype
         self.token, self.prompt, self.key, self.stop = (
             torch.zeros(S, dtype=torch.long, device=dev) for _ in range(4))
         self.alive, self.count = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(2))
@@ -359,7 +357,7 @@ class Step:
             ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1),
             D**-0.5 * math.log2(math.e), *norms_of_heads(self.blocks[layer].attn), HKV=HKV,
             G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
-            NORM=c.qk_norm, IEEE=self.dtype == torch.float32, EXACT=self.exact,
+            NORM=c.qk_norm, IEEE=qkv.dtype == torch.float32, EXACT=self.exact,
             num_warps=1 if self.exact else 4, num_stages=3, **self.launch)
         return out
 

@@ -6,8 +6,6 @@ cumulative distribution exceeds it.
 Two kernels. `stats` reads the vocabulary once, in blocks, many side by side; `pick` chooses the
 block, then the id within it. `record` is the second half of pick for what torch drew (top_p < 1).
 
-    TRITON_INTERPRET=1 pytest tests/test_decode.py
-
 Shapes: B rows, S cache slots, V vocabulary, NB blocks of it.
 """
 import triton

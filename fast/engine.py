@@ -11,9 +11,6 @@ since the graph reads them in place; if weights have moved, a new engine is made
 Left out: paged keys and values. A row owns the memory of the longest possible row; `engine_for`
 plans how many fit, the others wait.
 
-    TRITON_INTERPRET=1 pytest tests/test_decode.py tests/test_scheduler.py
-    pytest -m gpu tests/test_decode.py
-
 Shapes: B rows, S slots, T tokens, C hidden, V vocabulary, L layers, Hkv kv heads, D head size.
 """
 import functools

@@ -24,7 +24,6 @@ other cards from Ampere on run the same kernel, without dependent launch before 
 tried without success is in results/LOG.md.
 
     y = matmul(x, tile(quantize(w)))        # any M, differentiable in x; on a CPU interpreted
-    TRITON_INTERPRET=1 pytest tests/test_gemm.py
     python lab/bench.py kernels
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.

@@ -25,10 +25,8 @@ adapter begins small, and what is below half a step of an output that is rounded
 it in bfloat16, would be lost. Rows of different completions lie end to end and attention keeps them
 apart (attention.py), so no padding is computed.
 
-model.py's modules are the reference that everything here is tested against, also on the CPU
-(TRITON_INTERPRET=1).
+model.py's modules are the reference that everything here is tested against.
 
-    TRITON_INTERPRET=1 pytest tests/test_packed.py
     python lab/bench.py step --sizes 7b
 
 Shapes: S tokens of all rows, C hidden, F intermediate, H query heads, Hkv kv heads, D head size,
