@@ -4,8 +4,7 @@ waits for the host.
 
 A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
 mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 GEMM
-(gemm.linear_decode), which takes in all it can: bias, residual, the whole of LoRA, and
-silu(gate) * up. The others:
+(gemm.linear_decode), which takes in bias, residual, LoRA, and silu(gate) * up. The others:
 
     attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
              live tokens, split over the sequence when rows are few

@@ -2,11 +2,10 @@
 The sampling engine of the GPU: it turns slots that hold rows into their next tokens.
 
 A row lives in a slot, which holds its keys and values, its last token and the key of its random
-numbers. fast/scheduler.py decides which row is where; the engine fills slots (`start`, `copy_row`,
-`move`) and decodes the first `rows` of them (`run`): decode.Step captured as one CUDA graph per
-batch size, sampling included, replayed a few steps at a time. It stays on the model between calls
-(`release` frees it, `make_room` if need be). LoRA, noise and temperature may change meanwhile,
-since the graph reads them in place; if weights have moved, a new engine is made (`fingerprint`).
+numbers. fast/scheduler.py decides which row is where; the engine fills slots and decodes the first
+`rows` of them: decode.Step captured as one CUDA graph per batch size, sampling included, replayed a
+few steps at a time. It stays on the model between calls. LoRA, noise and temperature may change
+meanwhile, since the graph reads them in place; if weights have moved, a new engine is made.
 
 Left out: paged keys and values. A row owns the memory of the longest possible row; `engine_for`
 plans how many fit, the others wait.
@@ -65,11 +64,10 @@ def changed(m):
 
 class Graphs:
     """decode.Step on persistent buffers, one CUDA graph for each batch size of BUCKETS that comes
-    up. `prompts` (packed.Prefill) fills the cache; `stall`: about how many decode steps a prefill,
-    however small, costs the rows that wait for it. `ahead`: how many runs may be launched while the
-    results of an earlier one are not fetched yet."""
+    up. `prompts` (packed.Prefill) fills the cache."""
 
-    stall, ahead = 2, 1
+    stall = 2  # about how many decode steps a prefill costs the rows that wait for it
+    ahead = 1  # runs that may be launched while the results of an earlier one are not fetched yet
 
     def __init__(self, model, slots, max_len, top_p=1.0, prefill_tokens=memory.PREFILL_TOKENS[0]):
         self.slots, self.max_len, self.prefill_tokens = slots, max_len, prefill_tokens

@@ -3,25 +3,22 @@ The FP4 GEMM: y = x w_hat^T for activations x (M, K) in bfloat16 and a four-bit 
 fast/layout.py lays it out, in Triton. marlin_triton.py is the same product, to be read first.
 
 A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight
-costs: `gemm` streams the codes at up to 77% of the read bandwidth and turns them into 16 bits in
-registers. With many rows (prefill, log-probs, update) it is unpacking the codes that costs, so
-`to_16bit_kernel` writes the weight once to a scratch that all layers share, and cuBLAS multiplies.
-`matmul` picks; its gradient in x uses the scratch too. No 16-bit copy of a weight is kept, and a
-weight has no gradient.
+costs: `gemm` streams the codes at up to 77% of the read bandwidth, and fast/bits.py turns them into
+16 bits in registers. With many rows (prefill, log-probs, update) it is unpacking the codes that
+costs, so `to_16bit_kernel` writes the weight once to a scratch that all layers share, and cuBLAS
+multiplies. `matmul` picks; its gradient in x uses the scratch too. A weight has no gradient.
 
-fast/bits.py turns a code into a 16-bit number in registers. The tensor core sums in float32; the
-power of two that bits.py leaves there, the row's global scale (float32), the bias and the LoRA term
-are applied in the epilogue. So only the sum and the output are rounded: relative error 1.65e-3 in
-bfloat16 against a float64 product, 2.8e-3 for NF4, whose values times scales round too.
+The tensor core sums in float32; the power of two that bits.py leaves there, the row's global scale
+(float32), the bias and the LoRA term are applied in the epilogue. So only the sum and the output
+are rounded: relative error 1.65e-3 in bfloat16 against a float64 product, 2.8e-3 for NF4, whose
+values times scales round too.
 
 Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles
 are few, K is split (SPLIT): each split leaves a float32 partial sum, and the program that finishes
-last adds them in order. No atomics on values: each run gives the same bits. Programmatic dependent
-launch lets a kernel start while the one before finishes. A kernel that does nothing else costs a
-decode step 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA,
-whose x A^T is fast/adapter.py's. fast/plan.py chooses tile and splits for an H100 or H200;
-other cards from Ampere on run the same kernel, without dependent launch before Hopper. What was
-tried without success is in results/LOG.md.
+last adds them in order, so that each run gives the same bits. A kernel that does nothing else costs
+a decode step 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and
+LoRA, whose x A^T is fast/adapter.py's. fast/plan.py chooses tile and splits for an H100 or H200;
+other cards from Ampere on run the same kernel. What was tried without success is in results/LOG.md.
 
     y = matmul(x, tile(quantize(w)))        # any M, differentiable in x; on a CPU interpreted
     python lab/bench.py kernels
@@ -365,16 +362,12 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
-    x (M, K) bfloat16; q a Tiled (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the
-    rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
-    q, k, v; a row of part p takes rows p*R.. of A. residual (M, N) is contiguous, and becomes the
-    result. glu: q is gate stacked on up, and the result is (M, N / 2). early: the next kernel has
-    much to fetch before it needs the result, and may begin as soon as all programs of this one run.
-    exact: as in gemm_few.
-
-    Without an adapter and with more rows than `few` allows: a bias or a residual, not both.
-    Deterministic, and safe in a CUDA graph after one call outside it: the first call compiles
-    kernels and makes buffers."""
+    x (M, K) bfloat16; q a Tiled (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the rows at which
+    parts 1 and 2 begin: () for one part, (3584, 4096) for q, k, v; a row of part p takes rows p*R..
+    of A. residual (M, N) is contiguous, and becomes the result; a linear has it or a bias. glu: q
+    is gate stacked on up, and the result is (M, N / 2). early: the next kernel has much to fetch
+    before it needs the result, and may begin as soon as all programs of this one run. exact: as in
+    gemm_few. The first call compiles kernels and makes buffers, which no CUDA graph can."""
     (M, K), N = x.shape, q.shape[0]
     if A is not None or exact or few(M, N, K, sms(x.device)):
         return gemm_few(x, q, bias, A, B, bounds, scaling, residual, residual, glu, early, exact)
