@@ -122,10 +122,9 @@ def load_scales(p, k, K, keep, FMT: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.
     if p.dtype.element_ty == tl.float32:
         at = k // BLOCK + tl.arange(0, max(2, 128 // BLOCK)) // max(1, BLOCK // 64)
         s = tl.load(p[:, None] + at[None, :], mask=keep & (at < K // BLOCK)[None, :], other=0)
-    elif FAST and FMT == "nvfp4":
-        s = tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + (k // 64 + two)[None, :])
     elif FAST:
-        s = tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + (k // 128 + two * 0)[None, :])
+        at = k // (4 * BLOCK) + (two if FMT == "nvfp4" else two * 0)
+        s = tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + at[None, :])
     else:
         s = tl.zeros((BN, 2), tl.int32)
         for i in tl.static_range(4):

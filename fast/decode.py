@@ -18,8 +18,7 @@ while its predecessor still runs (programmatic dependent launch), and meanwhile 
 step does not write.
 
 `Step` owns the persistent state, so that a CUDA graph of it (engine.py) stays valid while LoRA,
-noise, temperature and rows change. model.py's modules are the reference that each kernel is tested
-against.
+noise, temperature and rows change.
 
     python lab/bench.py rollout 7b:nvfp4:16:1,8
 

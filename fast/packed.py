@@ -3,7 +3,7 @@ The model's forward and backward over tokens laid end to end: training and prefi
 
 An update moves more bytes between its GEMMs than in them, and launches more kernels than a host can
 keep up with, unless all that comes between two GEMMs is one kernel that keeps nothing that is cheap
-to recompute. So a block is four steps of one kind, `Project`: a prologue and a linear.
+to recompute. So a block of model.py is four steps of one kind, `Project`: a prologue and a linear.
 
     Norm(x)       RMSNorm with AQN's noise         -> h   qkv = h Wqkv^T + bias
     Attend(qkv)   RoPE, causal attention           -> y   x   = x + y Wo^T
@@ -24,8 +24,6 @@ and rounds once, as the decode step does (decode.py): the residual and the bias 
 adapter begins small, and what is below half a step of an output that is rounded already, 2^-9 of
 it in bfloat16, would be lost. Rows of different completions lie end to end and attention keeps them
 apart (attention.py), so no padding is computed.
-
-model.py's modules are the reference that everything here is tested against.
 
     python lab/bench.py step --sizes 7b
 
@@ -225,17 +223,6 @@ def block(layer, linears, attend, x):
     return project(SwiGLU(), down_proj, gate_up, x)
 
 
-def states(model, linears, ids, rows):
-    """The residual stream after the last block, (S, C), of the tokens ids (S,). Causal within each
-    of `rows`; differentiable in what is trained."""
-    x = F.embedding(ids, model.embed.weight)  # (S, C)
-    for layer, four in zip(model.layers, linears, strict=True):
-        run = partial(block, layer, four, Attend(layer.attn, rows))
-        keep = not (model.checkpointing and torch.is_grad_enabled())
-        x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
-    return x
-
-
 def hidden(model, rows, take, of=None):
     """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
     ids) laid end to end; differentiable in what is trained. of: the row that each row continues,
@@ -247,7 +234,11 @@ def hidden(model, rows, take, of=None):
     alone = of is None or of == [*range(len(rows))]
     layout = Rows(model.config, to_device(places, device), to_device(borders, device),
                   max(places) + 1, of=None if alone else to_device(of, device))
-    x = states(model, linears, to_device(ids, device), layout)
+    x = F.embedding(to_device(ids, device), model.embed.weight)  # (S, C)
+    for layer, four in zip(model.layers, linears, strict=True):
+        run = partial(block, layer, four, Attend(layer.attn, layout))
+        keep = not (model.checkpointing and torch.is_grad_enabled())
+        x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
     # a place may be taken more than once: index_select would add its gradients in no fixed order
     norm = Norm(model.norm)
     return FinalNorm.apply(norm, x[to_device(take, device)], norm.weight)
