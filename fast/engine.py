@@ -97,7 +97,8 @@ class Graphs:
             self.refresh()
         st.inverse_temperature.fill_(1 / temperature if temperature else 1.0)
         st.eos.fill_(-1)
-        st.eos[: len(eos_ids)] = to_device(sorted(eos_ids), st.eos.device)
+        ids = torch.tensor(sorted(eos_ids), dtype=torch.long, device=st.eos.device)
+        st.eos[: len(eos_ids)] = ids
         st.alive.zero_()
         st.cache.length.zero_()
         self.last = 0  # size of the last batch
