@@ -3,8 +3,9 @@ The same functions, faster: kernels, CUDA graphs and memory planning for NVIDIA 
 changes what is computed; a reader of the method can leave it closed, and train without it.
 
 `install(model)` is the only door. TABLE says what it replaces, by what, why that is faster, and
-which test holds the two equal. A model that the kernels do not know (a forward, a hook or a noise
-buffer of your own) goes back to the plain functions, with one printed line.
+which test holds the two equal: on a GPU with pytest -m gpu, elsewhere in Triton's interpreter. A
+model that the kernels do not know (a forward, a hook or a noise buffer of your own) goes back to
+the plain functions, with one printed line.
 
     fast.install(model)                  # model.fast is None before it, and on the plain path
     python train.py --engine plain       # the same run without this folder

@@ -7,10 +7,7 @@ once, as in training (packed.py).
 In the FP4 GEMM a separate kernel for x A^T would cost a decode step 4 to 7 us per linear. So the
 first programs of the grid compute it, in slices of K, while the others stream their weights; those
 need it only in their epilogue, and wait there for a flag. Sums are taken in order, whichever
-program finishes last: each run gives the same bits. adapter_work decides how the work is cut; the
-kernel takes its constants as they are.
-
-    TRITON_INTERPRET=1 pytest tests/test_gemm.py tests/test_decode.py -k "adapter or lora"
+program finishes last: each run gives the same bits.
 
 Shapes: M rows of x (in lora_kernel B), N outputs, K inputs, R LoRA rank, P parts of a fused
 projection, PR = P * R rows of A.
@@ -35,18 +32,6 @@ def wait(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def reached(p, n, ASM: tl.constexpr):
-    """Wait until earlier programs of the grid, which therefore run or have run, have counted *p up
-    to n; what they stored before counting is visible then."""
-    if ASM:
-        seen = n * 0
-        while seen < n:  # relaxed loads followed by one fence take 0.5 us longer
-            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [p.to(tl.int64)],
-                                             dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -118,9 +103,15 @@ def adapter_out(sums, mt, MT, part, R0: tl.constexpr, R: tl.constexpr, RP: tl.co
 
 @triton.jit
 def adapter_awaited(flag, makers, readers, ASM: tl.constexpr):
-    """Wait until the makers of a program's rows of x A^T are done. The flag's last reader resets it
-    to zero for the next kernel."""
-    reached(flag, makers, ASM)
+    """Wait until the makers of a program's rows of x A^T, earlier programs of the grid, which
+    therefore run or have run, have counted the flag up; what they stored before is visible then.
+    The flag's last reader resets it to zero for the next kernel."""
+    if ASM:
+        seen = makers * 0
+        while seen < makers:  # relaxed loads followed by one fence take 0.5 us longer
+            seen = tl.inline_asm_elementwise(LOAD_ACQUIRE, "=r,l", [flag.to(tl.int64)],
+                                             dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
     if ASM:
         tl.inline_asm_elementwise(COUNT_ROUND, "=r,l,r", [flag.to(tl.int64), makers + readers - 1],
                                   dtype=tl.int32, is_pure=False, pack=1)

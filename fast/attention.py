@@ -22,15 +22,11 @@ reads beyond its end; what it finds there, the next row, gets weight 0. Therefor
 belong to a row: 0 times NaN is NaN.
 
 On an H200 forward is 1.5 to 2.9 times as fast as torch's FlashAttention-2, and backward 1.4 to 2.5
-times; most on short rows with D = 64. Blocks of 64 tokens and 4 warps won there at every shape;
-what lost is in results/LOG.md. Loads use Hopper's TMA, products wgmma. Cards before Hopper run the
-same kernels without either, with 8 warps, which hold in registers what 4 would spill; this has
-never been timed.
-
-    TRITON_INTERPRET=1 pytest tests/test_attention.py
+times; most on short rows with D = 64. What lost is in results/LOG.md. Cards before Hopper run the
+same kernels without TMA and wgmma, which has never been timed.
 
 Shapes: S tokens of all rows, n blocks of up to B tokens, H query heads, Hkv kv heads, G = H / Hkv,
-D head size (16, 32, 64 or 128).
+D head size.
 """
 from math import e, log2
 
@@ -177,7 +173,7 @@ def tile(t):
 
 
 def options(q, stages):
-    """Stages and warps of a kernel on q's card."""
+    """Stages and warps of a kernel on q's card. Before Hopper 4 warps would spill registers."""
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 9:
         return {"num_stages": 2, "num_warps": 8}
     return {"num_stages": stages, "num_warps": 4}

@@ -28,8 +28,6 @@ codes as its selector), 21 instructions for 8 codes, and their products are roun
 The decoders are PTX, to get exactly these instructions; `extract` without ASM does the same in
 plain Triton, which the interpreter can run. A test emulates the PTX on the CPU, word by word.
 
-    pytest tests/test_gemm.py -k "ptx or exact"
-
 Shapes: BN rows of the weight, chunks of 128 columns in two planes of 64, 16 words a chunk and row.
 """
 import functools
@@ -124,10 +122,9 @@ def load_scales(p, k, K, keep, FMT: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.
     if p.dtype.element_ty == tl.float32:
         at = k // BLOCK + tl.arange(0, max(2, 128 // BLOCK)) // max(1, BLOCK // 64)
         s = tl.load(p[:, None] + at[None, :], mask=keep & (at < K // BLOCK)[None, :], other=0)
-    elif FAST and FMT == "nvfp4":
-        s = tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + (k // 64 + two)[None, :])
     elif FAST:
-        s = tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + (k // 128 + two * 0)[None, :])
+        at = k // (4 * BLOCK) + (two if FMT == "nvfp4" else two * 0)
+        s = tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + at[None, :])
     else:
         s = tl.zeros((BN, 2), tl.int32)
         for i in tl.static_range(4):

@@ -4,8 +4,7 @@ waits for the host.
 
 A decode step moves bytes: the weights once, the live keys and values once. The rest is overhead,
 mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 GEMM
-(gemm.linear_decode), which takes in all it can: bias, residual, the whole of LoRA, and
-silu(gate) * up. The others:
+(gemm.linear_decode), which takes in bias, residual, LoRA, and silu(gate) * up. The others:
 
     attend   (Qwen3: norms of q and k's heads,) RoPE, k and v into the cache, attention over the
              live tokens, split over the sequence when rows are few
@@ -19,15 +18,14 @@ while its predecessor still runs (programmatic dependent launch), and meanwhile 
 step does not write.
 
 `Step` owns the persistent state, so that a CUDA graph of it (engine.py) stays valid while LoRA,
-noise, temperature and rows change. model.py's modules are the reference that each kernel is tested
-against, on the CPU too (TRITON_INTERPRET=1).
+noise, temperature and rows change.
 
-    TRITON_INTERPRET=1 pytest tests/test_decode.py
     python lab/bench.py rollout 7b:nvfp4:16:1,8
 
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
 S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.
 """
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -41,16 +39,13 @@ from triton import next_power_of_2 as power
 
 from fast import gemm
 from fast.adapter import lora_kernel, product32, wait
-from fast.draw import pick_kernel, record_kernel, stats_kernel
+from fast.draw import EOS, pick_kernel, record_kernel, stats_kernel
 from fast.linears import exact, linears_of, refresh
 from fast.logprobs import head, score
 from fast.plan import sms
 from model import rope_tables
 
 STEPS = 8  # steps between the host's reads of the tokens
-EOS_SLOTS = 128  # stop tokens that a step can compare with
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @contextmanager
@@ -84,6 +79,14 @@ def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr, PDL:
     tl.store(out + r * stride + c, h.to(out.dtype.element_ty), mask=c < C)
 
 
+def normed(x, m, E=0, **launch):
+    """RMSNorm m of x (S, C) -> (S, C + E), whose last E columns are left as they are."""
+    (S, C), out = x.shape, x.new_empty(x.shape[0], x.shape[1] + E)
+    norm_kernel[(S,)](x, m.weight, m.noise, out, C, C + E, m.eps, BLOCK=power(C), num_warps=8,
+                      **launch)
+    return out
+
+
 @triton.jit
 def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """silu(gate) * up of gate_up (B, 2F) -> out, rows `stride` apart; a program does BLOCK columns
@@ -94,6 +97,16 @@ def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr, PDL: tl.constexp
     up = tl.load(gate_up + r * 2 * F + F + c, mask=c < F, other=0).to(tl.float32)
     silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + r * stride + c, (silu * up).to(out.dtype.element_ty), mask=c < F)
+
+
+def swiglu(gate_up, BLOCK, E=0, **launch):
+    """silu(gate) * up of gate_up (S, 2F) -> (S, F + E), whose last E columns are left as they
+    are."""
+    S, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(S, width + E)
+    swiglu_kernel[S, triton.cdiv(width, BLOCK)](gate_up, out, width, width + E, BLOCK=BLOCK,
+                                                **launch)
+    return out
 
 
 @triton.jit
@@ -122,6 +135,12 @@ def head_norm(x1, x2, weight, noise, eps, D: tl.constexpr, dtype: tl.constexpr):
     return y1.to(tl.float32), y2.to(tl.float32)
 
 
+def norms_of_heads(attn):
+    """A kernel's arguments for the norms of q and k's heads; nothing, but for Qwen3."""
+    q, k = attn.q_norm, attn.k_norm
+    return [None] * 5 if q is None else [q.weight, q.noise, k.weight, k.noise, q.eps]
+
+
 @triton.jit
 def rotate(x1, x2, co, si):
     """RoPE of heads given by their halves, in float32. The compiler is not left to choose which of
@@ -142,9 +161,10 @@ def load_block(keys, values, t, ok, D: tl.constexpr):
 
 @triton.jit
 def merge_splits(parts, ms, ls, splits, stride, head, g, G: tl.constexpr, GP: tl.constexpr,
-                 D: tl.constexpr, SOME: tl.constexpr):
+                 D: tl.constexpr, W: tl.constexpr):
     """All splits' sums merged for the heads (GP,), in a fixed order: (l (GP,), acc (GP, D)). Each
     split's numbers lie `stride` heads after the previous split's. g >= G is no head: l is 1."""
+    SOME: tl.constexpr = min(W, 8)
     e = tl.arange(0, D)
     m, l = tl.where(g < G, -float("inf"), 0.0), tl.where(g < G, 0.0, 1.0)
     acc = tl.zeros((GP, D), tl.float32)
@@ -167,8 +187,8 @@ def merge_splits(parts, ms, ls, splits, stride, head, g, G: tl.constexpr, GP: tl
 def attend_kernel(qkv, k_cache, v_cache, length, prompt, cos, sin, out, parts, ms, ls, arrived, B,
                   stride_b, stride_h, scale, q_weight, q_noise, k_weight, k_noise, eps,
                   HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-                  W: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, NORM: tl.constexpr,
-                  PDL: tl.constexpr, IEEE: tl.constexpr, EXACT: tl.constexpr):
+                  W: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+                  IEEE: tl.constexpr, EXACT: tl.constexpr):
     """One split of one kv head of one row: RoPE, the new k and v into the cache, online softmax
     over the split's live tokens. NORM: the heads of q and k are normed first.
 
@@ -254,7 +274,7 @@ def attend_kernel(qkv, k_cache, v_cache, length, prompt, cos, sin, out, parts, m
         if tl.atomic_add(arrived + b * HKV + h, 1, sem="acq_rel") != splits - 1:
             return
         tl.store(arrived + b * HKV + h, 0)
-        l, acc = merge_splits(parts, ms, ls, splits, stride, head, g, G, GP, D, SOME)
+        l, acc = merge_splits(parts, ms, ls, splits, stride, head, g, G, GP, D, W)
     tl.store(out + head[:, None] * D + e[None, :], (acc / l[:, None]).to(dtype),
              mask=live[:, None])
 
@@ -270,7 +290,6 @@ class Step:
     def __init__(self, model, cache):
         self.cache, S, dev = cache, cache.k.shape[1], cache.k.device
         self.config, self.valid_vocab = model.config, model.valid_vocab
-        self.dtype = model.embed.weight.dtype
         self.token, self.prompt, self.key, self.stop = (
             torch.zeros(S, dtype=torch.long, device=dev) for _ in range(4))
         self.alive, self.count = (torch.zeros(S, dtype=torch.int32, device=dev) for _ in range(2))
@@ -278,7 +297,7 @@ class Step:
                                    device=dev)  # attend's counters
         self.out_ids = torch.zeros(STEPS, S, dtype=torch.long, device=dev)
         self.out_logp = torch.zeros(STEPS, S, device=dev)
-        self.eos = torch.full((EOS_SLOTS,), -1, dtype=torch.long, device=dev)
+        self.eos = torch.full((EOS.value,), -1, dtype=torch.long, device=dev)
         self.inverse_temperature = torch.ones(1, device=dev)
         c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
         self.cos, self.sin = rope_tables(places, c)  # (tokens, D/2)
@@ -287,7 +306,7 @@ class Step:
         # not the model itself: an engine lasts as long as its model, and must not keep it alive
         self.blocks, self.norm = [*model.layers], model.norm
         hopper = cache.k.is_cuda and torch.cuda.get_device_capability(dev)[0] >= 9
-        self.launch = {"PDL": hopper} | ({"launch_pdl": True} if hopper else {})
+        self.launch = {"PDL": hopper, "launch_pdl": hopper}
         self.sms, self.exact = sms(dev), exact(model)
         self.refresh()
 
@@ -295,29 +314,18 @@ class Step:
         """Copy LoRA's float32 parameters into the 16-bit buffers that the kernels read."""
         refresh(self.layers)
 
-    def normed(self, x, norm):
-        """RMSNorm of x (B, C)."""
-        (B, C), out = x.shape, torch.empty_like(x)
-        norm_kernel[(B,)](x, norm.weight, norm.noise, out, C, C, norm.eps, BLOCK=power(C),
-                          num_warps=8, **self.launch)
-        return out
-
     def linear(self, p, x, residual=None, glu=False, early=False):
         """base(x) + LoRA (+ residual, which is overwritten, where there is no bias) for x (B, K);
         glu: silu(gate) * up of that; early: as in linear_decode."""
-        if p.q is not None and x.dtype != torch.float32:
+        if p.q is not None:
             return gemm.linear_decode(
                 x, p.q, p.base.bias, p.A, p.B, p.bounds, p.scaling, residual, glu, early,
                 self.exact)
         if p.A is None:
             if residual is not None:
                 return residual.addmm_(x, p.base.weight_in(x.dtype).T)  # (B, K) @ (K, N)
-            return self.silu(p.base(x)) if glu else p.base(x)
-        bias = p.base.bias
-        if p.q is not None:  # in float32
-            y, bias = torch.cat([p.base(x), x @ p.A.T], 1), None
-        else:
-            y = product32(x, p.both.T)  # (B, K) @ (K, N + E)
+            return swiglu(p.base(x), 512, **self.launch) if glu else p.base(x)
+        bias, y = p.base.bias, product32(x, p.both.T)  # (B, K) @ (K, N + E)
         B, R, width = len(x), p.B.shape[1], p.N // (1 + glu)
         RB, BN = 8 if B <= 8 else 16, 128  # rows and columns of the result that a program does
         out = x.new_empty(B, width) if residual is None else residual
@@ -342,25 +350,13 @@ class Step:
         parts = torch.empty(several, B, H * D, dtype=torch.float32, device=qkv.device)
         ms, ls = (torch.empty(several, B, H, dtype=torch.float32, device=qkv.device)
                   for _ in range(2))
-        norms = [self.embed] * 4 + [0.0]  # never touched
-        if c.qk_norm:
-            q, k = self.blocks[layer].attn.q_norm, self.blocks[layer].attn.k_norm
-            norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
         attend_kernel[B * HKV, W](
             qkv, k_cache, v_cache, self.cache.length, self.prompt, self.cos, self.sin, out, parts,
-            ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1), D**-0.5 * LOG2E.value,
-            *norms, HKV=HKV, G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W,
-            BLOCK=16 if W > 16 else 64, SOME=min(W, 8), NORM=c.qk_norm,
-            IEEE=self.dtype == torch.float32, EXACT=self.exact,
+            ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1),
+            D**-0.5 * math.log2(math.e), *norms_of_heads(self.blocks[layer].attn), HKV=HKV,
+            G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
+            NORM=c.qk_norm, IEEE=qkv.dtype == torch.float32, EXACT=self.exact,
             num_warps=1 if self.exact else 4, num_stages=3, **self.launch)
-        return out
-
-    def silu(self, gate_up):
-        """silu(gate) * up (B, F)."""
-        B, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out, BLOCK = gate_up.new_empty(B, width), min(512, power(width))
-        swiglu_kernel[B, triton.cdiv(width, BLOCK)](gate_up, out, width, width, BLOCK=BLOCK,
-                                                    num_warps=4, **self.launch)
         return out
 
     def hidden(self, rows):
@@ -369,15 +365,16 @@ class Step:
         x = F.embedding(self.token[:rows], self.embed)  # (B, C)
         for i in range(len(self.blocks)):
             x = self.block(i, x, partial(self.attention, i))
-        return self.normed(x, self.norm)
+        return normed(x, self.norm, **self.launch)
 
     def block(self, i, x, attend):
         """Block i on x (B, C), which is overwritten. attend: qkv (B, (H + 2 Hkv) D) -> (B, H*D)."""
         qkv_proj, o_proj, gate_up_proj, down_proj = self.layers[i]
         before, between = self.blocks[i].input_layernorm, self.blocks[i].post_attention_layernorm
-        y = attend(self.linear(qkv_proj, self.normed(x, before), early=True))
+        y = attend(self.linear(qkv_proj, normed(x, before, **self.launch), early=True))
         x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
-        y = self.linear(gate_up_proj, self.normed(x, between), glu=True)  # (B, C) -> (B, F)
+        h = normed(x, between, **self.launch)
+        y = self.linear(gate_up_proj, h, glu=True)  # (B, C) -> (B, F)
         return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
 
     def step(self, rows, greedy=False, nucleus=None):
@@ -401,7 +398,7 @@ class Step:
         if nucleus:
             ids, logp = self.draw(logits[:, : self.valid_vocab], self.key[:rows],
                                   self.cache.length[:rows] + 1, *nucleus)
-            record_kernel[(rows,)](ids, logp, *state, S, EOS=EOS_SLOTS)
+            record_kernel[(rows,)](ids, logp, *state, S)
             return
         BLOCK = min(4096, power(self.valid_vocab))
         NB = triton.cdiv(self.valid_vocab, BLOCK)
@@ -413,7 +410,7 @@ class Step:
         stats_kernel[rows, NB](*blocks, self.valid_vocab, logits.stride(0), NB, **common)
         pick_kernel[(rows,)](
             *blocks, self.key, *state, self.valid_vocab, logits.stride(0), NB, S, NBP=power(NB),
-            EOS=EOS_SLOTS, GREEDY=greedy, **common)
+            GREEDY=greedy, **common)
         if self.exact:  # the log-prob as the update's kernel sums it
             at = (self.count[None, :rows].long() - 1).clamp_(min=0)  # 0 while kernels are compiled
             ids = self.out_ids[:, :rows].gather(0, at)[0]

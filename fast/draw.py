@@ -6,8 +6,6 @@ cumulative distribution exceeds it.
 Two kernels. `stats` reads the vocabulary once, in blocks, many side by side; `pick` chooses the
 block, then the id within it. `record` is the second half of pick for what torch drew (top_p < 1).
 
-    TRITON_INTERPRET=1 pytest tests/test_decode.py
-
 Shapes: B rows, S cache slots, V vocabulary, NB blocks of it.
 """
 import triton
@@ -15,6 +13,7 @@ import triton.language as tl
 
 from fast.adapter import wait
 
+EOS = tl.constexpr(128)  # stop tokens that a step can compare with
 # of splitmix64, as in sample.py
 GOLDEN, MIX1, MIX2 = map(tl.constexpr, (-0x61C8864680B583EB, -0x40A7B892E31B1A47,
                                         -0x6B2FB644ECCEEE15))
@@ -46,8 +45,7 @@ def mix(z):
 
 
 @triton.jit
-def finish_row(b, ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S,
-               EOS: tl.constexpr):
+def finish_row(b, ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S):
     """Record the drawn id and move the row on; a row that has ended stays where it is."""
     at = tl.load(count + b)
     tl.store(out_ids + at * S + b, ids)
@@ -65,7 +63,7 @@ def finish_row(b, ids, logp, token, length, stop, alive, count, out_ids, out_log
 @triton.jit
 def pick_kernel(logits, inverse_temperature, top, total, best, key, token, length, stop, alive,
                 count, out_ids, out_logp, eos, V, stride, NB, S, NBP: tl.constexpr,
-                BLOCK: tl.constexpr, EOS: tl.constexpr, GREEDY: tl.constexpr, PDL: tl.constexpr):
+                BLOCK: tl.constexpr, GREEDY: tl.constexpr, PDL: tl.constexpr):
     """One row: the first id at which the cumulative distribution exceeds u (or the likeliest id),
     and its log-prob."""
     b = tl.program_id(0)
@@ -99,13 +97,12 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
         x = tl.max(tl.where(w == at, xs, -float("inf")), 0)
         ids = j * BLOCK + at
     finish_row(b, ids.to(tl.int64), x - peak - tl.log(whole), token, length, stop, alive, count,
-               out_ids, out_logp, eos, S, EOS)
+               out_ids, out_logp, eos, S)
 
 
 @triton.jit
-def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S,
-                  EOS: tl.constexpr):
+def record_kernel(ids, logp, token, length, stop, alive, count, out_ids, out_logp, eos, S):
     """pick's second half, for ids (B,) and logp (B,) that torch drew."""
     b = tl.program_id(0)
     finish_row(b, tl.load(ids + b), tl.load(logp + b), token, length, stop, alive, count, out_ids,
-               out_logp, eos, S, EOS)
+               out_logp, eos, S)

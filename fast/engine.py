@@ -2,17 +2,13 @@
 The sampling engine of the GPU: it turns slots that hold rows into their next tokens.
 
 A row lives in a slot, which holds its keys and values, its last token and the key of its random
-numbers. fast/scheduler.py decides which row is where; the engine fills slots (`start`, `copy_row`,
-`move`) and decodes the first `rows` of them (`run`): decode.Step captured as one CUDA graph per
-batch size, sampling included, replayed a few steps at a time. It stays on the model between calls
-(`release` frees it, `make_room` if need be). LoRA, noise and temperature may change meanwhile,
-since the graph reads them in place; if weights have moved, a new engine is made (`fingerprint`).
+numbers. fast/scheduler.py decides which row is where; the engine fills slots and decodes the first
+`rows` of them: decode.Step captured as one CUDA graph per batch size, sampling included, replayed a
+few steps at a time. It stays on the model between calls. LoRA, noise and temperature may change
+meanwhile, since the graph reads them in place; if weights have moved, a new engine is made.
 
 Left out: paged keys and values. A row owns the memory of the longest possible row; `engine_for`
 plans how many fit, the others wait.
-
-    TRITON_INTERPRET=1 pytest tests/test_decode.py tests/test_scheduler.py
-    pytest -m gpu tests/test_decode.py
 
 Shapes: B rows, S slots, T tokens, C hidden, V vocabulary, L layers, Hkv kv heads, D head size.
 """
@@ -68,11 +64,10 @@ def changed(m):
 
 class Graphs:
     """decode.Step on persistent buffers, one CUDA graph for each batch size of BUCKETS that comes
-    up. `prompts` (packed.Prefill) fills the cache; `stall`: about how many decode steps a prefill,
-    however small, costs the rows that wait for it. `ahead`: how many runs may be launched while the
-    results of an earlier one are not fetched yet."""
+    up. `prompts` (packed.Prefill) fills the cache."""
 
-    stall, ahead = 2, 1
+    stall = 2  # about how many decode steps a prefill costs the rows that wait for it
+    ahead = 1  # runs that may be launched while the results of an earlier one are not fetched yet
 
     def __init__(self, model, slots, max_len, top_p=1.0, prefill_tokens=memory.PREFILL_TOKENS[0]):
         self.slots, self.max_len, self.prefill_tokens = slots, max_len, prefill_tokens
@@ -197,7 +192,9 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self.pool):
             launch()
         self.pool = self.pool or graph.pool()
-        self.scratch.append(gemm_buffers(device))
+        # With more rows than plan.FEW it decodes weights into a buffer that is replaced when a
+        # larger weight comes: it must be kept.
+        self.scratch.append([*plan.SPACE.get(device, ())])
         return graph.replay
 
 
@@ -211,13 +208,6 @@ def side_stream(device):
     """The stream that rehearsals run on. There is only one: cuBLAS keeps a workspace of 32 MiB for
     each stream it has seen, so one for each batch size would add up to a gigabyte."""
     return torch.cuda.Stream(device)
-
-
-def gemm_buffers(device):
-    """The GEMM's buffers on `device`, or (). With more rows than plan.FEW, a graph decodes weights
-    into one of them, which is replaced when a larger weight comes: whoever keeps the graph must
-    keep these."""
-    return tuple(plan.SPACE.get(device, ()))
 
 
 ENGINES = weakref.WeakKeyDictionary()  # model -> (fingerprint, Graphs, rows asked for)
@@ -287,7 +277,7 @@ def fingerprint(model):
 
 def working_bytes(model, *args):
     """memory.rollout_bytes(model.config, *args), minus the scratch that is there already."""
-    held = sum(t.nbytes for t in gemm_buffers(model.embed.weight.device))
+    held = sum(t.nbytes for t in plan.SPACE.get(model.embed.weight.device, ()))
     scratch = memory.gemm_scratch(model.config)
     return memory.rollout_bytes(model.config, *args) - min(held, scratch)
 

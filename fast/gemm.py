@@ -3,28 +3,24 @@ The FP4 GEMM: y = x w_hat^T for activations x (M, K) in bfloat16 and a four-bit 
 fast/layout.py lays it out, in Triton. marlin_triton.py is the same product, to be read first.
 
 A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight
-costs: `gemm` streams the codes at up to 77% of the read bandwidth and turns them into 16 bits in
-registers. With many rows (prefill, log-probs, update) it is unpacking the codes that costs, so
-`to_16bit_kernel` writes the weight once to a scratch that all layers share, and cuBLAS multiplies.
-`matmul` picks; its gradient in x uses the scratch too. No 16-bit copy of a weight is kept, and a
-weight has no gradient.
+costs: `gemm` streams the codes at up to 77% of the read bandwidth, and fast/bits.py turns them into
+16 bits in registers. With many rows (prefill, log-probs, update) it is unpacking the codes that
+costs, so `to_16bit_kernel` writes the weight once to a scratch that all layers share, and cuBLAS
+multiplies. `matmul` picks; its gradient in x uses the scratch too. A weight has no gradient.
 
-fast/bits.py turns a code into a 16-bit number in registers. The tensor core sums in float32; the
-power of two that bits.py leaves there, the row's global scale (float32), the bias and the LoRA term
-are applied in the epilogue. So only the sum and the output are rounded: relative error 1.65e-3 in
-bfloat16 against a float64 product, 2.8e-3 for NF4, whose values times scales round too.
+The tensor core sums in float32; the power of two that bits.py leaves there, the row's global scale
+(float32), the bias and the LoRA term are applied in the epilogue. So only the sum and the output
+are rounded: relative error 1.65e-3 in bfloat16 against a float64 product, 2.8e-3 for NF4, whose
+values times scales round too.
 
 Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles
 are few, K is split (SPLIT): each split leaves a float32 partial sum, and the program that finishes
-last adds them in order. No atomics on values: each run gives the same bits. Programmatic dependent
-launch lets a kernel start while the one before finishes. A kernel that does nothing else costs a
-decode step 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and LoRA,
-whose x A^T is fast/adapter.py's. fast/plan.py chooses tile and splits for an H100 or H200;
-other cards from Ampere on run the same kernel, without dependent launch before Hopper. What was
-tried without success is in results/LOG.md.
+last adds them in order, so that each run gives the same bits. A kernel that does nothing else costs
+a decode step 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and
+LoRA, whose x A^T is fast/adapter.py's. fast/plan.py chooses tile and splits for an H100 or H200;
+other cards from Ampere on run the same kernel. What was tried without success is in results/LOG.md.
 
     y = matmul(x, tile(quantize(w)))        # any M, differentiable in x; on a CPU interpreted
-    TRITON_INTERPRET=1 pytest tests/test_gemm.py
     python lab/bench.py kernels
 
 Shapes: M rows of x, N outputs, K inputs, R LoRA rank, P parts of a fused projection.
@@ -253,18 +249,15 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     t = plan(M, N, K, sms(x.device), exact)[1]
     if override:
         t = t | {"whole": 0, "maxnreg": None} | override
-    major = torch.cuda.get_device_capability(x.device)[0] if cuda else 9
-    extra = {"maxnreg": t["maxnreg"]} if cuda and t.get("maxnreg") else {}
-    pdl = cuda and major >= 9
-    if pdl:
-        extra["launch_pdl"] = True
+    hopper = not cuda or torch.cuda.get_device_capability(x.device)[0] >= 9
+    pdl = cuda and hopper
     part, count, _ = space(x.device)
     P = len(bounds) + 1
-    sb, work, adapter, makers = 0, (x, count), NONE, 0  # without an adapter
+    sb, work, adapter, makers = 0, (None, None), NONE, 0  # without an adapter
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
-    tma = t["BM"] >= 128 and major >= 9  # smaller tiles gain nothing, or lose
+    tma = t["BM"] >= 128 and hopper  # smaller tiles gain nothing, or lose
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
     fast = K % CHUNK == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
@@ -277,7 +270,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         SPLIT=t["split"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, FAST=fast, PDL=pdl, TMA=tma,
-        EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"], **extra)
+        EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"],
+        maxnreg=t.get("maxnreg"), launch_pdl=pdl)
     return out
 
 
@@ -300,7 +294,7 @@ def decoded(q, tail=None):
     alpha = common_scale(q)
     w = scratch(q.codes.device, N, K + E)
     to_16bit_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
-        q.codes, scale_bits(q.scale), q.global_scale, w if tail is None else tail, w, N, K,
+        q.codes, scale_bits(q.scale), q.global_scale, tail, w, N, K,
         q.codes.stride(0), q.scale.stride(0), K + E, FMT=q.fmt,
         **decoder(FORMATS[q.fmt], q.codes.is_cuda), BN=64, E=E,
         EP=max(16, triton.next_power_of_2(E)), FAST=K % CHUNK == 0 and N % 8 == 0,
@@ -337,13 +331,6 @@ def scaled(x, w, alpha, start=None):
     return torch.addmm(y, x, w, beta=0, alpha=alpha, out=y)
 
 
-def many(x, q, transposed, start=None):
-    """x (M, K) @ w_hat^T, or x (M, N) @ w_hat if `transposed`, through the scratch and cuBLAS;
-    start: see `scaled`."""
-    w, alpha = decoded(q)
-    return scaled(x, w if transposed else w.T, alpha, start)
-
-
 class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, q):
@@ -351,11 +338,12 @@ class Matmul(torch.autograd.Function):
         ctx.q, b = q, x.to(torch.bfloat16)
         if few(len(b), *q.shape, sms(x.device)):
             return gemm_few(b, q).to(x.dtype)
-        return many(b, q, transposed=False).to(x.dtype)
+        w, alpha = decoded(q)
+        return scaled(b, w.T, alpha).to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        dx = many(dy.to(torch.bfloat16).contiguous(), ctx.q, transposed=True)
+        dx = scaled(dy.to(torch.bfloat16).contiguous(), *decoded(ctx.q))  # (M, N) @ (N, K)
         return dx.to(dy.dtype), None
 
 
@@ -363,14 +351,9 @@ def matmul(x, q):
     """x (..., K) times a quantized weight q (N, K), layout.Tiled: (..., N) in x.dtype,
     differentiable in x.
 
-    bfloat16 in, float32 sums; other float dtypes are cast to bfloat16. ValueError if the shapes do
-    not fit, or q is not laid out."""
-    if not isinstance(q, Tiled):
-        raise ValueError("gemm: the weight's codes lie as in a checkpoint; lay them out with "
-                         "fast.layout.tile")
-    if x.shape[-1] != q.shape[1]:
-        raise ValueError(f"gemm: x has {x.shape[-1]} columns, the weight {q.shape[1]}; "
-                         "they must agree")
+    bfloat16 in, float32 sums; other float dtypes are cast to bfloat16."""
+    # the kernels would read other weights, or behind a row
+    assert isinstance(q, Tiled) and x.shape[-1] == q.shape[1]
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])
 
 
@@ -379,20 +362,17 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
     (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
 
-    x (M, K) bfloat16; q a Tiled (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the
-    rows at which parts 1 and 2 begin: () for one part, (18944,) for gate and up, (3584, 4096) for
-    q, k, v; a row of part p takes rows p*R.. of A. residual (M, N) is contiguous, and becomes the
-    result. glu: q is gate stacked on up, and the result is (M, N / 2). early: the next kernel has
-    much to fetch before it needs the result, and may begin as soon as all programs of this one run.
-    exact: as in gemm_few.
-
-    Without an adapter and with more rows than `few` allows: a bias or a residual, not both.
-    Deterministic, and safe in a CUDA graph after one call outside it: the first call compiles
-    kernels and makes buffers."""
+    x (M, K) bfloat16; q a Tiled (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the rows at which
+    parts 1 and 2 begin: () for one part, (3584, 4096) for q, k, v; a row of part p takes rows p*R..
+    of A. residual (M, N) is contiguous, and becomes the result; a linear has it or a bias. glu: q
+    is gate stacked on up, and the result is (M, N / 2). early: the next kernel has much to fetch
+    before it needs the result, and may begin as soon as all programs of this one run. exact: as in
+    gemm_few. The first call compiles kernels and makes buffers, which no CUDA graph can."""
     (M, K), N = x.shape, q.shape[0]
     if A is not None or exact or few(M, N, K, sms(x.device)):
         return gemm_few(x, q, bias, A, B, bounds, scaling, residual, residual, glu, early, exact)
-    y = many(x, q, transposed=False, start=bias if residual is None else residual)
+    w, alpha = decoded(q)
+    y = scaled(x, w.T, alpha, bias if residual is None else residual)
     if glu:
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up

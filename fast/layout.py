@@ -26,7 +26,6 @@ activations stay in their natural order. Groups of 8 rows lie chunk by chunk, 8 
 time, since DRAM dislikes strides. Nothing is lost: `unpack` gives the codes back in order.
 
     t = tile(quantize(w)); q = untile(t)
-    pytest tests/test_layout.py
 
 Shapes: N rows (outputs), K columns (inputs).
 """

@@ -2,9 +2,9 @@
 The projections as decode steps and updates use them: the weight where it is, and 16-bit copies of
 the adapter, which is trained in float32.
 
-A decode step multiplies by the weight as it lies (decode.py). Beside one in 16 bits A lies below it
-in the same matrix, so that one GEMM gives both x W^T and x A^T. An update, and most of a prefill,
-multiply by [w_hat | s B] in a scratch (packed.py), except forward with --engine exact.
+A decode step multiplies by the weight as it lies (decode.py). Below one in 16 bits lies A, in the
+same matrix, so that one GEMM gives both x W^T and x A^T. An update, and most of a prefill, multiply
+by [w_hat | s B] in a scratch (packed.py), except forward with --engine exact.
 
 Shapes: M rows of x, S tokens, a linear has N outputs, K inputs, P parts; R rank, PR = P*R, E = PR
 rounded up to 8.
@@ -51,22 +51,8 @@ class FastLinear:
                 self.padded_A = a.A.new_zeros(self.E, self.K, dtype=dtype)
             self.A, self.B = self.padded_A[: self.PR], torch.empty_like(a.B, dtype=dtype)
             self.tail = a.A.new_zeros(self.N, self.E, dtype=dtype)
-            # what refresh copies, and by where it lies a replaced parameter is seen
-            self.trained_A, self.trained_B = a.A.detach(), a.B.detach()
-
-    def made_from(self, m):
-        """Whether this was made from m as m is now: a weight or an adapter may be replaced, or
-        scaled otherwise."""
-        if self.base is not m.base or self.adapter is not m.adapter:
-            return False
-        if (a := m.adapter) is not None:
-            now = a.A.data_ptr(), a.B.data_ptr(), a.scaling
-            if now != (self.trained_A.data_ptr(), self.trained_B.data_ptr(), self.scaling):
-                return False
-        if self.both is not None and self.both.data_ptr() != m.base.weight.data_ptr():
-            return False
-        tensors = ("codes", "scale", "global_scale") if self.q is not None else ()
-        return all(getattr(self.q, name) is getattr(m.base, name) for name in tensors)
+            self.trained_A, self.trained_B = a.A.detach(), a.B.detach()  # what refresh copies
+        self.made_from = identity(m)  # behind with_rows, which moves the weight
 
     def blocks(self, t):
         """The blocks of t (N, E) where a part's outputs meet its own columns: P views (N_p, R)."""
@@ -103,6 +89,16 @@ class FastLinear:
         return gemm.scaled(dy, *self.weight(dy.dtype))
 
 
+def identity(m):
+    """What changes if a weight or the adapter of a projection is replaced, or scaled otherwise. A
+    FastLinear keeps what it read alive, so that nothing else comes to lie there."""
+    base, a = m.base, m.adapter
+    own = [*base._parameters.values(), *base._buffers.values()]
+    if a is not None:
+        own += a._parameters.values()
+    return base, a, a and a.scaling, *(t.data_ptr() for t in own if t is not None)
+
+
 def with_rows(linear, more):
     """(N + more, K): a 16-bit linear's weight, which is moved there and stays the only copy, and
     rows below it."""
@@ -121,7 +117,7 @@ def linears_of(model):
     modules = [m for _, m in projections(model)]
     kept = LINEARS.setdefault(model, {})
     on = any(m.adapter is not None for m in modules)
-    if on not in kept or not all(map(FastLinear.made_from, kept[on], modules)):
+    if [p.made_from for p in kept.get(on, ())] != [*map(identity, modules)]:
         kept[on] = [FastLinear(m, model.embed.weight.dtype, exact(model)) for m in modules]
     return [kept[on][i : i + 4] for i in range(0, len(modules), 4)]
 

@@ -6,8 +6,6 @@ all that follows the logits, and a backward that never sees the vocabulary. For 
 gradient of a token is one number, so d logp / d hidden (S, C) can be computed in forward, while the
 chunk's softmax is at hand; the backward is one multiplication.
 
-    TRITON_INTERPRET=1 pytest tests/test_logprobs.py
-
 Shapes: S tokens, c of them in a chunk, C hidden, V vocabulary.
 """
 import torch

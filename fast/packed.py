@@ -3,7 +3,7 @@ The model's forward and backward over tokens laid end to end: training and prefi
 
 An update moves more bytes between its GEMMs than in them, and launches more kernels than a host can
 keep up with, unless all that comes between two GEMMs is one kernel that keeps nothing that is cheap
-to recompute. So a block is four steps of one kind, `Project`: a prologue and a linear.
+to recompute. So a block of model.py is four steps of one kind, `Project`: a prologue and a linear.
 
     Norm(x)       RMSNorm with AQN's noise         -> h   qkv = h Wqkv^T + bias
     Attend(qkv)   RoPE, causal attention           -> y   x   = x + y Wo^T
@@ -25,16 +25,11 @@ adapter begins small, and what is below half a step of an output that is rounded
 it in bfloat16, would be lost. Rows of different completions lie end to end and attention keeps them
 apart (attention.py), so no padding is computed.
 
-model.py's modules are the reference that everything here is tested against, also on the CPU
-(TRITON_INTERPRET=1).
-
-    TRITON_INTERPRET=1 pytest tests/test_packed.py
     python lab/bench.py step --sizes 7b
 
 Shapes: S tokens of all rows, C hidden, F intermediate, H query heads, Hkv kv heads, D head size,
 V vocabulary; a linear has N outputs, K inputs, P parts; R rank, E = P*R rounded up to 8.
 """
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -47,7 +42,7 @@ from triton import next_power_of_2 as power
 
 from fast import attention
 from fast.adapter import product32
-from fast.decode import compiling, norm_kernel, norm_weight, rotate, swiglu_kernel
+from fast.decode import compiling, norm_weight, normed, norms_of_heads, rotate, swiglu
 from fast.linears import linears_of, refresh
 from model import rope_tables, to_device
 
@@ -58,26 +53,20 @@ from model import rope_tables, to_device
 
 class Norm:
     def __init__(self, m):
-        self.args, self.eps, self.weight = (m.weight, m.noise), m.eps, m.weight
-
-    def launch(self, kernel, x, out, *more, **options):
-        S, C = x.shape
-        kernel[(S,)](x, *self.args, out, *more, C, out.stride(0), self.eps, BLOCK=power(C),
-                     **options)
+        self.m, self.weight = m, m.weight
 
     def forward(self, x, E):
-        out = x.new_empty(x.shape[0], x.shape[1] + E)
-        self.launch(norm_kernel, x, out, PDL=False, num_warps=8)  # a decode step's: the same sums
-        return out, ()
+        return normed(x, self.m, E, PDL=False), ()
 
     def backward(self, x, kept, d):
-        dx = torch.empty_like(x)
-        self.launch(norm_back_kernel, x, d, dx, num_warps=4 if x.shape[1] <= 4096 else 8)
-        return dx, d[:, : x.shape[1]]
+        (S, C), m, dx = x.shape, self.m, torch.empty_like(x)
+        norm_back_kernel[(S,)](x, m.weight, m.noise, d, dx, C, d.stride(0), m.eps, BLOCK=power(C),
+                               num_warps=4 if C <= 4096 else 8)
+        return dx, d[:, :C]
 
     def own_gradient(self, x, d):
         """The gradient of the norm's weight (C,); call it before `backward`, which overwrites d."""
-        scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + self.eps)  # (S, 1)
+        scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + self.m.eps)  # (S, 1)
         return (d[:, : x.shape[1]] * (x * scale)).sum(0).to(self.weight.dtype)
 
 
@@ -85,11 +74,7 @@ class SwiGLU:
     weight = None
 
     def forward(self, x, E):
-        S, width = x.shape[0], x.shape[1] // 2
-        out = x.new_empty(S, width + E)
-        swiglu_kernel[S, triton.cdiv(width, 1024)](x, out, width, out.stride(0), BLOCK=1024,
-                                                   PDL=False)
-        return out, ()
+        return swiglu(x, 1024, E, PDL=False), ()
 
     def backward(self, x, kept, d):
         S, width = x.shape[0], x.shape[1] // 2
@@ -105,15 +90,12 @@ class Attend:
 
     def __init__(self, attn, rows, cache=None):
         self.attn, self.rows, self.cache = attn, rows, cache
-        self.heads = attn.heads, attn.kv_heads, attn.kv_heads
-        norms = [rows.cos] * 4 + [0.0]  # never touched
+        H, HKV = attn.heads, attn.kv_heads
+        self.heads = H, HKV, HKV
         self.normed = attn.q_norm is not None
-        if self.normed:
-            q, k = attn.q_norm, attn.k_norm
-            norms = [q.weight, q.noise, k.weight, k.noise, q.eps]
-        self.args = rows.place, rows.cos, rows.sin, *norms
-        self.shape = dict(H=attn.heads, HKV=attn.kv_heads, HP=power(attn.heads + attn.kv_heads),
-                          HKVP=power(attn.kv_heads), D=attn.head_dim, NORM=self.normed)
+        self.args = rows.place, rows.cos, rows.sin, *norms_of_heads(attn)
+        self.shape = dict(H=H, HKV=HKV, HP=power(H + HKV), HKVP=power(HKV), D=attn.head_dim,
+                          NORM=self.normed)
 
     def split(self, qkv):
         """q (S, H, D), k and v (S, Hkv, D), views."""
@@ -122,7 +104,7 @@ class Attend:
     def forward(self, x, E):
         # in place, as nothing else needs qkv, unless the backward of its norms will
         out = torch.empty_like(x) if self.normed else x
-        cache = [self.rows.place, x, x, 0, 0]  # never touched
+        cache = [None] * 5
         if self.cache is not None:
             k, v = (t[self.attn.layer] for t in (self.cache.k, self.cache.v))
             cache = [self.rows.slot, k, v, k.stride(0), k.stride(1)]
@@ -203,18 +185,16 @@ class FinalNorm(torch.autograd.Function):
 # ---- the model
 
 
-@dataclass
 class Rows:
-    """The layout of S tokens in rows. place (S,): a token's place in its row, -1 for padding, which
-    is a row of its own; blocks: attention.blocks; cos, sin (longest, D/2); slot (S,): of the cache,
-    if one is filled; shared: whether rows continue others."""
+    """The layout of S tokens in rows of up to `longest`. place (S,): a token's place in its row, -1
+    for padding, which is a row of its own; borders, of: as in attention.blocks; slot (S,): of the
+    cache, if one is filled."""
 
-    place: torch.Tensor
-    blocks: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    slot: torch.Tensor | None = None
-    shared: bool = False
+    def __init__(self, config, place, borders, longest, slot=None, of=None):
+        self.place, self.slot, self.shared = place, slot, of is not None
+        self.blocks = attention.blocks(borders, len(place), of)  # (n, 6)
+        places = torch.arange(longest, device=place.device)
+        self.cos, self.sin = rope_tables(places, config)  # (longest, D/2)
 
 
 def end_to_end(rows, slots=None, of=None):
@@ -227,10 +207,6 @@ def end_to_end(rows, slots=None, of=None):
         places += range(at, at + len(row))
         slot_of += [slot] * len(row)
     return ids, places, slot_of, [0, *accumulate(map(len, rows))]
-
-
-def tables(config, longest, device):
-    return rope_tables(torch.arange(longest, device=device), config)
 
 
 def project(prologue, p, x, residual=None):
@@ -247,17 +223,6 @@ def block(layer, linears, attend, x):
     return project(SwiGLU(), down_proj, gate_up, x)
 
 
-def states(model, linears, ids, rows):
-    """The residual stream after the last block, (S, C), of the tokens ids (S,). Causal within each
-    of `rows`; differentiable in what is trained."""
-    x = F.embedding(ids, model.embed.weight)  # (S, C)
-    for layer, four in zip(model.layers, linears, strict=True):
-        run = partial(block, layer, four, Attend(layer.attn, rows))
-        keep = not (model.checkpointing and torch.is_grad_enabled())
-        x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
-    return x
-
-
 def hidden(model, rows, take, of=None):
     """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
     ids) laid end to end; differentiable in what is trained. of: the row that each row continues,
@@ -266,11 +231,14 @@ def hidden(model, rows, take, of=None):
     linears = linears_of(model)
     refresh(linears)
     ids, places, _, borders = end_to_end(rows, of=of)
-    blocks = attention.blocks(to_device(borders, device), len(ids), of and to_device(of, device))
-    shared = of is not None and of != [*range(len(rows))]
-    layout = Rows(to_device(places, device), blocks,
-                  *tables(model.config, max(places) + 1, device), shared=shared)
-    x = states(model, linears, to_device(ids, device), layout)
+    alone = of is None or of == [*range(len(rows))]
+    layout = Rows(model.config, to_device(places, device), to_device(borders, device),
+                  max(places) + 1, of=None if alone else to_device(of, device))
+    x = F.embedding(to_device(ids, device), model.embed.weight)  # (S, C)
+    for layer, four in zip(model.layers, linears, strict=True):
+        run = partial(block, layer, four, Attend(layer.attn, layout))
+        keep = not (model.checkpointing and torch.is_grad_enabled())
+        x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
     # a place may be taken more than once: index_select would add its gradients in no fixed order
     norm = Norm(model.norm)
     return FinalNorm.apply(norm, x[to_device(take, device)], norm.weight)
@@ -325,8 +293,7 @@ class Prefill:
                 launch()
 
     def launch(self, model, ids, places, slots, borders, longest):
-        blocks = attention.blocks(borders, len(ids))
-        rows = Rows(places, blocks, *tables(model.config, longest, ids.device), slots)
+        rows = Rows(model.config, places, borders, longest, slots)
         x = F.embedding(ids, model.embed.weight)  # (S, C)
         linears = self.step.layers
         few = self.step.exact or all(p.few(len(ids)) for p in linears[0])

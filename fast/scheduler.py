@@ -4,8 +4,6 @@ The scheduler of sample.generate on the GPU: sequences live in slots of an engin
 When a sequence ends, a waiting one takes its slot; when none waits, the last one moves into the
 hole and the batch shrinks. The next few steps are launched before the host looks at the tokens of
 the last ones, so a sequence that has ended meanwhile is decoded in vain for these.
-
-    pytest tests/test_scheduler.py
 """
 import time
 from collections import deque

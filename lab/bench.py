@@ -142,7 +142,7 @@ def gemm(weights, dense, M, back, ceiling):
     (N, K), fmt = dense[0].shape, weights[0].fmt
     x = torch.randn(M, N if back else K, dtype=torch.bfloat16, device="cuda")
     if back:
-        ours, theirs = (lambda q: fast_gemm.many(x, q, transposed=True)), (lambda w: x @ w)
+        ours, theirs = (lambda q: fast_gemm.scaled(x, *fast_gemm.decoded(q))), (lambda w: x @ w)
     else:
         ours, theirs = (lambda q: fast_gemm.matmul(x, q)), (lambda w: x @ w.T)
     calls = 8 if back else 24 if M <= 1024 else 4

@@ -809,10 +809,10 @@ def test_gpu_more_rows_than_the_decoding_kernel_takes(monkeypatch):
     kw = dict(n=60, max_new_tokens=6, seed=1, max_rows=300)
     first = sample.generate(m, PROMPTS, **kw)
     check_gaps(m, first)
-    built, old = engine.ENGINES[m][1], engine.gemm_buffers(m.embed.weight.device)[2].data_ptr()
+    built, old = engine.ENGINES[m][1], plan.SPACE[m.embed.weight.device][2].data_ptr()
     big = tile(nvfp4.quantize(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), "nvfp4"))
-    gemm.many(torch.ones(2, 4096, device="cuda", dtype=torch.bfloat16), big, transposed=False)
-    assert engine.gemm_buffers(m.embed.weight.device)[2].data_ptr() != old
+    gemm.decoded(big)
+    assert plan.SPACE[m.embed.weight.device][2].data_ptr() != old
     poison = [torch.full((1280, 256), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(64)]
     second = sample.generate(m, PROMPTS, **kw)
     assert engine.ENGINES[m][1] is built and tokens(second) == tokens(first)

@@ -2,7 +2,6 @@
 
 On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them, on four-bit weights too, on the device."""
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import grpo
 import lora
 import model as M
 import sample
-from fast import attention, batches, decode, engine, linears, packed
+from fast import batches, decode, engine, linears, packed
 from tests.test_decode import CPU, GPU, ONE, build, installed, little_beside_much, with_head_norms
 
 gpu = pytest.mark.gpu
@@ -79,7 +78,7 @@ def test_norms_of_rows_that_are_no_power_of_two_long():
     want = norm(x.requires_grad_())
     (dx, dw), x = torch.autograd.grad(want, (x, norm.weight), dy), x.detach()
     wide, d = (torch.full((5, 88), torch.nan)[:3] for _ in range(2))  # what is written behind the last row is nobody's
-    packed.Norm(norm).launch(packed.norm_kernel, x, wide, PDL=False)
+    decode.norm_kernel[(3,)](x, norm.weight, norm.noise, wide, 80, 88, norm.eps, BLOCK=128, PDL=False)
     d[:, :80] = dy
     torch.testing.assert_close(packed.Norm(norm).backward(x, (), d)[0], dx)
     for h in (wide, d):
@@ -101,7 +100,7 @@ def test_silu_of_more_columns_than_a_program_takes(dtype):
     want = torch.nn.functional.silu(gate) * up
     (dx,), x = torch.autograd.grad(want, x, d[:, :1100]), x.detach()
     wide, _ = packed.SwiGLU().forward(x, 8)
-    step = decode.Step.silu(SimpleNamespace(launch={"PDL": False}), x)
+    step = decode.swiglu(x, 512, PDL=False)
     torch.testing.assert_close(packed.SwiGLU().backward(x, (), d)[0], dx, atol=1e-2 if dtype == torch.float16 else 1e-5, rtol=1e-3)
     for h in (wide[:, :1100], step, d[:, :1100]):
         torch.testing.assert_close(h, want)
@@ -112,9 +111,8 @@ def test_heads_are_rounded_between_their_norm_and_the_rotation():
     """As the module rounds them, in the pass over prompts and in the decode step, which read each other's keys."""
     m, g = with_head_norms(QWEN3, rank=0, dtype=torch.float16), torch.Generator().manual_seed(0)
     attn, qkv, places, cache = m.layers[0].attn, torch.randn(5, 12 * 32, generator=g).half(), torch.arange(5), M.KVCache(m, 5, 8)
-    cos, sin = packed.tables(m.config, 5, places.device)
-    want = M.apply_rope(attn.k_norm(qkv.view(5, 12, 32)[:, 6:9]), cos[:, None], sin[:, None])
-    rows = packed.Rows(places, attention.blocks(torch.tensor([0, 5]), 5), cos, sin)
+    rows = packed.Rows(m.config, places, torch.tensor([0, 5]), 5)
+    want = M.apply_rope(attn.k_norm(qkv.view(5, 12, 32)[:, 6:9]), rows.cos[:, None], rows.sin[:, None])
     _, (prompt, *_) = packed.Attend(attn, rows).forward(qkv, 0)
     cache.length.copy_(places)
     decode.Step(m, cache).attention(0, qkv)
@@ -209,8 +207,8 @@ def test_completions_of_a_prompt_share_its_states(monkeypatch, on_fast_path, bud
     cs = [grpo.Completion({}, [5, 6, 7], i, [-5.0] * len(i), True, advantage=len(i) - 1.5) for i in ids]
     cs.append(grpo.Completion({}, [1, 2, 3, 4, 5], [6, 7], [-5.0] * 2, True, advantage=1.0))
     want = update_of(m, cs, 1000)
-    seen, states = [], packed.states
-    monkeypatch.setattr(packed, "states", lambda model, linears, ids, *rest: seen.append(len(ids)) or states(model, linears, ids, *rest))
+    seen, end_to_end = [], packed.end_to_end
+    monkeypatch.setattr(packed, "end_to_end", lambda rows, **of: seen.append(sum(map(len, rows))) or end_to_end(rows, **of))
     check_update(update_of(on_fast_path(m), cs, budget), want)
     alone = sum(len(c.prompt) + len(c.ids) - 1 for c in cs)
     assert max(seen) <= budget and (budget == 6 or sum(seen) == alone - (7 + 1) * len(cs[0].prompt))
