@@ -391,9 +391,13 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
 def test_the_gpu_calibrates_as_the_cpu_does_and_runs_what_it_made(fmt, tmp_path):
     """Errors within float32's reach of the CPU's, and logits through the fused kernel close to the dequantized ones."""
     calib = write_text(tmp_path)
-    a = loaded(TINY, "cpu", torch.float32, fmt, calib, sequences=4, length=64)
-    b = loaded(TINY, "cuda", torch.float32, fmt, calib, sequences=4, length=64)
-    for x, y in zip(a.awq, b.awq, strict=True):
+
+    def report(device):
+        model, ids = M.skeleton(M.read_config(TINY)), datasets.calibration(calib, TINY, 4, 64)
+        pieces = M.stream(model, checkpoint.Checkpoint(TINY), device, torch.float32)
+        return [row for _, rows in nvfp4.calibrated(model, pieces, fmt, ids, device) for row in rows]
+
+    for x, y in zip(report("cpu"), report("cuda"), strict=True):
         assert abs(x["rtn"] / y["rtn"] - 1) < 2e-2 and y["awq"] < x["awq"] * 1.1
     m = loaded(TINY, "cuda", torch.bfloat16, fmt, calib, sequences=4, length=64)
     ids = torch.arange(40)[None]
