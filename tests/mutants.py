@@ -1176,6 +1176,8 @@ MUTANTS = {
         ("81,256 is one number", "a = read(clean(re.sub(", "re.sub(\"\", \"\", (re.sub(", "grade::the_table_of_answers"),
     ],
     "nvfp4.py": [
+        ("the first exponents are kept, not the best", "sorted(trials, key=lambda t: t.awq)[:FINALISTS]", "trials[:FINALISTS]",
+         "awq::the_exponent_is_the_best_of_the_grid"),
         ("the bias of a quantized linear is dropped", "self.weight_in(x.dtype), self.bias",
          "self.weight_in(x.dtype), None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
         ("a copy in the old precision is kept", "self.copy is None or self.copy.dtype != dtype",

@@ -265,6 +265,20 @@ def test_the_grid_has_both_its_ends(monkeypatch):
     assert found.exponent == 1 and found.awq < 0.5 * found.rtn
 
 
+def test_the_exponent_is_the_best_of_the_grid(monkeypatch):
+    """All twenty and 0 tried one by one, without block scales: its first few are not enough."""
+    g = torch.Generator().manual_seed(4)
+    w, x = torch.randn(16, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(torch.randn(64, generator=g))
+    H, mean = x.T @ x, x.abs().mean(0)
+    errors = []
+    for i in range(21):
+        s = mean ** (i / 20) / (mean.max() * mean.min()) ** (i / 40)
+        errors.append(nvfp4.output_error(nvfp4.quantize(w * s).dequantize() / s - w, H))
+    best = min(range(21), key=errors.__getitem__)
+    monkeypatch.setattr(nvfp4, "search_blocks", lambda w, fmt, scale, *_: scale)
+    assert nvfp4.search(w, H, mean, "nvfp4").exponent == best / 20 > 0.3
+
+
 def test_a_linear_of_zeros_has_no_error():
     """A share of nothing: it was not to divide by."""
     found = nvfp4.search(torch.zeros(4, 64), torch.eye(64), torch.ones(64), "nvfp4")
