@@ -1017,6 +1017,8 @@ MUTANTS = {
         ("half a character is a traceback", "except TypeError:", "except KeyError:", "data::half_a_character_is_refused"),
         ("a question ends its own turn", "self.tokenizer.encode_special_tokens = i % 2 == 1", "self.tokenizer.encode_special_tokens = False",
          "data::special_tokens_in_a_question_are_text"),
+        ("a mark in a question stands for a special token", '        special.append("\\ue000")', "        pass",
+         "data::special_tokens_in_a_question_are_text"),
         ("after one question the template's tokens are text", "self.tokenizer.encode_special_tokens = i % 2 == 1",
          "self.tokenizer.encode_special_tokens = True", "data::special_tokens_in_a_question_are_text"),
         ("a tokenizer cuts as it was saved", "        self.tokenizer.no_truncation()", "        pass",
