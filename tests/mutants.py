@@ -1731,7 +1731,7 @@ MUTANTS = {
          "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
         ("a temperature that overflows is taken", "if 0 < value < 1e-6:", "if False:",
          "flags::a_temperature_that_overflows_is_refused_with_the_other_flags"),
-        ("the embedded model's folder is another model", "or Path(model).resolve() == TINY", "",
+        ("the embedded model's folder is another model", "or Path(model).is_dir() and Path(model).resolve() == TINY", "",
          "flags::the_folder_of_the_embedded_model_is_the_embedded_model"),
         ("an adapter is evaluated on what the branch holds now", '        hub.COMMITS.setdefault(had["model"], had["commit"])',
          "        pass", "hub::a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them"),
