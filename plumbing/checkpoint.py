@@ -110,8 +110,8 @@ class Checkpoint:
             raise ValueError(f"{file}: {name} has shape {tuple(t.shape)}, config.json asks for "
                              f"{tuple(shape)}")
         if t.dtype not in dtypes:
-            raise ValueError(f"{file}: {name} is stored as {t.dtype}, config.json asks for "
-                             f"{' or '.join(map(str, dtypes))}")
+            raise ValueError(f"{file}: {name} is stored as {t.dtype}, and can be read as "
+                             f"{' or '.join(map(str, dtypes))} alone")
         self.unused.discard(name)
         return t
 

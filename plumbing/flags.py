@@ -145,7 +145,7 @@ def given(command, argv):
 
 def defaults(command, model):
     """{dest: default} of a command's flags; the embedded model (tiny or its folder) has its own."""
-    tiny = model == "tiny" or Path(model).resolve() == TINY
+    tiny = model == "tiny" or Path(model).is_dir() and Path(model).resolve() == TINY
     return {f.dest: f.tiny if tiny and f.tiny is not None else f.default for f in command.flags}
 
 

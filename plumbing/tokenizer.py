@@ -126,7 +126,8 @@ class Tokenizer:
         that reads like one is encoded as the text that it is."""
         found = self.tokenizer.get_added_tokens_decoder().values()
         special = sorted((t.content for t in found if t.special), key=len, reverse=True)
-        pattern = "|".join(map(re.escape, special)) or "(?!)"
+        special.append("\ue000")  # a message may hold what begins a mark
+        pattern = "|".join(map(re.escape, special))
         # a mark stands in its place while the template is rendered
         marked = [{**m, "content": re.sub(pattern, lambda t: f"\ue000{special.index(t[0])}\ue001",
                                           m["content"])} for m in messages]

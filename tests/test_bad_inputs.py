@@ -232,6 +232,7 @@ FIELDS = [
     ("sample --adapter adapter --prompt x", config("adapter/policy.json", quant=5), "policy.json|quant"),
     ("sample --adapter adapter --prompt x", config("adapter/policy.json", quant="fp3"), "policy.json|--quant"),
     ("sample --adapter adapter --prompt x", config("adapter/policy.json", model=[1]), "policy.json|model"),
+    ("sample --adapter adapter --prompt x", config("adapter/policy.json", model="\0"), "--model"),
     ("sample --adapter adapter --prompt x", config("adapter/policy.json", awq="yes"), "policy.json|awq"),
     ("sample --adapter adapter --prompt x", config("adapter/policy.json", base=1), "policy.json|base"),
     ("plot run", config("run/metrics.jsonl", step="0"), "metrics.jsonl, row 1|step"),

@@ -381,8 +381,12 @@ def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
             M.load(tmp_path / "q")
         if "weight" in name:
             save_file(original | {name: t.view(torch.uint8).view(torch.int8) if t.element_size() == 1 else t.double()}, file)
-            with pytest.raises(ValueError, match=f"{name} is stored as torch.(int8|float64), config.json asks for"):
+            with pytest.raises(ValueError, match=f"{name} is stored as torch.(int8|float64), and can be read as torch.*alone"):
                 M.load(tmp_path / "q")
+    name = "model.norm.weight"  # config.json says nothing of its type
+    save_file(original | {name: original[name].to(torch.int8)}, file)
+    with pytest.raises(ValueError, match=f"{name} is stored as torch.int8, and can be read as torch.float32 or torch.*alone"):
+        M.load(tmp_path / "q")
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         M.load(tmp_path / "q")
