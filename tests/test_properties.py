@@ -10,7 +10,7 @@ from plumbing.files import parse_json
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 import grpo
 import model as M
@@ -50,6 +50,7 @@ def test_rounding_is_to_the_grid_and_once_is_enough(fmt, seed, N, blocks, spread
 
 @MANY
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 90)), min_size=1, max_size=40), st.integers(1, 2000), st.booleans())
+@example([(1, 10), (1, 30)], 45, False)  # 40 tokens, 60 with padding
 def test_micro_batches_hold_each_completion_once_within_the_budget(sizes, budget, end_to_end):
     """Padded rows count with their padding; rows that lie end to end by their tokens, a prompt of neighbours once."""
     completions = [grpo.Completion({}, [0] * p, [0] * n, [0.0] * n, True) for p, n in sizes]
