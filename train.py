@@ -88,10 +88,14 @@ FLAGS = (
     *flags.ENGINE_FLAGS,
 )
 MAX_RESAMPLE = 2  # extra rollouts that --dynamic-sampling may draw in a step
-NEEDS = {  # flags that do nothing where another is off, or 0
-    **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), "aqn"),
-    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), "eval_n"),
-    "lora_alpha": "lora_rank",
+NOISE = "--aqn", lambda args: args.aqn
+HELD_OUT = "--eval-n 1 or more", lambda args: args.eval_n
+# flags that do nothing without another: which other, and whether it is set
+NEEDS = {
+    **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), NOISE),
+    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
+    "lora_alpha": ("--lora-rank 1 or more", lambda args: args.lora_rank),
+    "eps_high": ("--old-logp sampler or trainer", lambda args: args.old_logp != "current"),
 }
 
 
@@ -111,9 +115,6 @@ def check(args):
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
                          f"its own, and --prompts-per-step is {args.prompts_per_step}")
-    if args.old_logp == "current" and args.eps_high is not None:
-        raise ValueError("--eps-high: with --old-logp current the ratio is 1 and nothing is "
-                         "clipped; leave one of them out")
     flags.check_copies("eval-n", args.eval_n, args.eval_temperature, "--eval-temperature 0")
 
 

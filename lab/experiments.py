@@ -7,6 +7,7 @@ fast that of the samples rises.
 
     python lab/experiments.py compare '2x2_1.5b/*' runs/2x2/*/ [--growth] [--interval]
 """
+import argparse
 import math
 import sys
 from functools import partial
@@ -142,7 +143,7 @@ def flags_used(runs):
     every = sorted({*chain(*told.values())})
     for run, given in told.items():
         now = flags.defaults(train.COMMAND, given.get("model", "tiny")) | given
-        off = {k for k, other in train.NEEDS.items() if not now[other]}
+        off = {k for k, (_, used) in train.NEEDS.items() if not used(argparse.Namespace(**now))}
         had[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
     return had
 

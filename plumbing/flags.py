@@ -87,9 +87,9 @@ ADAPTER_FLAGS = (
     Flag("adapter", str, None, "folder of a LoRA adapter (train.py's or PEFT's)"),
 )
 DATA_FLAGS = (
-    Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath, a "
-         ".jsonl or .parquet, a folder, a hub id; for eval.py several with commas", "arithmetic",
-         in_policy=True),
+    Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath (to "
+         "train on), a .jsonl or .parquet, a folder, a hub id; for eval.py several with commas",
+         "arithmetic", in_policy=True),
     Flag("levels", numbers(1, 1e4), None, "rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
          "1 on (default: data.rewards)"),
@@ -230,12 +230,12 @@ def check_graded(args):
 
 def warn_idle(command, needs, args, argv):
     """Print a warning for each flag in argv that has no effect beside the others. needs: {flag:
-    the one without which it does nothing}."""
+    (the flag that it needs, args -> whether that is set)}."""
     for name in given(command, argv):
-        other = needs.get(name)
-        if other and not getattr(args, other):
-            said = f"--{name}: does nothing without --{other}".replace("_", "-")
-            print(f"warning: {said}", file=sys.stderr)
+        flag, used = needs.get(name, ("", None))
+        if used and not used(args):
+            print(f"warning: --{name.replace('_', '-')}: does nothing without {flag}",
+                  file=sys.stderr)
 
 
 def run_command(command, body, argv=None, name=None):

@@ -34,7 +34,6 @@ def policy_of(args, base):
 
 @pytest.mark.parametrize(("name", "argv", "says"), [
     ("train", ["--calib", "t.txt"], "--calib: plain rounding uses no text"), ("train", ["--awq", "--quant", "none"], "--awq: .*--quant is none"),
-    ("train", ["--old-logp", "current", "--eps-high", "0.3"], "--eps-high: .*nothing is clipped"),
     ("eval", ["--n", "3", "--temperature", "0"], "--n 3: "), ("train", ["--eval-n", "2", "--eval-temperature", "0"], "--eval-n 2: "),
     ("eval", ["--n", "4", "--k", "8,1"], "--k 8: "), ("eval", ["--run", ""], "--run: is empty"), ("train", ["--reward", ""], "--reward: is empty")])
 def test_flags_that_contradict_each_other_are_refused(name, argv, says):
@@ -128,7 +127,7 @@ def test_a_device_that_is_not_there_is_named(monkeypatch):
 @pytest.mark.parametrize(("idle", "used"), [
     ("--aqn-start 1e-3 --no-aqn", "--aqn-start 1e-3"), ("--aqn-scope both --no-aqn", "--aqn-scope both"),
     ("--eval-limit 9 --eval-n 0", "--eval-limit 9"), ("--eval-temperature 0 --eval-n 0", "--eval-temperature 0"),
-    ("--lora-alpha 9 --lora-rank 0 --quant none", "--lora-alpha 9")])
+    ("--lora-alpha 9 --lora-rank 0 --quant none", "--lora-alpha 9"), ("--eps-high 1 --old-logp current", "--eps-high 1 --old-logp trainer")])
 def test_a_flag_that_does_nothing_is_told_of(idle, used, capsys):
     """Without a word, whoever sets it believes that it was measured."""
     for given, told in ((idle, 1), (used, 0)):
