@@ -26,7 +26,7 @@ def leave(*_):
 
 if ALONE:
     signal.signal(signal.SIGINT, leave)
-    helps = bool({"-h", "--help"} & {*sys.argv}) or Path(MAIN).name == "plot.py"  # in no time
+    helps = bool({"-h", "--help"} & {*sys.argv}) or Path(MAIN).name == "plot.py"  # without PyTorch
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the processes that torchrun starts
     if first and not helps and sys.stderr.isatty():
         print("loading PyTorch ...", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def stop(*_):
 def signals(handler):
     """Set `handler` for SIGNALS within the block, except for a SIGHUP that nohup has switched off;
     afterwards what was there before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can be asked to handle signals
+        return
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     before = [(n, signal.signal(n, handler)) for n in (SIGNALS[:2] if nohup else SIGNALS)]
     try:

@@ -26,7 +26,7 @@ def show_flags(args):
 
 def show_step(row, samples, args, warned):
     """Print a row of metrics.jsonl as one line, its samples (rows of rollouts.jsonl) every
-    SHOW_EVERY steps, and the warnings that are not among those `warned` of before, a set."""
+    SHOW_EVERY steps, and each warning once a run. warned: the set of those given so far."""
     print(step_line(row, args, width()), flush=True)
     if row["step"] % SHOW_EVERY == 0:
         for s in samples:

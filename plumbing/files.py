@@ -151,6 +151,7 @@ def whole(path):
     and is removed when not. Of a link, the file that it points to is replaced, not the link. The
     content has reached the disk (fsync) before it has its name."""
     path = Path(path).resolve()
+    check_regular(path, path)
     part = beside(path)
     with writing(path):
         try:
@@ -185,6 +186,12 @@ def write_jsonl(path, rows):
         f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def check_regular(path, name):
+    """ValueError for a device or a pipe: renaming a finished file to its name would destroy it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{name}: is a device or a pipe, not a file; choose another name")
+
+
 def append(path, rows):
     """Append `rows` to the file as JSON, a line each."""
     with writing(path), open(path, "a", encoding="utf-8") as f:
@@ -195,8 +202,7 @@ def check_out(out, folder=False, new=False):
     """ValueError unless `out`, a file or a `folder`, can be written, or if it has to be `new` and
     is there; called before the work."""
     name, out = f"--out {out}", Path(out)
-    if out.exists() and not out.is_file() and not out.is_dir():  # which a rename would destroy
-        raise ValueError(f"{name}: is a device or a pipe, not a file; choose another name")
+    check_regular(out, name)
     if out.exists() and out.is_dir() != folder:
         raise ValueError(f"{name}: is a {'file' if folder else 'folder'}; choose another name")
     if new and out.exists():

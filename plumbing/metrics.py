@@ -52,7 +52,7 @@ def sample_metrics(groups):
 
 def update_metrics(updates, beta):
     """The columns that describe a step's updates, each (summed metrics, gradient norm), or None
-    where it had nothing to train on. Without any they are null, as an entropy of 0 were a claim."""
+    where it had nothing to train on. Without any they are null: an entropy of 0 would claim one."""
     updates = [u for u in updates if u]
     finite = [u for u in updates if math.isfinite(u[1])]
     row = dict.fromkeys(("grad_norm", "loss", "clip_low_frac", "clip_high_frac", "kl",

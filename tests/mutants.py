@@ -1395,7 +1395,8 @@ MUTANTS = {
         ("the last rows are all", 'with writing(path), open(path, "a"', 'with writing(path), open(path, "w"',
          "train::a_run_leaves_every_file_it_promises"),
         ("a link is replaced", "path = Path(path).resolve()", "path = Path(path)", "kill::what_a_link_points_to_is_written"),
-        ("a pipe is replaced", "not out.is_file() and not out.is_dir()", "False", "bad_inputs::flags_and_places_are_checked_before_the_work"),
+        ("a pipe is replaced", "    check_regular(out, name)\n", "", "bad_inputs::flags_and_places_are_checked_before_the_work"),
+        ("a device behind a link is replaced", "    check_regular(path, path)\n", "", "kill::a_device_behind_a_link_is_not_replaced"),
     ],
     "plumbing/__init__.py": [
         ("a prompt in a folder of ours is ours", '"__file__", None)  #', '"__file__", "train.py")  #',
@@ -1418,6 +1419,8 @@ MUTANTS = {
          "kill::who_waits_at_a_terminal_is_told_for_what"),
     ],
     "plumbing/command.py": [
+        ("a command asks another thread than the main one to handle signals", "is not threading.main_thread():", "is None:",
+         "kill::a_command_runs_in_any_thread"),
         ("the file that hands over is imported again", "    sys.modules[Path(main.__file__).stem] = main\n", "",
          "kill::a_command_that_another_file_does_is_one_process"),
         ("a resume keeps the engine it began with", 'MINOR = ("engine", ',

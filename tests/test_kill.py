@@ -242,6 +242,24 @@ def test_what_a_link_points_to_is_written(tmp_path):
     assert link.is_symlink() and file.read_text() == "new"
 
 
+def test_a_device_behind_a_link_is_not_replaced(tmp_path):
+    """A log linked to /dev/null, rewritten by --resume as root: the machine's /dev/null became a file. A pipe is as safe to try."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe: is a device or a pipe"), whole(tmp_path / "link") as part:
+        part.write_text("new")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_command_runs_in_any_thread():
+    """Handlers can be set in the main one alone: in another there are none, and no error."""
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(command.run("x.py", lambda: 0)))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
 @pytest.mark.parametrize(("name", "number"), [
     ("eval", signal.SIGINT), ("nvfp4", signal.SIGTERM), ("eval", signal.SIGHUP), ("eval", signal.SIGPIPE)])
 def test_any_command_that_is_stopped_ends_in_one_line(shallow, tmp_path, monkeypatch, few, name, number):
