@@ -1935,7 +1935,6 @@ MUTANTS = {
          '**next(verdicts), **({} if s.finished else {"correct": False}), "length"', "eval::a_cut_sample_counts_by_its_answer"),
         ("samples are graded by the first row", "texts, strict=True) for text in said]",
          "texts, strict=True) for row in rows[:1] for text in said]", "eval::a_cut_sample_counts_by_its_answer", "ranks::an_evaluation_is_dealt_out_and_the_same"),
-        ("JSON unasked", "    if args.json:", "    if True:", "eval::json_is_printed_when_asked_for"),
     ],
     "plumbing/policy.py": [
         ("an adapter of another base is taken",
