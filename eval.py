@@ -157,14 +157,12 @@ def read_sets(args):
     """[(name, rows)] of --data: all are read before anything is loaded or sampled, so that a
     mistyped name costs nothing."""
     wanted = args.data.split(",")
-    names = [Path(name).stem for name in wanted]
-    names = names if len({*names}) == len(names) else wanted
     trained = args.trained_with.get("data")
     if trained in wanted and Path(trained).is_file():
         print(f"warning: --data {trained}: most of its questions were trained on; those that were "
               "held out, if any, are in eval_after.jsonl of the run", file=sys.stderr)
-    return [(name, data.load(file, "test", args.limit, args.seed, args.levels))
-            for name, file in zip(names, wanted, strict=True)]
+    return [(name, data.load(name, "test", args.limit, args.seed, args.levels))
+            for name in wanted]
 
 
 def run(args, argv):

@@ -40,7 +40,7 @@ def test_a_reward_of_ones_own_is_asked_once_a_sample(tmp_path, sets, capsys):
     (tmp_path / "r.py").write_text("def f(text, row):\n    return {'reward': 1, 'given': 5}\n")
     argv = ["--data", sets, "--n", "2", "--max-new-tokens", "2", "--k", "2", "--reward", f"{tmp_path / 'r.py'}:f", "--quant", "none"]
     assert evaluation.main(argv) == 0
-    assert "a, base: pass@2 100.0% (s.e. 0.0)" in capsys.readouterr().out
+    assert f"{sets.split(',')[0]}, base: pass@2 100.0% (s.e. 0.0)" in capsys.readouterr().out
 
 
 # ---- sets

@@ -180,13 +180,14 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
 
     monkeypatch.setattr(evaluation, "evaluate", scripted)
     (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
-    lines = cli("--data", str(tmp_path / "d.jsonl"), "--adapter", adapter(tmp_path / "adapter", 0.5))
+    monkeypatch.chdir(tmp_path)
+    lines = cli("--data", "d.jsonl", "--adapter", adapter(tmp_path / "adapter", 0.5))
     many = "pass@2 62.5% (s.e. 25.0)"
     assert [" ".join(line.split()) for line in lines] == [
-        "data model pass@1 s.e. format length cut questions", "d base 25.0% 3.1 0.0% 12.2 50.0% 3", "d adapter 50.0% 6.2 75.0% 9.5 12.5% 3",
-        f"d, base: {many}", "d, base: 2 questions skipped, longer than --max-prompt",
-        "warning: d, base: no completion follows the format; does --prompt-style fit the model?",
-        f"d, adapter: {many}", "d: the adapter adds +25.0 points (s.e. 14.4)"]
+        "data model pass@1 s.e. format length cut questions", "d.jsonl base 25.0% 3.1 0.0% 12.2 50.0% 3",
+        "d.jsonl adapter 50.0% 6.2 75.0% 9.5 12.5% 3", f"d.jsonl, base: {many}", "d.jsonl, base: 2 questions skipped, longer than --max-prompt",
+        "warning: d.jsonl, base: no completion follows the format; does --prompt-style fit the model?",
+        f"d.jsonl, adapter: {many}", "d.jsonl: the adapter adds +25.0 points (s.e. 14.4)"]
 
 
 def test_files_of_one_name_are_two_sets(tmp_path):
@@ -196,7 +197,7 @@ def test_files_of_one_name_are_two_sets(tmp_path):
         (tmp_path / name / "d.jsonl").write_text(json.dumps({"question": f"{name}?", "answer": "2"}) + "\n")
     both = [str(tmp_path / name / "d.jsonl") for name in "ab"]
     lines = cli("--data", ",".join(both), "--n", "1", "--max-new-tokens", "1", "--quant", "none", "--out", str(tmp_path / "o.jsonl"))
-    assert [line.startswith(path) for path, line in zip(both, lines[1:3], strict=True)] == [True, True]
+    assert [line.split()[:2] for line in lines[1:3]] == [[path, "base"] for path in both]
     assert [json.loads(line)["data"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == both
 
 
