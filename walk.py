@@ -38,7 +38,8 @@ def head(text):
 
 def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
     torch.manual_seed(0)
-    args = flags.parse(train.COMMAND, ["--device", "cpu", "--quant", "none"])
+    args = flags.parse(train.COMMAND, ["--device", "cpu", "--quant", "none", "--max-new-tokens",
+                                       str(LIMIT)])
     base, tok = sample.load_policy(args)
     args.quant = "nvfp4"
     model, _ = sample.load_policy(args)
@@ -97,8 +98,7 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
     show("ratio to the sampler, first completion", ratio, ratio[:8].tolist())
 
     head("7. Loss, gradient, step")
-    settings = grpo.Settings("dapo", max_new_tokens=LIMIT)
-    sums, norm = grpo.update(model, optimizer, cs, settings)
+    sums, norm = grpo.update(model, optimizer, cs, args)
     m = mean_metrics(sums)
     print(f"  loss {m['loss']:.4f}, entropy {m['entropy']:.3f} nats, gradient norm {norm:.4f}")
     print(f"  B moved by at most {linear.B.abs().max():.1e}; A had a gradient: "

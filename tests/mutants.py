@@ -366,8 +366,6 @@ MUTANTS = {
         ("small gradients take no step", "weight_decay=weight_decay)",
          "weight_decay=weight_decay, eps=1e-4)",
          "loop::weight_decay_is_decoupled_and_small_gradients_count"),
-        ("updates of one's own have another default", 'loss: str = "grpo"',
-         'loss: str = "dapo"', "flags::an_update_of_ones_own_has_the_defaults_of_train_py"),
         ("AdamW's own betas", "BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1",
          "BETAS, WEIGHT_DECAY = (0.9, 0.999), 0.1", "loop::adamw_is_the_papers"),
         ("AdamW's own weight decay", "BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1",

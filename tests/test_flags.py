@@ -62,12 +62,6 @@ def test_runs_of_other_seeds_have_other_folders():
     assert len(outs) == 5 and "runs/tiny-arithmetic-nvfp4-s0" in outs
 
 
-def test_an_update_of_ones_own_has_the_defaults_of_train_py():
-    """grpo.Settings() and train.py's flags say each default once more."""
-    args = vars(flags.parse(train.COMMAND, ["--model", "some/model"]))
-    assert vars(grpo.Settings(micro_batch_tokens=0)).items() <= args.items()
-
-
 def test_the_defaults_are_the_papers():
     """Whoever gives a model and data alone trains as the paper does; what is no flag any more is its value as well."""
     args, paper = vars(flags.parse(train.COMMAND, ["--model", "m"])), {
