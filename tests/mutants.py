@@ -1722,8 +1722,6 @@ MUTANTS = {
     "plumbing/flags.py": [
         ("null in policy.json is a format", "for name, value in found.items() if value is not None}", "for name, value in found.items()}",
          "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
-        ("a temperature that overflows is taken", "if 0 < value < 1e-6:", "if False:",
-         "flags::a_temperature_that_overflows_is_refused_with_the_other_flags"),
         ("the embedded model's folder is another model", "or Path(model).is_dir() and Path(model).resolve() == TINY", "",
          "flags::the_folder_of_the_embedded_model_is_the_embedded_model"),
         ("an adapter is evaluated on what the branch holds now", '        hub.COMMITS.setdefault(had["model"], had["commit"])',
@@ -1762,7 +1760,7 @@ MUTANTS = {
         ("an evaluation asks for no format", '"plain"), "tags", "what', '"plain"), "plain", "what',
          "flags::questions_are_asked_for_a_format_and_chats_are_not"),
         ("another temperature of evaluations than the paper's",
-         'Flag("temperature", temperature, 0.6', 'Flag("temperature", temperature, 1.0',
+         'Flag("temperature", number(0, 100, float), 0.6', 'Flag("temperature", number(0, 100, float), 1.0',
          "eval::flags_reach_the_evaluation"),
         ("another nucleus of evaluations than the paper's", 'float), 0.95, "draw', 'float), 1.0, "draw',
          "eval::flags_reach_the_evaluation"),

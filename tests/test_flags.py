@@ -140,9 +140,9 @@ def test_the_share_of_the_card_is_taken(monkeypatch, shallow):
 
 
 @pytest.mark.parametrize(("spec", "flag"), [(train.COMMAND, "--eval-temperature"), (evaluation.COMMAND, "--temperature"), (chat.COMMAND, "--temperature")])
-def test_a_temperature_that_overflows_is_refused_with_the_other_flags(spec, flag):
+def test_a_temperature_out_of_bounds_is_refused_with_the_other_flags(spec, flag):
     """It was refused after the model was loaded, in a run folder that had been made, as another flag."""
-    for value in ("1e-7", "-1", "nan", "101", "hot"):
+    for value in ("-1", "nan", "101", "hot"):
         with pytest.raises(ValueError, match=f"argument {flag}: "):
             flags.parse(spec, [flag, value])
     for value in ("0", "1e-6", "2"):
