@@ -38,8 +38,8 @@ def head(text):
 
 def main():
     torch.manual_seed(0)
-    args = flags.parse(train.COMMAND, ["--device", "cpu", "--quant", "none", "--max-new-tokens",
-                                       str(LIMIT)])
+    given = f"--device cpu --quant none --overlong none --max-new-tokens {LIMIT}"
+    args = flags.parse(train.COMMAND, given.split())
     base, tok = sample.load_policy(args)
     args.quant = "nvfp4"
     model, _ = sample.load_policy(args)
