@@ -84,6 +84,13 @@ def has_signal(group):
     return not all(math.isclose(c.reward, first, rel_tol=1e-9) for c in group)
 
 
+def soft_overlong_penalty(length, max_len):
+    """DAPO's soft length penalty, added to the reward: 0 up to 7/8 of max_len tokens, then linear
+    to -1 at max_len."""
+    buffer = max_len / 8
+    return max(-1.0, min((max_len - buffer - length) / buffer, 0.0))
+
+
 def lengths_to_mask(lengths, width=None):
     """lengths (B,) -> mask (B, width) bool, true on each row's first `length` places (width: the
     longest row).

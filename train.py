@@ -58,8 +58,8 @@ FLAGS = (
     Flag("max-new-tokens", number(1, 1e7), 4096, "completion limit", 96),
     Flag("temperature", number(1e-6, 100, float), 1.0, "of rollouts, and of all log-probs"),
     Flag("dynamic-sampling", bool, False, "DAPO: replace groups whose rewards are all equal", True),
-    Flag("overlong", ("none", "mask"), "none",
-         "cut completions: as they are, or left out of the loss", "mask"),
+    Flag("overlong", ("none", "mask", "soft"), "none",
+         "cut completions: as they are, left out of the loss, DAPO's length penalty", "mask"),
     "objective",
     Flag("loss", grpo.OBJECTIVES, "grpo", "objective", "dapo"),
     Flag("eps-high", number(0, 1e6, float), None,
@@ -182,7 +182,7 @@ def rollout(run, model, tok, score, rows, key):
     run.phase("rollout")
     groups = complete(model, tok, [rows[i] for i in mine], args, seed, indices=mine)
     run.phase("reward")
-    grade([*chain(*groups)], tok, score)
+    grade([*chain(*groups)], tok, score, args)
     run.phase("rollout")  # waiting for the longest completion of all ranks
     groups = ranks.merge(groups)
     run.drawn += sum(len(c.ids) for c in chain(*groups))
@@ -211,13 +211,15 @@ def complete(model, tok, rows, args, seed, indices=None):
             for row, group in zip(rows, groups, strict=True)]
 
 
-def grade(completions, tok, score):
+def grade(completions, tok, score, args):
     """Fill in the text and reward of each completion; they are graded side by side."""
     for c in completions:
         c.text = tok.decode(c.ids)
     verdicts = score([(c.text, c.row) for c in completions])
     for c, graded in zip(completions, verdicts, strict=True):
         c.reward, c.correct, c.format = graded["reward"], graded["correct"], graded["format"]
+        if args.overlong == "soft":
+            c.reward += grpo.soft_overlong_penalty(len(c.ids), args.max_new_tokens)
 
 
 def evaluate(run, model, tok, score, rows):

@@ -73,7 +73,7 @@ def test_the_defaults_are_the_papers():
         "seed": 0}
     assert {name: args[name] for name in paper} == paper
     assert (grpo.BETAS, grpo.WEIGHT_DECAY, grpo.WARMUP, grpo.TIS_CAP) == ((0.9, 0.99), 0.1, 0.1, 2.0)
-    assert (aqn.STAGES, train.MAX_RESAMPLE) == (10, 2)
+    assert (aqn.STAGES, train.MAX_RESAMPLE, grpo.soft_overlong_penalty(4096 - 256, 4096)) == (10, 2, -0.5)
 
 
 def test_the_demos_defaults_are_the_demos():

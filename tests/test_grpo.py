@@ -234,14 +234,15 @@ def test_masks_come_from_lengths():
     assert (logp.grad != 0).equal(mask)
 
 
-def test_a_batch_of_masked_rows_alone_has_no_loss():
-    """All of its completions were cut: 0, not nan."""
+def test_overlong_rows_can_be_masked_or_penalised():
+    """Cut completions counted as wrong answers; an all-masked batch must give 0, not nan."""
     mask = grpo.lengths_to_mask(torch.tensor([3, 4]))
     logp = torch.zeros(2, 4, requires_grad=True)
     for loss in grpo.OBJECTIVES:
         for totals in ({}, {"total_tokens": 0, "total_seqs": 0}):
             value, m = grpo.policy_loss(logp, torch.ones(2, 4), torch.ones(2), mask & False, loss, max_len=4, **totals)
             assert value == 0 and means(m)["logp_gap_mean"] == 0
+    assert [grpo.soft_overlong_penalty(n, 160) for n in (10, 140, 150, 160, 180)] == [0, 0, -0.5, -1, -1]
 
 
 @pytest.mark.parametrize("loss", grpo.OBJECTIVES)
