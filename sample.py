@@ -302,15 +302,17 @@ def prefill(model, prompts):
 
 
 def check_prompts(model, prompts, limits):
-    """ValueError if a prompt is too long for the model, or of another tokenizer."""
-    room, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
-    for p, m in zip(prompts, limits, strict=True):
+    """ValueError if a prompt is empty, too long for the model, or of another tokenizer."""
+    room = model.config.max_position_embeddings
+    for i, (p, m) in enumerate(zip(prompts, limits, strict=True)):
+        if not p:
+            raise ValueError(f"prompt {i} is empty: a prompt has at least one token")
         if len(p) + m > room:
             raise ValueError(f"a prompt's {len(p)} tokens and {m} new ones pass the model's {room} "
                              "positions; shorten it, or lower --max-new-tokens")
-        if max(p) >= vocabulary:
-            raise ValueError(f"a prompt has the id {max(p)}, and the model {vocabulary} ids: wrong "
-                             "tokenizer?")
+        if not 0 <= min(p) <= max(p) < model.config.vocab_size:
+            raise ValueError(f"prompt {i}: ids from {min(p)} to {max(p)}, and the model has "
+                             f"{model.config.vocab_size}: wrong tokenizer?")
 
 
 # ---- what all commands share

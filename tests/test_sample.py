@@ -206,11 +206,14 @@ def test_arguments_that_would_draw_something_else_are_errors(model, kw):
 
 
 def test_prompts_that_do_not_fit(model):
-    """A row would run past its cache; an id past the embedding would read foreign memory."""
+    """An empty prompt has nothing to condition on; an id past the embedding would read foreign memory."""
     with pytest.raises(ValueError, match="positions"):
         sample.generate(model, PROMPTS[:2], max_new_tokens=62)
-    with pytest.raises(ValueError, match="a prompt has the id 101, and the model 101 ids: wrong tokenizer"):
-        sample.generate(model, [[1, 101]], max_new_tokens=2)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        sample.generate(model, [[1], []], max_new_tokens=2)
+    for bad in (101, -1):
+        with pytest.raises(ValueError, match=rf"prompt 0: ids .*{bad}\b.* wrong tokenizer"):
+            sample.generate(model, [[1, bad]], max_new_tokens=2)
 
 
 def test_a_model_that_overflows_is_refused(model):
