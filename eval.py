@@ -5,7 +5,8 @@ adapter, sampled with the same seeds.
 The paper's protocol: temperature 0.6, top-p 0.95, n samples a question, averaged. It uses
 training's generator, prompts and reward, so that a number here means what the same number in a
 training log means. Questions, not samples, are the independent draws, so the standard error is that
-of the mean over questions.
+of the mean over questions. An adapter that changes nothing is an error: the commonest wrong result
+in this field is a base model evaluated twice.
 
 --k adds pass@k. --out keeps every sample, written after each set and model.
 
@@ -25,6 +26,8 @@ from plumbing.command import number, numbers
 from plumbing.console import show_results
 from plumbing.files import check_out, write_jsonl
 from plumbing.flags import Flag
+
+import torch
 
 import aqn
 import data
@@ -49,6 +52,7 @@ FLAGS = (
 
 def check_flags(args):
     flags.check_graded(args)
+    flags.check_copies("n", args.n or 1, args.temperature, "--temperature 0")
     if args.out:
         check_out(args.out, new=True)
     args.n = args.n or (1 if args.temperature == 0 else 4)
@@ -125,6 +129,17 @@ def stderr(values):
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
+@torch.no_grad()
+def check_adapter(model, ids, folder):
+    """ValueError unless the adapter changes the logits of a prompt (ids): an adapter of zeros, or
+    one that is not applied, is caught here."""
+    ids = torch.tensor([ids], device=model.embed.weight.device)
+    with lora.disabled(model):
+        base = model(ids)
+    if torch.equal(model(ids), base):
+        raise ValueError(f"--adapter {folder}: changes nothing; was it ever trained?")
+
+
 def gain(base, adapter):
     """The adapter's gain over the base and its standard error, paired by question."""
     d = [b["accuracy"] - a["accuracy"] for a, b in zip(base["rows"], adapter["rows"], strict=True)]
@@ -161,6 +176,12 @@ def run(args, argv):
     score = data.scorer(args.prompt_style, args.reward)
     model, tok = sample.load_policy(args)
     sample.set_engine(model, args.engine)
+    for _, rows in sets:  # that all prompts fit, before the first is answered
+        ids = [row["ids"] for row in data.prompts(tok, rows, args.prompt_style, args.max_prompt)[0]]
+        sample.check_prompts(model, ids, [args.max_new_tokens or 1] * len(ids))
+    if args.adapter:
+        ids = tok.prompt_ids(sets[0][1][0]["question"], args.prompt_style)
+        check_adapter(model, ids, args.adapter)
 
     # a run without an adapter has trained all of the model
     arms = ["base", "adapter"] if args.adapter else ["trained" if args.run else "base"]

@@ -1755,6 +1755,8 @@ MUTANTS = {
          "flags::keys_and_values_that_do_not_fit_the_ram_are_told_in_a_line"),
         ("every RuntimeError is out of memory", "if not where and not isinstance(e, torch.OutOfMemoryError):", "if False:",
          "flags::keys_and_values_that_do_not_fit_the_ram_are_told_in_a_line"),
+        ("three times the same answer", "if n > 1 and temperature == 0:", "if False:",
+         "flags::flags_that_contradict_each_other_are_refused"),
         ("text without AWQ", "    if args.calib and not args.awq:", "    if False:",
          "flags::flags_that_contradict_each_other_are_refused"),
         ("AWQ of 16 bits", 'if args.awq and args.quant == "none":', "if False:",
@@ -1871,6 +1873,8 @@ MUTANTS = {
         ("another card's ratios stand beside ours", 'if card(PEERS[name]["card"]) == where else {}', "", "bench::tables_are_made"),
     ],
     "eval.py": [
+        ("a prompt that does not fit is met after hours", "        sample.check_prompts(model, ids,", "        (lambda *_: 0)(model, ids,",
+         "eval::bad_input_is_one_line_and_exit_code_2"),
         ("rows of another evaluation are overwritten", "check_out(args.out, new=True)", "check_out(args.out)",
          "eval::rows_are_kept_set_by_set_and_no_file_is_overwritten"),
         ("rows are kept at the end alone", "            if args.out:\n                save_rows", "            if args.out and len(results) == len(sets):\n                save_rows",

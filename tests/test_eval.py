@@ -279,15 +279,24 @@ def test_the_adapter_is_applied_and_the_base_is_the_base(tmp_path):
     assert [line for line in both if "adds" in line] == [f"arithmetic: the adapter adds {gained:+.1f} points (s.e. {error:.1f})"]
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-30])
+def test_an_adapter_that_changes_nothing_is_an_error(tmp_path, capsys, scale):
+    folder = adapter(tmp_path / "adapter", scale)
+    assert exit_code(evaluation.main, ["--limit", "2", "--adapter", folder]) == 2
+    err = capsys.readouterr().err
+    assert "--adapter" in err and "changes nothing" in err
+
+
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--max-prompt", "3"], "--max-prompt 3"), (["--max-new-tokens", "9999"], "9999"),
-    (["--max-new-tokens", "480"], "and 480 new ones pass the model's 512 positions"), (["--data", "long.jsonl"], "a prompt's"),
+    (["--temperature", "0", "--n", "4"], "--n 4"), (["--max-prompt", "3"], "--max-prompt 3"),
+    (["--max-new-tokens", "9999"], "9999"), (["--max-new-tokens", "480"], "and 480 new ones pass the model's 512 positions"),
+    (["--data", "arithmetic,long.jsonl"], "a prompt's"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(argv, says, capsys, monkeypatch, tmp_path):
-    """Before a token is drawn."""
+    """Before anything is answered: of two sets the first was, for nothing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "long.jsonl").write_text(json.dumps({"question": "1+1 " * 300, "answer": "2"}) + "\n")
-    monkeypatch.setattr(sample, "new_rows", None)
+    monkeypatch.setattr(sample, "generate", None)
     assert exit_code(evaluation.main, ["--limit", "2", *argv]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error:" in last and says in last
