@@ -15,10 +15,8 @@ Left out: few-shot prompts, majority votes.
     python eval.py --run runs/tiny-arithmetic-nvfp4-s0 --data arithmetic
     python eval.py --model Qwen/Qwen2.5-3B-Instruct --data gsm8k,math500 --prompt-style boxed
 """
-import json
 import math
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, stdev
@@ -47,7 +45,6 @@ FLAGS = (
     Flag("max-prompt", number(1, 1e7), None, "skip and count longer prompts, in tokens"),
     Flag("k", numbers(1, 1e4), None, "also pass@k for these, as in 1,4,8"),
     Flag("out", str, None, "a row a question with all its samples, to this new .jsonl"),
-    Flag("json", bool, False, "print the results as a line of JSON, too"),
     *flags.SAMPLING_FLAGS,
     *flags.ENGINE_FLAGS,
 )
@@ -160,18 +157,15 @@ def read_sets(args):
     """[(name, rows)] of --data: all are read before anything is loaded or sampled, so that a
     mistyped name costs nothing."""
     wanted = args.data.split(",")
-    names = [Path(name).stem for name in wanted]
-    names = names if len({*names}) == len(names) else wanted
     trained = args.trained_with.get("data")
     if trained in wanted and Path(trained).is_file():
         print(f"warning: --data {trained}: most of its questions were trained on; those that were "
               "held out, if any, are in eval_after.jsonl of the run", file=sys.stderr)
-    return [(name, data.load(file, "test", args.limit, args.seed, args.levels))
-            for name, file in zip(names, wanted, strict=True)]
+    return [(name, data.load(name, "test", args.limit, args.seed, args.levels))
+            for name in wanted]
 
 
 def run(args, argv):
-    begin = time.time()
     checkpoint.fetch(args.model)
     sets = read_sets(args)
     trained_by = args.trained_with.get("reward")
@@ -207,11 +201,6 @@ def run(args, argv):
             (_, _, base), (_, _, r) = results[-2:]
             r["gain"], r["stderr_gain"] = gain(base, r)
     show_results(results, args.reward)
-    if args.json:
-        rows = [{"data": name, "model": arm} | {k: v for k, v in r.items() if k != "rows"}
-                for name, arm, r in results]
-        print(json.dumps({"results": rows, "seconds": round(time.time() - begin, 1),
-                          "command": ranks.command_line()}))
 
 
 def main(argv=None):

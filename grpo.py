@@ -242,23 +242,7 @@ def ratio_metrics(ratio, clipped, gap, mask):
         "ratio_outside": ((torch.expm1(gap).abs() > 0.1) & mask).sum()}
 
 
-# ---- one optimizer step
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What one optimizer step needs to know, for scripts: train.py passes its flags, which have the
-    same names and meanings."""
-
-    loss: str = "grpo"
-    eps_high: float | None = None
-    beta: float = 0.0
-    old_logp: str = "sampler"  # what the ratio is taken against: sampler | trainer | current
-    overlong: str = "none"
-    max_new_tokens: int = 4096
-    temperature: float = 1.0
-    micro_batch_tokens: int = 16384
-    grad_clip: float = 0.2
+# ---- one optimizer step; `settings` are the flags of train.py
 
 
 def completion_logprobs(model, completions, temperature):

@@ -20,7 +20,6 @@ Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
 """
 import math
 from contextlib import contextmanager
-from pathlib import Path
 
 from plumbing import command, peft
 
@@ -147,10 +146,6 @@ def read_adapter(model, folder):
     """(rank, scaling, {PEFT's name: tensor}) of an adapter folder, checked against the shapes of
     `model` (a skeleton will do). ValueError for what cannot be honoured."""
     rank, scaling, state = peft.read(folder)
-    has = lora_layers(model)
-    if has and has[0][1].rank != rank:
-        raise ValueError(f"{Path(folder) / 'adapter_config.json'}: r = {rank}, but the model's "
-                         f"adapter has rank {has[0][1].rank}; set --lora-rank {rank}")
     shapes = {name: tuple(norm.weight.shape) for name, norm in peft.norms_of(model)}
     for path, m in projections(model):
         for part, n in m.parts.items():
@@ -162,26 +157,21 @@ def read_adapter(model, folder):
 
 @torch.no_grad()
 def take_tensors(path, m, state):
-    """Copy what `state` (PEFT's names) holds for the LoRALinear `m` at `path`; a part that
-    `state` leaves out was no target: its B is zeroed, so it contributes nothing."""
+    """Copy what `state` (PEFT's names) holds for the new LoRALinear `m` at `path`; a part that
+    `state` leaves out was no target: its B stays zero, so it contributes nothing."""
     for part, (A, B) in m.by_part().items():
         a, b = names(path, part)
         if b in state:
             A.copy_(state[a])
             B.copy_(state[b])
-        else:
-            B.zero_()
 
 
 def load_adapter(model, folder):
-    """Load a PEFT-layout adapter into `model`, adding LoRA if it has none. If the adapter lacks
-    some of the targets, their B is zero. Raises what read_adapter raises, and then leaves the model
-    as it was."""
+    """Load a PEFT-layout adapter into `model`, which has none. Raises what read_adapter raises, and
+    then leaves the model as it was."""
     rank, scaling, state = read_adapter(model, folder)
-    if not lora_layers(model):
-        add_lora(model, rank, scaling * rank)
+    add_lora(model, rank, scaling * rank)
     for path, m in lora_layers(model):
-        m.scaling = scaling
         take_tensors(path, m, state)
     peft.take_norms(model, state)
     return model

@@ -79,7 +79,7 @@ FLAGS = (
     Flag("eval-n", number(0, 1e4), 1, "samples a question, 0 for no evaluation"),
     Flag("eval-every", number(0, 1e8), 0, "steps between evaluations; 0: before and after", 10),
     Flag("eval-limit", number(1, 1e8), None, "how many questions (default: all)", 256),
-    Flag("eval-temperature", flags.temperature, 0.6, "0 is greedy"),
+    Flag("eval-temperature", number(0, 100, float), 0.6, "0 is greedy"),
     "run",
     Flag("out", str, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
     Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it, and noise "
@@ -139,11 +139,11 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         aqn.set_noise(model, sigma, aqn.noise_seed(args.seed, step))
 
         # 2. Sample and grade. The sampler records the log-prob of each token as it draws it.
+        begin = prompts.cursor
         first = rollout(run, model, tok, score, prompts.take(args.prompts_per_step), step)
         groups = first  # those to train on
-        n_prompts = len(first)  # drawn
         if args.dynamic_sampling:
-            groups, n_prompts = resample(run, model, tok, score, prompts, first, step)
+            groups = resample(run, model, tok, score, prompts, first, step)
 
         # 3. Advantages: each completion compared with its group; no critic.
         run.phase("update")
@@ -167,7 +167,7 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
         # 5. Log and save.
         run.phase("log")
         row = {"step": step, **metrics.sample_metrics(first), "groups": len(groups),
-               "prompts_sampled": n_prompts, "lr": lr, "sigma": sigma,
+               "prompts_sampled": prompts.cursor - begin, "lr": lr, "sigma": sigma,
                **metrics.update_metrics(updates, args.beta)}
         run.state.last = dict(row)
         run.log(row, first, result)
@@ -192,17 +192,15 @@ def rollout(run, model, tok, score, rows, key):
 
 def resample(run, model, tok, score, prompts, first, step):
     """DAPO's dynamic sampling: a group of equal rewards teaches nothing, so another prompt takes
-    its place. Returns the groups to train on, and how many prompts were drawn in all."""
+    its place. Returns the groups to train on."""
     groups = [group for group in first if grpo.has_signal(group)]
-    n_prompts = len(first)
     for again in range(MAX_RESAMPLE):
         missing = run.args.prompts_per_step - len(groups)
         if missing == 0:
             break
         more = rollout(run, model, tok, score, prompts.take(missing), f"{step}/{again + 1}")
         groups = groups + [group for group in more if grpo.has_signal(group)]
-        n_prompts += missing
-    return groups, n_prompts
+    return groups
 
 
 def complete(model, tok, rows, args, seed, indices=None):
@@ -247,17 +245,16 @@ class Prompts:
         self.rows = rows
         self.seed = seed
         self.cursor = 0
-        self.epoch, self.order = None, None
 
     def take(self, n):
         chosen = []
-        for _ in range(n):
+        while len(chosen) < n:  # the epoch may end on the way
             epoch, place = divmod(self.cursor, len(self.rows))
-            if epoch != self.epoch:
-                self.epoch, self.order = epoch, [*self.rows]
-                random.Random(f"{self.seed}/{epoch}").shuffle(self.order)
-            chosen.append(self.order[place])
-            self.cursor += 1
+            order = [*self.rows]
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            part = order[place : place + n - len(chosen)]
+            chosen += part
+            self.cursor += len(part)
         return chosen
 
 

@@ -2,10 +2,9 @@
 One prompt from text to a LoRA gradient, with every shape and some of the numbers on the way.
 
 What train.py does in a step, done once, slowly, on the embedded model. Read it beside the files it
-names; change a line and run it again.
+names; change a line, or the question, and run it again.
 
     python walk.py
-    python walk.py "Start with 38, add 2, add 3, add one." 44
 """
 import sys
 
@@ -22,6 +21,7 @@ import sample
 import train
 from nvfp4 import FORMATS, unpack
 
+QUESTION, ANSWER = "Take 11+5, subtract 10, triple it, add 43.", "61"
 G, LIMIT = 4, 48  # completions of the prompt, tokens each
 
 
@@ -36,15 +36,16 @@ def head(text):
     print(f"\n{text}")
 
 
-def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
+def main():
     torch.manual_seed(0)
-    args = flags.parse(train.COMMAND, ["--device", "cpu", "--quant", "none"])
+    given = f"--device cpu --quant none --overlong none --max-new-tokens {LIMIT}"
+    args = flags.parse(train.COMMAND, given.split())
     base, tok = sample.load_policy(args)
     args.quant = "nvfp4"
     model, _ = sample.load_policy(args)
 
     head("1. Text to ids (plumbing/tokenizer.py): the checkpoint's own chat template")
-    ids = tok.prompt_ids(question, "tags")
+    ids = tok.prompt_ids(QUESTION, "tags")
     print("  " + repr(tok.tokenizer.decode(ids, skip_special_tokens=False)))
     show("prompt ids (T,)", torch.tensor(ids), ids[:12])
 
@@ -79,7 +80,7 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
 
     head(f"5. {G} completions (sample.py), graded (data.py), beside their group (grpo.py)")
     [group] = sample.generate(model, [ids], G, LIMIT, eos_ids=tok.eos_ids, seed=3)
-    row = {"question": question, "answer": answer}
+    row = {"question": QUESTION, "answer": ANSWER}
     cs = [grpo.Completion(row, ids, s.ids, s.logprobs, s.finished, tok.decode(s.ids))
           for s in group]
     for c in cs:
@@ -97,8 +98,7 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
     show("ratio to the sampler, first completion", ratio, ratio[:8].tolist())
 
     head("7. Loss, gradient, step")
-    settings = grpo.Settings("dapo", max_new_tokens=LIMIT)
-    sums, norm = grpo.update(model, optimizer, cs, settings)
+    sums, norm = grpo.update(model, optimizer, cs, args)
     m = mean_metrics(sums)
     print(f"  loss {m['loss']:.4f}, entropy {m['entropy']:.3f} nats, gradient norm {norm:.4f}")
     print(f"  B moved by at most {linear.B.abs().max():.1e}; A had a gradient: "
@@ -106,9 +106,4 @@ def main(question="Take 11+5, subtract 10, triple it, add 43.", answer="61"):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] in (["-h"], ["--help"]):
-        sys.exit(print(__doc__.strip()))
-    if len(sys.argv) not in (1, 3):  # the answer is missing, or the quotes are
-        sys.exit('walk.py: error: it takes a question and its answer; python walk.py "QUESTION" '
-                 "ANSWER")
-    sys.exit(command.run("walk.py", lambda: main(*sys.argv[1:])))
+    sys.exit(command.run("walk.py", main))

@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import checkpoint, command
+from plumbing import checkpoint, command, flags
 from plumbing.run import peak_gib
 
 import torch
@@ -42,6 +42,7 @@ import lora
 import model as qwen
 import nvfp4
 import sample
+import train
 from fast import batches, engine, memory
 from fast import gemm as fast_gemm
 from fast.layout import tile
@@ -275,7 +276,7 @@ def phases(row, c, ceiling, args):
         engine.UPDATES[model] = engine.training_bytes(optimizer.params) + sum(memory.update_bytes(
             c, max(row["micro_batch"], length), model.checkpointing))
         engine.make_room(model)
-    settings = grpo.Settings(micro_batch_tokens=row["micro_batch"])
+    settings = update_flags(row["micro_batch"])
     completions = random_completions(rows, args.prompt, args.new, args.group)
     # a prompt's states are computed once for several of its completions
     row["tokens"] = sum(map(batches.size, batches.by_prompt(completions, row["micro_batch"])))
@@ -307,6 +308,11 @@ def plain(args):
         record(args.out, {"size": size} | by_paths(size, ("plain",)), ("size", "rows"))
 
 
+def update_flags(tokens):
+    """train.py's flags for an update of `tokens` a micro-batch: the paper's, but for that."""
+    return flags.parse(train.COMMAND, ["--model", "random", "--micro-batch-tokens", str(tokens)])
+
+
 def by_paths(size, paths, rows=0):
     """Figures of a row of `plain`: a decode step of `rows` rows, if any, and an update by each
     path, the plain one first."""
@@ -314,7 +320,7 @@ def by_paths(size, paths, rows=0):
     model.checkpointing = True
     optimizer, out = grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6), {}
     completions = random_completions(8, 256, 1024)
-    update = partial(grpo.update, model, optimizer, completions, grpo.Settings())
+    update = partial(grpo.update, model, optimizer, completions, update_flags(16384))
     torch.cuda.reset_peak_memory_stats()
     for path in paths:
         sample.set_engine(model, path)

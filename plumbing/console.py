@@ -115,10 +115,10 @@ def show_end(out, args, summary, before, after):
 
 def show_results(results, own_reward=None):
     """Print eval.py's table and what is to be said of its rows: [(set, model, evaluate's dict)]."""
-    print(f"{'data':<16}{'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
+    print(f"{'data':<15} {'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
           f"{'cut':>7}{'questions':>11}")
     for name, arm, r in results:
-        print(f"{name:<16}{arm:<10}{100 * r['accuracy']:>7.1f}%{points(r['stderr']):>7}"
+        print(f"{name:<15} {arm:<10}{100 * r['accuracy']:>7.1f}%{points(r['stderr']):>7}"
               f"{100 * r['format']:>8.1f}%{r['length']:>9.1f}{100 * r['truncated']:>6.1f}%"
               f"{r['questions']:>11}")
     for name, arm, r in results:

@@ -58,10 +58,10 @@ def own_norms(model):
 
 
 def take_norms(model, state):
-    """Give the model the norms that `state` holds; the others are the base's again."""
+    """Give the model the norms that `state` holds."""
     for name, m in norms_of(model):
-        if name in state or hasattr(m, "of_base"):
-            own_norm(m, state.get(name))
+        if name in state:
+            own_norm(m, state[name])
 
 
 @contextmanager

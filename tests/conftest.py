@@ -36,6 +36,17 @@ def few(monkeypatch):
     monkeypatch.setattr(datasets, "calibration", functools.partial(datasets.calibration, sequences=4, length=32))
 
 
+def settings(**own):
+    """What grpo.update needs to know: train.py's flags, all at their defaults but `own`."""
+    from plumbing import flags
+
+    import train
+
+    args = flags.parse(train.COMMAND, ["--model", "some/model", "--micro-batch-tokens", "16384"])
+    vars(args).update(own)
+    return args
+
+
 def patch_once():
     """Triton's interpreter without half of its work. At each call of a function from a kernel it patches all of triton.language again;
     what a launch has patched holds for its calls, and what the first call adds is never taken back. Each sum and product of integers

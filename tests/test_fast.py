@@ -27,6 +27,7 @@ import nvfp4
 import sample
 import train
 from fast import engine, gemm, layout, linears
+from tests import conftest
 from tests.conftest import first_blocks, rows_of
 from tests.test_decode import GPU, ONE, PROMPTS, check_gaps, random_model, tokens, with_head_norms
 
@@ -207,7 +208,7 @@ def test_code_of_ones_own_samples_by_the_plain_functions(on_fast_path, capsys, w
 @pytest.mark.parametrize("what", OWN)
 def test_code_of_ones_own_trains_by_the_plain_functions(on_fast_path, capsys, what):
     """Installed between a rollout and its update, as by a script that hooks the trainer alone."""
-    m, settings = random_model(ONE, "nvfp4"), grpo.Settings(micro_batch_tokens=20)
+    m, settings = random_model(ONE, "nvfp4"), conftest.settings(micro_batch_tokens=20)
     batch = [grpo.Completion({}, [1, 2, 3], [4 + i] * (1 + i), [-5.0] * (1 + i), True, advantage=i - 1.0) for i in range(3)]
     same, found = copy.deepcopy(m), []
     change(same, what)
@@ -294,7 +295,7 @@ def test_what_the_kernels_bypass_is_all_that_the_plain_functions_call():
         if event == "call" and code.co_filename in files and "<" not in code.co_qualname and code.co_name != "forward":
             called[files[code.co_filename]].add(code.co_qualname)
 
-    m, settings = random_model(ONE, "nvfp4", rank=2), grpo.Settings(old_logp="trainer")
+    m, settings = random_model(ONE, "nvfp4", rank=2), conftest.settings(old_logp="trainer")
     sys.setprofile(note)
     try:
         groups = sample.generate(m, PROMPTS[:3], n=2, max_new_tokens=4, top_p=0.9)
@@ -324,7 +325,7 @@ def test_weights_that_are_trained_go_back_to_the_plain_functions(on_fast_path, c
 
 def some_steps(m):
     """[(completions' ids, metrics)] of two steps of rollout, reward and update."""
-    optimizer, settings, found = grpo.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2), grpo.Settings(micro_batch_tokens=24), []
+    optimizer, settings, found = grpo.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2), conftest.settings(micro_batch_tokens=24), []
     for step in range(2):
         aqn.set_noise(m, 0.1, seed=step)
         groups = [[grpo.Completion({}, prompt, s.ids, s.logprobs, True, reward=sum(s.ids) / 1000) for s in group]
@@ -430,7 +431,7 @@ def test_gpu_plain_and_fast_train_alike(quant, scaling):
         params = [p for p in m.parameters() if p.requires_grad]
         before, optimizer, steps = [p.detach().clone() for p in params], grpo.AdamW(params, 1e-3), []
         for _ in range(3):
-            sums, norm = grpo.update(m, optimizer, batch, grpo.Settings(micro_batch_tokens=300, grad_clip=1.0))
+            sums, norm = grpo.update(m, optimizer, batch, conftest.settings(micro_batch_tokens=300, grad_clip=1.0))
             means = metrics.mean_metrics(sums)
             steps += [means["loss"], means["entropy"], norm]
         moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(params, before, strict=True)])

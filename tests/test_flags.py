@@ -63,12 +63,6 @@ def test_runs_of_other_seeds_have_other_folders():
     assert len(outs) == 5 and "runs/tiny-arithmetic-nvfp4-s0" in outs
 
 
-def test_an_update_of_ones_own_has_the_defaults_of_train_py():
-    """grpo.Settings() and train.py's flags say each default once more."""
-    args = vars(flags.parse(train.COMMAND, ["--model", "some/model"]))
-    assert vars(grpo.Settings(micro_batch_tokens=0)).items() <= args.items()
-
-
 def test_the_defaults_are_the_papers():
     """Whoever gives a model and data alone trains as the paper does; what is no flag any more is its value as well."""
     args, paper = vars(flags.parse(train.COMMAND, ["--model", "m"])), {
@@ -147,9 +141,9 @@ def test_the_share_of_the_card_is_taken(monkeypatch, shallow):
 
 
 @pytest.mark.parametrize(("spec", "flag"), [(train.COMMAND, "--eval-temperature"), (evaluation.COMMAND, "--temperature"), (chat.COMMAND, "--temperature")])
-def test_a_temperature_that_overflows_is_refused_with_the_other_flags(spec, flag):
+def test_a_temperature_out_of_bounds_is_refused_with_the_other_flags(spec, flag):
     """It was refused after the model was loaded, in a run folder that had been made, as another flag."""
-    for value in ("1e-7", "-1", "nan", "101", "hot"):
+    for value in ("-1", "nan", "101", "hot"):
         with pytest.raises(ValueError, match=f"argument {flag}: "):
             flags.parse(spec, [flag, value])
     for value in ("0", "1e-6", "2"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import grpo
+from tests import conftest
 
 
 def batch(seed=0, B=5, T=7, drift=0.4):
@@ -294,5 +295,5 @@ def test_a_rank_sends_no_log_probs_of_an_earlier_pass(monkeypatch):
     c, sent = grpo.Completion({}, [1], [2], [0.0], True, trainer_logprobs=[9.0]), []
     monkeypatch.setattr(grpo, "micro_batches", lambda *_: [])
     monkeypatch.setattr(grpo.ranks, "gather", lambda own: sent.append(own) or [own])
-    grpo.record_trainer_logprobs(None, [c], grpo.Settings())
+    grpo.record_trainer_logprobs(None, [c], conftest.settings())
     assert sent == [{}] and c.trainer_logprobs is None

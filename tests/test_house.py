@@ -4,7 +4,6 @@ import functools
 import importlib
 import inspect
 import re
-import runpy
 import subprocess
 import sys
 import tomllib
@@ -120,18 +119,6 @@ def test_the_walk_prints_what_it_promises(capsys):
     walk.main()
     out = capsys.readouterr().out
     assert all(f"{i}. " in out for i in range(1, 8)) and "B moved by at most 2.0e-03" in out  # Adam's first step is the learning rate
-
-
-@pytest.mark.parametrize(("words", "says"), [
-    (["What is 1+1?"], "a question and its answer"), ("What is 1+1? 2".split(), "a question and its answer"),
-    (["1+1? " * 400, "2"], "pass the model's 512 positions")], ids=["alone", "bare", "long"])
-def test_the_walk_takes_a_question_and_its_answer(monkeypatch, capsys, words, says):
-    """Another question was graded by the first one's answer; without quotes "What" was asked, and "is" was right; a long one
-    was a traceback."""
-    monkeypatch.setattr(sys, "argv", ["walk.py", *words])
-    with pytest.raises(SystemExit) as e:
-        runpy.run_path(str(ROOT / "walk.py"), run_name="__main__")
-    assert says in f"{e.value} {capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize("signature", """\

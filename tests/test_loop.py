@@ -27,6 +27,7 @@ import lora
 import model as qwen
 import sample
 import train
+from tests import conftest
 from tests.conftest import adapted, drawn
 
 POLICY_LOSS = grpo.policy_loss
@@ -530,7 +531,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch):
     before = [p.detach().clone() for p in params]
     optimizer = grpo.AdamW(params, 0.1, (0.9, 0.99), 0.1)
     completions = [grpo.Completion({}, [1, 2, 3], [4, 5], [-1.0, -1.0], True, advantage=1.0)]
-    _, norm = grpo.update(model, optimizer, completions, grpo.Settings())
+    _, norm = grpo.update(model, optimizer, completions, conftest.settings())
     assert math.isnan(norm)
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True)) and not optimizer.state
     assert all(p.grad is None for p in params)
@@ -543,7 +544,7 @@ def test_a_skipped_update_leaves_nothing_in_the_gradients():
 
     def update(advantage):
         cs = [grpo.Completion({}, [1, 2, 3], [4, 5], [-5.0, -5.0], True, advantage=a) for a in (advantage, -1.0)]
-        return grpo.update(model, optimizer, cs, grpo.Settings())[1]
+        return grpo.update(model, optimizer, cs, conftest.settings())[1]
 
     first, broken, after = update(1.0), update(math.nan), update(1.0)
     assert math.isfinite(first) and math.isnan(broken) and math.isfinite(after)
@@ -572,7 +573,7 @@ def arguments(policy, monkeypatch, **settings):
         return real(*args, **kw)
 
     monkeypatch.setattr(grpo, "policy_loss", spy)
-    result = grpo.update(model, optimizer, completions, grpo.Settings(micro_batch_tokens=1, max_new_tokens=40, **settings))
+    result = grpo.update(model, optimizer, completions, conftest.settings(micro_batch_tokens=1, max_new_tokens=40, **settings))
     return calls, result
 
 
@@ -655,7 +656,7 @@ def test_an_update_with_nothing_to_train_on_changes_nothing(policy):
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = grpo.AdamW(params, 0.1, (0.9, 0.99), 0.1)
     before = [p.detach().clone() for p in params]
-    cut, settings = [c for c in completions if not c.finished], grpo.Settings(overlong="mask")
+    cut, settings = [c for c in completions if not c.finished], conftest.settings(overlong="mask")
     grpo.record_trainer_logprobs(model, cut, settings)
     assert len(cut) == 2 and grpo.update(model, optimizer, cut, settings) is None and grpo.update(model, optimizer, [], settings) is None
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True)) and not optimizer.state
@@ -665,7 +666,7 @@ def test_the_trainers_own_logprobs_keep_nothing_for_a_backward(policy, monkeypat
     """A pass whose activations nobody will ask for would hold as many of them as an update."""
     kept, real = [], grpo.completion_logprobs
     monkeypatch.setattr(grpo, "completion_logprobs", lambda *a: kept.append(real(*a)) or kept[-1])
-    grpo.record_trainer_logprobs(policy[0], policy[2], grpo.Settings(micro_batch_tokens=100))
+    grpo.record_trainer_logprobs(policy[0], policy[2], conftest.settings(micro_batch_tokens=100))
     assert kept and not any(logp.requires_grad for logp, _, _ in kept)
     for c in policy[2]:
         c.trainer_logprobs = None

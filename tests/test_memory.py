@@ -18,6 +18,7 @@ import model as M
 from fast import engine, memory
 from lab import convert
 from nvfp4 import FORMATS
+from tests import conftest
 
 SHAPES = {"7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8), "32b": (5120, 27648, 64, 40, 8)}
 
@@ -177,7 +178,7 @@ def test_gpu_an_update_takes_what_is_planned(checkpointing):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        grpo.backward(model, completions, grpo.Settings(micro_batch_tokens=1 << 20))
+        grpo.backward(model, completions, conftest.settings(micro_batch_tokens=1 << 20))
         took = torch.cuda.max_memory_allocated() - before
         model.zero_grad()
     planned = sum(memory.update_bytes(model.config, 16384, checkpointing))

@@ -15,6 +15,7 @@ import lora
 import model as M
 import sample
 from fast import batches, decode, engine, linears, packed
+from tests import conftest
 from tests.test_decode import CPU, GPU, ONE, build, installed, little_beside_much, with_head_norms
 
 gpu = pytest.mark.gpu
@@ -186,7 +187,7 @@ def completions(n=4):
 def update_of(m, batch, budget):
     """(summed metrics, gradients) of a batch."""
     m.zero_grad()
-    metrics = grpo.backward(m, batch, grpo.Settings(micro_batch_tokens=budget))
+    metrics = grpo.backward(m, batch, conftest.settings(micro_batch_tokens=budget))
     return metrics, [p.grad.clone() for p in m.parameters() if p.requires_grad]
 
 
@@ -358,7 +359,7 @@ def test_gpu_packed_equals_the_float32_modules(quant, rows):
 def test_gpu_update_does_not_wait_for_the_device():
     """A synchronisation per micro-batch leaves the card idle while Python launches the next."""
     m = installed(rank=8)
-    settings = grpo.Settings(micro_batch_tokens=20)
+    settings = conftest.settings(micro_batch_tokens=20)
     grpo.backward(m, completions(), settings)  # compiles, checks weights
     torch.cuda.set_sync_debug_mode("error")
     try:

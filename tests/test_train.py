@@ -33,6 +33,7 @@ import model as qwen
 import sample
 import train
 from lab import chat
+from tests import conftest
 from tests.conftest import adapted, drawn, exit_code, first_blocks, parameters_of, rows_of
 
 SMALL = ["--steps", "4", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24", "--lora-rank", "4", "--eval-n", "0",
@@ -540,7 +541,7 @@ def test_any_micro_batching_gives_the_same_gradient_and_loss(policy, monkeypatch
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", keep)
     for budget in (1, 300, 10**6):
-        metrics, _ = grpo.update(model, optimizer, completions, grpo.Settings("dapo", micro_batch_tokens=budget))
+        metrics, _ = grpo.update(model, optimizer, completions, conftest.settings(loss="dapo", micro_batch_tokens=budget))
         losses.append(metrics["loss"].item())
     assert len(grpo.micro_batches(model, completions, 1)) == len(completions)
     assert len(grpo.micro_batches(model, completions, 10**6)) == 1
