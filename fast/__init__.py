@@ -75,11 +75,14 @@ def refusal(model):
     if config.head_dim not in (32, 64, 128):
         return f"the kernels take heads of 32, 64 or 128 numbers, not {config.head_dim}"
     try:
-        from fast import engine
+        from fast import engine, layout
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
-    for path, m in projections(model):  # an E8M0 byte is the exponent plus 127
-        if m.q is not None and m.q.fmt == "mxfp4" and (nvfp4.scale_bits(m.q.scale) > 154).any():
+    for path, q in ((path, m.q) for path, m in projections(model) if m.q is not None):
+        if not layout.fits(*q.shape):
+            return f"{path} is {q.shape[0]} x {q.shape[1]}, no multiple of 8 x {layout.CHUNK}"
+        # an E8M0 byte is the exponent plus 127
+        if q.fmt == "mxfp4" and (nvfp4.scale_bits(q.scale) > 154).any():
             return f"{path} has a block scale over 2^27, more than the kernels carry"
     return engine.own_code(model)
 

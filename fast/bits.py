@@ -104,33 +104,25 @@ def decoder(f, asm):
 
 
 @triton.jit
-def words(codes, r, k, N, sc, FAST: tl.constexpr):
+def words(codes, r, k, sc):
     """Pointers (BN, 16) to the int32 words of rows r in the chunk at column k: groups of 8 rows lie
     chunk by chunk."""
-    n = 8 if FAST else tl.minimum(8, N - r // 8 * 8)
     p = codes.to(tl.pointer_type(tl.int32)) + (
-        (r // 8).to(tl.int64) * (sc * 2) + (r % 8) * 16 + k // 8 * n)
+        (r // 8).to(tl.int64) * (sc * 2) + (r % 8) * 16 + k)
     return p[:, None] + tl.arange(0, 16)[None, :]
 
 
 @triton.jit
-def load_scales(p, k, K, keep, FMT: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
-                BN: tl.constexpr):
+def load_scales(p, k, FMT: tl.constexpr, BLOCK: tl.constexpr):
     """The block scales of the chunk at column k as stored: bytes, four to an int32, (BN, 2 planes),
     or float32, all that a plane has, (BN, 2 planes * 1, 2 or 4); p (BN,) points at the rows."""
     two = tl.arange(0, 2)
     if p.dtype.element_ty == tl.float32:
         at = k // BLOCK + tl.arange(0, max(2, 128 // BLOCK)) // max(1, BLOCK // 64)
-        s = tl.load(p[:, None] + at[None, :], mask=keep & (at < K // BLOCK)[None, :], other=0)
-    elif FAST:
+        s = tl.load(p[:, None] + at[None, :])
+    else:
         at = k // (4 * BLOCK) + (two if FMT == "nvfp4" else two * 0)
         s = tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + at[None, :])
-    else:
-        s = tl.zeros((BN, 2), tl.int32)
-        for i in tl.static_range(4):
-            at = k // BLOCK + (two * 4 if FMT == "nvfp4" else two * 0) + i
-            s |= tl.load(p[:, None] + at[None, :], mask=keep & (at < K // BLOCK)[None, :],
-                         other=0).to(tl.int32) << 8 * i
     return s
 
 

@@ -55,8 +55,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
          WHOLE: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
          RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr, Z: tl.constexpr,
          ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
-         BIAS: tl.constexpr, RES: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
-         TMA: tl.constexpr, EARLY: tl.constexpr):
+         BIAS: tl.constexpr, RES: tl.constexpr, PDL: tl.constexpr, TMA: tl.constexpr,
+         EARLY: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res. A program does BN rows of
     the weight, BM rows of x and one of SPLIT splits of K, or all of K in the first WHOLE rows of
     tiles; with an adapter, the first programs compute x A^T (adapter_in).
@@ -65,14 +65,12 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     tile, 8 are gate's, 8 up's. g: global scales (N,); part, count: the splits' partial sums and
     arrivals; sums, flags, Z, ZR: see adapter_in; sx, sc, ss, sb: row strides of x, codes, scale, B;
     b0, b1: the rows at which LoRA parts 1 and 2 begin; BLOCK, DECODE, ASM: see decoder; W: warps;
-    RP: how much of R a product takes, 16, 32 or 64; AT: how many tiles of RA rows A has; FAST: K
-    needs no masks, groups of 8 rows are full; TMA: the TMA unit copies x, from descriptor xd of
-    tiles (BM, 64); EARLY: the next kernel may begin once all programs of this one have."""
+    RP: how much of R a product takes, 16, 32 or 64; AT: how many tiles of RA rows A has; TMA: the
+    TMA unit copies x, from descriptor xd of tiles (BM, 64); EARLY: the next kernel may begin once
+    all programs of this one have."""
     # Triton's interpreter cannot multiply bfloat16
     T: tl.constexpr = x.dtype.element_ty if ASM else tl.float32
-    if FAST:
-        sc = tl.multiple_of(sc, 64)
-        ss = tl.multiple_of(ss, 128 // BLOCK)
+    sc, ss = tl.multiple_of(sc, 64), tl.multiple_of(ss, 128 // BLOCK)
     MT, pid = tl.cdiv(M, BM), tl.program_id(0)
     if R > 0:
         makers = MT * (BM // BA) * AT * Z
@@ -80,7 +78,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             adapter_in(x, A, sums, flags, M, K, sx, pid, MT, AT, P * R, Z, ZR, BM, BA, RA, T, PDL)
             return
         pid -= makers
-    KB = tl.cdiv(K, 128)  # chunks
+    KB = K // 128  # chunks
     tile, split, per, cut = pid // (MT * SPLIT), pid // MT % SPLIT, tl.cdiv(KB, SPLIT), True
     if WHOLE > 0:
         at = pid - WHOLE * MT
@@ -97,9 +95,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     rl = r // (16 * W) * (16 * W) + (r // 8) % W * 16 + (r // (8 * W)) % 2 * 8 + r % 8
     rl = tl.minimum(weight_row(tile, rl, N, BN, GLU)[0], N - 1)
     k, j = split * per * 128, tl.arange(0, 64)
-    wp = words(codes, rl, k, N, sc, FAST)
-    # int32 words from a row's chunk to its next chunk
-    step = 128 if FAST else (16 * tl.minimum(8, N - rl // 8 * 8))[:, None]
+    wp = words(codes, rl, k, sc)
     sp = scale + rl.to(tl.int64) * ss
     # rows past the last repeat it and are never stored: a mask would be computed for each load
     xp = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * sx + (k + j)[:, None]
@@ -125,23 +121,17 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             # Triton 3.6 decodes the next into registers that the tensor core may still be reading
             acc = tl.inline_asm_elementwise(TOUCH, "=f,0", [acc], dtype=tl.float32, is_pure=False,
                                             pack=1)
-        if FAST:
-            w = tl.load(wp)
-        else:
-            w = tl.load(wp, mask=(rl * 0 + kc < K)[:, None], other=0)
+        w = tl.load(wp)
         if TMA:
             xl, xh = xd.load([pid % MT * BM, kc]).T, xd.load([pid % MT * BM, kc + 64]).T
-        elif FAST:
-            xl, xh = tl.load(xp), tl.load(xp + 64)
         else:
-            xl = tl.load(xp, mask=(kc + j < K)[:, None], other=0.0)
-            xh = tl.load(xp + 64, mask=(kc + 64 + j < K)[:, None], other=0.0)
-        s = load_scales(sp, kc, K, (rl >= 0)[:, None], FMT, BLOCK, FAST, BN)
+            xl, xh = tl.load(xp), tl.load(xp + 64)
+        s = load_scales(sp, kc, FMT, BLOCK)
         a, b, cc, d = extract(w, s, FMT, DECODE, ASM, BN)
         low, high = arrange(a, b, BN, W, ASM), arrange(cc, d, BN, W, ASM)
         acc = tl.dot(low, xl.to(T), acc, input_precision="ieee")  # (BN, 64) @ (64, BM)
         acc = tl.dot(high, xh.to(T), acc, input_precision="ieee")
-        wp += step
+        wp += 128  # words of 8 rows' chunk
         xp += 128
     if PDL and not EARLY:  # from here on, the next kernel fills SMs as programs end; signalled at
         # the start, its programs would pile up on some of the SMs
@@ -205,20 +195,17 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
 @triton.jit
 def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.constexpr,
                     BLOCK: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
-                    BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, FAST: tl.constexpr,
-                    FOLD: tl.constexpr):
+                    BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, FOLD: tl.constexpr):
     """out (N, K + E), rows `so` apart: value * block scale and, if FOLD, times the global scale;
     then tail (N, E). A program does BN rows of one chunk, or of the tail."""
-    if FAST:
-        sc = tl.multiple_of(sc, 64)
-        ss = tl.multiple_of(ss, 128 // BLOCK)
+    sc, ss = tl.multiple_of(sc, 64), tl.multiple_of(ss, 128 // BLOCK)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.program_id(1) * 128
     row = tl.minimum(n, N - 1).to(tl.int64)
     at = n[:, None].to(tl.int64) * so
     if k < K:
-        w = tl.load(words(codes, row, k, N, sc, FAST))
-        s = load_scales(scale + row * ss, k, K, (row >= 0)[:, None], FMT, BLOCK, FAST, BN)
+        w = tl.load(words(codes, row, k, sc))
+        s = load_scales(scale + row * ss, k, FMT, BLOCK)
         a, b, cc, d = extract(w, s, FMT, DECODE, ASM, BN)
         v = tl.join(arrange(a, b, BN, 0, ASM), arrange(cc, d, BN, 0, ASM))  # (BN, 64, plane)
         v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
@@ -226,8 +213,7 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
         if FOLD:
             v *= tl.load(g + row)[:, None]
         j = k + tl.arange(0, 128)
-        keep = (n < N)[:, None] & (j < K)[None, :]
-        tl.store(out + at + j[None, :], v.to(out.dtype.element_ty), mask=keep)
+        tl.store(out + at + j[None, :], v.to(out.dtype.element_ty), mask=(n < N)[:, None])
     elif E:
         e = tl.arange(0, EP)
         inside = (n < N)[:, None] & (e < E)[None, :]
@@ -259,7 +245,6 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
     tma = t["BM"] >= 128 and hopper  # smaller tiles gain nothing, or lose
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
-    fast = K % CHUNK == 0 and N % 8 == 0 and q.scale.data_ptr() % 16 == 0
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
     programs = makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"])
     gemm[(programs,)](
@@ -269,7 +254,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         **decoder(FORMATS[q.fmt], cuda), BM=t["BM"], BN=t["BN"],
         SPLIT=t["split"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
-        RES=residual is not None, FAST=fast, PDL=pdl, TMA=tma,
+        RES=residual is not None, PDL=pdl, TMA=tma,
         EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"],
         maxnreg=t.get("maxnreg"), launch_pdl=pdl)
     return out
@@ -293,12 +278,11 @@ def decoded(q, tail=None):
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     alpha = common_scale(q)
     w = scratch(q.codes.device, N, K + E)
-    to_16bit_kernel[(-(-N // 64), -(-K // CHUNK) + (E > 0))](
+    to_16bit_kernel[(-(-N // 64), K // CHUNK + (E > 0))](
         q.codes, scale_bits(q.scale), q.global_scale, tail, w, N, K,
         q.codes.stride(0), q.scale.stride(0), K + E, FMT=q.fmt,
         **decoder(FORMATS[q.fmt], q.codes.is_cuda), BN=64, E=E,
-        EP=max(16, triton.next_power_of_2(E)), FAST=K % CHUNK == 0 and N % 8 == 0,
-        FOLD=alpha is None, num_warps=4)
+        EP=max(16, triton.next_power_of_2(E)), FOLD=alpha is None, num_warps=4)
     return w, alpha or 1.0
 
 

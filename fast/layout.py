@@ -23,14 +23,14 @@ high plane).
 looked up, as NF4, has the eight of a word in turn, a0 in bits 3..0, a1, b0, b1, c0, c1, d0, and d1
 in 31..28. A lane reads its w0..w3, 16 bytes, and has its share of 8 steps: no shuffles, and
 activations stay in their natural order. Groups of 8 rows lie chunk by chunk, 8 x 64 bytes at a
-time, since DRAM dislikes strides. Nothing is lost: `unpack` gives the codes back in order.
+time, since DRAM dislikes strides. So N is a multiple of 8 and K of 128, as in all Qwens; `fits`.
+Nothing is lost: `unpack` gives the codes back in order.
 
     t = tile(quantize(w)); q = untile(t)
 
 Shapes: N rows (outputs), K columns (inputs).
 """
 import torch
-import torch.nn.functional as F
 
 import nvfp4
 from nvfp4 import FORMATS, Quantized
@@ -40,11 +40,16 @@ SLICE = 1 << 24  # codes that pack and unpack take at a time: their int32 tempor
 
 
 class Tiled(Quantized):
-    """A Quantized whose codes have this file's layout: (N, ceil(K/128)*64) uint8."""
+    """A Quantized whose codes have this file's layout."""
 
     def dequantize(self):
-        codes = unpack(self.codes, self.shape[1], self.fmt)
+        codes = unpack(self.codes, self.fmt)
         return nvfp4.to_values(codes, self.fmt, self.scale, self.global_scale)
+
+
+def fits(N, K):
+    """Whether the layout takes a weight of this shape."""
+    return N % 8 == 0 and K % CHUNK == 0
 
 
 def tile(q):
@@ -55,22 +60,18 @@ def tile(q):
 
 def untile(q):
     """The inverse of `tile`."""
-    codes = nvfp4.pack(unpack(q.codes, q.shape[1], q.fmt))
+    codes = nvfp4.pack(unpack(q.codes, q.fmt))
     return Quantized(q.fmt, q.shape, codes, q.scale, q.global_scale)
 
 
 def pack(codes, fmt):
-    """Codes (N, K), one uint8 each in 0..15, in the kernel's order: (N, ceil(K/128)*64) uint8;
-    columns past K are code 0.
-
-    Groups of 8 rows are interleaved: pack a matrix whole, or in slices of rows that start at
-    multiples of 8."""
+    """Codes (N, K), one uint8 each in 0..15, in the kernel's order: (N, K/2) uint8. Groups of 8
+    rows are interleaved: pack a matrix whole, or in slices of rows that start at multiples of 8."""
     N, K = codes.shape
-    chunks = -(-K // CHUNK)
-    out = codes.new_empty(N, chunks * CHUNK // 2)
-    for i, j, rows in slices(N, K):
-        v = F.pad(codes[i:j], (0, -K % CHUNK)).int()
-        v = v.view(-1, rows, chunks, 2, 4, 2, 4, 2)  # (group, row, chunk, plane, w, h, t, p)
+    out = codes.new_empty(N, K // 2)
+    for rows in slices(N, K):
+        v = codes[rows].int()
+        v = v.view(-1, 8, K // CHUNK, 2, 4, 2, 4, 2)  # (group, row, chunk, plane, w, h, t, p)
         v = v.permute(0, 2, 1, 6, 4, 3, 5, 7)  # (group, chunk, row, t, w, plane, h, p)
         if FORMATS[fmt].codebook:
             places = torch.arange(0, 32, 4, device=v.device, dtype=torch.int32)
@@ -81,17 +82,17 @@ def pack(codes, fmt):
             a, b, c, d = (v[..., 0] | v[..., 1] << 16).flatten(5).unbind(-1)
             low = rotr(d & ~0x00400040, 30) | shift(d & 0x00400040, 6)
             word = a | shift(b, 4) | rotr(c, 26) | low
-        out[i:j] = word.reshape(j - i, -1).view(torch.uint8)
+        out[rows] = word.reshape(-1, K // 8).view(torch.uint8)
     return out
 
 
-def unpack(packed, K, fmt):
-    """The inverse of pack: (N, ceil(K/128)*64) uint8 -> codes (N, K) uint8."""
-    N, width = packed.shape
+def unpack(packed, fmt):
+    """The inverse of pack: (N, K/2) uint8 -> codes (N, K) uint8."""
+    N, K = len(packed), 2 * packed.shape[1]
     out = packed.new_empty(N, K)
-    for i, j, rows in slices(N, K):
-        w = packed[i:j].contiguous().view(torch.int32)
-        w = w.view(-1, width * 2 // CHUNK, rows, 4, 4)  # (group, chunk, row, t, w)
+    for rows in slices(N, K):
+        w = packed[rows].view(torch.int32)
+        w = w.view(-1, K // CHUNK, 8, 4, 4)  # (group, chunk, row, t, w)
         if FORMATS[fmt].codebook:
             v = w[..., None] >> torch.arange(0, 32, 4, device=w.device, dtype=torch.int32) & 15
             v = v.unflatten(-1, (2, 2, 2))  # (.., plane, h, p)
@@ -102,17 +103,14 @@ def unpack(packed, K, fmt):
             v = ((v >> 12) & 8) | ((v >> 6) & 7)
         # (group, chunk, row, t, w, plane, h, p) -> (group, row, chunk, plane, w, h, t, p)
         v = v.to(torch.uint8).permute(0, 2, 1, 5, 4, 6, 3, 7)
-        out[i:j] = v.reshape(j - i, -1)[:, :K]
+        out[rows] = v.reshape(-1, K)
     return out
 
 
 def slices(N, K):
-    """(first, end, rows of a group): about SLICE codes each, in whole groups of 8 rows, then the
-    N % 8 rows left over."""
-    whole, step = N // 8 * 8, max(1, SLICE // (8 * max(K, 1))) * 8
-    yield from ((i, min(i + step, whole), 8) for i in range(0, whole, step))
-    if whole < N:
-        yield whole, N, N - whole
+    """Slices of rows: about SLICE codes each, in whole groups of 8."""
+    step = max(1, SLICE // (8 * K)) * 8
+    return [slice(i, i + step) for i in range(0, N, step)]
 
 
 def shift(w, s):

@@ -11,7 +11,6 @@ exact. Temporary tensors are an estimate; the table's is for 16-bit activations.
 
 Shapes: C hidden, F intermediate, L layers, N rows, K columns, V vocabulary.
 """
-from fast.layout import CHUNK
 from fast.plan import COUNTERS, FLAGS, PARTIALS
 from nvfp4 import FORMATS
 
@@ -40,9 +39,7 @@ def weights(c, fmt):
     """Bytes of the frozen model by part; 16-bit embeddings, head, norms and biases in every
     format. A norm also has its float32 noise, a quantized row a float32 global scale."""
     shapes, L = linears(c), c.num_hidden_layers
-    padding = 4 * (fmt != "none")  # bits a column of padding: codes fill whole chunks of a row
-    size = {name: L * n * (k * BITS[fmt] + -k % CHUNK * padding) / 8
-            for name, (n, k, _) in shapes.items()}
+    size = {name: L * n * k * BITS[fmt] / 8 for name, (n, k, _) in shapes.items()}
     norms = (2 * L + 1) * c.hidden_size + 2 * L * c.head_dim * c.qk_norm
     small = norms * (2 + 4) + L * shapes["qkv_proj"][0] * 2 * c.qkv_bias
     if fmt != "none":

@@ -27,7 +27,7 @@ from fast import attention, batches, decode, engine, gemm, logprobs, memory, pac
 from fast.layout import tile
 
 gpu = pytest.mark.gpu
-CPU = M.Config(301, 64, 96, 2, 4, 2, 32, max_position_embeddings=128)
+CPU = M.Config(301, 128, 256, 2, 4, 2, 32, max_position_embeddings=128)
 GPU = M.Config(5003, 256, 640, 3, 14, 2, 64, max_position_embeddings=2048)  # 7 query heads a kv head, as in Qwen's
 ONE = dataclasses.replace(CPU, num_hidden_layers=1)  # one block: the interpreter is slow
 PROMPTS = [[5], [1, 2, 3], list(range(20, 57)), [9, 8, 7, 6, 5, 4], [1, 2, 3]]
@@ -188,14 +188,14 @@ def test_a_small_adapter_counts_beside_a_large_residual_or_bias(quant, device):
 @torch.no_grad()
 def test_attention_of_eight_query_heads_without_bias():
     """Llama's shape: no QKV bias, one kv head for all."""
-    c = M.Config(301, 64, 96, 1, 8, 1, 32, qkv_bias=False, max_position_embeddings=128)
+    c = M.Config(301, 128, 128, 1, 8, 1, 32, qkv_bias=False, max_position_embeddings=128)
     check_hidden(build(c))
 
 
 @torch.no_grad()
 def test_a_long_sequence_in_more_splits_than_are_loaded_at_once():
     """Ten and nine splits of 32 tokens for eight loads in flight; the last of the nine ends one token into its second block."""
-    c = M.Config(301, 64, 96, 1, 4, 1, 32, max_position_embeddings=512)
+    c = M.Config(301, 128, 128, 1, 4, 1, 32, max_position_embeddings=512)
     check_hidden(build(c, rank=0), [290, 273], 32)
 
 

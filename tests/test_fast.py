@@ -71,11 +71,19 @@ def with_a_large_scale():
     return m
 
 
+def with_a_narrow_projection():
+    """A card's model of 96 columns."""
+    m = card()
+    m.layers = random_model(dataclasses.replace(ONE, intermediate_size=96), "nvfp4").layers
+    return m
+
+
 @pytest.mark.parametrize(("model", "capability", "says"), [
     (card(is_cuda=False), (9, 0), "not on a CUDA device"), (card(), (7, 5), "an Ampere card"),
     (card(dtype=torch.float32), (9, 0), "in torch.float32"), (card(head_dim=80), (9, 0), "heads of 32, 64 or 128 numbers, not 80"),
     (card(), (8, 0), "a hook"), (card(dtype=torch.float16), (9, 0), "in torch.float16"),
-    (with_a_large_scale(), (9, 0), "layers.0.mlp.down_proj has a block scale over")])
+    (with_a_large_scale(), (9, 0), "layers.0.mlp.down_proj has a block scale over"),
+    (with_a_narrow_projection(), (9, 0), "layers.0.mlp.down_proj is 128 x 96, no multiple of 8 x 128")])
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason(monkeypatch, capsys, model, capability, says):
     """Heads of 80 would be an error from a compiler, a scale of 2^28 another number; with auto it is one line."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -105,7 +113,7 @@ def test_a_model_on_a_cpu_is_left_as_it_was():
 @pytest.mark.parametrize("rank", [0, 3])
 def test_one_copy_of_the_codes_at_any_time(monkeypatch, rank):
     """A 72B model that fits the card once does not fit it twice: each layer's codes go before the next layer's are laid out."""
-    m, alive, pack = random_model(M.Config(301, 64, 96, 3, 4, 2, 32), "nvfp4", rank), [], layout.pack
+    m, alive, pack = random_model(M.Config(301, 128, 128, 3, 4, 2, 32), "nvfp4", rank), [], layout.pack
     codes = [weakref.ref(linear.base.codes) for _, linear in M.projections(m)]
     monkeypatch.setattr(layout, "pack", lambda *args: alive.append(sum(c() is not None for c in codes)) or pack(*args))
     fast.tile(m)
@@ -115,10 +123,10 @@ def test_one_copy_of_the_codes_at_any_time(monkeypatch, rank):
 @pytest.mark.parametrize("fmt", nvfp4.FORMATS)
 @torch.no_grad()
 def test_a_linear_that_was_laid_out_is_the_same_linear(fmt):
-    """Of rows and columns that fill no group and no chunk, with a bias, on the CPU; and back."""
-    q = nvfp4.quantize(torch.randn(20, 192, generator=torch.Generator().manual_seed(0)), fmt)
-    m, x = random_model(ONE), torch.randn(3, 2, 192)
-    plain = m.layers[0].attn.qkv_proj = nvfp4.QuantLinear(q, {"q_proj": 12, "k_proj": 8}, torch.arange(20.0))
+    """With a bias, on the CPU; and back."""
+    q = nvfp4.quantize(torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), fmt)
+    m, x = random_model(ONE), torch.randn(3, 2, 256)
+    plain = m.layers[0].attn.qkv_proj = nvfp4.QuantLinear(q, {"q_proj": 16, "k_proj": 8}, torch.arange(24.0))
     y, dense = plain(x), plain.dense()
     fast.tile(m)
     plain.copy = None
