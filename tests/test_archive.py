@@ -155,7 +155,7 @@ def test_late_entropy_is_of_the_second_half(tmp_path, capsys):
 
 def test_arms_of_a_method_that_logs_no_entropy_are_shown(capsys):
     """Evolution strategies draw no samples whose entropy could be logged: a traceback."""
-    assert printed(capsys, "tiny_es/s?", "--arms").startswith("s* (5 seeds): 33.2 -> ")
+    assert printed(capsys, "tiny_es/s?", "--arms").startswith("tiny_es/s* (5 seeds): 33.2 -> ")
     assert experiments.main(["compare", "tiny_es/s?", "--entropy"]) == 2 and "--entropy" in capsys.readouterr().err
 
 
