@@ -51,8 +51,8 @@ def answers(run, name="eval_after.jsonl"):
 
 @contextmanager
 def folders(runs):
-    """Within the block: the runs that are given, folders as they are and patterns of "GROUP/NAME"
-    unpacked into temporary folders. ValueError for what is neither."""
+    """Within the block: the runs that are given, each once, folders as they are and patterns of
+    "GROUP/NAME" unpacked into temporary folders. ValueError for what is neither."""
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         for run in runs:
@@ -66,10 +66,7 @@ def folders(runs):
                 raise ValueError(f"{run}: no such folder, and no GROUP/NAME in {RUNS.name} is like "
                                  "it; a pattern is quoted, as in '2x2_1.5b/nvfp4*'")
             found += [f"{temporary}/{Path(file.name).parent}" for file in files]
-        try:
-            yield [*dict.fromkeys(found)]
-        except ValueError as e:  # a run is called by its name
-            raise ValueError(str(e).replace(f"{temporary}/", "")) from None
+        yield [*{Path(run).resolve(): run for run in found}.values()]
 
 
 def short(value, digits=6):
@@ -96,11 +93,6 @@ def keep(run, out, commit):
 
 def add(runs, group, commit):
     """Add folders to the archive."""
-    def pack(file):  # the same bytes on every machine
-        file.mode, file.mtime, file.uid, file.gid = 0o644, 0, 0, 0
-        file.uname = file.gname = ""
-        return file
-
     if not re.fullmatch(r"\w[\w.-]*", group):
         raise ValueError(f"--group {group}: is no name of letters, digits, _, - and .")
     with tempfile.TemporaryDirectory() as temporary:
@@ -114,7 +106,7 @@ def add(runs, group, commit):
             keep(run, out, commit)
         with whole(RUNS) as part, tarfile.open(part, "w:xz") as tar:
             for path in sorted(Path(temporary).glob("*/*/*")):
-                tar.add(path, path.relative_to(temporary), filter=pack)
+                tar.add(path, path.relative_to(temporary))
     print(f"{RUNS}: {len(runs)} runs more")
 
 

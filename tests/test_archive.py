@@ -1,6 +1,5 @@
 """results/runs.tar.xz by lab/archive.py: what it keeps prints what its runs did."""
 import json
-import os
 import random
 import re
 import shutil
@@ -73,21 +72,6 @@ def test_kept_runs_print_what_their_folders_print(table, tmp_path, capsys):
     assert not Path(run).exists()
 
 
-def test_the_same_runs_are_the_same_bytes(table, tmp_path):
-    """Each time that a run was added every byte of the archive was another."""
-    empty = table.read_bytes()
-    run = trained(tmp_path / "s0", "none", 0)
-    made = []
-    for _ in range(2):
-        table.write_bytes(empty)
-        os.utime(run)
-        assert archive.main([run, "--group", "mine"]) == 0
-        made.append(table.read_bytes())
-    assert made[0] == made[1]
-    with tarfile.open(table) as tar:
-        assert {(file.mtime, file.uid, file.uname) for file in tar} == {(0, 0, "")}
-
-
 def test_what_is_no_run_is_named(table, tmp_path, capsys):
     run = trained(tmp_path / "s0", "none", 0)
     assert archive.main([run, "--group", "mine"]) == 0 and "1 runs more" in capsys.readouterr().out
@@ -102,11 +86,10 @@ def test_what_is_no_run_is_named(table, tmp_path, capsys):
     assert experiments.main(["compare", "mine/s1"]) == 2 and "mine/s1: no such folder" in capsys.readouterr().err
 
 
-def test_a_kept_run_is_called_by_its_name_and_counts_once(table, tmp_path, capsys):
-    """An error named a temporary folder that was gone when it was read; a row that two patterns match was a seed twice."""
+def test_a_kept_run_counts_once(table, tmp_path):
+    """A row that two patterns match was a seed twice."""
     run = trained(tmp_path / "s0", "none", 0)
     assert archive.main([run, "--group", "mine"]) == 0
-    assert experiments.main(["compare", "mine/*", run]) == 2 and f"error: mine/s0 and {run} have the same flags" in capsys.readouterr().err
     with archive.folders(["mine/*", "mine/s0", "mine/s?"]) as runs:
         assert len(runs) == 1
 
