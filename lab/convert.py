@@ -117,8 +117,11 @@ def quantize_body(argv):
         "nvfp4.py",
         description="Quantize a checkpoint to four bits, or count what each format would cost.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add, count = p.add_argument, command.number
-    add("--model", help="16-bit checkpoint folder or hub id")
+    add, count, what = p.add_argument, command.number, p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="16-bit checkpoint folder or hub id, to quantize")
+    what.add_argument(
+        "--plan", metavar="MODEL",
+        help="only print what a checkpoint, hub id or config.json costs in each format")
     add("--out", help="folder to write; must not exist")
     add("--fmt", choices=list(FORMATS), default="nvfp4", help="number format")
     add("--awq", action="store_true",
@@ -126,21 +129,17 @@ def quantize_body(argv):
     add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
                         "(worked arithmetic problems)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
-    add("--plan", metavar="MODEL",
-        help="only print what a checkpoint, hub id or config.json costs in each format")
     add("--rank", type=count(1, 4096), default=32, help="LoRA rank that --plan counts with")
     add("--tokens", type=count(1, 10**8), default=16384,
         help="micro-batch tokens that --plan counts with")
     args = p.parse_args(argv)
-    if args.plan and (args.model or args.out):
-        p.error("--plan: prints only; leave --model and --out out")
     if args.plan:
         local = Path(args.plan).suffix == ".json" or Path(args.plan).exists()
         where = args.plan if local else checkpoint.fetch(args.plan, weights=False)
         print(memory.table(qwen.read_config(where), args.rank, args.tokens))
         return
-    if not (args.model and args.out):
-        p.error("--model and --out are needed (or --plan)")
+    if not args.out:
+        p.error("--out: name the folder to write")
     if args.calib and not args.awq:
         p.error("--calib: plain rounding uses no text; add --awq")
     device, _ = policy.place(args.device)

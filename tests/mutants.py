@@ -2088,12 +2088,8 @@ MUTANTS = {
     "lab/chat.py": [
         ("a whole answer is called cut", '("" if drawn.finished else', '("" if not drawn.finished else',
          "chat::an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes"),
-        ("every rank samples", "    if ranks.world > 1:", "    if False:",
-         "flags::sampling_is_one_process"),
         ("half a character at an answer's end is lost", 'print(text[len(shown) :] + (""', 'print("" + (""',
          "chat::an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes"),
-        ("a cut answer asks for what there is not", "len(prompt) + most == model.config",
-         "len(prompt) == model.config", "chat::an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes"),
         ("a question too long ends the chat", "except ValueError as e:  # past",
          "except KeyError as e:  # past", "chat::a_chat_outlives_a_question_that_does_not_fit"),
         ("the model's answers are the user's", '"user" if user else "assistant"', '"user"',

@@ -512,10 +512,10 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("argv,message", [
-    ([], "--model and --out are needed"),
+    ([], "--model --plan is required"), (["--model", "m"], "--out: name the folder"),
     (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
     (["--plan", "c.json", "--rank", "0"], "--rank: 0: must be from 1"),
-    (["--plan", "c.json", "--out", "x"], "--plan: prints only"),
+    (["--plan", "c.json", "--model", "m"], "not allowed with argument --plan"),
 ])
 def test_bad_flags_exit_with_one_line_and_code_2(argv, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

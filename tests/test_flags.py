@@ -50,13 +50,6 @@ def test_a_style_without_answers_needs_a_reward_of_ones_own():
         assert flags.parse(COMMANDS[name], ["--prompt-style", "plain", "--reward", "own.py:f"]).prompt_style == "plain"
 
 
-def test_sampling_is_one_process(monkeypatch):
-    """Under torchrun each rank would write the same file."""
-    monkeypatch.setattr(ranks, "world", 2)
-    with pytest.raises(ValueError, match="sample.py is one process"):
-        flags.parse(chat.COMMAND, [])
-
-
 def test_runs_of_other_seeds_have_other_folders():
     """Named alike, the second would be refused, or go on with the first."""
     outs = {flags.parse(train.COMMAND, given).out for given in ([], ["--seed", "1"], ["--quant", "none"], ["--data", "x/d.jsonl"], ["--model", "m"])}
