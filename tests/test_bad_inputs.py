@@ -412,7 +412,7 @@ def full_disk(n):
     ("nvfp4 --model model --out new --device cpu", 50_000, "cannot be written"),
     (MERGE, 50_000, "cannot be written"),
     ("eval --data d.jsonl --out new.jsonl --n 1 --max-new-tokens 2 --quant none", 100, "new.jsonl: cannot be written"),
-    ("plot run", 1000, "metrics.png: cannot be written"),
+    ("plot run", 1000, "compare.png: cannot be written"),
 ])
 def test_a_full_disk_is_one_line_and_leaves_nothing(refused, line, room, words):
     """X.partial and a traceback were left, of hours of work."""
