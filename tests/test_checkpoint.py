@@ -435,14 +435,6 @@ def test_quantization_that_cannot_be_read_is_refused_with_what_to_do(tmp_path, c
     assert message in str(e.value) and "\n" not in str(e.value)
 
 
-def test_files_that_are_no_safetensors_are_refused_with_what_to_do(tmp_path):
-    """"neither model.safetensors nor its index is there; is the download complete?" sent people to download it again."""
-    folder = base(tmp_path)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="is there; .* docs/guide.md says how to make them of .bin and GGUF files"):
-        M.load(folder)
-
-
 def declared(folder, source, tensors=None, group=None, **change):
     """A copy of a quantized checkpoint whose quantization_config is changed, and its tensors by `tensors`, a function."""
     shutil.copytree(source, folder)

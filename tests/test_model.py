@@ -254,7 +254,8 @@ def test_missing_shards_and_indices_are_named(tmp_path):
     with pytest.raises(ValueError, match="model-00002-of-00003.safetensors: not a readable safetensors file .* download it again"):
         M.load(folder)
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor model.safetensors.index.json is there"):
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor model.safetensors.index.json is "
+                       "there; .* docs/guide.md says how to make them of .bin and GGUF files"):
         M.load(folder)
 
 

@@ -110,12 +110,6 @@ def test_a_dtype_that_onednn_does_not_take(dtype, quant, atol):
     torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(m, PROMPTS[1], s.ids), atol=atol, rtol=0)
 
 
-def test_top_p_logprobs_are_of_the_whole_distribution(model):
-    """RL needs log-probs of the policy, not of its truncated copy."""
-    [[s]] = sample.generate(model, PROMPTS[1:2], max_new_tokens=20, temperature=0.8, top_p=0.5)
-    torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, PROMPTS[1], s.ids, 0.8), atol=1e-4, rtol=0)
-
-
 def test_temperature_zero_is_the_argmax(model):
     """Greedy, whatever the seed."""
     [[s], [t]] = sample.generate(model, PROMPTS[1:3], max_new_tokens=10, temperature=0, seed=5)
