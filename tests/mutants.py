@@ -1355,7 +1355,7 @@ MUTANTS = {
          '"none"',
          "lora::a_merge_takes_the_adapters_own_format"),
         ("a text that nobody reads", "if args.calib and not args.awq:", "if False:",
-         "checkpoint::bad_flags_exit_with_one_line_and_code_2"),
+         "bad_inputs::flags_and_places_are_checked_before_the_work"),
         ('a merge takes any base', '    policy.check(args)',
          '    pass',
          "lora::a_merge_into_another_base_is_refused_before_its_blocks"),

@@ -1,7 +1,4 @@
-"""eval.py beyond Pass@1 (pass@k, majorities, an evaluation that was stopped), and the sets of the benchmarks."""
-import contextlib
-import io
-import json
+"""Pass@k, and the sets of the benchmarks."""
 from pathlib import Path
 from statistics import fmean
 
@@ -28,31 +25,6 @@ def test_pass_at_k_is_unbiased_and_not_the_share_of_questions_with_a_right_sampl
     assert r["pass@1"][0] == r["accuracy"] == 0.25
     assert r["pass@2"][0] == pytest.approx((1 - 1 / 6) / 2) and r["pass@4"][0] == 0.5
     assert r["pass@2"][1] == pytest.approx((1 - 1 / 6) / 2)  # of two values, half their difference
-
-
-def cli(*argv):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = evaluation.main([*argv, "--json"])
-    return code, out.getvalue().splitlines()
-
-
-def results(lines):
-    return json.loads(lines[-1])["results"]
-
-
-@pytest.fixture
-def sets(tmp_path):
-    for name, n in (("a", 7), ("b", 3)):
-        rows = ({"question": f"What is {i}+{n}?", "answer": i + n} for i in range(n))
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}"
-
-
-def test_a_reward_of_ones_own_is_asked_once_a_sample(tmp_path, sets):
-    (tmp_path / "r.py").write_text("def f(text, row):\n    return {'reward': 1, 'given': 5}\n")
-    code, lines = cli("--data", sets, "--n", "2", "--max-new-tokens", "2", "--k", "2", "--reward", f"{tmp_path / 'r.py'}:f", "--quant", "none")
-    assert code == 0 and results(lines)[0]["pass@2"][0] == 1
 
 
 # ---- sets

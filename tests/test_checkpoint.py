@@ -503,20 +503,6 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
     assert max(held) <= 36_000 and len(held) > 20
 
 
-@pytest.mark.parametrize("argv,message", [
-    ([], "--model --plan is required"), (["--model", "m"], "--out: name the folder"),
-    (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
-    (["--plan", "c.json", "--rank", "0"], "--rank: 0: must be from 1"),
-    (["--plan", "c.json", "--model", "m"], "not allowed with argument --plan"),
-])
-def test_bad_flags_exit_with_one_line_and_code_2(argv, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert convert.main("quantize", argv) == 2
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_command_writes_a_checkpoint_and_says_what_it_cost(tmp_path, capsys):
     convert.main("quantize", ["--model", str(base(tmp_path)), "--out", str(tmp_path / "q"), "--fmt", "mxfp4", "--device", "cpu"])
     assert capsys.readouterr().out == f"{tmp_path / 'q'}: 0.00 GiB\n" and M.load(tmp_path / "q").layers[0].attn.o_proj.q.fmt == "mxfp4"
