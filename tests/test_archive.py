@@ -86,14 +86,6 @@ def test_what_is_no_run_is_named(table, tmp_path, capsys):
     assert experiments.main(["compare", "mine/s1"]) == 2 and "mine/s1: no such folder" in capsys.readouterr().err
 
 
-def test_a_kept_run_counts_once(table, tmp_path):
-    """A row that two patterns match was a seed twice."""
-    run = trained(tmp_path / "s0", "none", 0)
-    assert archive.main([run, "--group", "mine"]) == 0
-    with archive.folders(["mine/*", "mine/s0", "mine/s?"]) as runs:
-        assert len(runs) == 1
-
-
 def test_curves_are_of_kept_runs_too(table, tmp_path):
     """The documents' commands took folders that the repository no longer has."""
     run = trained(tmp_path / "s0", "none", 0, group_size=8)

@@ -220,19 +220,6 @@ def test_awq_calibrates_on_the_text_that_was_given(monkeypatch, shallow):
     assert texts == [("nvfp4", (None, shallow)), ("nvfp4", ("t.txt", shallow)), ("nvfp4", None)]
 
 
-def test_without_awq_an_adapters_text_is_not_asked_for(shallow, tmp_path):
-    """--no-awq was refused for a --calib that nobody had given."""
-    m = qwen.load(shallow, dtype=torch.float32)
-    lora.add_lora(m, 2, 2.0)
-    lora.save_adapter(m, tmp_path)
-    had = policy_of(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--calib", "t.txt"]), {})
-    (tmp_path / "policy.json").write_text(json.dumps(had))
-    args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq"])
-    assert (args.awq, args.calib) == (False, None)
-    with pytest.raises(ValueError, match="--calib: plain rounding uses no text"):
-        flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq", "--calib", "u.txt"])
-
-
 # ---- how commands end
 
 

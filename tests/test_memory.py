@@ -67,14 +67,6 @@ def test_a_plan_of_a_hub_id_fetches_its_config_alone(monkeypatch, capsys):
     assert asked == [("Qwen/Qwen2.5-32B-Instruct", False)] and "training peak" in capsys.readouterr().out
 
 
-def test_the_plan_counts_the_adapter_that_training_makes():
-    model = build()
-    made = sum(p.numel() for p in lora.add_lora(model, 4, 4))
-    assert memory.lora_parameters(model.config, 4) == made
-    cache = M.KVCache(model, 3, 7)
-    assert memory.kv_per_token(model.config) * 21 == cache.k.nbytes + cache.v.nbytes
-
-
 def test_rollouts_plan_float32_logits_and_the_sort_of_top_p():
     """Rows are made as many as the rest of the memory holds: too few bytes a row, and the first step runs out of it."""
     c = config("7b")

@@ -71,14 +71,6 @@ def test_all_panels_and_runs_are_drawn(tmp_path, axes):
     assert len(panels["tokens/s of rollout (thin: update)"].lines) == 4
 
 
-def test_what_only_some_seeds_have_is_no_empty_panel(tmp_path, axes):
-    """Kept rows of older runs know fewer columns: their mean with others is drawn nowhere."""
-    rows = [{k: v for k, v in r.items() if not k.endswith("tok_s")} for r in ROWS]
-    draw([folder(tmp_path / f"s{i}", (ROWS, rows)[i], config={"lr": 1, "seed": i}) for i in range(2)], tmp_path / "p.png")
-    panels = axes()
-    assert list(panels) == [p[0] for p in curves.PANELS[:-1]] and legend(panels) == [f"{tmp_path.name}/s* (2 seeds)"]
-
-
 def test_each_axis_reads_as_its_panel_says(tmp_path, axes):
     """A noise of 1e-4 beside 1e-2 on a linear axis is none; steps drawn as slopes were never there."""
     draw([folder(tmp_path / "a")], tmp_path / "p.png")
