@@ -317,16 +317,6 @@ def test_each_block_is_calibrated_on_what_the_blocks_before_it_give(monkeypatch,
             assert torch.allclose(got[name].H, s.H, rtol=1e-3, atol=1e-5) and torch.allclose(got[name].mean, s.mean, rtol=1e-3)
 
 
-def test_the_flag_of_the_commands_loads_with_awq(monkeypatch):
-    """--awq that is parsed and forgotten is plain rounding, and looks like it."""
-    seen = []
-    load, ids = M.load, torch.zeros(1, 2, dtype=torch.long)
-    monkeypatch.setattr(datasets, "calibration", lambda text, folder: seen.append((text, folder)) or ids)
-    monkeypatch.setattr(M, "load", lambda *a: seen.append(a) or load(TINY, dtype=torch.float32))
-    sample.load_policy(flags.parse(train.COMMAND, ["--awq", "--calib", "text.txt", "--quant", "mxfp4", "--device", "cpu"]))
-    assert seen == [("text.txt", TINY), (TINY, "cpu", torch.float32, "mxfp4", ids)]
-
-
 def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_path, capsys, few):
     """--awq, which nobody had typed, was refused beside the checkpoint that nvfp4.py --awq had written."""
     convert.convert(shallow, tmp_path / "q", use_awq=True)
