@@ -8,9 +8,9 @@ Benchmarks on one GPU. Each measures its ceiling in the same run, before the num
     plain     the files that one reads beside fast/, or any two of --engine: a decode step and an
               update of each
 
-Rows are merged into --out as they are measured, so that a long table can be made in parts. Kernels
-are timed as one CUDA graph of many launches, median of its replays: what is measured is the GPU,
-not Python.
+Rows are merged into --out as they are measured, so that a long table can be made in parts;
+lab/bench_report.py prints them. Kernels are timed as one CUDA graph of many launches, median of its
+replays: what is measured is the GPU, not Python.
 
     python lab/bench.py kernels
     python lab/bench.py rollout 7b:nvfp4:16:1,8,64 7b:none:16:1,8,64
@@ -376,8 +376,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error(f"{args.what}: needs a CUDA device")
-    card = report.card(torch.cuda.get_device_name())
-    args.out = args.out or report.RESULTS / f"{args.what}_{card}.json"
+    args.out = args.out or report.RESULTS / f"{args.what}_{report.card()}.json"
     return args
 
 

@@ -1864,9 +1864,15 @@ MUTANTS = {
          "ideas::the_documented_size_of_a_noise_is_its_divergence"),
     ],
     "lab/bench_report.py": [
+        ("a step on part of a card is the paper's", '(r["group"], r["new"], r["card_gib"]) == (1, 2048, 0)',
+         '(r["group"], r["new"]) == (1, 2048)', "bench::tables_are_made"),
+        ("a step is its rollout", 'r["rollout_s"] + r["update_s"]', 'r["rollout_s"]', "bench::tables_are_made"),
         ("what did not fit takes all figures with it", "any(r.get(k) != row.get(k) for k in key)", "any(r[k] != row[k] for k in key)",
          "bench::what_does_not_fit_is_a_row_among_the_others"),
         ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]', "bench::floor_of_a_7b_step"),
+        ("another model's linears are in the mean", '[table[shape] for shape in PEERS["marlin"]["speedup"] if shape in table]',
+         "[*table.values()]", "bench::tables_are_made"),
+        ("another card's ratios stand beside ours", 'if card(PEERS[name]["card"]) == where else {}', "", "bench::tables_are_made"),
     ],
     "eval.py": [
         ("a prompt that does not fit is met after hours", "        sample.check_prompts(model, ids,", "        (lambda *_: 0)(model, ids,",

@@ -65,10 +65,38 @@ def test_what_is_measured_by_default_can_be_named():
 
 def test_every_peer_says_what_was_measured_and_how():
     """A figure without its version, card and method, or one that belongs to no number of rows."""
-    for peer in json.loads((bench_report.RESULTS / "peers.json").read_text()).values():
+    for peer in bench_report.PEERS.values():
         assert all(peer[k] for k in ("what", "version", "card", "method"))
         for values in [*peer.get("speedup", {}).values(), peer.get("geometric_mean")]:
             assert values is None or len(values) == len(peer["rows"])
+
+
+def test_tables_are_made(tmp_path, monkeypatch, capsys):
+    """Marlin's and vLLM's figures beside another shape or number of rows than they belong to. And a traceback, at a file in results/
+    whose name was taken for a card's."""
+    bench_report.tables()
+    assert "| 7b:nvfp4:16 | 404 (190) |" in capsys.readouterr().out
+    monkeypatch.setattr(bench_report, "RESULTS", tmp_path)
+    rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 1.0 if s == "3b.o" else 2.0}
+            for s in [*bench_report.PEERS["marlin"]["speedup"], "3b.o"] for m in bench_report.ROWS]
+    (tmp_path / "kernels_l40s.json").write_text(json.dumps([r for r in rows if r["shape"] == "3b.o"]))  # none of Marlin's shapes
+    for card in ("h100", "h200"):  # the others' ratios were measured on an H100
+        (tmp_path / f"kernels_{card}.json").write_text(json.dumps(rows))
+    rows = [{"size": "7b", "quant": q, "lora_rank": 16, "rows": n, "kind": "rows",
+             "decode_tok_s": 380.0 * n} for q in ("none", "nvfp4") for n in (1, 8, 16)]
+    (tmp_path / "rollout_h100.json").write_text(json.dumps(rows))
+    (tmp_path / "rollout_h200.json").write_text(json.dumps([rows[0] | {"size": "3b"}]))
+    row = {"size": "7b", "quant": "nvfp4", "completions": 2, "group": 1, "new": 2048, "card_gib": 0, "rollout_s": 5.0, "update_s": 1.0}
+    other = [row | {"quant": "none", "rollout_s": 8.0}, row | {"card_gib": 24.0, "update_s": 9.0}, row | {"size": "3b", "new": 512}]
+    (tmp_path / "step_h100.json").write_text(json.dumps([row, *other, {k: v for k, v in row.items() if k != "rollout_s"} | {"completions": 8}]))
+    bench_report.tables()
+    out = capsys.readouterr().out
+    assert "| completions | 2 |\n|---|---|\n| 7b:nvfp4 | 6.00 (1.50) |\n| 7b:none | 9.00 (1.00) |\n" in out
+    assert "| 3b:none:16 | 380 (-) |" in out
+    assert "| 7b.o | 2.00 (1.19) | 2.00 (1.20)" in out and "| geometric mean | 2.00 (1.82)" in out
+    assert "| 7b.o | 2.00 (-) | 2.00 (-)" in out
+    assert "| rows | 1 | 8 | 16 |" in out
+    assert "| 7b:nvfp4:16 | 380 (190) | 3040 (1552) | 6080 (-) |" in out
 
 
 @pytest.mark.gpu
