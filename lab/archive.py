@@ -93,6 +93,11 @@ def keep(run, out, commit):
 
 def add(runs, group, commit):
     """Add folders to the archive."""
+    def pack(file):  # the same bytes on every machine
+        file.mode, file.mtime, file.uid, file.gid = 0o644, 0, 0, 0
+        file.uname = file.gname = ""
+        return file
+
     if not re.fullmatch(r"\w[\w.-]*", group):
         raise ValueError(f"--group {group}: is no name of letters, digits, _, - and .")
     with tempfile.TemporaryDirectory() as temporary:
@@ -106,7 +111,7 @@ def add(runs, group, commit):
             keep(run, out, commit)
         with whole(RUNS) as part, tarfile.open(part, "w:xz") as tar:
             for path in sorted(Path(temporary).glob("*/*/*")):
-                tar.add(path, path.relative_to(temporary))
+                tar.add(path, path.relative_to(temporary), filter=pack)
     print(f"{RUNS}: {len(runs)} runs more")
 
 

@@ -1,5 +1,6 @@
 """results/runs.tar.xz by lab/archive.py: what it keeps prints what its runs did."""
 import json
+import os
 import random
 import re
 import shutil
@@ -70,6 +71,21 @@ def test_kept_runs_print_what_their_folders_print(table, tmp_path, capsys):
             name = f"eval_{when}.jsonl"
             assert archive.answers(run, name) == archive.answers(runs[4], name)
     assert not Path(run).exists()
+
+
+def test_the_same_runs_are_the_same_bytes(table, tmp_path):
+    """Each time that a run was added every byte of the archive was another."""
+    empty = table.read_bytes()
+    run = trained(tmp_path / "s0", "none", 0)
+    made = []
+    for _ in range(2):
+        table.write_bytes(empty)
+        os.utime(run)
+        assert archive.main([run, "--group", "mine"]) == 0
+        made.append(table.read_bytes())
+    assert made[0] == made[1]
+    with tarfile.open(table) as tar:
+        assert {(file.mtime, file.uid, file.uname) for file in tar} == {(0, 0, "")}
 
 
 def test_what_is_no_run_is_named(table, tmp_path, capsys):
