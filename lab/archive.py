@@ -51,8 +51,8 @@ def answers(run, name="eval_after.jsonl"):
 
 @contextmanager
 def folders(runs):
-    """Within the block: the runs that are given, folders as they are and patterns of "GROUP/NAME"
-    unpacked into temporary folders. ValueError for what is neither."""
+    """Within the block: the runs that are given, each once, folders as they are and patterns of
+    "GROUP/NAME" unpacked into temporary folders. ValueError for what is neither."""
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         for run in runs:
@@ -66,10 +66,7 @@ def folders(runs):
                 raise ValueError(f"{run}: no such folder, and no GROUP/NAME in {RUNS.name} is like "
                                  "it; a pattern is quoted, as in '2x2_1.5b/nvfp4*'")
             found += [f"{temporary}/{Path(file.name).parent}" for file in files]
-        try:
-            yield [*dict.fromkeys(found)]
-        except ValueError as e:  # a run is called by its name
-            raise ValueError(str(e).replace(f"{temporary}/", "")) from None
+        yield [*{Path(run).resolve(): run for run in found}.values()]
 
 
 def short(value, digits=6):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import flags, ranks
+from plumbing import flags
 from plumbing.flags import Flag
 from plumbing.tokenizer import styled
 
@@ -27,13 +27,7 @@ FLAGS = (
     *flags.ENGINE_FLAGS,
 )
 
-
-def check(args):
-    if ranks.world > 1:
-        raise ValueError("sample.py is one process; start it with python, not torchrun")
-
-
-COMMAND = flags.Command("sample", "Sample from a model: a chat, or one prompt.", FLAGS, check)
+COMMAND = flags.Command("sample", "Sample from a model: a chat, or one prompt.", FLAGS)
 
 
 def turns(args, *texts):
@@ -63,22 +57,18 @@ def answer(model, tok, args, texts):
     most = sample.limit(model, prompt, args.max_new_tokens)
     [[drawn]] = sample.generate(model, [prompt], 1, most, args.temperature,
                                 args.top_p, tok.eos_ids, args.seed, on_token=show)
-    full = len(prompt) + most == model.config.max_position_embeddings
-    cut = "the model has no more positions" if full else "raise --max-new-tokens"
     text = tok.decode(drawn.ids)
-    print(text[len(shown) :] + ("" if drawn.finished else f" [cut: {cut}]"))
+    print(text[len(shown) :] + ("" if drawn.finished else f" [cut after {most} tokens]"))
     return text
 
 
 def chat(model, tok, args):
     """A conversation in the terminal until /quit, end of input (ctrl-D) or ctrl-C."""
-    print("A line that ends in \\ goes on. /clear starts over, /quit ends.", file=sys.stderr)
+    print("/clear starts over, /quit ends.", file=sys.stderr)
     texts = []
     while True:
         try:
             text = input("User: ")
-            while text.endswith("\\"):
-                text = f"{text[:-1]}\n{input('... ')}"
             if text.strip() == "/quit":
                 return
             if text.strip() == "/clear":

@@ -14,7 +14,6 @@ Shapes: B rows, T tokens, C hidden.
 """
 import argparse
 import sys
-import time
 from pathlib import Path
 from statistics import fmean
 
@@ -47,30 +46,25 @@ def write(writer, model, path, dtype=None):
 
 def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib=None,
             shard_bytes=2 << 30):
-    """Quantize a 16-bit checkpoint into the folder `out` (checkpoint.Writer); returns the report
-    that is written with it.
+    """Quantize a 16-bit checkpoint into the folder `out` (checkpoint.Writer); returns the rows of
+    nvfp4.calibrated's report, none of plain rounding.
 
     Weights stay in the dtype they are stored in. ValueError for an `out` that exists, a checkpoint
     that is quantized already, and whatever `quantize` and `awq.calibration` refuse."""
-    begin, folder = time.time(), checkpoint.fetch(path_or_hub_id)
+    folder = checkpoint.fetch(path_or_hub_id)
     config, source = qwen.read_config(folder), checkpoint.Checkpoint(folder)
     if config.quantization:
         raise ValueError(f"--model: {folder} is quantized already; give the 16-bit checkpoint")
-    model = qwen.skeleton(config)
-    report = {"format": fmt, "method": "AWQ" if use_awq else "round to nearest"}
+    model, report = qwen.skeleton(config), []
     with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
         pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt)
         steps = ((path, []) for path in pieces)
         if use_awq:
             ids = datasets.calibration(calib, folder)
             steps = nvfp4.calibrated(model, pieces, fmt, ids, device)
-            report |= {"calibration": calib, "calibration_tokens": ids.numel(), "layers": []}
         for path, rows in tqdm(steps, fmt, len(qwen.pieces(config)), disable=None):
             write(writer, model, path)
-            if rows:
-                report["layers"] += rows
-        report["seconds"] = round(time.time() - begin, 1)
-        writer.notes["quantization.json"] = report
+            report += rows
     return report
 
 
@@ -123,8 +117,11 @@ def quantize_body(argv):
         "nvfp4.py",
         description="Quantize a checkpoint to four bits, or count what each format would cost.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add, count = p.add_argument, command.number
-    add("--model", help="16-bit checkpoint folder or hub id")
+    add, count, what = p.add_argument, command.number, p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="16-bit checkpoint folder or hub id, to quantize")
+    what.add_argument(
+        "--plan", metavar="MODEL",
+        help="only print what a checkpoint, hub id or config.json costs in each format")
     add("--out", help="folder to write; must not exist")
     add("--fmt", choices=list(FORMATS), default="nvfp4", help="number format")
     add("--awq", action="store_true",
@@ -132,31 +129,27 @@ def quantize_body(argv):
     add("--calib", help="text for --awq: a .jsonl (question and answer, or text) or a text file "
                         "(worked arithmetic problems)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda if there is one")
-    add("--plan", metavar="MODEL",
-        help="only print what a checkpoint, hub id or config.json costs in each format")
     add("--rank", type=count(1, 4096), default=32, help="LoRA rank that --plan counts with")
     add("--tokens", type=count(1, 10**8), default=16384,
         help="micro-batch tokens that --plan counts with")
     args = p.parse_args(argv)
-    if args.plan and (args.model or args.out):
-        p.error("--plan: prints only; leave --model and --out out")
     if args.plan:
         local = Path(args.plan).suffix == ".json" or Path(args.plan).exists()
         where = args.plan if local else checkpoint.fetch(args.plan, weights=False)
         print(memory.table(qwen.read_config(where), args.rank, args.tokens))
         return
-    if not (args.model and args.out):
-        p.error("--model and --out are needed (or --plan)")
+    if not args.out:
+        p.error("--out: name the folder to write")
     if args.calib and not args.awq:
         p.error("--calib: plain rounding uses no text; add --awq")
     device, _ = policy.place(args.device)
     report = convert(args.model, args.out, args.fmt, device, args.awq, args.calib)
     if args.awq:
-        kept = [row["awq"] / row["rtn"] for row in report["layers"] if row["rtn"]]
+        kept = [row["awq"] / row["rtn"] for row in report if row["rtn"]]
         print(f"AWQ leaves {100 * fmean(kept or [1]):.0f}% of plain rounding's output error on the "
               "calibration text")
     size = sum(f.stat().st_size for f in Path(args.out).glob("*.safetensors")) / 2**30
-    print(f"{args.out}: {size:.2f} GiB in {report['seconds']} s")
+    print(f"{args.out}: {size:.2f} GiB")
 
 
 def merge_body(argv):

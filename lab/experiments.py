@@ -86,7 +86,6 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
     samples', over pairs of runs that are alike in all else, the seed included. What a flag switches
     on changes with it: noise of 5e-2 is one change from none. In points, with the standard error
     over seeds and, where their answers are kept, over questions. pairs: each pair is a draw."""
-    runs = [*{Path(run).resolve(): run for run in runs}.values()]
     had = flags_used(runs)
     measure = late_entropy if entropy else rise if growth else accuracy_after
     after = {run: [measure(run)] for run in runs}

@@ -4,13 +4,12 @@ Training runs compared: their curves in one picture (plumbing/curves.py draws th
 Runs that differ in their seed alone are one line: their mean, in a band of its standard error, over
 the steps that all of them have. The legend names the flags that differ.
 
-    python lab/plot.py runs/demo
     python lab/plot.py runs/bf16 runs/nvfp4 runs/nvfp4_aqn --out compare.png
 """
 import argparse
 import math
 import sys
-from os.path import commonpath, commonprefix
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -27,14 +26,6 @@ from lab import archive
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000"]
 STYLES = ["-", (0, (4, 1.2)), (0, (1, 1)), (0, (5, 1.2, 1, 1.2))]
 MARKERS = "os^D"
-
-
-def names(runs):
-    """A short name for each run: the folder's, with those above it where two would be the same."""
-    paths = [Path(run).resolve() for run in runs]
-    short = [path.name for path in paths]
-    return [path.name if short.count(path.name) == 1 else str(path.relative_to(commonpath(paths)))
-            for path in paths]
 
 
 def shown(flag, value):
@@ -62,28 +53,29 @@ def lines(runs):
     """[(label, runs)] of the lines to draw: runs whose flags differ in their seed alone are one.
 
     Labels are the flags that differ between lines ("quant=none aqn=off"), and the script if it
-    differs; they are folder names if none differs, if more than four do, if those do not tell all
-    lines apart, or if a run has no config.json."""
+    differs; they are the last two folder names if none differs, if more than four do, if those do
+    not tell all lines apart, or if a run has no config.json."""
     def on(flags):  # runs from before a flag was there do not have it at all
         return {k: v for k, v in flags.items() if v}
 
-    found = []  # (flags, {seed: (run, its name)})
-    for run, name in zip(runs, names(runs), strict=True):
+    found = []  # (flags, {seed: run})
+    for run in runs:
         flags = told(run)
         seed = flags.pop("seed", None)
         alike = [seeds for other, seeds in found if flags and on(other) == on(flags) and
                  seed not in seeds]
         if alike:
-            alike[0][seed] = run, name
+            alike[0][seed] = run
         else:
-            found.append((flags, {seed: (run, name)}))
+            found.append((flags, {seed: run}))
     every, many = [flags for flags, _ in found], [[*seeds.values()] for _, seeds in found]
     differ = [k for k in every[0] if all(k in f for f in every) and
               any(f[k] != every[0][k] for f in every)]
     labels = [" ".join(f"{k.replace('_', '-')}={shown(k, f[k])}" for k in differ) for f in every]
     if not 1 <= len(differ) <= 4 or len({*labels}) < len(labels):
-        labels = [commonprefix([name for _, name in m]) + "*" * (len(m) > 1) for m in many]
-    return [(label + (f" ({len(m)} seeds)" if len(m) > 1 else ""), [run for run, _ in m])
+        paths = [["/".join(Path(run).resolve().parts[-2:]) for run in m] for m in many]
+        labels = [commonprefix(names) + "*" * (len(names) > 1) for names in paths]
+    return [(label + (f" ({len(m)} seeds)" if len(m) > 1 else ""), m)
             for label, m in zip(labels, many, strict=True)]
 
 
@@ -96,16 +88,13 @@ def over_seeds(seeds):
     means = []
     for step in sorted(set.intersection(*map(set, runs))):
         mean = {"step": step}
-        for _, columns, scale in curves.PANELS:
+        for _, columns, _ in curves.PANELS:
             for name in columns:
                 values = curves.column([run[step] for run in runs], name)
                 if not all(map(math.isfinite, values)):
                     continue
                 y, error = fmean(values), stdev(values) / len(values) ** 0.5
-                low, high = y - error, y + error
-                if scale == "log" and high:  # the same factor below as above: under 0 is no place
-                    low = y * y / high
-                mean |= {name: y, f"{name}_low": low, f"{name}_high": high}
+                mean |= {name: y, f"{name}_low": y - error, f"{name}_high": y + error}
                 if name == "eval_accuracy":
                     mean["eval_stderr"] = error
         means.append(mean)
@@ -120,9 +109,7 @@ def draw(lines, out):
     for i, (label, runs) in enumerate(lines):
         seeds = [curves.with_summary(run, curves.read(run)) for run in runs]
         rows = over_seeds(seeds) if len(seeds) > 1 else seeds[0]
-        # matplotlib hides a label that begins with _, and reads TeX between two $
-        text = " " * label.startswith("_") + label.replace("$", r"\$")
-        drawn.append((rows, {"label": text, "color": COLORS[i % 7], "ls": STYLES[i % 4],
+        drawn.append((rows, {"label": label, "color": COLORS[i % 7], "ls": STYLES[i % 4],
                              "marker": MARKERS[i % 4]}))
     fig = curves.figure(drawn)
     handles, texts = fig.axes[0].get_legend_handles_labels()
@@ -137,16 +124,13 @@ def main(argv=None):
         description="Plot the curves of training runs from their metrics.jsonl.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("runs", **archive.ARGUMENT)
-    parser.add_argument("--out", help="picture to write; by default RUN/metrics.png, or "
-                        "compare.png for several runs")
+    parser.add_argument("--out", default="compare.png", help="picture to write")
 
     def body():
-        a = parser.parse_args(argv)
-        alone = len(a.runs) == 1 and Path(a.runs[0]).exists()
-        out = a.out or (Path(a.runs[0]) / "metrics.png" if alone else "compare.png")
-        with archive.folders(a.runs) as runs:
-            draw(lines(runs), out)
-        print(f"wrote {out}")
+        args = parser.parse_args(argv)
+        with archive.folders(args.runs) as runs:
+            draw(lines(runs), args.out)
+        print(f"wrote {args.out}")
 
     return command.run("lab/plot.py", body)
 

@@ -47,7 +47,7 @@ class Command:
     name: str
     about: str
     table: tuple
-    check: Callable
+    check: Callable = lambda args: None
     trains: bool = False
 
     @property

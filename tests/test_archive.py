@@ -102,15 +102,6 @@ def test_what_is_no_run_is_named(table, tmp_path, capsys):
     assert experiments.main(["compare", "mine/s1"]) == 2 and "mine/s1: no such folder" in capsys.readouterr().err
 
 
-def test_a_kept_run_is_called_by_its_name_and_counts_once(table, tmp_path, capsys):
-    """An error named a temporary folder that was gone when it was read; a row that two patterns match was a seed twice."""
-    run = trained(tmp_path / "s0", "none", 0)
-    assert archive.main([run, "--group", "mine"]) == 0
-    assert experiments.main(["compare", "mine/*", run]) == 2 and f"error: mine/s0 and {run} have the same flags" in capsys.readouterr().err
-    with archive.folders(["mine/*", "mine/s0", "mine/s?"]) as runs:
-        assert len(runs) == 1
-
-
 def test_curves_are_of_kept_runs_too(table, tmp_path):
     """The documents' commands took folders that the repository no longer has."""
     run = trained(tmp_path / "s0", "none", 0, group_size=8)
@@ -155,7 +146,7 @@ def test_late_entropy_is_of_the_second_half(tmp_path, capsys):
 
 def test_arms_of_a_method_that_logs_no_entropy_are_shown(capsys):
     """Evolution strategies draw no samples whose entropy could be logged: a traceback."""
-    assert printed(capsys, "tiny_es/s?", "--arms").startswith("s* (5 seeds): 33.2 -> ")
+    assert printed(capsys, "tiny_es/s?", "--arms").startswith("tiny_es/s* (5 seeds): 33.2 -> ")
     assert experiments.main(["compare", "tiny_es/s?", "--entropy"]) == 2 and "--entropy" in capsys.readouterr().err
 
 

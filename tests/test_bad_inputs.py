@@ -346,7 +346,10 @@ OTHERS = [
     ("train --reward mine.txt:f --out new", nothing, "--reward"),
     ("sample --run mine.txt --prompt x", nothing, "--run"),
     ("sample --run run --adapter adapter --prompt x", nothing, "--adapter"),
+    ("nvfp4", nothing, "--model --plan is required"),
     ("nvfp4 --model model", nothing, "--out"),
+    ("nvfp4 --model model --plan model", nothing, "not allowed with argument --model"),
+    ("nvfp4 --model model --out new --calib c.jsonl", nothing, "--calib: plain rounding uses no text; add --awq"),
     ("nvfp4 --model mine.txt --out new", nothing, "--model mine.txt"),
     ("nvfp4 --plan mine.txt", nothing, "mine.txt"),
     ("lora --merge --model model --adapter run --out new", nothing, "--adapter run"),
@@ -357,6 +360,12 @@ OTHERS = [
     ("lora --merge --model model --adapter nowhere --out new", nothing, "--adapter nowhere: adapter_config.json is missing"),
     (MERGE, lambda home: (home / "adapter" / "adapter_model.safetensors").unlink(), "--adapter adapter: adapter_model.safetensors is missing"),
     ("sample --model no/such-folder-here/at-all --prompt x", nothing, "--model no/such-folder-here/at-all"),
+<<<<<<< HEAD
+=======
+    ("sample --model ./org/name --prompt x", nothing, "--model ./org/name: no such folder; give a checkpoint folder or a hub id"),
+    ("sample --model set --prompt x", nothing, "config.json: no such file"),
+    ("sample --prompt x --temperature 1e-40", nothing, "--temperature: 1e-40: must be 0 (greedy), or 1e-6 or more"),
+>>>>>>> diet-labd
     ("sample --prompt x --max-new-tokens 999 --device cpu", nothing, "positions"),
     ("train --reward none.py:score --out new", nothing, "--reward none.py: not found|score(text, row)"),
     ("train --reward own.py --out new", nothing, "want file.py:function"),
@@ -411,7 +420,7 @@ def full_disk(n):
     ("nvfp4 --model model --out new --device cpu", 50_000, "cannot be written"),
     (MERGE, 50_000, "cannot be written"),
     ("eval --data d.jsonl --out new.jsonl --n 1 --max-new-tokens 2 --quant none", 100, "new.jsonl: cannot be written"),
-    ("plot run", 1000, "metrics.png: cannot be written"),
+    ("plot run", 1000, "compare.png: cannot be written"),
 ])
 def test_a_full_disk_is_one_line_and_leaves_nothing(refused, line, room, words):
     """X.partial and a traceback were left, of hours of work."""

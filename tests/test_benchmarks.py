@@ -1,5 +1,9 @@
+<<<<<<< HEAD
 """eval.py beyond Pass@1 (pass@k, majorities, an evaluation that was stopped), and the sets of the benchmarks."""
 import json
+=======
+"""Pass@k, and the sets of the benchmarks."""
+>>>>>>> diet-labd
 from pathlib import Path
 from statistics import fmean
 
@@ -28,6 +32,7 @@ def test_pass_at_k_is_unbiased_and_not_the_share_of_questions_with_a_right_sampl
     assert r["pass@2"][1] == pytest.approx((1 - 1 / 6) / 2)  # of two values, half their difference
 
 
+<<<<<<< HEAD
 @pytest.fixture
 def sets(tmp_path):
     for name, n in (("a", 7), ("b", 3)):
@@ -43,6 +48,8 @@ def test_a_reward_of_ones_own_is_asked_once_a_sample(tmp_path, sets, capsys):
     assert f"{sets.split(',')[0]}, base: pass@2 100.0% (s.e. 0.0)" in capsys.readouterr().out
 
 
+=======
+>>>>>>> diet-labd
 # ---- sets
 
 

@@ -62,14 +62,6 @@ def test_a_checkpoint_that_compressed_tensors_made_gives_its_logits(name):
         assert model.layers[0].attn.qkv_proj.global_scale.unique().numel() == 3
 
 
-def test_a_global_scale_may_be_a_scalar(tmp_path):
-    """Some tools write it without a dimension."""
-    folder = shutil.copytree(FIXTURES / "compressed_nvfp4", tmp_path / "q")
-    state = load_file(folder / "model.safetensors")
-    save_file({k: t.squeeze() if k.endswith("global_scale") else t for k, t in state.items()}, folder / "model.safetensors")
-    assert torch.equal(M.load(folder)(IDS), M.load(FIXTURES / "compressed_nvfp4")(IDS))
-
-
 def test_a_width_that_is_no_whole_number_of_blocks_is_named():
     """Its last weights would have no scale."""
     source = checkpoint.Checkpoint(FIXTURES / "compressed_nvfp4")
@@ -126,10 +118,9 @@ def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt, family)
 @pytest.mark.parametrize("own", [32], indirect=True)
 def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own, few):
     """Its scales as they are, chosen by AWQ among their neighbours; one that is no number is refused."""
-    convert.convert(shallow, tmp_path / "q", own, use_awq=True)
+    rows = convert.convert(shallow, tmp_path / "q", own, use_awq=True)
     name, state = "model.layers.0.self_attn.o_proj.weight", load_file(tmp_path / "q" / "model.safetensors")
-    rows = json.loads((tmp_path / "q" / "quantization.json").read_text())["layers"]
-    assert all(row["awq"] < row["rtn"] for row in rows)
+    assert rows and all(row["awq"] < row["rtn"] for row in rows)
     q = M.load(tmp_path / "q").layers[0].attn.o_proj.q
     assert q.fmt == own and state[f"{name}_scale"].dtype == torch.float32
     codes = torch.stack([state[f"{name}_packed"] & 15, state[f"{name}_packed"] >> 4], -1).flatten(1).float() - 8
@@ -145,11 +136,13 @@ def test_projections_that_a_script_leaves_in_16_bits_are_exempt_in_the_config(tm
     """Other tools look for four bits in all that is not on the list."""
     read, plain = M.read_linear, "layers.1.mlp.down_proj"
     monkeypatch.setattr(M, "read_linear", lambda m, path, source, quant, *rest: read(m, path, source, "none" if path == plain else quant, *rest))
-    convert.convert(base(tmp_path), tmp_path / "q", fmt)
+    folder = base(tmp_path)
+    convert.convert(folder, tmp_path / "q", fmt)
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head", f"model.{plain}"]
     model = M.load(tmp_path / "q")
     assert [path for path, m in M.projections(model) if m.q is None] == [plain]
+    assert torch.equal(model.get_submodule(plain).weight, M.load(folder).get_submodule(plain).weight)
 
 
 def test_shards_and_index_load_as_one_file_does(tmp_path):
@@ -262,21 +255,6 @@ def test_what_a_tokenizer_reads_comes_along(tmp_path):
     convert.convert(folder, tmp_path / "q")
     assert all((tmp_path / "q" / name).read_text() == (folder / name).read_text() for name in beside)
     assert not (tmp_path / "q" / "pytorch_model.bin").exists()
-
-
-def test_a_projection_left_in_16_bits_stays_a_plain_linear(tmp_path):
-    """Other tools exempt layers by their `ignore` list; such a layer has a weight, and no weight_packed."""
-    folder = base(tmp_path)
-    convert.convert(folder, tmp_path / "q")
-    state, plain = load_file(tmp_path / "q" / "model.safetensors"), load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight"
-    for suffix in ("_packed", "_scale", "_global_scale"):
-        del state[name + suffix]
-    save_file(state | {name: plain[name]}, tmp_path / "q" / "model.safetensors")
-    model = M.load(tmp_path / "q")
-    assert torch.equal(model.layers[1].mlp.down_proj.weight, plain[name])
-    assert isinstance(model.layers[1].mlp.gate_up_proj, QuantLinear)
-    assert (model(IDS) - M.load(folder, quant="nvfp4")(IDS)).abs().max() > 0
 
 
 # ---- the layouts of others
@@ -436,14 +414,6 @@ def test_quantization_that_cannot_be_read_is_refused_with_what_to_do(tmp_path, c
     assert message in str(e.value) and "\n" not in str(e.value)
 
 
-def test_files_that_are_no_safetensors_are_refused_with_what_to_do(tmp_path):
-    """"neither model.safetensors nor its index is there; is the download complete?" sent people to download it again."""
-    folder = base(tmp_path)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="is there; .* docs/guide.md says how to make them of .bin and GGUF files"):
-        M.load(folder)
-
-
 def declared(folder, source, tensors=None, group=None, **change):
     """A copy of a quantized checkpoint whose quantization_config is changed, and its tensors by `tensors`, a function."""
     shutil.copytree(source, folder)
@@ -512,22 +482,6 @@ def test_no_more_than_a_shard_is_held_in_host_memory(tmp_path, monkeypatch):
     assert max(held) <= 36_000 and len(held) > 20
 
 
-@pytest.mark.parametrize("argv,message", [
-    ([], "--model and --out are needed"),
-    (["--model", "m", "--out", "x", "--calib", "f"], "--calib: plain rounding uses no text; add --awq"),
-    (["--plan", "c.json", "--rank", "0"], "--rank: 0: must be from 1"),
-    (["--plan", "c.json", "--out", "x"], "--plan: prints only"),
-])
-def test_bad_flags_exit_with_one_line_and_code_2(argv, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert convert.main("quantize", argv) == 2
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_command_writes_a_checkpoint_and_says_what_it_cost(tmp_path, capsys):
     convert.main("quantize", ["--model", str(base(tmp_path)), "--out", str(tmp_path / "q"), "--fmt", "mxfp4", "--device", "cpu"])
-    assert "GiB in" in capsys.readouterr().out
-    report = json.loads((tmp_path / "q" / "quantization.json").read_text())
-    assert report["format"] == "mxfp4" and report["method"] == "round to nearest" and "layers" not in report
+    assert capsys.readouterr().out == f"{tmp_path / 'q'}: 0.00 GiB\n" and M.load(tmp_path / "q").layers[0].attn.o_proj.q.fmt == "mxfp4"

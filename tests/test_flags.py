@@ -50,13 +50,6 @@ def test_a_style_without_answers_needs_a_reward_of_ones_own():
         assert flags.parse(COMMANDS[name], ["--prompt-style", "plain", "--reward", "own.py:f"]).prompt_style == "plain"
 
 
-def test_sampling_is_one_process(monkeypatch):
-    """Under torchrun each rank would write the same file."""
-    monkeypatch.setattr(ranks, "world", 2)
-    with pytest.raises(ValueError, match="sample.py is one process"):
-        flags.parse(chat.COMMAND, [])
-
-
 def test_runs_of_other_seeds_have_other_folders():
     """Named alike, the second would be refused, or go on with the first."""
     outs = {flags.parse(train.COMMAND, given).out for given in ([], ["--seed", "1"], ["--quant", "none"], ["--data", "x/d.jsonl"], ["--model", "m"])}
@@ -219,19 +212,6 @@ def test_awq_calibrates_on_the_text_that_was_given(monkeypatch, shallow):
         sample.load_policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--device", "cpu", *given]))
     sample.load_policy(flags.parse(train.COMMAND, ["--model", str(shallow), "--device", "cpu"]))
     assert texts == [("nvfp4", (None, shallow)), ("nvfp4", ("t.txt", shallow)), ("nvfp4", None)]
-
-
-def test_without_awq_an_adapters_text_is_not_asked_for(shallow, tmp_path):
-    """--no-awq was refused for a --calib that nobody had given."""
-    m = qwen.load(shallow, dtype=torch.float32)
-    lora.add_lora(m, 2, 2.0)
-    lora.save_adapter(m, tmp_path)
-    had = policy_of(flags.parse(train.COMMAND, ["--model", str(shallow), "--awq", "--calib", "t.txt"]), {})
-    (tmp_path / "policy.json").write_text(json.dumps(had))
-    args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq"])
-    assert (args.awq, args.calib) == (False, None)
-    with pytest.raises(ValueError, match="--calib: plain rounding uses no text"):
-        flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq", "--calib", "u.txt"])
 
 
 # ---- how commands end

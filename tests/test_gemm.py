@@ -351,12 +351,6 @@ def test_many_rows_without_an_adapter_go_through_the_decoded_weight(monkeypatch)
     assert error(gemm.linear_decode(x, q, glu=True), torch.nn.functional.silu(gate) * up) < 2e-2
 
 
-def test_no_rows():
-    q = weight("nvfp4", 16, 128)
-    assert gemm.gemm_few(activations(0, 128), q).shape == (0, 16)
-    assert gemm.matmul(activations(0, 128), q).shape == (0, 16)
-
-
 def test_what_the_kernels_cannot_take_is_an_error():
     """They would read behind a row, or other weights."""
     q, x = weight("nvfp4", 16, 128), activations(3, 128)

@@ -20,6 +20,20 @@ def here(monkeypatch, tmp_path):
         yield server
 
 
+@pytest.fixture
+def network(monkeypatch):
+    """Forget what this process has asked; with False there is no network from then on."""
+    from huggingface_hub import constants
+
+    def again(there=True):
+        hub.download.cache_clear()
+        hub.COMMITS.clear()
+        if not there:
+            monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+
+    return again
+
+
 def says(capsys):
     return capsys.readouterr().err
 
@@ -84,33 +98,15 @@ def test_a_hub_that_stays_busy_is_an_error_that_says_so(here):
     assert "\n" not in str(e.value)
 
 
-def test_without_a_network_the_cache_is_used_and_a_line_says_so(here, monkeypatch, capsys):
+def test_without_a_network_the_cache_is_used_and_a_line_says_so(here, network, capsys):
     sha = checkpoint.fetch("org/name").name
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    hub.download.cache_clear()
-    hub.COMMITS.clear()
+    network(False)
     assert checkpoint.fetch("org/name").name == sha == hub.COMMITS["org/name"]
     assert "--model org/name: the hub cannot be asked (ConnectError: " in (line := says(capsys))
     assert f"taken from the cache, commit {sha[:12]}" in line
     with pytest.raises(FileNotFoundError, match=r"--model org/other: not a local .* check id, network and login") as e:
         checkpoint.fetch("org/other")
     assert "\n" not in str(e.value)
-
-
-@pytest.fixture
-def network(monkeypatch):
-    """Forget what this process has asked; with False there is no network from then on."""
-    from huggingface_hub import constants
-
-    def again(there=True):
-        hub.download.cache_clear()
-        hub.COMMITS.clear()
-        if not there:
-            monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-
-    return again
 
 
 def test_without_a_network_a_branch_is_the_commit_that_it_was_last(here, monkeypatch, network):
@@ -139,7 +135,7 @@ def test_a_data_set_has_a_revision_too_and_its_split_alone_is_downloaded(here, m
         datasets.read("sets/mine.jsonl", "train")  # by its name no set of the hub
 
 
-def test_a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them(here, tmp_path, capsys):
+def test_a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them(here, network, tmp_path, capsys):
     """Whatever the branch holds by then. PEFT finds the base by the adapter's own file."""
     tiny = {p.name: p.read_bytes() for p in TINY.iterdir() if p.is_file()}
     here.repos["org/tiny"] = {"main": tiny}
@@ -162,8 +158,7 @@ def test_a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them(here, tm
     here.repos["org/tiny"] = {"main": FILES, sha: tiny}  # the branch has gone on
     for again in (lambda: train.main(["--resume", "--steps", "2", "--out", out]),
                   lambda: evaluation.main(["--run", out, "--data", "arithmetic", "--limit", "2", "--max-new-tokens", "4", "--device", "cpu"])):
-        hub.COMMITS.clear()
-        hub.download.cache_clear()
+        network()
         assert again() == 0, says(capsys)
         assert hub.COMMITS == {"org/tiny": sha}
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

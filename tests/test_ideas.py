@@ -77,7 +77,7 @@ def test_a_target_is_met_whatever_the_norms_weigh(restored, monkeypatch, shallow
         assert noise_size.sizes(net, pairs, (0.0, sigma))[sigma][0] == pytest.approx(target, rel=0.1)
     assert started(monkeypatch, "target_noise", *argv, "--target-kl", "0.01", "--aqn-scope", "both", "--out", str(tmp_path / "run")) == 0
     largest = float(capsys.readouterr().out.split("sigma from ")[1].split(",")[0])
-    assert [row["sigma"] for row in rows_of(tmp_path / "run")] == pytest.approx([0, largest * aqn.sigma(1, 2, 1e-2, 5e-4) / 1e-2], rel=0.01)
+    assert [row["sigma"] for row in rows_of(tmp_path / "run")] == pytest.approx([0, largest * target_noise.sigma(1, 2, 1e-2, 5e-4) / 1e-2], rel=0.01)
     assert started(monkeypatch, "target_noise", *argv, "--no-aqn", "--out", str(tmp_path / "other")) == 2
     assert "--no-aqn: there is no noise" in capsys.readouterr().err
 

@@ -48,15 +48,6 @@ def test_chunked_head_equals_dense_in_value_and_gradient(chunk, temperature, val
     torch.testing.assert_close(w1.grad, w2.grad)
 
 
-def test_temperature_is_applied_before_the_logprob():
-    """Dividing the log-prob, or forgetting the temperature, biases every ratio."""
-    hidden, weight, targets, _ = head(valid=None)
-    hot = token_logprobs(hidden, weight, targets, temperature=2.0)[0]
-    torch.testing.assert_close(hot, token_logprobs(hidden / 2, weight, targets)[0])
-    cold = token_logprobs(hidden, weight, targets)[0]
-    assert (hot - cold).abs().max() > 0.1 and (hot - cold / 2).abs().max() > 0.1
-
-
 def test_ids_past_the_tokenizer_have_probability_zero():
     """The embedding's spare rows take probability in the trainer that the sampler never gives them."""
     hidden, weight, _, _ = head()

@@ -286,16 +286,6 @@ def test_rewards_are_of_the_completion_alone(noisy):
     assert {(True, True), (False, True), (False, False)} <= {*counts}
 
 
-def test_what_is_graded_is_the_text_of_the_completions_ids(tmp_path):
-    """With the prompt's ids before it, the instruction to answer in tags is graded as an answer."""
-    seen, rows = [], [{"question": "q", "answer": "1"}, {"question": "r", "answer": "2"}]
-    cs = [grpo.Completion(row, [7, 8], ids, [-1.0] * len(ids), True) for row, ids in zip(rows, ([1, 2], [3]), strict=True)]
-    marks = [{"reward": 0.5, "correct": True, "format": False}, {"reward": 0.25, "correct": False, "format": True}]
-    train.grade(cs, SimpleNamespace(decode=str), lambda pairs: seen.extend(pairs) or marks, flags.parse(train.COMMAND, []))
-    assert seen == [("[1, 2]", rows[0]), ("[3]", rows[1])] and [c.text for c in cs] == ["[1, 2]", "[3]"]
-    assert [(c.reward, c.correct, c.format) for c in cs] == [(0.5, True, False), (0.25, False, True)]
-
-
 def test_one_broken_sample_among_finite_ones_ends_the_run(tmp_path, monkeypatch, capsys):
     """A NaN in one row, beside finite ones of its group: the ratio of each of its tokens would be NaN, and the update skipped or,
     masked, learned from the others as if nothing were wrong."""
@@ -688,17 +678,6 @@ def test_dr_grpo_does_not_divide_by_the_standard_deviation(tmp_path, monkeypatch
     want = rewards - rewards.mean(1, keepdim=True)
     torch.testing.assert_close(torch.tensor(r.updates[0]["advantages"]).view(4, 4), want)
     assert want.any()
-
-
-def test_overlong_soft_lowers_the_reward_of_long_completions(tmp_path):
-    """The penalty of a completion of n tokens: linear over the last eighth of the limit, here 3 of 24."""
-    r = record(tmp_path, "--steps", "1", "--updates-per-rollout", "1", "--overlong", "soft")
-    tok, lower = Tokenizer(TINY), 0
-    for c in r.updates[0]["completions"]:
-        plain = data.reward(tok.decode(c.ids), c.row["answer"])["reward"]
-        assert c.reward == pytest.approx(plain + max(-1.0, min(0.0, (21 - len(c.ids)) / 3)))
-        lower += c.reward < plain
-    assert lower > 2
 
 
 @pytest.mark.parametrize(("overlong", "want"), [("none", 0.0), ("mask", 0.0), ("soft", -0.5)])

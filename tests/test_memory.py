@@ -17,10 +17,9 @@ import lora
 import model as M
 from fast import engine, memory
 from lab import convert
+from lab.bench_report import SIZES, config
 from nvfp4 import FORMATS
 from tests import conftest
-
-SHAPES = {"7b": (3584, 18944, 28, 28, 4), "14b": (5120, 13824, 48, 40, 8), "32b": (5120, 27648, 64, 40, 8)}
 
 
 def build(family="qwen2", fmt="none", device="cpu", **changes):
@@ -28,11 +27,6 @@ def build(family="qwen2", fmt="none", device="cpu", **changes):
                  num_key_value_heads=2, head_dim=64, tie_word_embeddings=True) | changes
     config = M.Config(**shape, **FAMILIES[family])
     return M.build(config, checkpoint.RandomCheckpoint(), device, torch.bfloat16, fmt)
-
-
-def config(size):
-    C, F, L, H, kv = SHAPES[size]
-    return M.Config(152064, C, F, L, H, kv, C // H)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -46,16 +40,15 @@ def test_the_plan_counts_the_bytes_that_a_model_takes(fmt, family):
 
 def test_the_plan_of_the_published_shapes(tmp_path, capsys):
     """Weights on the card against published sizes; the adapter against the number PEFT prints (r = 16: 40.4 M for the 7B)."""
-    gib = {}
-    for name, (C, F, L, H, kv) in SHAPES.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(dict(
-            model_type="qwen2", vocab_size=152064, hidden_size=C, intermediate_size=F, num_hidden_layers=L, num_attention_heads=H,
-            num_key_value_heads=kv, tie_word_embeddings=False)))
-        gib[name] = sum(memory.weights(M.read_config(tmp_path / f"{name}.json"), "nvfp4").values()) / 2**30
+    gib = {size: sum(memory.weights(config(size), "nvfp4").values()) / 2**30 for size in SIZES}
     assert gib["7b"] < 5.6 and gib["14b"] < 9.9 and gib["32b"] < 19.7 and gib["7b"] > 5.3
-    c = M.read_config(tmp_path / "7b.json")
+    c = config("7b")
     assert memory.lora_parameters(c, 16) == 40_370_176 and memory.kv_per_token(c) == 57344
     assert abs(sum(memory.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
+    C, F, L, H, kv, V, tied = SIZES["7b"]
+    (tmp_path / "7b.json").write_text(json.dumps(dict(
+        model_type="qwen2", vocab_size=V, hidden_size=C, intermediate_size=F, num_hidden_layers=L, num_attention_heads=H,
+        num_key_value_heads=kv, tie_word_embeddings=tied)))
     convert.main("quantize", ["--plan", str(tmp_path / "7b.json"), "--rank", "16", "--tokens", "4096"])
     out = capsys.readouterr().out
     assert all(word in out for word in ("nvfp4", "LoRA r=16", "kept for 4096 tokens", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
@@ -72,14 +65,6 @@ def test_a_plan_of_a_hub_id_fetches_its_config_alone(monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "fetch", fetch)
     assert convert.main("quantize", ["--plan", "Qwen/Qwen2.5-32B-Instruct"]) == 0
     assert asked == [("Qwen/Qwen2.5-32B-Instruct", False)] and "training peak" in capsys.readouterr().out
-
-
-def test_the_plan_counts_the_adapter_that_training_makes():
-    model = build()
-    made = sum(p.numel() for p in lora.add_lora(model, 4, 4))
-    assert memory.lora_parameters(model.config, 4) == made
-    cache = M.KVCache(model, 3, 7)
-    assert memory.kv_per_token(model.config) * 21 == cache.k.nbytes + cache.v.nbytes
 
 
 def test_rollouts_plan_float32_logits_and_the_sort_of_top_p():

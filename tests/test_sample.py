@@ -65,20 +65,6 @@ def test_prompts_are_prefilled_once_and_within_the_budget(model, monkeypatch):
     assert [shape for shape in filled if shape[1] > 1] == [(2, 16), (2, 16), (1, 16)]
 
 
-def test_samples_do_not_depend_on_the_other_prompts(model):
-    """Order and log-probs belong to the prompt; only its index enters the seed."""
-    both = sample.generate(model, PROMPTS[:2], n=2, max_new_tokens=8, seed=1)
-    first = sample.generate(model, PROMPTS[:1], n=2, max_new_tokens=8, seed=1)
-    assert tokens(both)[0] == tokens(first)[0]
-    assert tokens(sample.generate(model, PROMPTS[:1], n=2, max_new_tokens=8, seed=2)) != tokens(first)
-
-
-def test_group_members_differ_and_equal_prompts_too(model):
-    """Two samples of one prompt, or of one prompt given twice, must not be copies."""
-    groups = sample.generate(model, [PROMPTS[1], PROMPTS[1]], n=3, max_new_tokens=12)
-    assert len({tuple(s.ids) for g in groups for s in g}) == 6
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_equal_the_full_forward(model, temperature):
     """Temperature comes before the softmax, ids past the tokenizer have no mass, in sampler and trainer alike."""
@@ -108,12 +94,6 @@ def test_a_dtype_that_onednn_does_not_take(dtype, quant, atol):
     m = M.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=dtype, quant=quant)
     [[s]] = sample.generate(m, PROMPTS[1:2], max_new_tokens=5)
     torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(m, PROMPTS[1], s.ids), atol=atol, rtol=0)
-
-
-def test_top_p_logprobs_are_of_the_whole_distribution(model):
-    """RL needs log-probs of the policy, not of its truncated copy."""
-    [[s]] = sample.generate(model, PROMPTS[1:2], max_new_tokens=20, temperature=0.8, top_p=0.5)
-    torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, PROMPTS[1], s.ids, 0.8), atol=1e-4, rtol=0)
 
 
 def test_temperature_zero_is_the_argmax(model):

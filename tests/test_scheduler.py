@@ -194,11 +194,3 @@ def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_pat
     monkeypatch.setattr(engine, "KVCache", lambda m, rows, length: caches.append((rows, length)) or M.KVCache(m, rows, length))
     assert tokens(sample.generate(on_fast_path(m), [[5], long], **kw)) == tokens(want)
     assert 0 < max(scores) <= 512 * 256 and caches == [(2, 1216)]
-
-
-def test_long_prompts_go_through_in_chunks(monkeypatch, on_slots):
-    """A prompt longer than a prefill holds must see all of itself, not its last chunk."""
-    m, kw = small(), dict(n=2, max_new_tokens=3)
-    want = sample.generate(m, PROMPTS, **kw)
-    monkeypatch.setattr(Slots, "prefill_tokens", 5)
-    compare(sample.generate(on_slots(m), PROMPTS, **kw), want)

@@ -48,10 +48,7 @@ def learn_with(target, run, model, tok, optimizer, prompts, *more):
         largest = found(model, pairs, target)
     print(f"sigma from {largest:.3g}, whose KL is {target:g}, instead of {args.aqn_start:g}")
     aqn.sigma = lambda *a, **kw: sigma(*a, **kw) * largest / args.aqn_start
-    try:
-        learn(run, model, tok, optimizer, prompts, *more)
-    finally:
-        aqn.sigma = sigma
+    learn(run, model, tok, optimizer, prompts, *more)
 
 
 def main(argv):
