@@ -360,12 +360,8 @@ OTHERS = [
     ("lora --merge --model model --adapter nowhere --out new", nothing, "--adapter nowhere: adapter_config.json is missing"),
     (MERGE, lambda home: (home / "adapter" / "adapter_model.safetensors").unlink(), "--adapter adapter: adapter_model.safetensors is missing"),
     ("sample --model no/such-folder-here/at-all --prompt x", nothing, "--model no/such-folder-here/at-all"),
-<<<<<<< HEAD
-=======
     ("sample --model ./org/name --prompt x", nothing, "--model ./org/name: no such folder; give a checkpoint folder or a hub id"),
     ("sample --model set --prompt x", nothing, "config.json: no such file"),
-    ("sample --prompt x --temperature 1e-40", nothing, "--temperature: 1e-40: must be 0 (greedy), or 1e-6 or more"),
->>>>>>> diet-labd
     ("sample --prompt x --max-new-tokens 999 --device cpu", nothing, "positions"),
     ("train --reward none.py:score --out new", nothing, "--reward none.py: not found|score(text, row)"),
     ("train --reward own.py --out new", nothing, "want file.py:function"),

@@ -1,9 +1,4 @@
-<<<<<<< HEAD
-"""eval.py beyond Pass@1 (pass@k, majorities, an evaluation that was stopped), and the sets of the benchmarks."""
-import json
-=======
 """Pass@k, and the sets of the benchmarks."""
->>>>>>> diet-labd
 from pathlib import Path
 from statistics import fmean
 
@@ -32,24 +27,6 @@ def test_pass_at_k_is_unbiased_and_not_the_share_of_questions_with_a_right_sampl
     assert r["pass@2"][1] == pytest.approx((1 - 1 / 6) / 2)  # of two values, half their difference
 
 
-<<<<<<< HEAD
-@pytest.fixture
-def sets(tmp_path):
-    for name, n in (("a", 7), ("b", 3)):
-        rows = ({"question": f"What is {i}+{n}?", "answer": i + n} for i in range(n))
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}"
-
-
-def test_a_reward_of_ones_own_is_asked_once_a_sample(tmp_path, sets, capsys):
-    (tmp_path / "r.py").write_text("def f(text, row):\n    return {'reward': 1, 'given': 5}\n")
-    argv = ["--data", sets, "--n", "2", "--max-new-tokens", "2", "--k", "2", "--reward", f"{tmp_path / 'r.py'}:f", "--quant", "none"]
-    assert evaluation.main(argv) == 0
-    assert f"{sets.split(',')[0]}, base: pass@2 100.0% (s.e. 0.0)" in capsys.readouterr().out
-
-
-=======
->>>>>>> diet-labd
 # ---- sets
 
 
