@@ -209,13 +209,8 @@ FIELDS = [
     (ASK, config(quantization_config="nvfp4"), "config.json|quantization_config"),
     (ASK, config(quantization_config={"config_groups": [1]}), "config.json|config_groups"),
     (ASK, config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {"a": 1}}), "config.json|quantization_config"),
-    (ASK, config(eos_token_id="<eos>"), "config.json|eos_token_id"),
     (ASK, lambda home: (config(eos_token_id=None)(home), config("model/generation_config.json", eos_token_id=None)(home),
                         config("model/tokenizer_config.json", eos_token=None)(home)), "needs an eos_token in tokenizer_config.json"),
-    (ASK, config("model/generation_config.json", eos_token_id=-5), "generation_config.json|eos_token_id"),
-    (ASK, config("model/generation_config.json", eos_token_id={"a": 1}), "generation_config.json|eos_token_id"),
-    (ASK, config("model/tokenizer_config.json", eos_token=5), "tokenizer_config.json|eos_token"),
-    (ASK, config("model/tokenizer_config.json", eos_token={"content": [1]}), "tokenizer_config.json|eos_token"),
     (ASK, config("model/tokenizer_config.json", chat_template=5), "tokenizer_config.json|chat_template"),
     (ASK, config("model/tokenizer_config.json", chat_template=[1, {"name": "default"}]), "tokenizer_config.json|chat_template"),
     (ASK, config(INDEX, weight_map=[]), "index.json|weight_map"),
@@ -262,7 +257,6 @@ FIELDS = [
     (ASK, lambda home: (config("model/tokenizer_config.json", chat_template=None)(home), raw("model/chat_template.jinja", b"\xff")(home)),
      "chat_template.jinja|UTF-8"),
     # chat templates
-    (ASK, template("{{" + "(" * 10**5 + ")" * 10**5 + "}}"), "tokenizer_config.json|does not compile"),
     (ASK, template("{{ raise_exception('no chat') }}"), "no chat"),
     # weights, on the way in: by sampling, evaluating, quantizing and merging
     (ASK, tensors(put(EMBED, nan_at)), f"{EMBED}|NaN"),
@@ -285,7 +279,6 @@ FIELDS = [
     (MERGE, raw("adapter/adapter_model.safetensors", b"\xff" * 100), "adapter_model.safetensors"),
     (ASK, raw("model/model.safetensors", b"\xff" * 100), "model.safetensors|download it again"),
     (ASK, raw("model/model.safetensors", b""), "model.safetensors|download it again"),
-    (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "tokenizer.json: has no vocabulary"),
     (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'), "tokenizer.json"),
 ]
 
