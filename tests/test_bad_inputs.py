@@ -190,22 +190,6 @@ INDEX = "model/model.safetensors.index.json"
 HUGE = 10**400
 
 FIELDS = [
-    (ASK, config(hidden_size=True), "config.json|hidden_size"),
-    (ASK, config(hidden_size=10**9), "config.json|hidden_size"),
-    (ASK, config(vocab_size=HUGE), "config.json|vocab_size"),
-    (ASK, config(num_hidden_layers=2000), "config.json|num_hidden_layers"),
-    (ASK, config(num_attention_heads=0), "config.json|num_attention_heads"),
-    (ASK, config(num_key_value_heads=-2), "config.json|num_key_value_heads"),
-    (ASK, config(head_dim=33), "config.json|head_dim"),
-    (ASK, config(num_attention_heads=128, num_key_value_heads=2), "config.json|head_dim"),
-    (ASK, config(rms_norm_eps="small"), "config.json|rms_norm_eps"),
-    (ASK, config(rope_theta=HUGE), "config.json|rope_theta"),
-    (ASK, config(rope_scaling="linear"), "config.json|rope_scaling"),
-    (ASK, config(rope_parameters={"rope_theta": -1}), "config.json|rope_theta"),
-    (ASK, config(max_position_embeddings=0), "config.json|max_position_embeddings"),
-    (ASK, config(tie_word_embeddings="yes"), "config.json|tie_word_embeddings"),
-    (ASK, config(model_type=["qwen2"]), "config.json|model_type"),
-    (ASK, config(layer_types="full"), "config.json|layer_types"),
     (ASK, config(quantization_config="nvfp4"), "config.json|quantization_config"),
     (ASK, config(quantization_config={"config_groups": [1]}), "config.json|config_groups"),
     (ASK, config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {"a": 1}}), "config.json|quantization_config"),
