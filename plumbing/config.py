@@ -57,9 +57,9 @@ def read_config(folder):
 
 
 def llama3(rope, path):
-    """The fields of llama3's rope scaling -> (factor, slow, fast). Pairs of a head that turn by less
+    """The fields of rope scaling llama3 -> (factor, slow, fast): pairs of a head that turn by less
     than `slow` a token turn `factor` times slower, those that turn by more than `fast` as before,
-    and those between are mixed."""
+    those between are mixed."""
     check(rope, path, {}, LLAMA3)
     turn = 2 * math.pi / rope["original_max_position_embeddings"]  # once in the shorter context
     return float(rope["factor"]), turn * rope["low_freq_factor"], turn * rope["high_freq_factor"]
