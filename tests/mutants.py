@@ -1270,8 +1270,6 @@ MUTANTS = {
          "model::fields_that_are_left_out_are_what_transformers_takes"),
     ],
     "plumbing/hub.py": [
-        ("the cache is used in silence", "taken from the cache, ", "",
-         "hub::without_a_network_the_cache_is_used_and_a_line_says_so"),
         ("a revision is ignored", 'COMMITS.get(place) or revision or "main"', 'COMMITS.get(place) or "main"',
          "hub::a_revision_is_a_branch_a_tag_or_a_commit"),
         ("a pin is ignored", 'COMMITS.get(place) or revision', "revision",

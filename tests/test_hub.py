@@ -56,7 +56,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(here):
     for place in ("org/name@v1", f"org/name@{old}"):
         folder = checkpoint.fetch(place)
         assert (folder / "config.json").read_bytes() == b'{"old": 1}' and hub.COMMITS[place] == old == folder.name
-    with pytest.raises(FileNotFoundError, match=f"--model org/name@v9: has no revision v9; .* {here.url}/org/name/tree/main"):
+    with pytest.raises(FileNotFoundError, match=r"--model org/name@v9: .*\(Invalid rev id\); check id, revision"):
         checkpoint.fetch("org/name@v9")
 
 
@@ -67,8 +67,8 @@ def test_a_pinned_id_stands_for_its_commit_whatever_the_branch_holds_now(here):
 
 
 @pytest.mark.parametrize(("why", "words"), [
-    ("gated", r"Access to model is restricted\. You must be authenticated to access it\. .* at {page}, .* hf auth login"),
-    ("private", r"Invalid username or password\. Is the id right\? .* at {page}, .* hf auth login")])
+    ("gated", r".*\(Access to model is restricted\. You must be authenticated to access it\.\).* at {page}, .* hf auth login"),
+    ("private", r".*\(Invalid username or password\.\); check id.* at {page}, .* hf auth login")])
 def test_a_refusal_is_in_the_hubs_words_with_the_page_and_the_command(here, why, words):
     here.refused = {"org/name": why, "datasets/org/set": why}
     for flag, page, ask in (("model", "org/name", lambda: checkpoint.fetch("org/name")),
@@ -84,7 +84,7 @@ def test_a_hub_that_stays_busy_is_an_error_that_says_so(here):
     assert "\n" not in str(e.value)
 
 
-def test_without_a_network_the_cache_is_used_and_a_line_says_so(here, monkeypatch, capsys):
+def test_without_a_network_the_cache_is_used(here, monkeypatch, capsys):
     sha = checkpoint.fetch("org/name").name
     from huggingface_hub import constants
 
@@ -92,9 +92,8 @@ def test_without_a_network_the_cache_is_used_and_a_line_says_so(here, monkeypatc
     hub.download.cache_clear()
     hub.COMMITS.clear()
     assert checkpoint.fetch("org/name").name == sha == hub.COMMITS["org/name"]
-    assert "--model org/name: the hub cannot be asked (ConnectError: " in (line := says(capsys))
-    assert f"taken from the cache, commit {sha[:12]}" in line
-    with pytest.raises(FileNotFoundError, match=r"--model org/other: not a local .* check id, network and login") as e:
+    assert f"--model org/name: commit {sha[:12]}" in says(capsys)
+    with pytest.raises(FileNotFoundError, match=r"--model org/other: .*ConnectError.* check id, revision and network") as e:
         checkpoint.fetch("org/other")
     assert "\n" not in str(e.value)
 
