@@ -58,7 +58,7 @@ class Checkpoint:
         index = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
         if index.is_file():
-            self.where = read_json(index, {}, ["weight_map"])["weight_map"]
+            self.where = read_json(index, ["weight_map"])["weight_map"]
         elif single.is_file():
             self.where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:

@@ -8,7 +8,7 @@ error that names it: a model that ignored its sliding windows would still talk. 
 import math
 from pathlib import Path
 
-from plumbing.files import check, read_json
+from plumbing.files import read_json, require
 
 FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False},
             "llama": {"qkv_bias": False, "qk_norm": False},
@@ -25,9 +25,6 @@ def read_config(folder):
     order; ValueError for what the model cannot honour."""
     path = Path(folder)
     path = path if path.suffix == ".json" else path / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; --model takes a Hugging Face checkpoint "
-                                "folder or a hub id")
     raw = read_json(path)
     if raw.get("model_type") == "mistral":
         raw.setdefault("sliding_window", 4096)
@@ -41,7 +38,7 @@ def read_config(folder):
         if bad:
             raise ValueError(f"{path}: {what} is not supported (Qwen2.5, Qwen3, Llama and Mistral "
                              "models are)")
-    check(raw, path, {}, SIZES)
+    require(raw, path, SIZES)
     heads = raw["num_attention_heads"]
     family = raw["model_type"]
     room = raw.get("max_position_embeddings", POSITIONS.get(family, 32768))
@@ -60,7 +57,7 @@ def llama3(rope, path):
     """The fields of rope scaling llama3 -> (factor, slow, fast): pairs of a head that turn by less
     than `slow` a token turn `factor` times slower, those that turn by more than `fast` as before,
     those between are mixed."""
-    check(rope, path, {}, LLAMA3)
+    require(rope, path, LLAMA3)
     turn = 2 * math.pi / rope["original_max_position_embeddings"]  # once in the shorter context
     return float(rope["factor"]), turn * rope["low_freq_factor"], turn * rope["high_freq_factor"]
 

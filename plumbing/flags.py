@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plumbing import command as commands
-from plumbing import hub, policy, ranks
+from plumbing import hub, ranks
 from plumbing.command import number, numbers
 from plumbing.files import TINY, saved
 from plumbing.tokenizer import SUFFIX
@@ -182,7 +182,7 @@ def parse(command, argv):
 def read_policy(command, folder):
     """The policy.json in `folder` without its nulls, {} where there is none; ValueError for what is
     no value of the command's flags."""
-    found = saved(folder, "policy.json", policy.FIELDS)
+    found = saved(folder, "policy.json")
     found = {name: value for name, value in found.items() if value is not None}
     check_choices(command, found, Path(folder) / "policy.json")
     return found

@@ -106,7 +106,7 @@ def save(folder, state, rank, scaling, targets, base_model=""):
 def read_config(path):
     """The fields of an adapter_config.json; ValueError for anything but LoRA, whose scaling may be
     rank-stabilised, and norms of blocks."""
-    config = read_json(path, {}, ["r", "lora_alpha"])
+    config = read_json(path, ["r", "lora_alpha"])
     norms_alone = {*(config.get("modules_to_save") or [])} <= {*NORMS}
     read = {*FREE, "modules_to_save"} if norms_alone else FREE
     refused = [f"{k} = {v!r:.80}" for k, v in config.items()

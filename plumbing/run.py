@@ -76,7 +76,7 @@ def flags_of_run(spec, out, argv):
     config = Path(out) / "config.json"
     if not config.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
-    found = read_json(config, {"commits": dict})
+    found = read_json(config)
     hub.COMMITS.update(found.get("commits") or {})  # it goes on with the files that it began with
     args = argparse.Namespace(**{k: v for k, v in found.items() if k not in BESIDE_FLAGS})
     if other := vars(args).keys() ^ {f.dest for f in spec.flags}:
@@ -329,7 +329,7 @@ class Run(ExitStack):
     @ranks.first
     def cut(self, path):
         """Drop a log's rows of steps that will be done again, and an incomplete last row."""
-        rows = files.read_log(path, {}) if path.exists() else ()
+        rows = files.read_log(path) if path.exists() else ()
         files.write_jsonl(path, [row for row in rows if row["step"] < self.state.step])
 
     # ---- the end

