@@ -79,7 +79,7 @@ FLAGS = (
     Flag("eval-n", number(0, 1e4), 1, "samples a question, 0 for no evaluation"),
     Flag("eval-every", number(0, 1e8), 0, "steps between evaluations; 0: before and after", 10),
     Flag("eval-limit", number(1, 1e8), None, "how many questions (default: all)", 256),
-    Flag("eval-temperature", flags.temperature, 0.6, "0 is greedy"),
+    Flag("eval-temperature", number(0, 100, float), 0.6, "0 is greedy"),
     "run",
     Flag("out", str, None, "run folder (default: runs/<model>-<data>-<quant>-s<seed>)"),
     Flag("resume", bool, False, "continue the run in --out; a larger --steps extends it, and noise "

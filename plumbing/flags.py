@@ -73,14 +73,6 @@ def model_flags(quants):
     )
 
 
-def temperature(text):
-    """An argparse type: 0, or what logits can be divided by."""
-    value = number(0, 100, float)(text)
-    if 0 < value < 1e-6:
-        raise argparse.ArgumentTypeError(f"{text}: must be 0 (greedy), or 1e-6 or more")
-    return value
-
-
 ADAPTER_FLAGS = (
     "trained policy",
     Flag("run", str, None, "run folder of train.py: its adapter, base, format and prompt"),
@@ -99,7 +91,7 @@ PROMPT_STYLE = Flag("prompt-style", (*SUFFIX, "plain"), "tags", "what a question
 SAMPLING_FLAGS = (
     "sampling",
     Flag("max-new-tokens", number(1, 1e7), None, "completion limit (4096, or what fits)"),
-    Flag("temperature", temperature, 0.6, "0 is greedy"),
+    Flag("temperature", number(0, 100, float), 0.6, "0 is greedy"),
     Flag("top-p", number(1e-6, 1, float), 0.95, "draw from the likeliest, of this mass"),
 )
 ENGINE_FLAGS = (
@@ -253,13 +245,10 @@ def run_command(command, body, argv=None, name=None):
             code = body(args, argv)
             ranks.end()
             return code
-        except RuntimeError as e:
-            where, _, wanted = str(e).rpartition("DefaultCPUAllocator: ")
-            if not where and not isinstance(e, torch.OutOfMemoryError):
-                raise
+        except torch.OutOfMemoryError as e:
             lower = "--micro-batch-tokens, " if command.trains else ""
-            wanted = ". ".join(wanted.split(". ")[:3])  # how much was asked for, and was free
-            raise ValueError(f"out of {'' if where else 'GPU '}memory ({wanted}); lower {lower}"
-                             "--max-rows or --max-new-tokens") from None
+            wanted = ". ".join(str(e).split(". ")[:3])  # how much was asked for, and was free
+            raise ValueError(f"out of GPU memory ({wanted}); lower {lower}--max-rows or "
+                             "--max-new-tokens") from None
 
     return commands.run(name or f"{command.name}.py", parsed)

@@ -341,7 +341,8 @@ class Run(ExitStack):
         before, gain, error = self.state.before, None, None
         if after:
             files.write_jsonl(self.out / "eval_after.jsonl", after["rows"])
-            gain, error = paired_gain({"rows": rows_of(self.out / "eval_before.jsonl")}, after)
+            asked = [row for _, row in files.read_jsonl(self.out / "eval_before.jsonl")]
+            gain, error = paired_gain({"rows": asked}, after)
         summary = {"accuracy_before": before and before["accuracy"],
                    "accuracy_after": after and after["accuracy"],
                    "stderr_before": before and before["stderr"],
@@ -358,8 +359,7 @@ class Run(ExitStack):
         from plumbing import curves  # here: matplotlib takes a second to import
 
         curves.draw(self.out, self.out / "metrics.png")
-        before, after = (rows_of(self.out / f"eval_{when}.jsonl") for when in ("before", "after"))
-        console.show_end(self.out, self.args, read_json(self.out / "summary.json"), before, after)
+        console.show_end(self.out, self.args, read_json(self.out / "summary.json"))
 
     def stop(self, optimizer):
         """The end of an interrupted run: it is saved as it is, except after a second signal within
@@ -382,11 +382,6 @@ class Run(ExitStack):
                 self.save(optimizer)
         finally:
             print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
-
-
-def rows_of(path):
-    """The rows of a file of held-out questions, none without the file."""
-    return [row for _, row in files.read_jsonl(path)] if path.is_file() else []
 
 
 def peak_gib():

@@ -287,7 +287,6 @@ OTHERS = [
     ("lora --merge --model model --adapter nowhere --out new", nothing, "--adapter nowhere: adapter_config.json is missing"),
     (MERGE, lambda home: (home / "adapter" / "adapter_model.safetensors").unlink(), "--adapter adapter: adapter_model.safetensors is missing"),
     ("sample --model no/such-folder-here/at-all --prompt x", nothing, "--model no/such-folder-here/at-all"),
-    ("sample --prompt x --temperature 1e-40", nothing, "--temperature: 1e-40: must be 0 (greedy), or 1e-6 or more"),
     ("sample --prompt x --max-new-tokens 999 --device cpu", nothing, "positions"),
     ("train --reward none.py:score --out new", nothing, "--reward none.py: not found|score(text, row)"),
     ("train --reward own.py --out new", nothing, "want file.py:function"),
