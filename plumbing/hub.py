@@ -19,7 +19,7 @@ COMMITS = {}  # {id: the commit of its files}; what is in it beforehand is what 
 def download(place, kind, patterns):
     """The folder, in the hub's cache, with the files of a repository that match one of `patterns`;
     without a network as it is there. place: its id, which may end in @revision; kind: model or
-    dataset. FileNotFoundError, in the hub's own words, for what it does not give."""
+    dataset. OSError, in the hub's own words, for what it does not give."""
     from huggingface_hub import constants, snapshot_download
 
     flag = f"--{'data' if kind == 'dataset' else kind} {place}"
@@ -31,9 +31,9 @@ def download(place, kind, patterns):
     except Exception as e:  # no network, a full disk, and all that the hub may answer to a request
         why = getattr(e, "server_message", None) or cause(e)
         page = f"{constants.ENDPOINT}/{'datasets/' * (kind == 'dataset')}{repo}"
-        raise FileNotFoundError(f"{flag}: the hub did not give it ({why}); check id, revision and "
-                                "network, and run it again. For what is gated or private: ask for "
-                                f"access at {page}, then log in by hf auth login") from None
+        raise OSError(f"{flag}: the hub did not give it ({why}); check id, revision and network, "
+                      "and run it again. For what is gated or private: ask for access at "
+                      f"{page}, then log in by hf auth login") from None
     print(f"{flag}: commit {folder.name[:12]}", file=sys.stderr)
     COMMITS[place] = folder.name
     return folder

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import resource
 import sys
 from collections import Counter
@@ -26,7 +25,7 @@ from time import time
 
 from plumbing import command, console, files, flags, hub, policy, ranks
 from plumbing.command import IDLE, MINOR
-from plumbing.files import append, cause, check_out, lock, read_json, saved, whole
+from plumbing.files import append, check_out, lock, read_json, saved, whole
 
 import torch
 
@@ -301,19 +300,11 @@ class Run(ExitStack):
                              "it without --resume")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            tensors = state.pop("params")
-            if [p.shape for p in optimizer.params] != [t.shape for t in tensors]:
-                raise ValueError("its tensors are not those of this model")
-            with torch.no_grad():
-                for p, saved in zip(optimizer.params, tensors, strict=True):
-                    p.copy_(saved)
-            optimizer.load_state_dict(state.pop("optimizer"))
-            was = State(**state)
-        except Exception as e:  # torch's unpickler raises many kinds
-            # torch's own message advises to load it without safety
-            why = "not a checkpoint" if isinstance(e, pickle.UnpicklingError) else cause(e)
-            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
-                             ) from None
+        except Exception:  # torch's unpickler raises many kinds
+            raise ValueError(f"{path}: is no checkpoint, or not whole; copy it again, or start "
+                             "anew in another --out") from None
+        params, moments = state.pop("params"), state.pop("optimizer")
+        was = State(**state)
         if was.data != self.state.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
@@ -321,6 +312,10 @@ class Run(ExitStack):
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
+        with torch.no_grad():
+            for p, saved in zip(optimizer.params, params, strict=True):
+                p.copy_(saved)
+        optimizer.load_state_dict(moments)
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
