@@ -159,7 +159,9 @@ def texts(path):
     out = []
     for where, row in read_rows(path):
         text = row.get("text")
-        out.append("\n".join(asked(row, f'{where}: has no "text"')) if text is None else text)
+        if not isinstance(text, str):
+            text = "\n".join(asked(row, f'{where}: has no "text"'))
+        out.append(text)
     return out
 
 

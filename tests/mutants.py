@@ -2005,7 +2005,7 @@ MUTANTS = {
          "data::levels_are_those_of_the_rows"),
         ("a prompt comes before the question", 'first("question", "problem", "prompt")',
          'first("prompt", "problem", "question")', "data::the_question_comes_before_a_prompt"),
-        ("null is a text", "if text is None else text", "if text == 0 else text",
+        ("null is a text", "if not isinstance(text, str):", "if text == 0:",
          "awq::calibration_text_comes_from_files_or_the_embedded_task"),
         ("documents run into each other", "ids += doc + tok.eos_ids[-1:]", "ids += doc",
          "awq::calibration_text_comes_from_files_or_the_embedded_task"),
