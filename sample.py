@@ -332,7 +332,7 @@ def load_policy(args):
     stored = checkpoint.read_config(folder)["quantization"]
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
-                         f"--quant {layouts.layout_of(stored, folder).fmt}")
+                         f"--quant {layouts.format_of(stored, folder)}")
     tok = Tokenizer(folder)
     text = None
     # a quantized base already has the scales that its adapter asks for (see policy.check)

@@ -44,9 +44,9 @@ def config(run):
 def answers(run, name="eval_after.jsonl"):
     """Accuracy on each held-out question, by default after training, in the set's order; None where
     it was not kept."""
-    path, fields = Path(run) / name, {"accuracy": (float, 0, 1)}
+    path = Path(run) / name
     if path.is_file():
-        return [row["accuracy"] for _, row in read_jsonl(path, fields, fields)]
+        return [row["accuracy"] for _, row in read_jsonl(path, ["accuracy"])]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plumbing import command, curves, files
+from plumbing import command, curves
 from plumbing.command import IDLE, MINOR
 from plumbing.files import check_out, saved
 
@@ -36,7 +36,7 @@ def shown(flag, value):
         return {True: "on", False: "off", None: "none"}[value]
     if isinstance(value, float):
         return f"{value:g}"
-    return files.shown(value).strip("'").rstrip("/").split("/")[-1]
+    return str(value).rstrip("/").split("/")[-1]
 
 
 def told(run):

@@ -8,56 +8,42 @@ import textwrap
 
 from plumbing.command import cell
 
-# columns of a step's line in the order in which a narrow terminal does without them
-DROP_ORDER = ("GiB", "sigma", "tok/s", "dlogp", "trunc", "grad", "seconds", "ent", "len", "eta",
-            "held-out")
 SHOW_EVERY = 10  # steps between samples
 GAP_BOUND = 0.05  # nats a token between sampler and trainer to warn at
 
 
 def show_flags(args):
     text = "  ".join(f"{k}={v}" for k, v in vars(args).items())
-    wide = min(100, width() or 100)
-    print(textwrap.fill(text, wide, break_long_words=False, break_on_hyphens=False))
-    if args.aqn and args.aqn_end > args.aqn_start:
-        print(f"warning: --aqn-end {args.aqn_end:g}: is above --aqn-start {args.aqn_start:g}, so "
-              "sigma rises from stage to stage", file=sys.stderr)
+    print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False))
 
 
 def show_step(row, samples, args, warned):
     """Print a row of metrics.jsonl as one line, its samples (rows of rollouts.jsonl) every
     SHOW_EVERY steps, and each warning once a run. warned: the set of those given so far."""
-    print(step_line(row, args, width()), flush=True)
+    print(step_line(row, args)[: width()], flush=True)
     if row["step"] % SHOW_EVERY == 0:
         for s in samples:
             mark = "right" if s["correct"] else f"wrong, it is {s['answer']}"
-            text = one_line(s["text"], 12 + len(mark))
-            print(f"      Q: {one_line(s['question'])}\n      A: {text} ({mark})")
+            print(f"      Q: {one_line(s['question'])}\n      A: {one_line(s['text'])} ({mark})")
     for text in warnings_for(row, args):
         if text not in warned:
             print(f"warning: {text}", flush=True)
         warned.add(text)
 
 
-def step_line(row, args, wide=None):
-    """A step's row as text; columns are left out until it has at most `wide` characters."""
+def step_line(row, args):
+    """A step's row as text, what matters most first: a terminal's width may cut it."""
     eta = (args.steps - row["step"] - 1) * row["seconds_step"]
-    columns = {
-        "step": f"{row['step']:>5}", "reward": f"reward {row['reward']:.3f}",
-        "acc": f"acc {row['accuracy']:.3f}", "len": f"len {row['length_mean']:.0f}",
-        "trunc": f"trunc {row['truncated_frac']:.0%}", "ent": f"ent {cell(row['entropy'], '.3f')}",
-        "grad": f"grad {cell(row['grad_norm'], '.3f')}",
-        "dlogp": f"dlogp {cell(row['logp_gap_mean'], '.4f')}", "sigma": f"sigma {row['sigma']:.1e}",
-        "tok/s": f"{row['rollout_tok_s']:.0f} tok/s", "GiB": f"{row['peak_gib']:.1f} GiB",
-        "seconds": f"{row['seconds_step']:.1f} s"}
-    if row["eval_accuracy"] is not None:
-        columns["held-out"] = f"held-out {row['eval_accuracy']:.1%}"
-    columns["eta"] = f"eta {eta / 60:.0f} min"
-    for name in DROP_ORDER:
-        if wide is None or len(" | ".join(columns.values())) <= wide:
-            break
-        columns.pop(name, None)
-    return " | ".join(columns.values())
+    held_out = row["eval_accuracy"]
+    columns = [
+        f"{row['step']:>5}", f"reward {row['reward']:.3f}", f"acc {row['accuracy']:.3f}",
+        *([] if held_out is None else [f"held-out {held_out:.1%}"]),
+        f"len {row['length_mean']:.0f}", f"trunc {row['truncated_frac']:.0%}",
+        f"ent {cell(row['entropy'], '.3f')}", f"grad {cell(row['grad_norm'], '.3f')}",
+        f"dlogp {cell(row['logp_gap_mean'], '.4f')}", f"sigma {row['sigma']:.1e}",
+        f"{row['rollout_tok_s']:.0f} tok/s", f"{row['peak_gib']:.1f} GiB",
+        f"{row['seconds_step']:.1f} s", f"eta {eta / 60:.0f} min"]
+    return " | ".join(columns)
 
 
 def warnings_for(row, args):
@@ -94,20 +80,12 @@ def warnings_for(row, args):
                'least 1; a dict may say so beside its "reward", as "correct"')
 
 
-def show_end(out, args, summary, before, after):
-    """Print what a run leaves in its folder `out`, one question answered wrong before training and
-    right after it, and the gain. before, after: rows of eval_before.jsonl and eval_after.jsonl."""
+def show_end(out, args, summary):
+    """Print what a run leaves in its folder `out`, and the gain."""
+    s = summary
     print(f"{out}: {'adapter' if args.lora_rank else 'model'}/, metrics.jsonl, metrics.png, "
-          f"summary.json ({summary['seconds']:.0f} s)")
-    for b, a in zip(before, after, strict=True):
-        if b["accuracy"] == 0 and a["accuracy"] == 1:
-            question = one_line(a["question"], 31 + len(str(a["answer"])))
-            print(f"one of the questions: {question} (it is {a['answer']})\n"
-                  f"  before: {one_line(b['samples'][0]['text'])}\n"
-                  f"  after:  {one_line(a['samples'][0]['text'])}")
-            break
-    if after:
-        s = summary
+          f"summary.json ({s['seconds']:.0f} s)")
+    if s["accuracy_after"] is not None:
         print(f"held-out accuracy: {s['accuracy_before']:.1%} before, {s['accuracy_after']:.1%} "
               f"after {s['steps']} steps ({100 * s['gain']:+.1f} +- {points(s['stderr_gain'])} "
               "points)")
@@ -147,7 +125,7 @@ def points(share):
     return cell(share and 100 * share, ".1f")
 
 
-def one_line(text, beside=10):
-    """A text without line breaks, cut to fit the terminal `beside` so many other characters."""
-    text, most = " ".join(text.split()), max(10, width() - beside) if width() else 160
-    return text if len(text) <= most else text[: most - 3] + "..."
+def one_line(text):
+    """A text without line breaks, cut to 160 characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= 160 else text[:157] + "..."

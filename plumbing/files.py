@@ -2,12 +2,11 @@
 Reading files (text, JSON, with errors that name file and row), and writing them whole or not at
 all; a lock that is released when its process dies.
 
-    rope = read_json("config.json", {"rope_theta": (float, 0, 1e12)})["rope_theta"]
+    heads = read_json("config.json", ["num_attention_heads"])["num_attention_heads"]
 """
 import fcntl
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -17,10 +16,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 TINY = Path(__file__).resolve().parents[1] / "assets" / "tiny"  # what --model tiny stands for
-KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false",
-         list: "a list", dict: "an object"}
-# of a run's config.json and summary.json
-RUN = {"accuracy_before": (float, 0, 1), "accuracy_after": (float, 0, 1), "seed": (int, 0, 1 << 63)}
 
 
 # ---- reading
@@ -43,45 +38,24 @@ def lines(path):
                 yield n, text.rstrip("\r\n")
 
 
-def parse_json(text, where, fields=None, needs=()):
-    """text -> the JSON object in it, `check`ed. ValueError naming `where` for anything else, and
-    for NaN and numbers too large for a float."""
+def parse_json(text, where, needs=()):
+    """text -> the JSON object in it, which `require`s the fields `needs`; NaN counts as null.
+    ValueError naming `where` for anything else."""
     try:
-        value = json.loads(text, parse_float=finite, parse_constant=finite)
+        value = json.loads(text, parse_constant=lambda name: None)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({e})") from None
-    return check(value, where, fields or {}, needs)
-
-
-def finite(text):
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text:.20}")
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: not a JSON object {{...}} but {value!r:.40}")
+    require(value, where, needs)
     return value
 
 
-def check(value, where, fields, needs=()):
-    """`value` if it is an object whose fields are what `fields` says: {name: kind, or for numbers
-    (kind, least, most)}; null counts as left out, which the fields in `needs` must not be."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: not a JSON object {{...}} but {shown(value)}")
-    for name in needs:
+def require(value, where, names):
+    """ValueError naming `where` if a field of an object is missing or null."""
+    for name in names:
         if value.get(name) is None:
             raise ValueError(f"{where}: the field {name!r} is missing")
-    for name, kind in fields.items():
-        found, (kind, *bounds) = value.get(name), kind if isinstance(kind, tuple) else (kind,)
-        if found is None:
-            continue
-        fits = type(found) in ((int, float) if kind is float else (kind,))
-        if not fits or bounds and not bounds[0] <= found <= bounds[1]:
-            limits = f" from {bounds[0]} to {bounds[1]}" if bounds else ""
-            raise ValueError(f"{where}: {name} {shown(found)} must be {KINDS[kind]}{limits}")
-    return value
-
-
-def shown(value):
-    """A JSON value, short enough for a message."""
-    return KINDS[type(value)] if isinstance(value, list | dict) else f"{value!r:.40}"
 
 
 def cause(error):
@@ -89,15 +63,15 @@ def cause(error):
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def read_json(path, fields=None, needs=()):
+def read_json(path, needs=()):
     """The JSON object in a file, as parse_json."""
-    return parse_json(decode(Path(path).read_bytes(), path), path, fields, needs)
+    return parse_json(decode(Path(path).read_bytes(), path), path, needs)
 
 
-def saved(folder, name, fields=RUN):
+def saved(folder, name):
     """The JSON object in the file `name` of a folder, as parse_json; {} where there is none."""
     path = Path(folder) / name
-    return read_json(path, fields) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def file_digest(path):
@@ -105,20 +79,20 @@ def file_digest(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def read_jsonl(path, fields=None, needs=()):
+def read_jsonl(path, needs=()):
     """("file, row n", object) of each line of a .jsonl, as parse_json."""
     for n, text in lines(path):
         where = f"{path}, row {n}"
-        yield where, parse_json(text, where, fields, needs)
+        yield where, parse_json(text, where, needs)
 
 
-def read_log(path, fields):
+def read_log(path):
     """The object with a "step" in each line of a run's .jsonl, as parse_json. An incomplete last
     line is left out: the run may be writing it, or was killed."""
-    rows, fields = [*lines(path)], fields | {"step": (int, 0, 1 << 60)}
+    rows = [*lines(path)]
     for n, text in rows:
         try:
-            yield parse_json(text, f"{path}, row {n}", fields, ["step"])
+            yield parse_json(text, f"{path}, row {n}", ["step"])
         except ValueError:
             if n < rows[-1][0]:
                 raise
@@ -223,12 +197,3 @@ def lock(path, problem):
     except OSError:
         raise ValueError(problem) from None
     return f
-
-
-def text_file(path):
-    """--calib's file as a Path. FileNotFoundError if it is not there."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"--calib {path}: no such file; give a .jsonl (question and "
-                                "answer, or text) or a text file")
-    return path

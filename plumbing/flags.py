@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plumbing import command as commands
-from plumbing import hub, policy, ranks
+from plumbing import hub, ranks
 from plumbing.command import number, numbers
 from plumbing.files import TINY, saved
 from plumbing.tokenizer import SUFFIX
@@ -174,7 +174,7 @@ def parse(command, argv):
 def read_policy(command, folder):
     """The policy.json in `folder` without its nulls, {} where there is none; ValueError for what is
     no value of the command's flags."""
-    found = saved(folder, "policy.json", policy.FIELDS)
+    found = saved(folder, "policy.json")
     found = {name: value for name, value in found.items() if value is not None}
     check_choices(command, found, Path(folder) / "policy.json")
     return found
@@ -245,13 +245,10 @@ def run_command(command, body, argv=None, name=None):
             code = body(args, argv)
             ranks.end()
             return code
-        except RuntimeError as e:
-            where, _, wanted = str(e).rpartition("DefaultCPUAllocator: ")
-            if not where and not isinstance(e, torch.OutOfMemoryError):
-                raise
+        except torch.OutOfMemoryError as e:
             lower = "--micro-batch-tokens, " if command.trains else ""
-            wanted = ". ".join(wanted.split(". ")[:3])  # how much was asked for, and was free
-            raise ValueError(f"out of {'' if where else 'GPU '}memory ({wanted}); lower {lower}"
-                             "--max-rows or --max-new-tokens") from None
+            wanted = ". ".join(str(e).split(". ")[:3])  # how much was asked for, and was free
+            raise ValueError(f"out of GPU memory ({wanted}); lower {lower}--max-rows or "
+                             "--max-new-tokens") from None
 
     return commands.run(name or f"{command.name}.py", parsed)

@@ -7,13 +7,9 @@ import sys
 from pathlib import Path
 
 from plumbing import checkpoint, hub
-from plumbing.files import file_digest, saved, text_file
+from plumbing.files import file_digest, saved
 
 import torch
-
-FIELDS = {"awq": bool, **dict.fromkeys(
-    ("model", "quant", "calib", "data", "prompt_style", "dtype", "reward", "commit", "base",
-     "norms", "weights", "text"), str)}
 
 
 def place(device="auto", dtype="auto"):
@@ -31,7 +27,7 @@ def base_of(args):
     """checkpoint.fingerprint of these flags' base, and `text`, the digest of --awq's text file."""
     found = checkpoint.fingerprint(args.model)
     if args.awq and args.calib:
-        found["text"] = file_digest(text_file(args.calib))
+        found["text"] = file_digest(args.calib)
     return found
 
 
@@ -44,7 +40,7 @@ def content(args, base, names):
 
 def merged(folder):
     """Digests of the adapters that `lora.py --merge` has put into a checkpoint."""
-    return saved(folder, "merged.json", {"adapters": list}).get("adapters") or []
+    return saved(folder, "merged.json").get("adapters") or []
 
 
 def check(args):

@@ -48,9 +48,6 @@ def load(spec):
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise ValueError(f"--reward {spec}: want file.py:function")
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--reward {path}: not found; name a Python file that defines "
-                                f"{name}(text, row)")
     function = getattr(module_of(Path(path).resolve()), name, None)
     if not callable(function):
         raise ValueError(f"--reward {path}: has no function {name}; define {name}(text, row) there")

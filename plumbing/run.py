@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import resource
 import sys
 from collections import Counter
@@ -26,7 +25,7 @@ from time import time
 
 from plumbing import command, console, files, flags, hub, policy, ranks
 from plumbing.command import IDLE, MINOR
-from plumbing.files import append, cause, check_out, lock, read_json, saved, whole
+from plumbing.files import append, check_out, lock, read_json, saved, whole
 
 import torch
 
@@ -76,7 +75,7 @@ def flags_of_run(spec, out, argv):
     config = Path(out) / "config.json"
     if not config.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
-    found = read_json(config, {"commits": dict})
+    found = read_json(config)
     hub.COMMITS.update(found.get("commits") or {})  # it goes on with the files that it began with
     args = argparse.Namespace(**{k: v for k, v in found.items() if k not in BESIDE_FLAGS})
     if other := vars(args).keys() ^ {f.dest for f in spec.flags}:
@@ -301,19 +300,11 @@ class Run(ExitStack):
                              "it without --resume")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            tensors = state.pop("params")
-            if [p.shape for p in optimizer.params] != [t.shape for t in tensors]:
-                raise ValueError("its tensors are not those of this model")
-            with torch.no_grad():
-                for p, saved in zip(optimizer.params, tensors, strict=True):
-                    p.copy_(saved)
-            optimizer.load_state_dict(state.pop("optimizer"))
-            was = State(**state)
-        except Exception as e:  # torch's unpickler raises many kinds
-            # torch's own message advises to load it without safety
-            why = "not a checkpoint" if isinstance(e, pickle.UnpicklingError) else cause(e)
-            raise ValueError(f"{path}: cannot be resumed ({why}); start anew in another --out"
-                             ) from None
+        except Exception:  # torch's unpickler raises many kinds
+            raise ValueError(f"{path}: is no checkpoint, or not whole; copy it again, or start "
+                             "anew in another --out") from None
+        params, moments = state.pop("params"), state.pop("optimizer")
+        was = State(**state)
         if was.data != self.state.data:
             raise ValueError(f"--data {self.args.data}: is not what the run in {self.out} began "
                              "with; --resume needs the same questions")
@@ -321,6 +312,10 @@ class Run(ExitStack):
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
+        with torch.no_grad():
+            for p, saved in zip(optimizer.params, params, strict=True):
+                p.copy_(saved)
+        optimizer.load_state_dict(moments)
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -329,7 +324,7 @@ class Run(ExitStack):
     @ranks.first
     def cut(self, path):
         """Drop a log's rows of steps that will be done again, and an incomplete last row."""
-        rows = files.read_log(path, {}) if path.exists() else ()
+        rows = files.read_log(path) if path.exists() else ()
         files.write_jsonl(path, [row for row in rows if row["step"] < self.state.step])
 
     # ---- the end
@@ -341,7 +336,8 @@ class Run(ExitStack):
         before, gain, error = self.state.before, None, None
         if after:
             files.write_jsonl(self.out / "eval_after.jsonl", after["rows"])
-            gain, error = paired_gain({"rows": rows_of(self.out / "eval_before.jsonl")}, after)
+            asked = [row for _, row in files.read_jsonl(self.out / "eval_before.jsonl")]
+            gain, error = paired_gain({"rows": asked}, after)
         summary = {"accuracy_before": before and before["accuracy"],
                    "accuracy_after": after and after["accuracy"],
                    "stderr_before": before and before["stderr"],
@@ -358,8 +354,7 @@ class Run(ExitStack):
         from plumbing import curves  # here: matplotlib takes a second to import
 
         curves.draw(self.out, self.out / "metrics.png")
-        before, after = (rows_of(self.out / f"eval_{when}.jsonl") for when in ("before", "after"))
-        console.show_end(self.out, self.args, read_json(self.out / "summary.json"), before, after)
+        console.show_end(self.out, self.args, read_json(self.out / "summary.json"))
 
     def stop(self, optimizer):
         """The end of an interrupted run: it is saved as it is, except after a second signal within
@@ -382,11 +377,6 @@ class Run(ExitStack):
                 self.save(optimizer)
         finally:
             print(f"the last checkpoint stands, continue with: {self.again}", file=sys.stderr)
-
-
-def rows_of(path):
-    """The rows of a file of held-out questions, none without the file."""
-    return [row for _, row in files.read_jsonl(path)] if path.is_file() else []
 
 
 def peak_gib():

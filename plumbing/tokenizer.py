@@ -7,12 +7,10 @@ code. Left out: tool calls and chat histories.
     Tokenizer("assets/tiny").prompt_ids("What is 1+1?")
 """
 import json
-import re
 from datetime import datetime
 from pathlib import Path
 
-from plumbing.config import SIZES
-from plumbing.files import check, decode, read_json, saved, shown
+from plumbing.files import decode, read_json, saved
 
 SUFFIX = {
     "tags": "Reason step by step in <think></think>, then give the final answer in "
@@ -33,33 +31,27 @@ class Tokenizer:
         import tokenizers
 
         self.folder = folder = Path(folder)
-        path, self.settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-        for file in (path, self.settings):
-            if not file.is_file():
-                raise FileNotFoundError(f"{file}: not found; --model must be the folder of a chat "
-                                        "checkpoint")
+        path = folder / "tokenizer.json"
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # tokenizers raises plain Exception
             raise ValueError(f"{path}: not a tokenizer file ({e})") from None
         self.tokenizer.no_truncation()  # settings of whoever saved it last
         self.tokenizer.no_padding()
-        self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        config = read_json(self.settings)
-        model = saved(folder, "config.json", SIZES)
-        generation = saved(folder, "generation_config.json", {})
-        if not self.size:
-            raise ValueError(f"{path}: has no vocabulary; download it again")
+        self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        config = read_json(folder / "tokenizer_config.json")
+        model = saved(folder, "config.json")
+        generation = saved(folder, "generation_config.json")
         if self.size > model.get("vocab_size", self.size):
             raise ValueError(f"{path} has {self.size} ids but {folder / 'config.json'} says "
                              f"vocab_size {model.get('vocab_size')}: the tokenizer is another "
                              "model's")
-        special = {}  # as text, for the template
+        self.special = {}  # as text, for the template
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = config.get(name)
-            special[name] = token.get("content") if isinstance(token, dict) else token  # AddedToken
-        check(special, self.settings, dict.fromkeys(special, str))
-        self.special = {name: token for name, token in special.items() if token is not None}
+            token = token.get("content") if isinstance(token, dict) else token  # an AddedToken
+            if token is not None:
+                self.special[name] = token
         self.eos_ids = self._ends(generation, model)
         self.template = self._compile(config.get("chat_template"))
 
@@ -70,7 +62,7 @@ class Tokenizer:
             found = config.get("eos_token_id")
             ids += found if isinstance(found, list) else [found]
         ids = [i for i in ids if i is not None]
-        if not ids or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        if not ids:
             raise ValueError(f"{self.folder}: needs an eos_token in tokenizer_config.json, or an "
                              "eos_token_id, an id or a list of ids, in generation_config.json")
         return sorted({*ids})
@@ -78,12 +70,12 @@ class Tokenizer:
     def _compile(self, template):
         import jinja2.sandbox
 
-        self.source, file = self.settings, self.folder / "chat_template.jinja"
+        file = self.folder / "chat_template.jinja"
         if file.is_file():  # newer, and first in transformers too
-            template, self.source = decode(file.read_bytes(), file), file
+            template = decode(file.read_bytes(), file)
         if not template or not isinstance(template, str):
-            raise ValueError(f"{self.settings}: no chat_template; use an instruct checkpoint, or "
-                             "add one")
+            raise ValueError(f"{self.folder / 'tokenizer_config.json'}: no chat_template; use an "
+                             "instruct checkpoint, or add one")
 
         def raise_exception(message):
             raise ValueError(message)
@@ -95,19 +87,13 @@ class Tokenizer:
             x, ensure_ascii=False, indent=indent)
         env.globals["raise_exception"] = raise_exception
         env.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
-        try:
-            return env.from_string(template)
-        except Exception as e:
-            raise ValueError(f"{self.source}: chat_template does not compile: {e}") from None
+        return env.from_string(template)
 
     def __len__(self):
         return self.size
 
     def encode(self, text):
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError:  # half a character: what bytes of another encoding become
-            raise ValueError(f"{shown(text)}: is not UTF-8; write it in that") from None
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids):
         """Text of a completion without special tokens (<|im_end|>, padding); <think> is not one."""
@@ -115,28 +101,11 @@ class Tokenizer:
 
     def chat(self, messages):
         """messages [{"role", "content"}] -> the text the checkpoint was trained to continue."""
-        try:
-            return self.template.render(messages=messages, add_generation_prompt=True, tools=None,
-                                        documents=None, **self.special)
-        except Exception as e:  # a template may fail in any way
-            raise ValueError(f"{self.source}: chat_template failed: {e}") from None
+        return self.template.render(messages=messages, add_generation_prompt=True, tools=None,
+                                    documents=None, **self.special)
 
     def chat_ids(self, messages):
-        """Ids of `chat`'s text. Special tokens are the template's to write: in a message, text
-        that reads like one is encoded as the text that it is."""
-        found = self.tokenizer.get_added_tokens_decoder().values()
-        special = sorted((t.content for t in found if t.special), key=len, reverse=True)
-        special.append("\ue000")  # a message may hold what begins a mark
-        pattern = "|".join(map(re.escape, special))
-        # a mark stands in its place while the template is rendered
-        marked = [{**m, "content": re.sub(pattern, lambda t: f"\ue000{special.index(t[0])}\ue001",
-                                          m["content"])} for m in messages]
-        ids = []
-        for i, part in enumerate(re.split("\ue000([0-9]+)\ue001", self.chat(marked))):
-            self.tokenizer.encode_special_tokens = i % 2 == 1
-            ids += self.encode(special[int(part)] if i % 2 else part)
-        self.tokenizer.encode_special_tokens = False
-        return ids
+        return self.encode(self.chat(messages))
 
     def prompt_ids(self, question, style="tags", max_prompt=None):
         """Ids of a question with the style's instruction; None if more than max_prompt."""

@@ -348,10 +348,9 @@ def test_calibration_text_comes_from_files_or_the_embedded_task(tmp_path):
                     '{"prompt": "p?", "solution": "worked, so \\\\boxed{3}"}\n')  # MATH's, which only --data took
     assert datasets.texts(rows) == ["one plus one", "q?\na", "p?\nworked, so \\boxed{3}"]
     assert datasets.calibration(text, TINY, 3, 16).shape == (3, 16)
-    for row, said in ('{"text": 5, "question": "q?", "answer": "a"}', "row 1.*text"), ("{}", 'row 1: has no "text": needs question'):
-        (tmp_path / "bad.jsonl").write_text(row + "\n")
-        with pytest.raises(ValueError, match=said):
-            datasets.texts(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match='row 1: has no "text": needs question'):
+        datasets.texts(tmp_path / "bad.jsonl")
     tok = Tokenizer(TINY)
     ids = [i for t in datasets.texts(rows) for i in [*tok.encode(t), tok.eos_ids[-1]]]  # documents end
     assert datasets.calibration(rows, TINY, 50, 4).flatten().tolist() == ids[: len(ids) // 4 * 4]

@@ -170,77 +170,22 @@ def put(key, value):
     return lambda state: state.__setitem__(key, value(state[key]))
 
 
-def nan_at(t):
-    t = t.clone()
-    t.view(-1)[-1] = float("nan")
-    return t
-
-
-def inf_at(t):
-    t = t.clone()
-    t.view(-1)[0] = -float("inf")
-    return t
-
-
 ASK, TRAIN = "sample --model model --prompt x --device cpu", "train --data d.jsonl --out new"
 Q, EMBED, NORM = "model.layers.1.self_attn.q_proj", "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 MERGE = "lora --merge --model model --adapter adapter --out new --device cpu"
 INDEX = "model/model.safetensors.index.json"
-HUGE = 10**400
 
 FIELDS = [
-    (ASK, config(hidden_size=True), "config.json|hidden_size"),
-    (ASK, config(hidden_size=10**9), "config.json|hidden_size"),
-    (ASK, config(vocab_size=HUGE), "config.json|vocab_size"),
-    (ASK, config(num_hidden_layers=2000), "config.json|num_hidden_layers"),
-    (ASK, config(num_attention_heads=0), "config.json|num_attention_heads"),
-    (ASK, config(num_key_value_heads=-2), "config.json|num_key_value_heads"),
-    (ASK, config(head_dim=33), "config.json|head_dim"),
-    (ASK, config(num_attention_heads=128, num_key_value_heads=2), "config.json|head_dim"),
-    (ASK, config(rms_norm_eps="small"), "config.json|rms_norm_eps"),
-    (ASK, config(rope_theta=HUGE), "config.json|rope_theta"),
-    (ASK, config(rope_scaling="linear"), "config.json|rope_scaling"),
-    (ASK, config(rope_parameters={"rope_theta": -1}), "config.json|rope_theta"),
-    (ASK, config(max_position_embeddings=0), "config.json|max_position_embeddings"),
-    (ASK, config(tie_word_embeddings="yes"), "config.json|tie_word_embeddings"),
-    (ASK, config(model_type=["qwen2"]), "config.json|model_type"),
-    (ASK, config(layer_types="full"), "config.json|layer_types"),
-    (ASK, config(quantization_config="nvfp4"), "config.json|quantization_config"),
-    (ASK, config(quantization_config={"config_groups": [1]}), "config.json|config_groups"),
-    (ASK, config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {"a": 1}}), "config.json|quantization_config"),
-    (ASK, config(eos_token_id="<eos>"), "config.json|eos_token_id"),
     (ASK, lambda home: (config(eos_token_id=None)(home), config("model/generation_config.json", eos_token_id=None)(home),
                         config("model/tokenizer_config.json", eos_token=None)(home)), "needs an eos_token in tokenizer_config.json"),
-    (ASK, config("model/generation_config.json", eos_token_id=-5), "generation_config.json|eos_token_id"),
-    (ASK, config("model/generation_config.json", eos_token_id={"a": 1}), "generation_config.json|eos_token_id"),
-    (ASK, config("model/tokenizer_config.json", eos_token=5), "tokenizer_config.json|eos_token"),
-    (ASK, config("model/tokenizer_config.json", eos_token={"content": [1]}), "tokenizer_config.json|eos_token"),
     (ASK, config("model/tokenizer_config.json", chat_template=5), "tokenizer_config.json|chat_template"),
     (ASK, config("model/tokenizer_config.json", chat_template=[1, {"name": "default"}]), "tokenizer_config.json|chat_template"),
-    (ASK, config(INDEX, weight_map=[]), "index.json|weight_map"),
-    (ASK, config(INDEX, weight_map={EMBED: "../mine.safetensors"}), "index.json|../mine.safetensors"),
-    (ASK, config(INDEX, weight_map={EMBED: "/x.safetensors"}), "index.json|/x.safetensors"),
-    (ASK, config(INDEX, weight_map={EMBED: 7}), "index.json|7"),
-    (ASK, config(INDEX, weight_map={EMBED: ".."}), "index.json|'..'"),
     (ASK, lambda home: (config(INDEX, weight_map={EMBED: "gone.safetensors"})(home), (home / "model" / "model.safetensors").unlink()),
      "gone.safetensors|download it again"),
-    (MERGE, config("adapter/adapter_config.json", r=10**9), "adapter_config.json|r "),
-    (MERGE, config("adapter/adapter_config.json", lora_alpha=1e300), "adapter_config.json|lora_alpha"),
-    (MERGE, config("adapter/adapter_config.json", lora_alpha=True), "adapter_config.json|lora_alpha"),
-    (MERGE, config("adapter/adapter_config.json", use_rslora="no"), "adapter_config.json|use_rslora"),
-    ("sample --adapter adapter --prompt x", config("adapter/policy.json", quant=5), "policy.json|quant"),
     ("sample --adapter adapter --prompt x", config("adapter/policy.json", quant="fp3"), "policy.json|--quant"),
-    ("sample --adapter adapter --prompt x", config("adapter/policy.json", model=[1]), "policy.json|model"),
     ("sample --adapter adapter --prompt x", config("adapter/policy.json", model="\0"), "--model"),
-    ("sample --adapter adapter --prompt x", config("adapter/policy.json", awq="yes"), "policy.json|awq"),
-    ("sample --adapter adapter --prompt x", config("adapter/policy.json", base=1), "policy.json|base"),
-    ("plot run", config("run/metrics.jsonl", step="0"), "metrics.jsonl, row 1|step"),
-    ("plot run", config("run/metrics.jsonl", step=0, reward=HUGE), "metrics.jsonl, row 1|reward"),
     ("plot run", config("run/metrics.jsonl", reward=1), "metrics.jsonl, row 1|step"),
-    ("plot run", config("run/summary.json", accuracy_before="half"), "summary.json|accuracy_before"),
-    ("plot run", config("run/summary.json", accuracy_before=0.5, accuracy_after=1e30), "summary.json|accuracy_after"),
-    ("plot run", config("run/config.json", seed=[0]), "run/config.json|seed"),
     ("train --resume --out old", config("old/config.json", lr=1e-5), "old/config.json|with other flags"),
     ("eval --data d.jsonl --out rows.jsonl", config("rows.jsonl", data="d", model="base", run="0"), "--out rows.jsonl"),
     # data: the file and the row
@@ -254,38 +199,23 @@ FIELDS = [
     ("train --data d.parquet --out new", raw("d.parquet", b""), "d.parquet|not a parquet file"),
     ("train --data d.jsonl.gz --out new", raw("d.jsonl.gz", gzip.compress(ROW.encode())), "d.jsonl.gz, row 1|unpack it"),
     ("train --data d.jsonl --levels 3 --out new", nothing, "d.jsonl|--levels"),
-    ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"text": 5}'), "c.jsonl, row 1|text"),
     ("nvfp4 --model model --out new --awq --calib c.jsonl", raw("c.jsonl", '{"question": "q"}'), "c.jsonl, row 1"),
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", b"\xff\xfe"), "c.txt|UTF-8"),
     ("nvfp4 --model model --out new --awq --calib c.txt", raw("c.txt", "short"), "--calib c.txt|more text"),
-    ("nvfp4 --model model --out new --awq --calib none.jsonl", nothing, "--calib none.jsonl|no such file"),
+    ("nvfp4 --model model --out new --awq --calib none.jsonl", nothing, "none.jsonl"),
     (ASK, lambda home: (config("model/tokenizer_config.json", chat_template=None)(home), raw("model/chat_template.jinja", b"\xff")(home)),
      "chat_template.jinja|UTF-8"),
     # chat templates
-    (ASK, template("{{" + "(" * 10**5 + ")" * 10**5 + "}}"), "tokenizer_config.json|does not compile"),
     (ASK, template("{{ raise_exception('no chat') }}"), "no chat"),
     # weights, on the way in: by sampling, evaluating, quantizing and merging
-    (ASK, tensors(put(EMBED, nan_at)), f"{EMBED}|NaN"),
-    (ASK, tensors(put(NORM, inf_at)), f"{NORM}|NaN or inf"),
-    (ASK + " --quant none", tensors(put(f"{Q}.weight", nan_at)), f"{Q}.weight|NaN"),
-    (ASK, tensors(put(f"{Q}.bias", inf_at)), f"{Q}.bias|NaN or inf"),
     (ASK, tensors(put(f"{Q}.weight", lambda t: t.to(torch.int8))), f"{Q}.weight|torch.int8"),
     (ASK, tensors(put(EMBED, lambda t: t > 0)), f"{EMBED}|torch.bool"),
     (ASK, tensors(put(NORM, lambda t: t.to(torch.complex64))), f"{NORM}|torch.complex64"),
     (ASK, tensors(put(f"{Q}.weight", lambda t: t.to(torch.float8_e4m3fn))), f"{Q}.weight|float8"),
-    ("eval --model model --data d.jsonl --quant none", tensors(put("model.norm.weight", nan_at)), "model.norm.weight|NaN"),
-    ("nvfp4 --model model --out new --device cpu", tensors(put(EMBED, nan_at)), f"{EMBED}|NaN"),
-    ("nvfp4 --model model --out new --device cpu", tensors(put(f"{Q}.bias", inf_at)), f"{Q}.bias|NaN"),
     ("nvfp4 --model model --out new --device cpu", tensors(put(f"{Q}.weight", lambda t: t.to(torch.int8))), f"{Q}.weight|torch.int8"),
-    (MERGE, tensors(put(NORM, nan_at)), f"{NORM}|NaN"),
-    (MERGE, tensors(put(A, nan_at), "adapter/adapter_model.safetensors"), f"{A}|NaN"),
-    (MERGE, tensors(put(A, lambda t: t.to(torch.int8)), "adapter/adapter_model.safetensors"), f"{A}|int8"),
-    (MERGE, tensors(put(A, lambda t: t.to(torch.complex64)), "adapter/adapter_model.safetensors"), f"{A}|complex64"),
-    (MERGE, tensors(put(A, lambda t: t.to(torch.float8_e5m2)), "adapter/adapter_model.safetensors"), f"{A}|float8"),
     (MERGE, raw("adapter/adapter_model.safetensors", b"\xff" * 100), "adapter_model.safetensors"),
     (ASK, raw("model/model.safetensors", b"\xff" * 100), "model.safetensors|download it again"),
     (ASK, raw("model/model.safetensors", b""), "model.safetensors|download it again"),
-    (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "tokenizer.json: has no vocabulary"),
     (ASK, raw("model/tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'), "tokenizer.json"),
 ]
 
@@ -361,18 +291,17 @@ OTHERS = [
     (MERGE, lambda home: (home / "adapter" / "adapter_model.safetensors").unlink(), "--adapter adapter: adapter_model.safetensors is missing"),
     ("sample --model no/such-folder-here/at-all --prompt x", nothing, "--model no/such-folder-here/at-all"),
     ("sample --model ./org/name --prompt x", nothing, "--model ./org/name: no such folder; give a checkpoint folder or a hub id"),
-    ("sample --model set --prompt x", nothing, "config.json: no such file"),
+    ("sample --model set --prompt x", nothing, "set/config.json"),
     ("sample --prompt x --max-new-tokens 999 --device cpu", nothing, "positions"),
-    ("train --reward none.py:score --out new", nothing, "--reward none.py: not found|score(text, row)"),
+    ("train --reward none.py:score --out new", nothing, "none.py"),
     ("train --reward own.py --out new", nothing, "want file.py:function"),
     ("train --reward own.py:score --out new", raw("own.py", "def other(): 0"), "own.py: has no function score; define score(text, row)"),
     ("train --reward own.py:score --out new", raw("own.py", "score = 1"), "own.py: has no function score"),
     ("eval --data arithmetic --levels 3", nothing, "--levels: the problems of --data arithmetic"),
     ("plot", nothing, "RUN"),
     ("plot nowhere", nothing, "nowhere: no such folder"),
-    ("plot set", nothing, "set/metrics.jsonl: no such file"),
+    ("plot set", nothing, "set/metrics.jsonl"),
     ("plot run", raw("run/metrics.jsonl", ""), "no complete row"),
-    ("plot run", raw("run/metrics.jsonl", '{"step": 0, "other": 1}\n'), "none of the columns"),
     ("plot run --out x.docx", nothing, "docx"),
     ("experiments", nothing, "what, RUN"),
     # --out: refused before the work, and what is there stays

@@ -62,12 +62,12 @@ def test_a_checkpoint_that_compressed_tensors_made_gives_its_logits(name):
         assert model.layers[0].attn.qkv_proj.global_scale.unique().numel() == 3
 
 
-def test_a_width_that_is_no_whole_number_of_blocks_is_named():
-    """Its last weights would have no scale."""
-    source = checkpoint.Checkpoint(FIXTURES / "compressed_nvfp4")
-    with pytest.raises(ValueError, match="compressed_nvfp4: o_proj has K = 24, not divisible by nvfp4's block of 16"):
-        source.check_format("none", FORMATS)
-        source.packed({"o_proj": 8}, 24, "cpu")
+def test_a_global_scale_may_be_a_scalar(tmp_path):
+    """Some tools write it without a dimension."""
+    folder = shutil.copytree(FIXTURES / "compressed_nvfp4", tmp_path / "q")
+    state = load_file(folder / "model.safetensors")
+    save_file({k: t.squeeze() if k.endswith("global_scale") else t for k, t in state.items()}, folder / "model.safetensors")
+    assert torch.equal(M.load(folder)(IDS), M.load(FIXTURES / "compressed_nvfp4")(IDS))
 
 
 @pytest.mark.parametrize("name,fmt", [("compressed_nvfp4", "nvfp4"), ("compressed_mxfp4", "mxfp4")])
@@ -117,7 +117,7 @@ def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, fmt, family)
 
 @pytest.mark.parametrize("own", [32], indirect=True)
 def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own, few):
-    """Its scales as they are, chosen by AWQ among their neighbours; one that is no number is refused."""
+    """Its scales as they are, chosen by AWQ among their neighbours."""
     rows = convert.convert(shallow, tmp_path / "q", own, use_awq=True)
     name, state = "model.layers.0.self_attn.o_proj.weight", load_file(tmp_path / "q" / "model.safetensors")
     assert rows and all(row["awq"] < row["rtn"] for row in rows)
@@ -125,10 +125,6 @@ def test_a_format_of_ones_own_is_written_and_read(tmp_path, shallow, own, few):
     assert q.fmt == own and state[f"{name}_scale"].dtype == torch.float32
     codes = torch.stack([state[f"{name}_packed"] & 15, state[f"{name}_packed"] >> 4], -1).flatten(1).float() - 8
     assert torch.equal(q.dequantize(), codes * state[f"{name}_scale"].repeat_interleave(FORMATS[own].block, 1))
-    state[f"{name}_scale"][1, 0] = float("inf")
-    save_file(state, tmp_path / "q" / "model.safetensors")
-    with pytest.raises(ValueError, match="the checkpoint is damaged"):
-        M.load(tmp_path / "q")
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "nf4"])
@@ -263,39 +259,8 @@ def test_what_a_tokenizer_reads_comes_along(tmp_path):
 EXPECTED = FIXTURES / "compressed_nvfp4" / "expected.safetensors"
 
 
-def as_modelopt(state, activations=True):
-    """compressed-tensors' NVFP4 under modelopt's names: the tensor's scale as it is, the codes in `weight`."""
-    out = {}
-    for name, t in state.items():
-        if name.endswith("weight_global_scale"):
-            out[name.replace("weight_global_scale", "weight_scale_2")] = (1 / t).squeeze()
-            if activations:
-                out[name.replace("weight_global_scale", "input_scale")] = torch.tensor(0.01)
-        else:
-            out[name.replace("weight_packed", "weight")] = t
-    if activations:
-        out |= {f"model.layers.0.self_attn.{k}_proj.{k}_scale": torch.tensor(1.0) for k in "kv"}
-    return out
-
-
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
-def test_modelopts_nvfp4_is_ours_under_other_names(tmp_path, capsys, algorithm):
-    """Its scale of the tensor taken for compressed-tensors' reciprocal: weights 1e6 times too small."""
-    four = algorithm == "NVFP4"
-    folder = declared(tmp_path / "q", FIXTURES / "compressed_nvfp4", lambda state: as_modelopt(state, four))
-    raw = json.loads((folder / "config.json").read_text())
-    found = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8" if four else None, "group_size": 16, "exclude_modules": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": {**found, "quant_method": "modelopt"}}))
-    expected = load_file(EXPECTED)
-    model, want = (M.load(f, dtype=torch.float32) for f in (folder, FIXTURES / "compressed_nvfp4"))
-    assert (model(expected["ids"]) - expected["logits"]).abs().max() < 1e-4
-    assert all(torch.equal(a.dense(), b.dense()) for (_, a), (_, b) in zip(M.projections(model), M.projections(want), strict=True))
-    assert ("stay in 16 bits" in capsys.readouterr().err) == four
-    assert checkpoint.fingerprint(folder)["weights"].startswith("nvfp4:")
-
-
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-def test_four_bit_activations_stay_in_16_bits_and_a_line_says_so(tmp_path, capsys, fmt):
+def test_four_bit_activations_stay_in_16_bits(tmp_path, fmt):
     """W4A4 of compressed-tensors, with a quantized cache: its weights are the same bytes."""
     source = FIXTURES / f"compressed_{fmt}"
 
@@ -307,13 +272,10 @@ def test_four_bit_activations_stay_in_16_bits_and_a_line_says_so(tmp_path, capsy
     folder = declared(tmp_path / "q", source, more, group={"input_activations": {"num_bits": 4, "dynamic": "local"}},
                       kv_cache_scheme={"num_bits": 8})
     assert torch.equal(M.load(folder)(IDS), M.load(source)(IDS))
-    said = capsys.readouterr().err
-    assert said.count("stay in 16 bits") == 1 and str(folder) in said
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 @pytest.mark.parametrize("what", ["head", "part"])
-def test_a_head_in_four_bits_and_parts_in_16_beside_others_in_four_are_refused(tmp_path, layout, what):
+def test_a_head_in_four_bits_and_parts_in_16_beside_others_in_four_are_refused(tmp_path, what):
     """k of a fused q, k, v, exempt by a recipe, or the head in four bits: "weight_packed is missing" sounded like a bad download."""
     folder = base(tmp_path)
     raw = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
@@ -329,11 +291,6 @@ def test_a_head_in_four_bits_and_parts_in_16_beside_others_in_four_are_refused(t
         state |= dict(layouts.tensors("lm_head", quantize(head), slice(0, 48)))
     else:
         state = {k: t for k, t in state.items() if not k.startswith(name)} | {name: plain[name]}
-    if layout == "modelopt":
-        state = as_modelopt(state, False)
-        config = json.loads((tmp_path / "q" / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}
-        (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     save_file(state, file)
     wrong = "lm_head" if what == "head" else "model.layers.1.self_attn.q_proj"
     with pytest.raises(ValueError, match=f"{wrong}.weight is stored in four bits; .*give the 16-bit checkpoint and --quant nvfp4"):
@@ -370,40 +327,15 @@ def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
         M.load(tmp_path / "q")
 
 
-@pytest.mark.parametrize("fmt,suffix,bad", [
-    ("nvfp4", "scale", torch.tensor(0x7F, dtype=torch.uint8)), ("nvfp4", "scale", torch.tensor(0xB8, dtype=torch.uint8)),
-    ("mxfp4", "scale", torch.tensor(255, dtype=torch.uint8)), ("mxfp4", "scale", torch.tensor(253, dtype=torch.uint8)),
-    ("nf4", "scale", torch.tensor(float("nan"))), ("nf4", "scale", torch.tensor(float("inf"))),
-    ("nvfp4", "global_scale", torch.tensor(0.0)), ("nvfp4", "global_scale", torch.tensor(-2.0)),
-    ("nvfp4", "global_scale", torch.tensor(float("inf"))),
-])
-def test_scales_that_are_no_scales_are_refused(tmp_path, fmt, suffix, bad):
-    """A NaN byte in one block would turn every logit into NaN, far from its cause."""
-    convert.convert(base(tmp_path), tmp_path / "q", fmt)
-    state = load_file(tmp_path / "q" / "model.safetensors")
-    name = f"model.layers.0.self_attn.v_proj.weight_{suffix}"
-    flat = state[name].view(torch.uint8) if state[name].element_size() == 1 else state[name]
-    flat.flatten()[-1:] = bad
-    save_file(state, tmp_path / "q" / "model.safetensors")
-    with pytest.raises(ValueError, match=f"{name} .*the checkpoint is damaged"):
-        M.load(tmp_path / "q")
-
-
 @pytest.mark.parametrize("change,message", [
     ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "quant_method 'bitsandbytes'"),
-    *(({"quant_method": method}, f"quant_method '{method}'") for method in ("awq", "gptq", "fp8", "torchao", "hqq", "qerl")),
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_method 'modelopt' with 'FP8'"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_method 'modelopt' with 'NVFP4_AWQ'"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size 32"),
+    *(({"quant_method": method}, f"quant_method '{method}'") for method in ("awq", "gptq", "fp8", "torchao", "hqq")),
+    ({"quant_method": "qerl", "format": "int4-pack-quantized", "group": {"format": None}}, "quant_method 'qerl' with 'int4-pack-quantized'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt'"),
     ({"format": "pack-quantized", "group": {"format": None}}, "'pack-quantized'"),
     ({"format": "float-quantized", "group": {"format": None}}, "'float-quantized'"),
-    ({"format": None, "group": {"format": None}}, "with None"),
-    ({"config_groups": {}}, "0 config_groups"),
+    ({"format": None, "group": {"format": None}}, "with ''"),
     ({"group": {"format": "mxfp4-pack-quantized"}}, "'mxfp4-pack-quantized and nvfp4-pack-quantized'"),
-    ({"group": {"weights": {"num_bits": 4, "type": "int", "group_size": 16}}}, "type 'int'"),
-    ({"group": {"weights": {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": False}}}, "symmetric False"),
-    ({"group": {"weights": {"num_bits": 8}}}, "num_bits 8"),
-    ({"group": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}}, "group_size 32"),
 ])
 def test_quantization_that_cannot_be_read_is_refused_with_what_to_do(tmp_path, change, message):
     """An AWQ or FP8 checkpoint's owner reads in the same line that the 16-bit one and --quant need no conversion."""

@@ -109,8 +109,8 @@ def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     for argv, why in (([], "RUN"), ([str(tmp_path)], "config.json"), (runs, "different numbers of questions"),
                       ([runs[0], shutil.copytree(runs[0], tmp_path / "twin")], "have the same flags; leave one out")):
         assert experiments.main(["compare", *map(str, argv)]) == 2 and why in capsys.readouterr().err
-    (tmp_path / "none_1_0" / "eval_after.jsonl").write_text('{"accuracy": "x"}\n')
-    assert experiments.main(["compare", *runs]) == 2 and "eval_after.jsonl, row 1: accuracy" in capsys.readouterr().err
+    (tmp_path / "none_1_0" / "eval_after.jsonl").write_text('{"other": 1}\n')
+    assert experiments.main(["compare", *runs]) == 2 and "eval_after.jsonl, row 1: the field 'accuracy' is missing" in capsys.readouterr().err
     (tmp_path / "none_1_0" / "eval_after.jsonl").unlink()
     config = json.loads((tmp_path / "none_1_0" / "config.json").read_text())
     (tmp_path / "none_1_0" / "config.json").write_text(json.dumps(config | {"steps": 400}))

@@ -153,12 +153,14 @@ def test_a_flag_that_came_later_does_not_part_new_runs_from_old_ones(tmp_path):
 
 def test_a_run_draws_its_own_curves(tmp_path, axes, capsys):
     """Under its folder's name, wherever it was started; lab/ is not asked."""
-    out = folder(tmp_path / "_mine", summary={"seconds": 3.0, "accuracy_after": 0.5, "steps": 8})
+    out = folder(tmp_path / "_mine", summary={"seconds": 3.0, "accuracy_before": 0.4, "accuracy_after": 0.5, "steps": 8, "gain": 0.1,
+                                              "stderr_gain": 0.02})
     Run.report(SimpleNamespace(out=out, args=SimpleNamespace(lora_rank=4)))
     panels = axes()
     assert list(panels) == [p[0] for p in curves.PANELS] and panels["reward"].figure.get_suptitle() == "_mine"
     assert list(panels["held-out accuracy"].containers[0].lines[0].get_xdata()) == [0, 3, 6, 8]
-    assert capsys.readouterr().out == f"{out}: adapter/, metrics.jsonl, metrics.png, summary.json (3 s)\n"
+    assert capsys.readouterr().out == (f"{out}: adapter/, metrics.jsonl, metrics.png, summary.json (3 s)\n"
+                                       "held-out accuracy: 40.0% before, 50.0% after 8 steps (+10.0 +- 2.0 points)\n")
 
 
 def test_labels_are_the_flags_that_differ(tmp_path):

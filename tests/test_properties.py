@@ -101,7 +101,7 @@ def test_what_is_drawn_lies_in_the_nucleus(logits, u, top_p):
     assert logp[0] == pytest.approx(logits.log_softmax(-1)[0, ids[0]].item(), abs=1e-4)
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
                     lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=5), x, max_size=4), max_leaves=6)
 
 
@@ -111,9 +111,8 @@ def test_the_reader_gives_an_object_or_a_line(value, ascii_only):
     """Whatever is in a file: an object equal to what was written, or a ValueError that names it."""
     text = json.dumps(value, ensure_ascii=ascii_only)
     try:
-        got = parse_json(text, "x.json", {"a": (int, 0, 9), "b": str, "c": (float, -1, 1)})
+        got = parse_json(text, "x.json", ["a"])
     except ValueError as e:
         assert str(e).startswith("x.json: ") and "\n" not in str(e)
         return
-    assert got == value and isinstance(value, dict)
-    assert got.get("a") is None or 0 <= got["a"] <= 9 and type(got["a"]) is int
+    assert got == value and isinstance(value, dict) and got["a"] is not None

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from plumbing import arithmetic, curves, flags
+from plumbing import arithmetic, console, curves, flags
 from plumbing.command import IDLE, MINOR
-from plumbing.console import DROP_ORDER, show_flags, step_line, warnings_for
+from plumbing.console import step_line, warnings_for
 from plumbing.files import TINY, lock
 from plumbing.run import Run, resolve_flags
 from plumbing.tokenizer import Tokenizer
@@ -640,7 +640,7 @@ def test_a_step_is_told_as_it_was(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"   10 | {same} | eta 3 min", "      Q: q0", "      A: a00 (right)", "      Q: q1", "      A: a10 (wrong, it is 7)",
         f"warning: every completion was cut at {r.args.max_new_tokens} tokens: raise --max-new-tokens",
-        f"   11 | {same} | held-out 25.0% | eta 3 min"]
+        f"   11 | {same} | eta 3 min".replace("| len", "| held-out 25.0% | len")]
     want = [{"step": step, "question": f"q{i}", "answer": "7", "text": f"a{i}0", "reward": i, "correct": i == 0}
             for step in (10, 11) for i in range(2)]
     assert [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()] == want
@@ -649,26 +649,17 @@ def test_a_step_is_told_as_it_was(tmp_path, monkeypatch, capsys):
     assert a["update_tok_s"] == 12.5 and "trained_tokens" not in a
 
 
-def test_a_steps_line_fits_the_terminal():
-    """At 80 columns each of its 170 characters long lines broke within a word. Columns go in the order of DROP_ORDER; a log has all."""
+def test_a_steps_line_fits_the_terminal(monkeypatch, capsys):
+    """At 80 columns each of its 170 characters long lines broke within a word. What matters comes first; a log has all."""
     args = flags.parse(train.COMMAND, ["--steps", "300"])
-    row = {**FINE, "step": 10, "accuracy": 0.5, "length_mean": 1000.0, "entropy": 1.0, "grad_norm": 1.0, "rollout_tok_s": 5000.0, "peak_gib": 20.0,
+    row = {**FINE, "step": 11, "accuracy": 0.5, "length_mean": 1000.0, "entropy": 1.0, "grad_norm": 1.0, "rollout_tok_s": 5000.0, "peak_gib": 20.0,
            "seconds_step": 100.0, "eval_accuracy": 0.5}
-    whole = step_line(row, args).split(" | ")
-    assert len(whole) == 14 and len(" | ".join(whole)) > 160
-    for wide in (160, 120, 80, 40):
-        columns = step_line(row, args, wide).split(" | ")
-        assert len(" | ".join(columns)) <= wide and columns == [c for c in whole if c in columns]
-        gone = [name for name in DROP_ORDER if any(name in c for c in whole) and not any(name in c for c in columns)]
-        assert gone == [name for name in DROP_ORDER if name != "seconds"][: len(gone)]
-    assert "   10 | reward 0.500 | acc 0.500 | " in step_line(row, args, 80) and step_line(row, args, 5) == "   10 | reward 0.500 | acc 0.500"
-
-
-def test_noise_that_rises_is_told_of(capsys):
-    """The help says how sigma falls."""
-    for end, told in (("0.005", 0), ("0.05", 1)):
-        show_flags(flags.parse(train.COMMAND, ["--aqn-end", end]))
-        assert capsys.readouterr().err.count("warning: --aqn-end 0.05: is above --aqn-start 0.01, so sigma rises") == told
+    whole = step_line(row, args)
+    assert whole.startswith("   11 | reward 0.500 | acc 0.500 | held-out 50.0% | ") and len(whole) > 160
+    for wide in (None, 80):
+        monkeypatch.setattr(console, "width", lambda wide=wide: wide)
+        console.show_step(row, [], args, set())
+        assert capsys.readouterr().out.splitlines()[0] == whole[:wide]
 
 
 def test_a_relative_out_is_the_folder_it_was_at_the_start(tmp_path, monkeypatch):
@@ -680,7 +671,7 @@ def test_a_relative_out_is_the_folder_it_was_at_the_start(tmp_path, monkeypatch)
 
 
 def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
-    """Before told as after, an error as the gain, a question that was unlearned as learned, rows of before in eval_after.jsonl."""
+    """Before told as after, an error as the gain, rows of before in eval_after.jsonl."""
     def rows(when, accuracies):
         return [{"question": f"q{i}", "answer": "7", "accuracy": a, "samples": [{"text": f"{when}{i}"}]} for i, a in enumerate(accuracies)]
 
@@ -694,8 +685,7 @@ def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
     r.finish(after, evaluation.gain)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["held-out accuracy after 0 steps: 33.3%", "held-out accuracy after 7 steps: 66.7%"]
-    assert lines[3:] == ["one of the questions: q1 (it is 7)", "  before: before1", "  after:  after1",
-                         "held-out accuracy: 33.3% before, 66.7% after 7 steps (+33.3 +- 66.7 points)"]
+    assert lines[3:] == ["held-out accuracy: 33.3% before, 66.7% after 7 steps (+33.3 +- 66.7 points)"]
     assert [json.loads(line) for line in (tmp_path / "eval_after.jsonl").read_text().splitlines()] == after["rows"]
     assert json.loads((tmp_path / "summary.json").read_text())["command"] == "python ideas/mine.py --tau 1 --lr 1"
 
@@ -896,23 +886,18 @@ def test_each_group_of_an_optimizer_of_ones_own_has_its_rate(tmp_path, monkeypat
     assert len({a for a, _ in rates}) > 2 and all(b == 16 * a for a, b in rates)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "broadcast", "text"])
+@pytest.mark.parametrize("damage", ["truncated", "text"])
 def test_a_damaged_checkpoint_is_one_line_and_never_a_resume(straight, tmp_path, capsys, damage):
-    """A tensor of one element fits every shape."""
     out = copy_of(straight, tmp_path)
     path = out / "checkpoint" / "state.pt"
     whole = path.read_bytes()
     if damage == "truncated":
         path.write_bytes(whole[: len(whole) // 2])
-    elif damage == "text":
-        path.write_text("not a checkpoint")
     else:
-        state = torch.load(path, weights_only=True)
-        state["params"][0] = state["params"][0][:1, :1]
-        torch.save(state, path)
+        path.write_text("not a checkpoint")
     assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == 1 and "state.pt: cannot be resumed" in err[0] and "weights_only" not in err[0] and rows_of(out) == rows_of(straight)
+    assert len(err) == 1 and "state.pt: is no checkpoint, or not whole" in err[0] and rows_of(out) == rows_of(straight)
 
 
 def test_a_broken_parameter_is_not_saved_over_a_good_one(straight, tmp_path, monkeypatch, capsys):
