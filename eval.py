@@ -52,7 +52,6 @@ FLAGS = (
 
 def check_flags(args):
     flags.check_graded(args)
-    flags.check_copies("n", args.n or 1, args.temperature, "--temperature 0")
     if args.out:
         check_out(args.out, new=True)
     args.n = args.n or (1 if args.temperature == 0 else 4)

@@ -115,7 +115,6 @@ def check(args):
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
                          f"its own, and --prompts-per-step is {args.prompts_per_step}")
-    flags.check_copies("eval-n", args.eval_n, args.eval_temperature, "--eval-temperature 0")
 
 
 COMMAND = flags.Command("train", "QeRL training.", FLAGS, check, trains=True)

@@ -209,11 +209,6 @@ def with_policy(command, given):
     return values | {"trained_with": had}
 
 
-def check_copies(flag, n, temperature, zero):
-    if n > 1 and temperature == 0:
-        raise ValueError(f"--{flag} {n}: {zero} gives the same completion each time; leave it out")
-
-
 def check_graded(args):
     if args.prompt_style == "plain" and not args.reward:
         raise ValueError("--prompt-style plain: asks for nothing that could be graded; choose tags "

@@ -288,7 +288,7 @@ def test_an_adapter_that_changes_nothing_is_an_error(tmp_path, capsys, scale):
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--temperature", "0", "--n", "4"], "--n 4"), (["--max-prompt", "3"], "--max-prompt 3"),
+    (["--max-prompt", "3"], "--max-prompt 3"),
     (["--max-new-tokens", "9999"], "9999"), (["--max-new-tokens", "480"], "and 480 new ones pass the model's 512 positions"),
     (["--data", "arithmetic,long.jsonl"], "a prompt's"),
 ])

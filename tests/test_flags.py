@@ -34,7 +34,6 @@ def policy_of(args, base):
 
 @pytest.mark.parametrize(("name", "argv", "says"), [
     ("train", ["--calib", "t.txt"], "--calib: plain rounding uses no text"), ("train", ["--awq", "--quant", "none"], "--awq: .*--quant is none"),
-    ("eval", ["--n", "3", "--temperature", "0"], "--n 3: "), ("train", ["--eval-n", "2", "--eval-temperature", "0"], "--eval-n 2: "),
     ("eval", ["--n", "4", "--k", "8,1"], "--k 8: "), ("eval", ["--run", ""], "--run: is empty"), ("train", ["--reward", ""], "--reward: is empty")])
 def test_flags_that_contradict_each_other_are_refused(name, argv, says):
     """AWQ that is parsed and forgotten looks like plain rounding, and --run $UNSET evaluated the base alone."""

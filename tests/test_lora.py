@@ -239,11 +239,11 @@ def test_norms_of_an_adapter_are_merged(tmp_path):
 
 
 def test_targets_that_are_no_projections_are_named(tmp_path):
-    for config, weights, says in (
-            (None, lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}), "lm_head.lora_A.weight fits this model nowhere; .* merge others into their base with PEFT"),
-            (None, lambda s: s.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 32)}), "embed_tokens.lora_embedding_A fits this model nowhere")):
+    for weights, says in (
+            (lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}), "lm_head.lora_A.weight fits this model nowhere; .* merge others into their base with PEFT"),
+            (lambda s: s.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 32)}), "embed_tokens.lora_embedding_A fits this model nowhere")):
         with pytest.raises(ValueError, match=says):
-            load_adapter(base(), change(FIXTURES / "peft_all", tmp_path, config, weights))
+            load_adapter(base(), change(FIXTURES / "peft_all", tmp_path, weights=weights))
 
 
 def test_an_adapter_in_a_pickle_is_refused_for_what_it_is(tmp_path):
