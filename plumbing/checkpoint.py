@@ -11,6 +11,7 @@ is config.py's, how four-bit weights are stored layouts.py's; model.py makes a m
 import hashlib
 import math
 import shutil
+import sys
 from pathlib import Path
 
 from plumbing import hub, layouts
@@ -126,6 +127,9 @@ class Checkpoint:
         if quant not in ("none", self.fmt):
             raise ValueError(f"--quant {quant}: {self.folder} is quantized to {self.fmt} already; "
                              f"use --quant {self.fmt}")
+        if any(g.get("input_activations") for g in (raw.get("config_groups") or {}).values()):
+            print(f"{self.folder}: activations, which it would quantize too, stay in 16 bits",
+                  file=sys.stderr)
         return self.fmt
 
     def is_packed(self, name):

@@ -1268,6 +1268,8 @@ MUTANTS = {
          "hub::a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them"),
     ],
     "plumbing/checkpoint.py": [
+        ("activations in silence", 'if any(g.get("input_activations")', 'if False and any(g.get("input_activations")',
+         "checkpoint::four_bit_activations_stay_in_16_bits_and_a_line_says_so"),
         ("shards win over a file beside them", "if single.is_file() and single.name not in", "if False and single.name not in",
          "checkpoint::shards_and_index_load_as_one_file_does"),
         ("all is in four bits, says the config", "            self.dense.append(", "            list().append(",

@@ -260,7 +260,7 @@ EXPECTED = FIXTURES / "compressed_nvfp4" / "expected.safetensors"
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-def test_four_bit_activations_stay_in_16_bits(tmp_path, fmt):
+def test_four_bit_activations_stay_in_16_bits_and_a_line_says_so(tmp_path, capsys, fmt):
     """W4A4 of compressed-tensors, with a quantized cache: its weights are the same bytes."""
     source = FIXTURES / f"compressed_{fmt}"
 
@@ -272,6 +272,8 @@ def test_four_bit_activations_stay_in_16_bits(tmp_path, fmt):
     folder = declared(tmp_path / "q", source, more, group={"input_activations": {"num_bits": 4, "dynamic": "local"}},
                       kv_cache_scheme={"num_bits": 8})
     assert torch.equal(M.load(folder)(IDS), M.load(source)(IDS))
+    said = capsys.readouterr().err
+    assert said.count("stay in 16 bits") == 1 and str(folder) in said
 
 
 @pytest.mark.parametrize("what", ["head", "part"])
