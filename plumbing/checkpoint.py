@@ -89,9 +89,12 @@ class Checkpoint:
         shard = self.where[name]
         if shard not in self.files:
             self.files = {shard: self._open(shard)}  # one open: host memory stays below one shard
-        if few and (shape := self.files[shard].get_slice(name).get_shape()):
-            return self.files[shard].get_slice(name)[: max(1, few // math.prod(shape[1:]))]
-        return self.files[shard].get_tensor(name)
+        try:
+            if few and (shape := self.files[shard].get_slice(name).get_shape()):
+                return self.files[shard].get_slice(name)[: max(1, few // math.prod(shape[1:]))]
+            return self.files[shard].get_tensor(name)
+        except SafetensorError as e:  # an index of other shards
+            raise ValueError(f"{self.folder / shard}: cannot read {name} ({e})") from None
 
     def take(self, name, shape, dtypes):
         """The tensor `name` as stored, in `shape` and one of `dtypes`; it counts as used."""

@@ -93,7 +93,10 @@ class Tokenizer:
         return self.size
 
     def encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError:  # half a character: what bytes of another encoding become
+            raise ValueError(f"{text!r:.60}: is not UTF-8; write it in that") from None
 
     def decode(self, ids):
         """Text of a completion without special tokens (<|im_end|>, padding); <think> is not one."""

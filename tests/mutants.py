@@ -998,6 +998,7 @@ MUTANTS = {
          "fast::weights_that_are_trained_go_back_to_the_plain_functions"),
     ],
     "plumbing/tokenizer.py": [
+        ("half a character is a traceback", "except TypeError:", "except KeyError:", "data::half_a_character_is_refused"),
         ("a tokenizer cuts as it was saved", "        self.tokenizer.no_truncation()", "        pass",
          "data::a_prompt_is_neither_cut_nor_padded_by_what_a_tokenizer_was_saved_with"),
         ("a tokenizer pads as it was saved", "        self.tokenizer.no_padding()\n", "",
@@ -1268,6 +1269,7 @@ MUTANTS = {
          "hub::a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them"),
     ],
     "plumbing/checkpoint.py": [
+        ("an index of other shards is a traceback", "except SafetensorError as e:  # an", "except KeyError as e:  # an", "model::missing_shards_and_indices_are_named"),
         ("activations in silence", 'if any(g.get("input_activations")', 'if False and any(g.get("input_activations")',
          "checkpoint::four_bit_activations_stay_in_16_bits_and_a_line_says_so"),
         ("shards win over a file beside them", "if single.is_file() and single.name not in", "if False and single.name not in",

@@ -577,3 +577,9 @@ def test_ids_is_no_column(tmp_path):
     path = write(tmp_path / "D.jsonl", [{"question": "q", "answer": "1", "ids": [1]}])
     with pytest.raises(ValueError, match="row 1: a column is called ids"):
         data.load(path)
+
+
+def test_half_a_character_is_refused():
+    """A byte of another encoding at a terminal ended a chat with a traceback."""
+    with pytest.raises(ValueError, match=r"a\\udcff.*: is not UTF-8; write it in that"):
+        Tokenizer(TINY).prompt_ids("a\udcff", "plain")

@@ -253,6 +253,9 @@ def test_missing_shards_and_indices_are_named(tmp_path):
     (folder / "model-00002-of-00003.safetensors").rename(tmp_path / "away")
     with pytest.raises(ValueError, match="model-00002-of-00003.safetensors: not a readable safetensors file .* download it again"):
         M.load(folder)
+    shutil.copy(folder / "model-00001-of-00003.safetensors", folder / "model-00002-of-00003.safetensors")
+    with pytest.raises(ValueError, match="model-00002-of-00003.safetensors: cannot read model.*"):
+        M.load(folder)
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor model.safetensors.index.json is "
                        "there; .* docs/guide.md says how to make them of .bin and GGUF files"):
