@@ -300,9 +300,9 @@ class Run(ExitStack):
                              "it without --resume")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception:  # torch's unpickler raises many kinds
-            raise ValueError(f"{path}: is no checkpoint, or not whole; copy it again, or start "
-                             "anew in another --out") from None
+        except Exception as e:  # torch's unpickler raises many kinds
+            raise ValueError(f"{path}: is no checkpoint, or not whole ({type(e).__name__}); copy "
+                             "it again, or start anew in another --out") from None
         params, moments = state.pop("params"), state.pop("optimizer")
         was = State(**state)
         if was.data != self.state.data:

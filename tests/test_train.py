@@ -897,7 +897,7 @@ def test_a_damaged_checkpoint_is_one_line_and_never_a_resume(straight, tmp_path,
         path.write_text("not a checkpoint")
     assert train.main(["--resume", "--out", str(out), "--steps", "6"]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == 1 and "state.pt: is no checkpoint, or not whole" in err[0] and rows_of(out) == rows_of(straight)
+    assert len(err) == 1 and "state.pt: is no checkpoint, or not whole (" in err[0] and rows_of(out) == rows_of(straight)
 
 
 def test_a_broken_parameter_is_not_saved_over_a_good_one(straight, tmp_path, monkeypatch, capsys):
