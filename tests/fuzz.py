@@ -53,7 +53,7 @@ FILES = {  # what is damaged, and a command that reads it
     "run/metrics.jsonl": "plot run", "run/config.json": "plot run", "run/summary.json": "plot run",
 }
 VALUES = (None, True, False, 0, 1, -1, 2, 3, 33, 2**31, 2**63, 10**400, -10**400, 0.5, 1e-300, 1e300, "", "1", "x", "../x", "/x",
-          "\x00", "\ud800", "é" * 300, [], [1], [[]], {}, {"a": 1}, [None], "x" * 10**5, float("nan"), float("inf"))
+          "\x00", "é" * 300, [], [1], [[]], {}, {"a": 1}, [None], "x" * 10**5, float("nan"), float("inf"))
 
 
 def sound(home):
