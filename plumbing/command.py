@@ -64,7 +64,8 @@ def run(name, body):
             return 130
         if not isinstance(e, ValueError | OSError):
             raise
-        why = "; ".join(str(e).splitlines())
+        missing = isinstance(e, OSError) and e.filename  # else "[Errno 2] ..."
+        why = f"{e.filename}: {e.strerror}" if missing else "; ".join(str(e).splitlines())
         why = why if len(why) < 500 else f"{why[:300]} ... {why[-100:]}"
         print(f"{name}: error: {why}", file=sys.stderr)
         return 2

@@ -1389,6 +1389,8 @@ MUTANTS = {
          "kill::who_waits_at_a_terminal_is_told_for_what"),
     ],
     "plumbing/command.py": [
+        ("a file that is not there is an errno", "missing = isinstance(e, OSError) and e.filename", "missing = False",
+         "bad_inputs::flags_and_places_are_checked_before_the_work"),
         ("a command asks another thread than the main one to handle signals", "is not threading.main_thread():", "is None:",
          "kill::a_command_runs_in_any_thread"),
         ("the file that hands over is imported again", "    sys.modules[Path(main.__file__).stem] = main\n", "",

@@ -293,7 +293,7 @@ OTHERS = [
     ("sample --model ./org/name --prompt x", nothing, "--model ./org/name: no such folder; give a checkpoint folder or a hub id"),
     ("sample --model set --prompt x", nothing, "set/config.json"),
     ("sample --prompt x --max-new-tokens 999 --device cpu", nothing, "positions"),
-    ("train --reward none.py:score --out new", nothing, "none.py"),
+    ("train --reward none.py:score --out new", nothing, "none.py: No such file or directory"),
     ("train --reward own.py --out new", nothing, "want file.py:function"),
     ("train --reward own.py:score --out new", raw("own.py", "def other(): 0"), "own.py: has no function score; define score(text, row)"),
     ("train --reward own.py:score --out new", raw("own.py", "score = 1"), "own.py: has no function score"),
