@@ -1406,7 +1406,7 @@ MUTANTS = {
          "flags::flags_that_contradict_each_other_are_refused"),
         ("a terminal that closes ends what nohup keeps", "is signal.SIG_IGN",
          "is None", "kill::nohup_outlives_its_terminal"),
-        ("an error has many lines", 'why = "; ".join(str(e).splitlines())', "why = str(e)",
+        ("an error has many lines", '"; ".join(str(e).splitlines())', "str(e)",
          "flags::what_a_user_can_mend_is_one_line_and_a_bug_is_a_traceback"),
         ("an error has no end", "why if len(why) < 500 else", "why if True else",
          "flags::what_a_user_can_mend_is_one_line_and_a_bug_is_a_traceback"),
