@@ -72,9 +72,9 @@ def with_a_large_scale():
 
 
 def with_a_narrow_projection():
-    """A card's model of 96 columns."""
+    """A card's model of 192 columns."""
     m = card()
-    m.layers = random_model(dataclasses.replace(ONE, intermediate_size=96), "nvfp4").layers
+    m.layers = random_model(dataclasses.replace(ONE, intermediate_size=192), "nvfp4").layers
     return m
 
 
@@ -83,7 +83,7 @@ def with_a_narrow_projection():
     (card(dtype=torch.float32), (9, 0), "in torch.float32"), (card(head_dim=80), (9, 0), "heads of 32, 64 or 128 numbers, not 80"),
     (card(), (8, 0), "a hook"), (card(dtype=torch.float16), (9, 0), "in torch.float16"),
     (with_a_large_scale(), (9, 0), "layers.0.mlp.down_proj has a block scale over"),
-    (with_a_narrow_projection(), (9, 0), "layers.0.mlp.down_proj is 128 x 96, no multiple of 8 x 128")])
+    (with_a_narrow_projection(), (9, 0), "layers.0.mlp.down_proj is 128 x 192, no multiple of 8 x 128")])
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason(monkeypatch, capsys, model, capability, says):
     """Heads of 80 would be an error from a compiler, a scale of 2^28 another number; with auto it is one line."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
