@@ -40,6 +40,8 @@ LIBRARIES = ("pytest", "torch", "torch._dynamo", "torch.utils.checkpoint", "nump
 # written as file::name without the two words "test_".
 MUTANTS = {
     "train.py": [
+        ("a step across epochs has too many prompts", "place + n - len(chosen)", "place + n",
+         "train::data_order_is_a_function_of_seed_and_cursor"),
         ("a resume is checked beside the demo's flags", "    if args.resume:  #", "    if False:  #",
          "train::what_a_resume_repeats_is_checked_beside_the_runs_own_flags"),
         ("all parameters are trained in the device's dtype", 'args.dtype = "float32"', "pass",
@@ -595,6 +597,11 @@ MUTANTS = {
          "gemm::what_the_kernels_cannot_take_is_an_error"),
         ("a linear that was laid out has no bias", "        return y if self.bias is None else y + self.bias", "        return y",
          "fast::a_linear_that_was_laid_out_is_the_same_linear"),
+    ],
+    "fast/layout.py": [
+        ("half a chunk is laid out", "K % CHUNK == 0", "K % 64 == 0", "fast::what_the_kernels_do_not_take_is_refused_with_a_reason"),
+        ("a slice ends within eight rows", "step = max(1, SLICE // (8 * K)) * 8", "step = max(1, SLICE // K)",
+         "layout::packing_a_slice_at_a_time_changes_nothing"),
     ],
     "fast/adapter.py": [
         ("few rows cut an exact x A^T less", "most = 16 if exact else max(", "most = max(", "exact::no_sum_depends_on_the_number_of_rows"),
