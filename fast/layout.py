@@ -23,7 +23,7 @@ high plane).
 looked up, as NF4, has the eight of a word in turn, a0 in bits 3..0, a1, b0, b1, c0, c1, d0, and d1
 in 31..28. A lane reads its w0..w3, 16 bytes, and has its share of 8 steps: no shuffles, and
 activations stay in their natural order. Groups of 8 rows lie chunk by chunk, 8 x 64 bytes at a
-time, since DRAM dislikes strides. So N is a multiple of 8 and K of 128, as in all Qwens; `fits`.
+time, since DRAM dislikes strides. So N must be a multiple of 8 and K of 128, as in all Qwens.
 Nothing is lost: `unpack` gives the codes back in order.
 
     t = tile(quantize(w)); q = untile(t)
@@ -40,7 +40,7 @@ SLICE = 1 << 24  # codes that pack and unpack take at a time: their int32 tempor
 
 
 class Tiled(Quantized):
-    """A Quantized whose codes have this file's layout."""
+    """A Quantized whose codes (N, K/2) uint8 have this file's layout."""
 
     def dequantize(self):
         codes = unpack(self.codes, self.fmt)

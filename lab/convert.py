@@ -50,7 +50,7 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     nvfp4.calibrated's report, none of plain rounding.
 
     Weights stay in the dtype they are stored in. ValueError for an `out` that exists, a checkpoint
-    that is quantized already, and whatever `quantize` and `awq.calibration` refuse."""
+    that is quantized already, and whatever `quantize` and `datasets.calibration` refuse."""
     folder = checkpoint.fetch(path_or_hub_id)
     config, source = qwen.read_config(folder), checkpoint.Checkpoint(folder)
     if config.quantization:

@@ -32,9 +32,10 @@ def read_config(folder):
     # the newer field, and the older one, which people add to files that have the newer
     rope = {k: v for name in ("rope_parameters", "rope_scaling")
             for k, v in raw.get(name, {}).items() if v is not None}
-    kinds = {rope.get("rope_type"), rope.get("type")} - {None, "default"}
-    scaling = " and ".join(sorted(kinds)) or None
-    for what, bad in unsupported(raw, scaling).items():
+    kinds = [rope[k] for k in ("rope_type", "type") if k in rope]
+    kinds = kinds or ["without a type"] * ("factor" in rope)
+    scaling = " and ".join(sorted({*kinds} - {"default"})) or None
+    for what, bad in unsupported(raw, rope, scaling).items():
         if bad:
             raise ValueError(f"{path}: {what} is not supported (Qwen2.5, Qwen3, Llama and Mistral "
                              "models are)")
@@ -62,9 +63,10 @@ def llama3(rope, path):
     return float(rope["factor"]), turn * rope["low_freq_factor"], turn * rope["high_freq_factor"]
 
 
-def unsupported(raw, scaling):
+def unsupported(raw, rope, scaling):
     """{what: whether config.json asks for it}, for everything that would make it another model."""
     family = raw.get("model_type")
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     layers = raw.get("layer_types") or []
     return {
         f"model_type {family!r}": family not in FAMILIES,
@@ -73,5 +75,7 @@ def unsupported(raw, scaling):
             family == "mistral" and raw.get("sliding_window"),
         "a sliding layer in layer_types": any(t != "full_attention" for t in layers),
         f"rope scaling {scaling!r}": scaling not in (None, "llama3"),
+        "rope_parameters for each type of layer": any(isinstance(v, dict) for v in rope.values()),
+        "partial_rotary_factor": partial != 1.0,
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
     }

@@ -131,13 +131,16 @@ def read(folder):
         state = load_file(weights)
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{weights}: not a readable safetensors file ({e})") from None
+    for norm in config.get("modules_to_save") or []:
+        if not any(name.endswith(f".{norm}.weight") for name in state):
+            raise ValueError(f"{weights}: holds no {norm}, which {path.name} says was trained")
     rank, alpha = config["r"], config["lora_alpha"]
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), state
 
 
 def check(folder, state, shapes):
-    """ValueError unless the tensors of `state` fit the model, and come in pairs, but for norms.
-    shapes: {name: shape} of what the model has room for."""
+    """ValueError unless the tensors of `state` are finite, fit the model, and come in pairs, but
+    for norms. shapes: {name: shape} of what the model has room for."""
     weights = Path(folder) / "adapter_model.safetensors"
     if not state:
         raise ValueError(f"{weights}: is empty; copy the adapter again")
@@ -152,3 +155,6 @@ def check(folder, state, shapes):
         if tuple(t.shape) != shapes[name]:
             raise ValueError(f"{weights}: {name} is {tuple(t.shape)}, the model's is "
                              f"{shapes[name]}")
+        if not t.is_floating_point() or t.dtype.itemsize < 2 or not torch.isfinite(t).all():
+            raise ValueError(f"{weights}: {name} holds NaN or inf, or no floats of 16 bits or more "
+                             f"({t.dtype})")

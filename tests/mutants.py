@@ -461,6 +461,12 @@ MUTANTS = {
          "fast::an_installed_model_is_not_written_as_a_checkpoint"),
     ],
     "plumbing/peft.py": [
+        ("adapters in 16 bits are refused", "t.dtype.itemsize < 2", "t.dtype.itemsize <= 2",
+         "lora::an_adapter_in_sixteen_bits_is_taken_as_it_is"),
+        ("8-bit adapters are loaded", "t.dtype.itemsize < 2 or ", "", "bad_inputs::what_files_hold_is_checked"),
+        ("an adapter of NaN is merged", " or not torch.isfinite(t).all()", "", "bad_inputs::what_files_hold_is_checked"),
+        ("a norm that is not there is the base's", "        if not any(name.endswith(", "        if False and not any(name.endswith(",
+         "lora::a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named"),
         ("the base has the adapter's norms", "        m.weight = m.of_base[0]\n", "        pass\n", "lora::norms_of_an_adapters_own"),
         ('every projection has an adapter', '[t for t in TARGETS if t in targets]',
          'list(TARGETS)',
@@ -1253,6 +1259,10 @@ MUTANTS = {
         ("a grader whose run is gone works on", " or os.getppid() != parent:", ":", "grade::busy_graders_die_with_their_parent"),
     ],
     "plumbing/config.py": [
+        ("half of a head turns", "partial != 1.0", "False", "model::a_config_that_cannot_be_honoured_is_an_error"),
+        ("scaling without a type is none", '["without a type"] * ("factor" in rope)', "[]", "model::a_config_that_cannot_be_honoured_is_an_error"),
+        ("layers of another base frequency", "any(isinstance(v, dict) for v in rope.values())", "False",
+         "model::a_config_that_cannot_be_honoured_is_an_error"),
         ("another eps where none is given", '"rms_norm_eps", 1e-6)', '"rms_norm_eps", 1e-5)',
          "model::fields_that_are_left_out_are_what_transformers_takes"),
         ("another theta where none is given", 'raw.get("rope_theta", 10000.0)',

@@ -238,12 +238,13 @@ def test_norms_of_an_adapter_are_merged(tmp_path):
     assert (M.load(tmp_path / "m", dtype=torch.float32)(IDS) - want).abs().max() < 0.05 * want.abs().max()
 
 
-def test_targets_that_are_no_projections_are_named(tmp_path):
-    for weights, says in (
-            (lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}), "lm_head.lora_A.weight fits this model nowhere; .* merge others into their base with PEFT"),
-            (lambda s: s.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 32)}), "embed_tokens.lora_embedding_A fits this model nowhere")):
+def test_a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named(tmp_path):
+    for config, weights, says in (
+            ({"modules_to_save": ["input_layernorm"]}, None, "holds no input_layernorm, which adapter_config.json says was trained"),
+            (None, lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}), "lm_head.lora_A.weight fits this model nowhere; .* merge others into their base with PEFT"),
+            (None, lambda s: s.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 32)}), "embed_tokens.lora_embedding_A fits this model nowhere")):
         with pytest.raises(ValueError, match=says):
-            load_adapter(base(), change(FIXTURES / "peft_all", tmp_path, weights=weights))
+            load_adapter(base(), change(FIXTURES / "peft_all", tmp_path, config, weights))
 
 
 def test_an_adapter_in_a_pickle_is_refused_for_what_it_is(tmp_path):
