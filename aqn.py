@@ -23,19 +23,14 @@ RMSNorm has a buffer, including the last (model.norm) and Qwen3's q_norm and k_n
 module's buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into
 an evaluation, or, unless --aqn-scope is both, into an update.
 
-    python aqn.py --aqn-start 1e-2 --aqn-end 1e-4      # print the schedule
-    python -m pytest tests/test_aqn.py
+    python -c "import aqn; print([aqn.sigma(i, 10, 1e-2, 5e-4) for i in range(10)])"
 
 Left out: noise on the activations of o and down (no norm precedes them), and redrawing within a
 rollout.
 """
-import argparse
 import contextlib
 import hashlib
-import itertools
 import math
-
-from plumbing.command import number
 
 import torch
 
@@ -50,7 +45,6 @@ def between(start, end, f):
 
 
 STAGES = 10  # equal intervals of training, each with its sigma
-SIGMA = number(1e-9, 10, float)  # what --aqn-start and --aqn-end may be; --no-aqn is no noise
 
 SCHEDULES = {  # (start, end, x, n) -> sigma of noisy stage i = 0 to n, x = i / n
     "exponential": exponential,
@@ -66,7 +60,7 @@ def sigma(step, total_steps, start, end, stages=STAGES, schedule="exponential"):
     `total_steps`: a pure function, so a resume cannot restart it.
 
     Training is cut into `stages` equal intervals. The first has no added noise (quantization noise
-    alone explores), except in "eq8"; the others go from start to exactly end, by a row of
+    alone explores), except in "eq8"; the others go from start to end, by a row of
     SCHEDULES. If only one stage is noisy, its level is end. Steps past the end keep the last level.
     """
     stage = min(step * stages // total_steps, stages - 1)
@@ -112,8 +106,7 @@ def clear(model):
 def set_noise(model, sigma, seed=0):
     """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`; zero every other noise buffer.
 
-    The old noise is replaced, never added to. Z is float32, from a CPU generator seeded by (seed,
-    layer, norm): the same on every rank and device. sigma = 0 clears all noise, bit for bit."""
+    Z is float32, from a CPU generator seeded by (seed, layer, norm): the same on all devices."""
     clear(model)
     pairs = norms(model)
     for layer, pair in enumerate(pairs if sigma else ()):
@@ -134,24 +127,3 @@ def clean(model):
     finally:
         for name, b in buffers(model).items():
             b.copy_(saved[name])
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(description="Print the noise schedule, a line a stage.",
-                                     allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--aqn-start", type=SIGMA, default=1e-2, help="sigma of the first noisy stage")
-    add("--aqn-end", type=SIGMA, default=5e-4, help="sigma of the last stage")
-    add("--aqn-schedule", choices=SCHEDULES, default="exponential", help="how it falls")
-    add("--steps", type=number(1, 1e8), default=200, help="rollouts of the whole training")
-    a = parser.parse_args(argv)
-    levels = [sigma(step, a.steps, a.aqn_start, a.aqn_end, schedule=a.aqn_schedule)
-              for step in range(a.steps)]
-    for level, stage in itertools.groupby(range(a.steps), levels.__getitem__):
-        steps = [*stage]
-        print(f"steps {steps[0]:5d} to {steps[-1]:5d}  sigma {level:.3e}")
-
-
-if __name__ == "__main__":
-    main()

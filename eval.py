@@ -8,8 +8,6 @@ training log means. Questions, not samples, are the independent draws, so the st
 of the mean over questions. An adapter that changes nothing is an error: the commonest wrong result
 in this field is a base model evaluated twice.
 
---k adds pass@k. --out keeps every sample, written after each set and model.
-
 Left out: few-shot prompts, majority votes.
 
     python eval.py --run runs/tiny-arithmetic-nvfp4-s0 --data arithmetic
@@ -145,13 +143,6 @@ def gain(base, adapter):
     return fmean(d), stderr(d)
 
 
-@ranks.first
-def save_rows(path, results):
-    """Write the rows of all sets and models so far."""
-    write_jsonl(path, ({"data": name, "model": arm, **row} for name, arm, r in results
-                       for row in r["rows"]))
-
-
 def read_sets(args):
     """[(name, rows)] of --data: all are read before anything is loaded or sampled, so that a
     mistyped name costs nothing."""
@@ -194,8 +185,9 @@ def run(args, argv):
                     max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
                     max_rows=args.max_rows, seed=args.seed, score=score, ks=args.k or ())
             results.append((name, arm, r))
-            if args.out:
-                save_rows(args.out, results)
+            if args.out and ranks.rank == 0:
+                write_jsonl(args.out, ({"data": name, "model": arm, **row}
+                                       for name, arm, r in results for row in r["rows"]))
         if args.adapter:
             (_, _, base), (_, _, r) = results[-2:]
             r["gain"], r["stderr_gain"] = gain(base, r)

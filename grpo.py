@@ -12,7 +12,6 @@ micro-batches, and of GPUs, add up to exactly the full-batch loss: sum them, nev
 add up likewise.
 
     python -c "import torch, grpo; print(grpo.advantages(torch.tensor([[1., 0, 0, 1]])))"
-    python -m pytest tests/test_grpo.py tests/test_loop.py
 
 Shapes: P prompts, G completions a prompt, B rows, L tokens of a row (padded), T completion tokens
 (padded), S flat tokens, C hidden.

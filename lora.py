@@ -173,7 +173,9 @@ def load_adapter(model, folder):
     add_lora(model, rank, scaling * rank)
     for path, m in lora_layers(model):
         take_tensors(path, m, state)
-    peft.take_norms(model, state)
+    for name, norm in peft.norms_of(model):
+        if name in state:
+            peft.own_norm(norm, state[name])
     return model
 
 

@@ -7,7 +7,6 @@ head of q and k. Two things differ from the textbook: q,k,v are one matrix and g
 matrix, for speed; and each RMSNorm carries a `noise` vector that is zero unless aqn.py writes to
 it. Quantization (nvfp4.py) and LoRA (lora.py) replace Linear modules.
 
-From top to bottom: the modules, the KV cache, the log-probs of tokens, checkpoints in and out.
 `model.fast` is None, or what fast.install has put there: faster functions with the same results.
 
 Left out: sliding windows, mixture of experts. A config that asks for them is an error, not ignored.

@@ -31,9 +31,7 @@ In memory, and in checkpoints, two codes share a byte: the even column in the lo
 
 AWQ (Lin et al., arXiv 2306.00978), at the end of this file, chooses better scales with calibration
 text. Your own format is one more row of FORMATS: 16 ascending values, and a float32 scale for each
-16, 32, 64 or 128 weights. INT4, say, is
-
-    FORMATS["int4"] = Format(32, torch.float32, tuple(range(-8, 8)))
+16, 32, 64 or 128 weights, as in lab/ideas/int4.py.
 
     q = quantize(w, "nvfp4"); w_hat = dequantize(q)
     python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --out qwen-3b-nvfp4/
@@ -172,8 +170,10 @@ def nearest(w, fmt, scale, global_scale):
     step = (scale_value(scale, fmt) * global_scale[:, None])[..., None]  # (N, K/block, 1)
     # a scale of 0 (zeros, or too small for its type): the block becomes zeros, not w / 0
     x = torch.where(step > 0, w / step, 0).flatten(1)  # (N, K)
-    book = FORMATS[fmt].codebook
-    return round_to(book, x) if book else round_e2m1(x)
+    if not (book := FORMATS[fmt].codebook):
+        return round_e2m1(x)
+    table = torch.tensor(book, device=x.device)  # ascending
+    return torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
 
 
 def to_values(codes, fmt, scale, global_scale):
@@ -202,12 +202,6 @@ def round_e2m1(x):
     for midpoint, up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5, 0)):
         code += (a >= midpoint) if up else (a > midpoint)
     return code + ((x < 0) & (code > 0)).to(torch.uint8) * 8
-
-
-def round_to(codebook, x):
-    """Codes (uint8) of the entries of an ascending codebook nearest to x."""
-    table = torch.tensor(codebook, device=x.device)
-    return torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
 
 
 def pack(codes):
@@ -287,7 +281,6 @@ class QuantLinear(nn.Module):
 GRID = 20  # exponents tried: 0, 1/20, ..., 1
 FINALISTS = 3  # exponents whose block scales are searched, besides 0
 BATCH = 8  # calibration sequences that go through a block together
-LINEARS = {"qkv_proj": "attn", "o_proj": "attn", "gate_up_proj": "mlp", "down_proj": "mlp"}
 
 
 class Stats:
@@ -460,10 +453,11 @@ def calibrated(model, pieces, fmt, ids, device):
 def gather(block, x, rope):
     """{linear: Stats} of a block's inputs; x (B, T, C) goes through it, in place."""
     stats, hooks = {}, []
-    for name, owner in LINEARS.items():
-        linear = block.get_submodule(f"{owner}.{name}")
-        stats[name] = Stats(linear.shape[1], x.device)
-        hooks.append(linear.register_forward_pre_hook(stats[name]))
+    for path, linear in block.named_modules():
+        if path.endswith("_proj"):
+            name = path.rpartition(".")[2]
+            stats[name] = Stats(linear.shape[1], x.device)
+            hooks.append(linear.register_forward_pre_hook(stats[name]))
     for sequences in x.split(BATCH):
         sequences.copy_(block(sequences, *rope))
     for hook in hooks:

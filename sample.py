@@ -153,7 +153,10 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     check_prompts(model, prompts, max_new_tokens)
     eos_ids = {*eos_ids}
     # a row for each completion; those of a prompt are neighbours, so that they share its prefill
-    rows = new_rows(prompts, n, max_new_tokens, seed, indices)
+    numbers = torch.tensor(range(len(prompts)) if indices is None else indices, dtype=torch.long)
+    keys = row_keys(seed, numbers[:, None], torch.arange(n)).tolist()  # (P, n)
+    rows = [Row(p, j, prompts[p], max_new_tokens[p], keys[p][j], Sample())
+            for p in range(len(prompts)) for j in range(n)]
     # a live line, in a terminal that does not show the tokens themselves
     bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False,
                disable=bool(on_token) or None)
@@ -184,14 +187,6 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
                 decoder.keep(live)
     bar.close()
     return samples_of(rows, len(prompts), n)
-
-
-def new_rows(prompts, n, limits, seed, indices=None):
-    """The Rows of n completions of each prompt, prompt by prompt."""
-    numbers = torch.tensor(range(len(prompts)) if indices is None else indices, dtype=torch.long)
-    keys = row_keys(seed, numbers[:, None], torch.arange(n)).tolist()  # (P, n)
-    return [Row(p, j, prompts[p], limits[p], keys[p][j], Sample())
-            for p in range(len(prompts)) for j in range(n)]
 
 
 def samples_of(rows, prompts, n):

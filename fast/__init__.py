@@ -12,39 +12,30 @@ the plain functions, with one printed line.
     python train.py --engine exact       # log-probs of sampler and trainer equal to the last bit
 """
 import sys
-from typing import NamedTuple
 
 import torch
 
 import nvfp4
 from model import projections
 
-
-class Replaced(NamedTuple):
-    plain: str
-    fast: str
-    why: str
-    test: str
-
-
-TABLE = (
-    Replaced("sample.generate", "scheduler.decode",
-             "one CUDA graph of fused kernels a step; slots are refilled as rows end; the host "
-             "works a few steps behind",
-             "test_scheduler.py::test_generate_equals_the_plain_function"),
-    Replaced("grpo.completion_logprobs", "batches.completion_logprobs",
-             "no padding; a prompt computed once for its completions; LoRA inside the GEMM; all "
-             "between two GEMMs in one kernel",
-             "test_packed.py::test_completion_logprobs_equal_the_plain_ones"),
-    Replaced("grpo.micro_batches", "batches.micro_batches",
-             "counts tokens, not padded rows; keeps a prompt's completions together",
-             "test_packed.py::test_completions_of_a_prompt_share_its_states"),
-    Replaced("model.token_logprobs", "logprobs.token_logprobs",
-             "softmax, entropy and gradient of a chunk in one kernel",
-             "test_logprobs.py::test_the_kernel_equals_the_plain_function"),
-    Replaced("nvfp4.QuantLinear", "gemm.TiledLinear",
-             "codes lie as the tensor core wants them; inline PTX decodes them in registers",
-             "test_gemm.py::test_kernel_matches_the_float64_product"),
+TABLE = (  # what is replaced, by what, why that is faster, the test that holds the two equal
+    ("sample.generate", "scheduler.decode",
+     "one CUDA graph of fused kernels a step; slots are refilled as rows end; the host "
+     "works a few steps behind",
+     "test_scheduler.py::test_generate_equals_the_plain_function"),
+    ("grpo.completion_logprobs", "batches.completion_logprobs",
+     "no padding; a prompt computed once for its completions; LoRA inside the GEMM; all "
+     "between two GEMMs in one kernel",
+     "test_packed.py::test_completion_logprobs_equal_the_plain_ones"),
+    ("grpo.micro_batches", "batches.micro_batches",
+     "counts tokens, not padded rows; keeps a prompt's completions together",
+     "test_packed.py::test_completions_of_a_prompt_share_its_states"),
+    ("model.token_logprobs", "logprobs.token_logprobs",
+     "softmax, entropy and gradient of a chunk in one kernel",
+     "test_logprobs.py::test_the_kernel_equals_the_plain_function"),
+    ("nvfp4.QuantLinear", "gemm.TiledLinear",
+     "codes lie as the tensor core wants them; inline PTX decodes them in registers",
+     "test_gemm.py::test_kernel_matches_the_float64_product"),
 )
 
 

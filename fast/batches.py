@@ -60,11 +60,11 @@ def micro_batches(model, completions, token_budget):
     return lists
 
 
-def completion_logprobs(model, completions, temperature):
-    """As grpo.completion_logprobs."""
+def completion_logprobs(model, completions, temperature, blocks=None):
+    """As grpo.completion_logprobs. blocks: as in packed.hidden."""
     same_sums = exact(model)
     rows = rows_end_to_end(by_prompt(completions), apart=same_sums)
-    hidden = packed.hidden(model, *rows)  # (S, C)
+    hidden = packed.hidden(model, *rows, blocks=blocks)  # (S, C)
     targets = to_device([i for c in completions for i in c.ids], hidden.device)  # (S,)
     logp, entropy = token_logprobs(hidden, model.lm_head.weight, targets, temperature,
                                    model.valid_vocab, exact=same_sums)
@@ -77,9 +77,9 @@ def compile_update(model, tokens=16):
     params = [p for p in model.parameters() if p.requires_grad]
     completion = grpo.Completion({}, [0] * 16, [0] * tokens, [], True)
     # in this thread, where `compiling` sees the backward's kernels too
-    with decode.compiling(), torch.autograd.set_multithreading_enabled(False):
+    with decode.compiling(params[0].device), torch.autograd.set_multithreading_enabled(False):
         for n in (2, 1):
-            logp, _, _ = completion_logprobs(model, [completion] * n, 1.0)
+            logp, _, _ = completion_logprobs(model, [completion] * n, 1.0, blocks=1)
             torch.autograd.grad(logp.sum(), params, allow_unused=True)
 
 

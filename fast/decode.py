@@ -49,7 +49,7 @@ STEPS = 8  # steps between the host's reads of the tokens
 
 
 @contextmanager
-def compiling():
+def compiling(device):
     """Within the block kernels are compiled, side by side, and none is launched. As they come up,
     one by one, they take most of a minute of a first step."""
     run = triton.JITFunction.run
@@ -57,9 +57,12 @@ def compiling():
     def compile_only(kernel, *args, warmup, **options):
         return run(kernel, *args, warmup=True, **options)
 
-    with (ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool),
-          mock.patch.object(triton.JITFunction, "run", compile_only)):
-        yield
+    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=[device]) as pool:
+        with (triton.AsyncCompileMode(pool) as mode,
+              mock.patch.object(triton.JITFunction, "run", compile_only)):
+            yield
+        # a kernel's launcher is loaded too, which older Tritons make with a C compiler
+        [*pool.map(lambda future: future.kernel.run, mode.future_kernels.values())]
 
 
 @triton.jit
@@ -308,11 +311,8 @@ class Step:
         hopper = cache.k.is_cuda and torch.cuda.get_device_capability(dev)[0] >= 9
         self.launch = {"PDL": hopper, "launch_pdl": hopper}
         self.sms, self.exact = sms(dev), exact(model)
+        self.refresh = partial(refresh, self.layers)
         self.refresh()
-
-    def refresh(self):
-        """Copy LoRA's float32 parameters into the 16-bit buffers that the kernels read."""
-        refresh(self.layers)
 
     def linear(self, p, x, residual=None, glu=False, early=False):
         """base(x) + LoRA (+ residual, which is overwritten, where there is no bias) for x (B, K);
@@ -359,11 +359,11 @@ class Step:
             num_warps=1 if self.exact else 4, num_stages=3, **self.launch)
         return out
 
-    def hidden(self, rows):
+    def hidden(self, rows, blocks=None):
         """Final-normed hidden states (B, C) of the rows' current tokens; their keys and values are
-        in the cache after it."""
+        in the cache after it. blocks: only the first so many."""
         x = F.embedding(self.token[:rows], self.embed)  # (B, C)
-        for i in range(len(self.blocks)):
+        for i in range(len(self.blocks))[:blocks]:
             x = self.block(i, x, partial(self.attention, i))
         return normed(x, self.norm, **self.launch)
 
@@ -377,18 +377,18 @@ class Step:
         y = self.linear(gate_up_proj, h, glu=True)  # (B, C) -> (B, F)
         return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
 
-    def step(self, rows, greedy=False, nucleus=None):
+    def step(self, rows, greedy=False, nucleus=None, blocks=None):
         """Decode the first `rows` slots once. nucleus: (temperature, top_p), with which torch draws
-        in place of the fused sampler."""
-        scores = head(self.hidden(rows), self.head, self.exact)  # (B, C) @ (C, V)
+        in place of the fused sampler. blocks: as in `hidden`."""
+        scores = head(self.hidden(rows, blocks), self.head, self.exact)  # (B, C) @ (C, V)
         self.sample(scores, greedy, nucleus)
 
     def compile(self, sizes, *way):
         """Compile the kernels of step(size, *way) for all `sizes` (the CPU has none)."""
         if self.cache.k.is_cuda:
-            with compiling():
+            with compiling(self.cache.k.device):
                 for size in sizes:
-                    self.step(size, *way)
+                    self.step(size, *way, blocks=1)  # all blocks launch the same kernels
 
     def sample(self, logits, greedy=False, nucleus=None):
         """Draw a token for each row of logits (B, V) float32 and move the rows on."""

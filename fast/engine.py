@@ -9,8 +9,6 @@ meanwhile, since the graph reads them in place; if weights have moved, a new eng
 
 Left out: paged keys and values. A row owns the memory of the longest possible row; `engine_for`
 plans how many fit, the others wait.
-
-Shapes: B rows, S slots, T tokens, C hidden, V vocabulary, L layers, Hkv kv heads, D head size.
 """
 import functools
 import sys

@@ -223,10 +223,11 @@ def block(layer, linears, attend, x):
     return project(SwiGLU(), down_proj, gate_up, x)
 
 
-def hidden(model, rows, take, of=None):
+def hidden(model, rows, take, of=None, blocks=None):
     """Final-normed states (len(take), C) at the places `take` among the tokens of `rows` (lists of
     ids) laid end to end; differentiable in what is trained. of: the row that each row continues,
-    itself if none; rows that continue another follow it directly (attention.blocks)."""
+    itself if none; rows that continue another follow it directly (attention.blocks). blocks: only
+    the first so many, which launch the kernels of all."""
     device = model.embed.weight.device
     linears = linears_of(model)
     refresh(linears)
@@ -235,7 +236,7 @@ def hidden(model, rows, take, of=None):
     layout = Rows(model.config, to_device(places, device), to_device(borders, device),
                   max(places) + 1, of=None if alone else to_device(of, device))
     x = F.embedding(to_device(ids, device), model.embed.weight)  # (S, C)
-    for layer, four in zip(model.layers, linears, strict=True):
+    for layer, four in [*zip(model.layers, linears, strict=True)][:blocks]:
         run = partial(block, layer, four, Attend(layer.attn, layout))
         keep = not (model.checkpointing and torch.is_grad_enabled())
         x = run(x) if keep else checkpoint(run, x, use_reentrant=False)
@@ -289,7 +290,7 @@ class Prefill:
         """Compile the kernels of launch(), which does prompts of `size` or, None, of any size."""
         if size not in self.compiled and self.step.cache.k.is_cuda:
             self.compiled.add(size)
-            with compiling():
+            with compiling(self.step.cache.k.device):
                 launch()
 
     def launch(self, model, ids, places, slots, borders, longest):

@@ -6,9 +6,6 @@ Talk to a model: a chat, or one prompt. `python sample.py` starts this file. eva
 """
 import sys
 from dataclasses import replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import flags
 from plumbing.flags import Flag
@@ -32,12 +29,9 @@ COMMAND = flags.Command("sample", "Sample from a model: a chat, or one prompt.",
 
 def turns(args, *texts):
     """Messages of a conversation, user and assistant in turn; questions in --prompt-style."""
-    messages = []
-    for i, text in enumerate(texts):
-        user = i % 2 == 0
-        content = styled(text, args.prompt_style) if user else text
-        messages.append({"role": "user" if user else "assistant", "content": content})
-    return messages
+    return [{"role": "assistant", "content": text} if i % 2 else
+            {"role": "user", "content": styled(text, args.prompt_style)}
+            for i, text in enumerate(texts)]
 
 
 def answer(model, tok, args, texts):

@@ -9,15 +9,11 @@ memory for one block, the embedding and the head, and one shard of the output. `
     python nvfp4.py --model Qwen/Qwen2.5-3B-Instruct --fmt nvfp4 --awq --out qwen-3b-nvfp4/
     python nvfp4.py --plan Qwen/Qwen2.5-32B-Instruct
     python lora.py --merge --model qwen-3b-nvfp4/ --adapter runs/x/adapter --out merged/
-
-Shapes: B rows, T tokens, C hidden.
 """
 import argparse
 import sys
 from pathlib import Path
 from statistics import fmean
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import checkpoint, command, datasets, flags, peft, policy
 from plumbing.files import file_digest
@@ -29,7 +25,6 @@ from tqdm import tqdm
 import lora
 import model as qwen
 import nvfp4
-from fast import memory
 from lab import chat
 from model import PROJECTIONS, Linear
 from nvfp4 import FORMATS
@@ -82,8 +77,8 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     """Write base + adapter as a 16-bit checkpoint in Hugging Face layout.
 
     quant: the format the adapter was trained on, if the checkpoint is not quantized itself: it was
-    fitted to w_hat, not w. calib: awq.calibration's ids if AWQ rounded it; dtype: what AWQ ran in,
-    since its scales follow from activations."""
+    fitted to w_hat, not w. calib: datasets.calibration's ids if AWQ rounded it; dtype: what AWQ ran
+    in, since its scales follow from activations."""
     folder = checkpoint.fetch(path_or_hub_id)
     model = qwen.skeleton(qwen.read_config(folder))
     rank, scaling, state = lora.read_adapter(model, adapter)
@@ -134,6 +129,8 @@ def quantize_body(argv):
         help="micro-batch tokens that --plan counts with")
     args = p.parse_args(argv)
     if args.plan:
+        from fast import memory  # here: fast/ may have been deleted
+
         local = Path(args.plan).suffix == ".json" or Path(args.plan).exists()
         where = args.plan if local else checkpoint.fetch(args.plan, weights=False)
         print(memory.table(qwen.read_config(where), args.rank, args.tokens))
@@ -189,6 +186,4 @@ def main(what, argv):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (["quantize"], ["merge"]):
-        sys.exit("lab/convert.py: error: start it by python nvfp4.py or python lora.py --merge")
     sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -57,13 +57,6 @@ def own_norms(model):
     return {name: m for name, m in norms_of(model) if hasattr(m, "of_base")}
 
 
-def take_norms(model, state):
-    """Give the model the norms that `state` holds."""
-    for name, m in norms_of(model):
-        if name in state:
-            own_norm(m, state[name])
-
-
 @contextmanager
 def base_norms(model):
     """The base's norms inside the `with`, instead of the adapter's."""

@@ -65,23 +65,28 @@ def pretend(arch):
     return made
 
 
-def work(quant, dtype, config, *few):
-    """Of a random model with LoRA: steps of so many rows, each way of drawing, a prefill, an update."""
+def work(made, quant, dtype, config, *few):
+    """Of a random model with LoRA: steps of so many rows, each way of drawing, a prefill, an update. The first block first: what
+    fast/ compiles ahead, of all blocks' kernels."""
     m = M.build(config, checkpoint.RandomCheckpoint(), dtype=dtype, quant=quant)
     fast.tile(m)
     lora.add_lora(m, 16, 32)
     cache = M.KVCache(m, 256, 512)
     step = decode.Step(m, cache)
     step.draw = sample.draw
+    prompts = [[*range(35)], [*range(200)]]
+    for blocks in (1, None):
+        ahead = {name: len(variants) for name, variants in made.items()}
+        for rows in few:
+            step.hidden(rows, blocks)
+        packed.hidden(m, [*prompts, [1, 2]], [0], of=[0, 1, 1], blocks=blocks).sum().backward()
+    assert ahead == {name: len(variants) for name, variants in made.items()}, "a later block launches other kernels"
     for rows in few:
-        step.hidden(rows)
         scores = torch.zeros(rows, config.vocab_size)
         step.sample(scores)
         step.sample(scores, greedy=True)
         step.sample(scores, nucleus=(1.0, 0.9))
-    prompts = [[*range(35)], [*range(200)]]
     packed.Prefill(step).run(m, prompts, [0, 1])
-    packed.hidden(m, [*prompts, [1, 2]], [0], of=[0, 1, 1]).sum().backward()
     packed.hidden(m, [prompts[0], [*range(205)]], [0]).sum().backward()  # a multiple of 16 tokens
     logprobs.score(scores, torch.zeros(rows, dtype=torch.long), torch.ones(1), 1000, dtype)
 
@@ -119,8 +124,8 @@ def unwaited(sass):
 
 def main(arch=90):
     made = pretend(arch)
-    work("nvfp4", torch.bfloat16, M.Config(1024, 512, 1536, 1, 4, 2, 128), 1, 16, 32, 64, 256)
-    work("none", torch.bfloat16, M.Config(1024, 512, 1536, 1, 4, 2, 64, qk_norm=True), 1, 256)  # Qwen3's
+    work(made, "nvfp4", torch.bfloat16, M.Config(1024, 512, 1536, 2, 4, 2, 128), 1, 16, 32, 64, 256)
+    work(made, "none", torch.bfloat16, M.Config(1024, 512, 1536, 2, 4, 2, 64, qk_norm=True), 1, 256)  # Qwen3's
     for fmt in FORMATS:
         q = tile(quantize(torch.randn(512, 512), fmt))
         gemm.decoded(q)

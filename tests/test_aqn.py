@@ -213,28 +213,6 @@ def test_a_noise_that_never_ends_is_gone_where_the_policy_must_be_clean(monkeypa
     assert not any(b.any() for b in aqn.buffers(m).values())
 
 
-@pytest.mark.parametrize("argv", [[], ["--aqn-schedule", "linear", "--aqn-end", "1e-3"], ["--aqn-schedule", "eq8"]])
-def test_command_prints_what_training_uses(argv, capsys):
-    """A default or a flag of its own: the levels that are looked at are not those of the run."""
-    a = flags.parse(train.COMMAND, ["--model", "m", "--steps", "40", *argv])
-    used = [aqn.sigma(s, 40, a.aqn_start, a.aqn_end, schedule=a.aqn_schedule) for s in range(40)]
-    aqn.main(["--steps", "40", *argv])
-    printed = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
-    assert printed == pytest.approx([*dict.fromkeys(used)], rel=1e-3)
-
-
-def test_command_prints_the_schedule(capsys):
-    """`python aqn.py` disagreeing with what training uses; a bad value must exit with code 2 and name the flag."""
-    aqn.main(["--aqn-start", "1e-2", "--aqn-end", "1e-4", "--steps", "20"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10 and "0.000e+00" in lines[0] and "1.000e-02" in lines[1]
-    assert lines[-1] == "steps    18 to    19  sigma 1.000e-04"
-    for bad in (["--aqn-end", "0"], ["--aqn-start", "nan"], ["--aqn-schedule", "step"], ["--steps", "0"], ["--no-such-flag"], ["--step=9"]):
-        with pytest.raises(SystemExit) as e:
-            aqn.main(bad)
-        assert e.value.code == 2 and bad[0] in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 def test_gpu_noise_equals_the_cpus():
     """A device generator would give every kind of device its own noise."""

@@ -559,6 +559,7 @@ def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
     """As they come up, one by one, they took most of a minute of a first step."""
     made, sizes = [], (1, 8, 24)
     monkeypatch.setattr(decode.triton.knobs.runtime, "jit_cache_hook", lambda fn, **_: made.append(fn.name))
+    monkeypatch.setattr(decode.triton.knobs.runtime, "kernel_load_start_hook", lambda module, function, name, *_: made.append(name))
     for module in (attention, decode, gemm, logprobs, packed):
         for kernel in vars(module).values():
             if isinstance(kernel, decode.triton.JITFunction):

@@ -87,7 +87,7 @@ def test_a_completion_is_always_a_row_of_its_own(monkeypatch):
     """As it is in the sampler, whose blocks begin anew with it."""
     m, c, seen = build(ONE, "nvfp4", 3), grpo.Completion({}, [1, 2, 3], [4, 5, 6], [], True), []
     hidden = packed.hidden
-    monkeypatch.setattr(packed, "hidden", lambda model, *rows: seen.append(rows) or hidden(model, *rows))
+    monkeypatch.setattr(packed, "hidden", lambda model, *rows, **kw: seen.append(rows) or hidden(model, *rows, **kw))
     want = batches.completion_logprobs(m, [c], 1.0)
     m.fast = EXACT
     linears.LINEARS.pop(m)  # made before

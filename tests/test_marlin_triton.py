@@ -74,7 +74,7 @@ def all_scales(fmt):
     if fmt == "nvfp4":
         column = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     else:
-        column = torch.arange(100, 142, dtype=torch.uint8)
+        column = torch.arange(100, 200, dtype=torch.uint8)
     n = len(column)
     codes = (torch.arange(2 * f.block) * 5 % 16).repeat(n, 1)
     codes = (codes[:, ::2] + codes[:, 1::2] * 16).to(torch.uint8)
