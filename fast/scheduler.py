@@ -7,20 +7,10 @@ the last ones, so a sequence that has ended meanwhile is decoded in vain for the
 """
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from fast.engine import engine_for, prefill
-
-
-class InFlight(NamedTuple):
-    """Steps that the engine was told to decode and whose tokens nobody has fetched yet."""
-
-    steps: int
-    slots: dict  # {id of a row: its slot then}: it may have moved since
-    fetch: Callable  # waits for the steps; returns ids and log-probs as lists [slot][step]
 
 
 def decode(model, rows, temperature, top_p, eos, max_rows, draw, bar, on_token):
@@ -58,14 +48,13 @@ class Scheduler:
             # the engine has its next steps before the host waits for the last ones
             while len(in_flight) <= self.engine.ahead and (launched := self.launch()):
                 in_flight.append(launched)
-            steps = in_flight.popleft()
-            tokens += self.collect(steps)
-            self.empty_steps += self.live.count(None) * steps.steps
-            if not bar.disable:
-                n = len(self.live) - self.live.count(None)
-                bar.update(self.rows - len(self.waiting) - n - bar.n)
-                bar.set_postfix_str(f"{n} live, "
-                                    f"{tokens / (time.perf_counter() - begin):.0f} tokens/s")
+            steps, slots, fetch = in_flight.popleft()
+            tokens += self.collect(slots, *fetch())
+            empty = self.live.count(None)
+            self.empty_steps += empty * steps
+            n = len(self.live) - empty
+            bar.update(self.rows - len(self.waiting) - n - bar.n)
+            bar.set_postfix_str(f"{n} live, {tokens / (time.perf_counter() - begin):.0f} tokens/s")
         bar.close()
 
     def refill(self):
@@ -128,8 +117,8 @@ class Scheduler:
                     self.live[slot] = row
 
     def launch(self):
-        """Launch the live rows' next steps: InFlight, or None if no row has steps left to
-        launch."""
+        """Launch the live rows' next steps: (how many, {id of a row: its slot now}, a function that
+        waits for their tokens), or None if no row has steps left to launch."""
         slots = {id(row): slot for slot, row in enumerate(self.live) if row}
         left = max(row.limit - self.launched[id(row)] for row in self.live if row)
         if left <= 0:
@@ -137,14 +126,14 @@ class Scheduler:
         steps, fetch = self.engine.run(len(self.live), left)
         for row in slots:
             self.launched[row] += steps
-        return InFlight(steps, slots, fetch)
+        return steps, slots, fetch
 
-    def collect(self, steps):
-        """Wait for the tokens of steps in flight and give them to the live rows; returns how many
-        they took."""
-        tokens, (ids, logprobs) = 0, steps.fetch()
+    def collect(self, slots, ids, logprobs):
+        """Give the live rows their tokens, from lists [slot][step] of steps at whose launch they
+        were in `slots`; returns how many they took."""
+        tokens = 0
         for slot, row in enumerate(self.live):
-            place = steps.slots.get(id(row))
+            place = slots.get(id(row))
             if row is None or place is None:  # a hole, or it began after the launch
                 continue
             new = self.take(row, ids[place], logprobs[place])
@@ -159,11 +148,9 @@ class Scheduler:
     def take(self, row, ids, logprobs):
         """Drawn tokens into the row's sample, up to its end; returns them."""
         ids = ids[: row.limit - len(row.sample.ids)]
-        for i, token in enumerate(ids):
-            if token in self.eos:
-                ids = ids[: i + 1]
-                row.sample.finished = True
-                break
+        end = next((i + 1 for i, token in enumerate(ids) if token in self.eos), None)
+        row.sample.finished = end is not None
+        ids = ids[:end]
         row.sample.ids += ids
         row.sample.logprobs += logprobs[: len(ids)]
         return ids
