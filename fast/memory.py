@@ -20,7 +20,6 @@ CARDS = {"24 GB": 23.5, "40 GB": 39.4, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 1
 RESERVE = 1.5 * GIB  # CUDA context, kernels, what the allocator cannot fill
 # tokens that a prefill may hold: the first of these that leaves room for eight rows
 PREFILL_TOKENS = 8192, 4096, 2048, 1024
-GEMM_BUFFERS = 4 * (PARTIALS + COUNTERS + FLAGS)
 
 
 # ---- what lasts
@@ -63,7 +62,7 @@ def gemm_scratch(c):
     already, copied to be beside its adapter (without one it is not), and its buffers. It never
     takes more, except an adapter's columns behind that weight (less than 1% of it at rank 16): a
     process holds all of it once it has multiplied each weight once."""
-    return max(2 * n * k for n, k, _ in linears(c).values()) + GEMM_BUFFERS
+    return max(2 * n * k for n, k, _ in linears(c).values()) + 4 * (PARTIALS + COUNTERS + FLAGS)
 
 
 # ---- training
@@ -97,14 +96,6 @@ def fit_update(c, free, longest, tokens=0, checkpointing="auto"):
     return fits[0] if fits else (sizes[-1], modes[-1])
 
 
-def training_peak(c, fmt, rank, tokens):
-    """Bytes at the peak of an update with `tokens` in a micro-batch: (frozen, adapter, kept
-    activations, momentary)."""
-    frozen = sum(weights(c, fmt).values())
-    adapter = lora_parameters(c, rank) * 4 * 4  # value, gradient, two moments, in float32
-    return frozen, adapter, *update_bytes(c, tokens)
-
-
 # ---- rollouts
 
 
@@ -127,7 +118,8 @@ def table(c, rank=32, tokens=16384):
         return f"{name:<28}" + "".join(f"{v:>12}" for v in values)
 
     parts = {f: weights(c, f) for f in BITS}
-    peaks = {f: training_peak(c, f, rank, tokens) for f in BITS}
+    adapter = lora_parameters(c, rank) * 4 * 4  # value, gradient, two moments, in float32
+    peaks = {f: (sum(parts[f].values()), adapter, *update_bytes(c, tokens)) for f in BITS}
     lines = [line("GiB", ["bf16" if f == "none" else f for f in BITS])]
     rows = {name: [parts[f][name] for f in BITS] for name in parts["none"]}
     for i, name in enumerate(("weights", f"LoRA r={rank} with AdamW", f"kept for {tokens} tokens",
