@@ -197,16 +197,15 @@ class Rows:
         self.cos, self.sin = rope_tables(places, config)  # (longest, D/2)
 
 
-def end_to_end(rows, slots=None, of=None):
-    """(ids, places, slots, borders) of rows (lists of ids), as lists; row i continues row of[i],
-    itself if none."""
-    ids, places, slot_of = [], [], []
-    for i, (row, slot) in enumerate(zip(rows, slots or [0] * len(rows), strict=True)):
+def end_to_end(rows, of=None):
+    """(ids, places, borders) of rows (lists of ids), as lists; row i continues row of[i], itself if
+    none."""
+    ids, places = [], []
+    for i, row in enumerate(rows):
         ids += row
         at = len(rows[of[i]]) if of and of[i] != i else 0
         places += range(at, at + len(row))
-        slot_of += [slot] * len(row)
-    return ids, places, slot_of, [0, *accumulate(map(len, rows))]
+    return ids, places, [0, *accumulate(map(len, rows))]
 
 
 def project(prologue, p, x, residual=None):
@@ -231,7 +230,7 @@ def hidden(model, rows, take, of=None, blocks=None):
     device = model.embed.weight.device
     linears = linears_of(model)
     refresh(linears)
-    ids, places, _, borders = end_to_end(rows, of=of)
+    ids, places, borders = end_to_end(rows, of)
     alone = of is None or of == [*range(len(rows))]
     layout = Rows(model.config, to_device(places, device), to_device(borders, device),
                   max(places) + 1, of=None if alone else to_device(of, device))
@@ -264,7 +263,8 @@ class Prefill:
         """Prefill rows (lists of ids) into `slots`. capture(launch) returns the replay of launch()
         as a graph; None: launch directly."""
         device = self.step.cache.k.device
-        ids, places, slot_of, borders = end_to_end(rows, slots)
+        ids, places, borders = end_to_end(rows)
+        slot_of = [slot for row, slot in zip(rows, slots, strict=True) for _ in row]
         size = next((s for s in self.SIZES if s >= len(ids)), None)
         most = size and max(8, size // 32)  # rows that a graph of this size takes
         if capture is None or size is None or len(rows) > most:
@@ -347,9 +347,10 @@ def swiglu_back_kernel(gate_up, d, dgate_up, F, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_weights(q_weight, q_noise, k_weight, k_noise, h, d, H, D):
-    """Qwen3's norm weights (heads, D/2) of the columns d: q's for the first H heads, then k's."""
+    """Qwen3's norm weights (heads, D/2) of heads h (heads, 1) and columns d (1, D/2): q's for the
+    first H heads, then k's."""
     q, k = norm_weight(q_weight, q_noise, d, D), norm_weight(k_weight, k_noise, d, D)
-    return tl.where(h[:, None] < H, q[None, :], k[None, :])
+    return tl.where(h < H, q, k)
 
 
 @triton.jit
@@ -359,9 +360,9 @@ def rope_kernel(qkv, out, place, cos, sin, q_weight, q_noise, k_weight, k_noise,
     """RoPE of the q and k heads of one token of qkv (S, (H + 2 Hkv) D) -> out, which may be qkv.
     NORM: each head is normed first. CACHE: k and v also go to their row's slot in the cache."""
     t = tl.program_id(0).to(tl.int64)
-    h, d, HALF = tl.arange(0, HP), tl.arange(0, D // 2), D // 2
-    live = h[:, None] < H + HKV
-    at = t * (H + 2 * HKV) * D + h[:, None] * D + d[None, :]
+    h, d, HALF = tl.arange(0, HP)[:, None], tl.arange(0, D // 2)[None, :], D // 2
+    live = h < H + HKV
+    at = t * (H + 2 * HKV) * D + h * D + d
     x1 = tl.load(qkv + at, mask=live, other=0).to(tl.float32)  # (HP, D/2)
     x2 = tl.load(qkv + at + HALF, mask=live, other=0).to(tl.float32)
     T = out.dtype.element_ty
@@ -373,26 +374,25 @@ def rope_kernel(qkv, out, place, cos, sin, q_weight, q_noise, k_weight, k_noise,
         x2 = (x2 * rms * w2).to(T).to(tl.float32)
     place_t = tl.load(place + t)
     n = tl.maximum(place_t, 0)
-    co = tl.load(cos + n * HALF + d)[None, :]
-    si = tl.load(sin + n * HALF + d)[None, :]
+    co, si = tl.load(cos + n * HALF + d), tl.load(sin + n * HALF + d)
     y1, y2 = rotate(x1, x2, co, si)
     y1, y2 = y1.to(T), y2.to(T)
     tl.store(out + at, y1, mask=live)
     tl.store(out + at + HALF, y2, mask=live)
     if NORM or CACHE:
-        e, g = tl.arange(0, D), tl.arange(0, HKVP)
-        kv = g[:, None] < HKV
-        values = t * (H + 2 * HKV) * D + (H + HKV + g[:, None]) * D + e[None, :]
+        g, e = tl.arange(0, HKVP)[:, None], tl.arange(0, D)[None, :]
+        kv = g < HKV
+        values = t * (H + 2 * HKV) * D + (H + HKV + g) * D + e
         v = tl.load(qkv + values, mask=kv, other=0)
         if NORM:  # out is not qkv
             tl.store(out + values, v, mask=kv)
         if CACHE:
             if place_t >= 0:  # else padding
                 row = tl.load(slot + t) * stride_b + n * D
-                tl.store(v_cache + row + g[:, None] * stride_h + e[None, :], v, mask=kv)
-                key = row + (h[:, None] - H) * stride_h + d[None, :]
-                tl.store(k_cache + key, y1, mask=live & (h[:, None] >= H))
-                tl.store(k_cache + key + HALF, y2, mask=live & (h[:, None] >= H))
+                tl.store(v_cache + row + g * stride_h + e, v, mask=kv)
+                key = row + (h - H) * stride_h + d
+                tl.store(k_cache + key, y1, mask=live & (h >= H))
+                tl.store(k_cache + key + HALF, y2, mask=live & (h >= H))
 
 
 @triton.jit
@@ -410,17 +410,15 @@ def rope_back_kernel(dq, dk, dv, qkv, out, place, cos, sin, q_weight, q_noise, k
     g2 = tl.load(dq + at + HALF, mask=q, other=0).to(tl.float32)
     g2 += tl.load(dk + ak + HALF, mask=k, other=0).to(tl.float32)
     n = tl.load(place + t)
-    co = tl.load(cos + n * HALF + tl.arange(0, D // 2))[None, :]
-    si = tl.load(sin + n * HALF + tl.arange(0, D // 2))[None, :]
+    co, si = tl.load(cos + n * HALF + d), tl.load(sin + n * HALF + d)
     y1, y2 = g1 * co + g2 * si, g2 * co - g1 * si
     row = t * (H + 2 * HKV) * D
     if NORM:
         x1 = tl.load(qkv + row + h * D + d, mask=q | k, other=0).to(tl.float32)
         x2 = tl.load(qkv + row + h * D + d + HALF, mask=q | k, other=0).to(tl.float32)
         rms = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-        heads, cols = tl.arange(0, HP), tl.arange(0, D // 2)
-        y1 *= head_weights(q_weight, q_noise, k_weight, k_noise, heads, cols, H, D)
-        y2 *= head_weights(q_weight, q_noise, k_weight, k_noise, heads, cols + HALF, H, D)
+        y1 *= head_weights(q_weight, q_noise, k_weight, k_noise, h, d, H, D)
+        y2 *= head_weights(q_weight, q_noise, k_weight, k_noise, h, d + HALF, H, D)
         x1 *= rms
         x2 *= rms
         mean = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / D)[:, None]

@@ -209,7 +209,7 @@ def test_completions_of_a_prompt_share_its_states(monkeypatch, on_fast_path, bud
     cs.append(grpo.Completion({}, [1, 2, 3, 4, 5], [6, 7], [-5.0] * 2, True, advantage=1.0))
     want = update_of(m, cs, 1000)
     seen, end_to_end = [], packed.end_to_end
-    monkeypatch.setattr(packed, "end_to_end", lambda rows, **of: seen.append(sum(map(len, rows))) or end_to_end(rows, **of))
+    monkeypatch.setattr(packed, "end_to_end", lambda rows, of: seen.append(sum(map(len, rows))) or end_to_end(rows, of))
     check_update(update_of(on_fast_path(m), cs, budget), want)
     alone = sum(len(c.prompt) + len(c.ids) - 1 for c in cs)
     assert max(seen) <= budget and (budget == 6 or sum(seen) == alone - (7 + 1) * len(cs[0].prompt))
