@@ -94,15 +94,12 @@ class Graphs:
             self.refresh = self.refresh or self.capture(st.refresh)
             self.refresh()
         st.inverse_temperature.fill_(1 / temperature if temperature else 1.0)
-        st.eos.fill_(-1)
-        ids = torch.tensor(sorted(eos_ids), dtype=torch.long, device=st.eos.device)
-        st.eos[: len(eos_ids)] = ids
+        st.eos.copy_(torch.tensor([*eos_ids] + [-1] * (len(st.eos) - len(eos_ids))))
         st.alive.zero_()
         st.cache.length.zero_()
         self.last = 0  # size of the last batch
-        self.greedy = temperature == 0
-        # temperature is read from memory, except by the sort for top_p
-        self.nucleus = (temperature, top_p) if top_p < 1 else None
+        # Step.step's greedy and nucleus: but for top_p's sort, temperature is read from memory
+        self.way = temperature == 0, (temperature, top_p) if top_p < 1 else None
 
     def start(self, slots, tokens, lengths, limits, keys):
         """Begin rows in `slots`: the cache holds `lengths` tokens of each prompt, `tokens`, their
@@ -146,9 +143,7 @@ class Graphs:
             launch()
         # the next run overwrites these: copy them to the host, in stream order
         ids, logprobs = to_host(st.out_ids), to_host(st.out_logp)
-        done = torch.cuda.Event() if st.out_ids.is_cuda else None
-        if done:
-            done.record()
+        done = torch.cuda.current_stream().record_event() if st.out_ids.is_cuda else None
 
         def fetch():
             if done:
@@ -161,16 +156,15 @@ class Graphs:
         """A function that decodes `rows` slots once: the replay of a graph, captured now if it is
         not there yet."""
         st = self.step
-        way = self.greedy, self.nucleus
-        how = rows, *way
+        how = rows, *self.way
         if how in self.graphs:
             return self.graphs[how]
         # The rehearsal changes nothing but results that are overwritten: no row is alive in it.
         alive = st.alive.clone()
         st.alive.zero_()
         st.count.zero_()
-        if all(known[1:] != way for known in self.graphs):
-            st.compile(self.sizes, *way)
+        if all(known[1:] != self.way for known in self.graphs):
+            st.compile(self.sizes, *self.way)
         self.graphs[how] = self.capture(lambda: st.step(*how))
         st.alive.copy_(alive)
         return self.graphs[how]
@@ -365,9 +359,6 @@ def prefill_long(model, engine, tokens, slot):
     ids = torch.tensor([tokens], device=cache.k.device)
     # for a part that sees earlier ones, attention keeps the scores, in float32
     later = max(1, min(most, 512 * most // len(tokens)))
-    parts = [ids[:, :most]]
-    if ids.shape[1] > most:
-        parts += ids[:, most:].split(later, dim=1)
-    for part in parts:
+    for part in (ids[:, :most], *ids[:, most:].split(later, dim=1)):
         model.hidden(part, cache)
         cache.length += part.shape[1]
