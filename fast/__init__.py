@@ -43,9 +43,7 @@ def install(model, exact=False):
     """Put the fast functions on a model, in place; returns why not, or None if they are there.
     Four-bit codes are rearranged layer by layer, so that there is never a second copy of them
     all. exact: sampler and trainer take each sum in the same order, and agree to the last bit."""
-    why = refusal(model)
-    if why is None and exact:
-        why = inexact(model)
+    why = refusal(model) or (inexact(model) if exact else None)
     if why is None:
         if model.fast:
             uninstall(model)

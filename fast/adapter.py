@@ -66,9 +66,7 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
     end = tl.minimum(K, z * per + per)
     acc = tl.zeros((RA, BA), tl.float32)
     left = tl.load(ap + z * per, mask=here & (z * per + j < end)[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # the others decide when: all programs must signal
+    wait(PDL)  # the others decide when the next kernel begins: all programs must signal
     for k in tl.range(z * per, end, 128):
         right = tl.load(xp + k, mask=rows & (k + j < end)[:, None], other=0.0)
         # (RA, 128) @ (128, BA)

@@ -119,11 +119,10 @@ def load_scales(p, k, FMT: tl.constexpr, BLOCK: tl.constexpr):
     two = tl.arange(0, 2)
     if p.dtype.element_ty == tl.float32:
         at = k // BLOCK + tl.arange(0, max(2, 128 // BLOCK)) // max(1, BLOCK // 64)
-        s = tl.load(p[:, None] + at[None, :])
+        return tl.load(p[:, None] + at[None, :])
     else:
         at = k // (4 * BLOCK) + (two if FMT == "nvfp4" else two * 0)
-        s = tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + at[None, :])
-    return s
+        return tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + at[None, :])
 
 
 @triton.jit
@@ -186,10 +185,9 @@ def exponent(s, ASM: tl.constexpr):
     """E8M0 bytes to 2^100 times the scale: bfloat16 twice in a word, or float32."""
     s = tl.minimum((s & 255) + 100, 254) << 7
     if ASM:
-        s = s << 16 | s
+        return s << 16 | s
     else:
-        s = (s << 16).to(tl.float32, bitcast=True)
-    return s
+        return (s << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -302,8 +302,8 @@ class Step:
         self.out_logp = torch.zeros(STEPS, S, device=dev)
         self.eos = torch.full((EOS.value,), -1, dtype=torch.long, device=dev)
         self.inverse_temperature = torch.ones(1, device=dev)
-        c, places = model.config, torch.arange(cache.k.shape[3], device=dev)
-        self.cos, self.sin = rope_tables(places, c)  # (tokens, D/2)
+        places = torch.arange(cache.k.shape[3], device=dev)
+        self.cos, self.sin = rope_tables(places, model.config)  # (tokens, D/2)
         self.embed, self.head = model.embed.weight, model.lm_head.weight
         self.layers = linears_of(model)
         # not the model itself: an engine lasts as long as its model, and must not keep it alive

@@ -115,8 +115,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
                    exact=False):
     """As model.token_logprobs, for a weight that is not trained; exact: as in `head`."""
     V = weight.shape[0]
-    if exact:
-        chunk = ROWS
+    chunk = ROWS if exact else chunk or max(1, 2**26 // V)
     need = torch.is_grad_enabled() and hidden.requires_grad
-    return TokenLogprobs.apply(hidden, weight, targets, float(temperature), valid_vocab or V,
-                               chunk or max(1, 2**26 // V), exact, need)
+    return TokenLogprobs.apply(hidden, weight, targets, temperature, valid_vocab or V, chunk,
+                               exact, need)
