@@ -141,8 +141,9 @@ class Graphs:
         st.count.zero_()
         for _ in range(steps):
             launch()
-        # the next run overwrites these: copy them to the host, in stream order
-        ids, logprobs = to_host(st.out_ids), to_host(st.out_logp)
+        # the next run overwrites these: they are copied to pinned memory, in stream order
+        ids, logprobs = (t.to("cpu", non_blocking=True, copy=True)
+                         for t in (st.out_ids, st.out_logp))
         done = torch.cuda.current_stream().record_event() if st.out_ids.is_cuda else None
 
         def fetch():
@@ -188,11 +189,6 @@ class Graphs:
         # larger weight comes: it must be kept.
         self.scratch.append([*plan.SPACE.get(device, ())])
         return graph.replay
-
-
-def to_host(t):
-    """A copy in the host's memory; it is there once the stream has come this far."""
-    return torch.empty_like(t, device="cpu", pin_memory=t.is_cuda).copy_(t, non_blocking=True)
 
 
 @functools.cache
@@ -296,10 +292,9 @@ def own_code(model):
 def engine_for(model, slots, max_len, top_p):
     """The model's Graphs engine for (at most) `slots` rows of max_len tokens; the last call's if it
     will do. ValueError if not even one row fits the free memory."""
-    mark = fingerprint(model)
-    old_mark, old, wanted = ENGINES.get(model, (None, None, 0))
-    if (old is not None and old_mark == mark and old.max_len >= max_len
-            and max(old.slots, wanted) >= slots and (old.top_p < 1 or top_p == 1)):
+    mark, old, wanted = ENGINES.get(model, (None, None, 0))
+    if (mark == fingerprint(model) and old.max_len >= max_len and max(old.slots, wanted) >= slots
+            and (old.top_p < 1 or top_p == 1)):
         return old
     if old is not None:  # training and evaluation take turns: make one that serves both
         slots, max_len = max(slots, wanted), max(max_len, old.max_len)
@@ -339,8 +334,8 @@ def prefill(model, engine, prompts, slots):
     todo.sort(key=lambda t: len(t[0]), reverse=True)
     while todo and len(todo[0][0]) > most:
         if exact(model):
-            raise ValueError(f"--engine exact: a prompt of {len(todo[0][0]) + 1} tokens, and the "
-                             f"memory lets {most} be computed at once; take --engine fast")
+            raise ValueError(f"--engine exact: a prompt of {len(todo[0][0]) + 1} tokens, and at "
+                             f"most {most} are computed at once; take --engine fast")
         prefill_long(model, engine, *todo.pop(0))
     while todo:
         batch, total = [], 0

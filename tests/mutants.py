@@ -973,7 +973,7 @@ MUTANTS = {
         ("graphs of weights that were replaced",
          "tuple(t.data_ptr() for t in tensors if t is not None), model", "model",
          "decode::a_fingerprint_is_of_all_that_a_graph_holds_on_to"),
-        ("an engine of weights that moved serves", "old_mark == mark", "True",
+        ("an engine of weights that moved serves", "mark == fingerprint(model)", "old is not None",
          "decode::an_engine_is_made_anew_only_where_the_last_one_does_not_serve"),
         ("an engine with fewer rows than asked for is made anew", "max(old.slots, wanted) >= slots",
          "old.slots >= slots", "decode::an_engine_is_made_anew_only_where_the_last_one_does_not_serve"),
