@@ -1,9 +1,8 @@
 """
 Four bits to sixteen, in the registers of a tensor core's lane: the decoder of fast/gemm.py.
 
-The top of fast/layout.py shows how codes lie in memory: a lane of the tensor core reads four
-words, its share of 8 steps of 16 columns; a word holds four pairs of neighbours, a and b of one
-step in the low plane of 64 columns, c and d of one in the high plane.
+The top of fast/layout.py shows how codes lie in memory: a word holds four pairs of neighbours, a
+and b of the low plane of 64 columns, c and d of the high plane.
 
 The bit trick. bfloat16 is s eeeeeeee mmmmmmm, E2M1 is s ee m. Put s in bit 15 and e, e, m in bits
 8, 7, 6, the low end of the exponent and the top of the mantissa, with zeros elsewhere: the number

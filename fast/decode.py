@@ -17,9 +17,6 @@ What earlier kernels of the step wrote is read only after gdc_wait(): on Hopper 
 while its predecessor still runs (programmatic dependent launch), and meanwhile fetches what the
 step does not write.
 
-`Step` owns the persistent state, so that a CUDA graph of it (engine.py) stays valid while LoRA,
-noise, temperature and rows change.
-
     python lab/bench.py rollout 7b:nvfp4:16:1,8
 
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
@@ -283,8 +280,8 @@ def attend_kernel(qkv, k_cache, v_cache, length, prompt, cos, sin, out, parts, m
 
 
 class Step:
-    """One decode step of a model over persistent state; `step(rows)` launches it for the first
-    `rows` slots.
+    """One decode step of a model; `step(rows)` launches it for the first `rows` slots. It owns the
+    state, so that a CUDA graph of it stays valid while LoRA, noise, temperature and rows change.
 
     cache: model.KVCache of S slots. State, by slot: token (the last one, not yet in the cache),
     cache.length, prompt (its tokens), key (of the random numbers), stop (length at which the row
@@ -347,9 +344,8 @@ class Step:
         W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)
         W = 1 if self.exact else W
         out, several = qkv.new_empty(B, H * D), W if W > 1 else 0
-        parts = torch.empty(several, B, H * D, dtype=torch.float32, device=qkv.device)
-        ms, ls = (torch.empty(several, B, H, dtype=torch.float32, device=qkv.device)
-                  for _ in range(2))
+        parts = qkv.new_empty(several, B, H * D, dtype=torch.float32)
+        ms, ls = (qkv.new_empty(several, B, H, dtype=torch.float32) for _ in range(2))
         attend_kernel[B * HKV, W](
             qkv, k_cache, v_cache, self.cache.length, self.prompt, self.cos, self.sin, out, parts,
             ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1),
@@ -402,9 +398,8 @@ class Step:
             return
         BLOCK = min(4096, power(self.valid_vocab))
         NB = triton.cdiv(self.valid_vocab, BLOCK)
-        top, total = (torch.empty(rows, NB, dtype=torch.float32, device=logits.device)
-                      for _ in range(2))
-        best = torch.empty(rows, NB, dtype=torch.int32, device=logits.device)
+        top, total = logits.new_empty(rows, NB), logits.new_empty(rows, NB)
+        best = logits.new_empty(rows, NB, dtype=torch.int32)
         common = {"BLOCK": BLOCK, "num_warps": 8} | self.launch
         blocks = (logits, self.inverse_temperature, top, total, best)
         stats_kernel[rows, NB](*blocks, self.valid_vocab, logits.stride(0), NB, **common)

@@ -15,10 +15,10 @@ values times scales round too.
 
 Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles
 are few, K is split (SPLIT): each split leaves a float32 partial sum, and the program that finishes
-last adds them in order, so that each run gives the same bits. A kernel that does nothing else costs
-a decode step 4 to 7 us, so the GEMM takes in what it can: bias, residual, silu(gate) * up, and
-LoRA, whose x A^T is fast/adapter.py's. fast/plan.py chooses tile and splits for an H100 or H200;
-other cards from Ampere on run the same kernel. What was tried without success is in results/LOG.md.
+last adds them in order, so that each run gives the same bits. The GEMM takes in what would be a
+kernel of its own: bias, residual, silu(gate) * up, and LoRA (fast/adapter.py). fast/plan.py chooses
+tile and splits for an H100 or H200; other cards from Ampere on run the same kernel. What was tried
+without success is in results/LOG.md.
 
     y = matmul(x, tile(quantize(w)))        # any M, differentiable in x; on a CPU interpreted
     python lab/bench.py kernels
@@ -138,8 +138,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         tl.extra.cuda.gdc_launch_dependents()
     acc = unscaled(acc, FMT) * gs[:, None]
     done = split == 0
-    if SPLIT > 1:  # each split stores its sum; the last to arrive adds them in order of split:
-        # the same bits in every run
+    if SPLIT > 1:  # each split stores its sum; the last to arrive adds them in order of split
         slot = (tile - WHOLE) * MT + pid % MT
         spot = part + slot.to(tl.int64) * (SPLIT * BN * BM) + (
             r[:, None] * BM + tl.arange(0, BM)[None, :])

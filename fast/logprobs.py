@@ -63,14 +63,12 @@ def score(logits, targets, inverse_temperature, valid_vocab, dtype=None):
     p - onehot (c, V) in it, else None."""
     c, V = logits.shape
     logp, entropy, norm = logits.new_empty(c), logits.new_empty(c), logits.new_empty(c, 2)
-    shape, options = (valid_vocab, V, inverse_temperature), {"num_warps": 8}
-    BLOCK = min(4096, power(V))
-    score_kernel[(c,)](logits, targets, logp, entropy, norm, *shape, BLOCK=BLOCK, **options)
-    slope = None
+    BLOCK, slope = min(4096, power(V)), None
+    shape, options = (valid_vocab, V, inverse_temperature), {"BLOCK": BLOCK, "num_warps": 8}
+    score_kernel[(c,)](logits, targets, logp, entropy, norm, *shape, **options)
     if dtype:
-        slope = torch.empty(c, V, dtype=dtype, device=logits.device)
-        slope_kernel[c, triton.cdiv(V, BLOCK)](logits, targets, norm, slope, *shape, BLOCK=BLOCK,
-                                               **options)
+        slope = logits.new_empty(c, V, dtype=dtype)
+        slope_kernel[c, triton.cdiv(V, BLOCK)](logits, targets, norm, slope, *shape, **options)
     return logp, entropy, slope
 
 
