@@ -11,11 +11,12 @@ Shapes: B rows, S cache slots, V vocabulary, NB blocks of it.
 import triton
 import triton.language as tl
 
-import sample
 from fast.adapter import wait
 
 EOS = tl.constexpr(128)  # stop tokens that a step can compare with
-GOLDEN, MIX1, MIX2 = map(tl.constexpr, (sample.GOLDEN, sample.MIX1, sample.MIX2))
+# of splitmix64, as in sample.py
+GOLDEN, MIX1, MIX2 = map(tl.constexpr, (-0x61C8864680B583EB, -0x40A7B892E31B1A47,
+                                        -0x6B2FB644ECCEEE15))
 
 
 @triton.jit
@@ -37,7 +38,6 @@ def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, B
 
 @triton.jit
 def mix(z):
-    """As sample.mix."""
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * MIX1
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * MIX2
     return z ^ (z >> 31 & (1 << 33) - 1)
