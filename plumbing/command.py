@@ -18,8 +18,8 @@ from pathlib import Path
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # flags that change no number of a run, and those that change only its last digits, or when it is
 # evaluated
-IDLE = ("resume", "out", "save_every", "card_share")
-MINOR = ("engine", "micro_batch_tokens", "checkpointing", "max_rows", "eval_every")
+IDLE = ("resume", "out", "save_every")
+MINOR = ("engine", "micro_batch_tokens", "checkpointing", "max_rows", "card_share", "eval_every")
 
 
 def stop(*_):

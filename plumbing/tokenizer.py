@@ -2,7 +2,7 @@
 Text to token ids and back, and a question as the chat turn that a checkpoint was trained to answer.
 
 The chat template is the checkpoint's own, rendered in jinja2's sandbox, since it is downloaded
-code. Left out: tool calls and chat histories.
+code. Left out: tool calls.
 
     Tokenizer("assets/tiny").prompt_ids("What is 1+1?")
 """

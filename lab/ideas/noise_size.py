@@ -63,9 +63,9 @@ def rounding(model, exact, completions):
     return (sums / tokens).tolist()
 
 
-def draw(model, tok, rows, args):
-    """[(prompt, ids)]: one sample of each row."""
-    drawn = sample.generate(model, [row["ids"] for row in rows], 1, args.max_new_tokens,
+def draw(model, tok, rows, args, most=None):
+    """[(prompt, ids)]: one sample of each row, of at most `most` tokens (--max-new-tokens)."""
+    drawn = sample.generate(model, [row["ids"] for row in rows], 1, most or args.max_new_tokens,
                             eos_ids=tok.eos_ids, seed=args.seed, max_rows=args.max_rows)
     return [(row["ids"], s.ids) for row, (s,) in zip(rows, drawn, strict=True)]
 
