@@ -152,8 +152,7 @@ def gemm(weights, dense, M, back, ceiling):
 
 
 def rollout(args):
-    """Decoding throughput of sample.generate on random weights of true shapes, every row alive to
-    the end."""
+    """Decoding throughput of sample.generate on random weights of true shapes."""
     ceiling = read_ceiling()
     for text in args.configs:
         size, quant, rank, todo = text.split(":")
