@@ -138,7 +138,8 @@ def given(command, argv):
 
 def defaults(command, model):
     """{dest: default} of a command's flags; the embedded model (tiny or its folder) has its own."""
-    tiny = model == "tiny" or Path(os.path.expanduser(model)).resolve() == TINY
+    path = Path(os.path.expanduser(model))
+    tiny = model == "tiny" or path.is_dir() and path.resolve() == TINY
     return {f.dest: f.tiny if tiny and f.tiny is not None else f.default for f in command.flags}
 
 

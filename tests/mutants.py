@@ -1709,7 +1709,7 @@ MUTANTS = {
     "plumbing/flags.py": [
         ("null in policy.json is a format", "for name, value in found.items() if value is not None}", "for name, value in found.items()}",
          "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
-        ("the embedded model's folder is another model", "or Path(model).is_dir() and Path(model).resolve() == TINY", "",
+        ("the embedded model's folder is another model", "or path.is_dir() and path.resolve() == TINY", "",
          "flags::the_folder_of_the_embedded_model_is_the_embedded_model"),
         ("an adapter is evaluated on what the branch holds now", '        hub.COMMITS.setdefault(had["model"], had["commit"])',
          "        pass", "hub::a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them"),
