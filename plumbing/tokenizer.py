@@ -12,6 +12,9 @@ from pathlib import Path
 
 from plumbing.files import decode, read_json, saved
 
+import jinja2.sandbox
+import tokenizers
+
 SUFFIX = {
     "tags": "Reason step by step in <think></think>, then give the final answer in "
             "<answer></answer>.",
@@ -28,8 +31,6 @@ class Tokenizer:
     with a line that names the file."""
 
     def __init__(self, folder):
-        import tokenizers
-
         self.folder = folder = Path(folder)
         path = folder / "tokenizer.json"
         try:
@@ -68,8 +69,6 @@ class Tokenizer:
         return sorted({*ids})
 
     def _compile(self, template):
-        import jinja2.sandbox
-
         file = self.folder / "chat_template.jinja"
         if file.is_file():  # newer, and first in transformers too
             template = decode(file.read_bytes(), file)
