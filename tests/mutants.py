@@ -1719,6 +1719,8 @@ MUTANTS = {
          "flags::flags_that_contradict_each_other_are_refused"),
         ("policy.json is ignored", "{name: value for name, value in had.items() if name in in_policy} | given", "dict(given)",
          "train::an_adapter_remembers_what_it_was_trained_with"),
+        ("a merged model under ~ is rounded again", "read_policy(command, os.path.expanduser(folder))", "read_policy(command, folder)",
+         "lora::a_merged_model_is_not_rounded_again_unasked"),
         ("a merged model is rounded again", 'folder = given.get("adapter") or given.get("model")', 'folder = given.get("adapter")',
          "lora::a_merged_model_is_not_rounded_again_unasked"),
         ("flags that do nothing say nothing", "if used and not used(args):", "if False:",

@@ -415,11 +415,13 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
     assert len(policy.merged(tmp_path / "both")) == 2
 
 
-def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
+def test_a_merged_model_is_not_rounded_again_unasked(tmp_path, monkeypatch):
     """By --quant's default most of what the adapter had learned was gone, and nothing said so."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     convert.merge(BASE, FIXTURES / "peft_all", tmp_path / "m")
     for command in (evaluation.COMMAND, chat.COMMAND):
         assert flags.parse(command, ["--model", str(tmp_path / "m")]).quant == "none" != flags.parse(command, ["--model", str(BASE)]).quant
+        assert flags.parse(command, ["--model", "~/m"]).quant == "none"  # of --model=~/m, which no shell expands
     convert.convert(tmp_path / "m", tmp_path / "four")
     assert flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "four")]).quant == "nvfp4"
 

@@ -1,9 +1,9 @@
 """How large is a sigma for this model? KL(noisy || clean) and entropy, in nats a token, along the
 model's own samples, with a draw of the noise for each.
 
-Sigma is absolute, and norms differ from model to model: see noise.md. And how large is the rounding
-of --quant, with --awq or a format of your own (int4.py)? KL(16 bits || four bits) along samples of
-the 16-bit model, and how often both have the same most likely token. The flags are train.py's:
+Sigma is absolute, and norms are not alike: see docs/noise.md. And how large is the rounding of
+--quant, with --awq or a format of your own (int4.py)? KL(16 bits || four bits) along samples of the
+16-bit model, and how often both have the same most likely token. The flags are train.py's:
 
     python lab/ideas/noise_size.py --model DIR --data gsm8k --prompts-per-step 24
     python lab/ideas/noise_size.py --model DIR --data gsm8k --quant mxfp4 --awq
