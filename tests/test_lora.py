@@ -341,6 +341,9 @@ def test_a_merge_takes_the_adapters_own_format(tmp_path):
     assert all(torch.equal(got[k], want[k]) for k in want)
     # evaluated by default as it was trained; what it was asked in went with the adapter
     assert json.loads((tmp_path / "m" / "policy.json").read_text()) == {"quant": "none", **asked}
+    convert.convert(tmp_path / "m", tmp_path / "four", "mxfp4")
+    had = flags.parse(chat.COMMAND, ["--model", str(tmp_path / "four")])
+    assert had.prompt_style == "boxed" and had.trained_with == {"quant": "mxfp4", **asked}
 
 
 def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, capsys):
