@@ -27,8 +27,7 @@ RUNS = Path(__file__).resolve().parents[1] / "results" / "runs.tar.xz"
 COLUMNS = ("step", "accuracy", "eval_accuracy", "entropy", "length_mean", "format", "zero_var_frac",
            "logp_gap_mean", "sampler_kl", "clip_first_frac", "prompts_sampled", "seconds",
            "seconds_rollout", "seconds_update")  # what is kept of metrics.jsonl
-# flags that change no number of a run; on --card-share its last digits may depend
-LEFT_OUT = {*command.IDLE, "command", "commits"} - {"card_share"}
+LEFT_OUT = (*command.IDLE, "command", "commits")  # of config.json
 # the argument of commands that compare runs
 ARGUMENT = {"nargs": "+", "metavar": "RUN", "help": "folder that train.py wrote, or a quoted "
             "pattern of runs in results/runs.tar.xz, as '2x2_1.5b/nvfp4*'"}

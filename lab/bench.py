@@ -1,12 +1,6 @@
 """
-Benchmarks on one GPU. Each measures its ceiling in the same run, before the numbers.
-
-    kernels   the FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5.
-              Weights rotate through more than 200 MB, so that L2 holds none of them
-    rollout   sample.generate on random weights of true shapes, every row alive to the end
-    step      rollout and update of a step of train.py, and its memory
-    plain     the files that one reads beside fast/, or any two of --engine: a decode step and an
-              update of each
+Benchmarks on one GPU: `kernels`, `rollout`, `step` and `plain`, described at the functions of these
+names. The first three measure their ceiling in the same run, before the numbers.
 
 Rows are merged into --out as they are measured, so that a long table can be made in parts;
 lab/bench_report.py prints them. Kernels are timed as one CUDA graph of many launches, median of its
@@ -123,7 +117,7 @@ def read_ceiling():
 
 
 def kernels(args):
-    """The FP4 GEMM against cuBLAS."""
+    """The FP4 GEMM against cuBLAS on bfloat16 weights, on the linear layers of Qwen2.5."""
     ceiling = read_ceiling()
     for name in map(".".join, product(args.sizes, LAYERS)):
         N, K = report.linear(name)

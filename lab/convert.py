@@ -39,6 +39,12 @@ def write(writer, model, path, dtype=None):
         model.layers[int(path.split(".")[1])] = None
 
 
+def asked(folder):
+    """What the policy.json in `folder` says of prompts and rewards: it holds in every format."""
+    return {k: v for k, v in flags.read_policy(chat.COMMAND, folder).items()
+            if k in ("data", "prompt_style", "reward")}
+
+
 def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib=None,
             shard_bytes=2 << 30):
     """Quantize a 16-bit checkpoint into the folder `out` (checkpoint.Writer); returns the rows of
@@ -52,6 +58,8 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
         raise ValueError(f"--model: {folder} is quantized already; give the 16-bit checkpoint")
     model, report = qwen.skeleton(config), []
     with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
+        if had := asked(folder):
+            writer.notes["policy.json"] = {"quant": fmt} | had
         pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt)
         steps = ((path, []) for path in pieces)
         if use_awq:
@@ -84,10 +92,8 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
     rank, scaling, state = lora.read_adapter(model, adapter)
     digests = policy.merged(folder) + [file_digest(Path(adapter) / "adapter_model.safetensors")]
     with checkpoint.Writer(out, folder) as writer:
-        asked = {k: v for k, v in flags.read_policy(chat.COMMAND, adapter).items()
-                 if k in ("data", "prompt_style", "reward")}
         writer.notes |= {"merged.json": {"adapters": digests},
-                         "policy.json": {"quant": "none"} | asked}
+                         "policy.json": {"quant": "none"} | asked(adapter)}
         source = checkpoint.Checkpoint(folder)
         pieces = qwen.stream(model, source, device, dtype, quant if calib is None else "none")
         if calib is not None:

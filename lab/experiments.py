@@ -1,9 +1,6 @@
 """
-Training runs that differ in one thing, and what it adds.
-
-An experiment is a loop over train.py. Given its runs, or some of results/runs.tar.xz, this says
-what each flag in which they differ adds, to the accuracy after training or, with --growth, to how
-fast that of the samples rises.
+What an experiment, a loop over train.py, has shown: its runs, or some of results/runs.tar.xz, and
+what each flag in which they differ adds (`compare`).
 
     python lab/experiments.py compare '2x2_1.5b/*' runs/2x2/*/ [--growth] [--interval]
 """

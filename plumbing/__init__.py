@@ -26,9 +26,9 @@ def leave(*_):
 
 if ALONE:
     signal.signal(signal.SIGINT, leave)
-    helps = bool({"-h", "--help"} & {*sys.argv}) or Path(MAIN).name == "plot.py"  # without PyTorch
+    without = {"-h", "--help"} & {*sys.argv} or Path(MAIN).name in ("archive.py", "plot.py")
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the processes that torchrun starts
-    if first and not helps and sys.stderr.isatty():
+    if first and not without and sys.stderr.isatty():
         print("loading PyTorch ...", file=sys.stderr, flush=True)
 # Rollouts and updates need tensors of ever new sizes: without this setting, which torch reads when
 # it is imported, the allocator keeps 46 GiB where tensors peak at 26.

@@ -20,8 +20,7 @@ def problems(split, n, seed=0):
 
     A chain such as "7+15*3-8" is worked from left to right. A hash of the chain decides its split,
     whatever the form of the question and whatever the seed, so that no test problem can appear in
-    training. ValueError for more than MOST.
-    """
+    training. ValueError for more than MOST."""
     if n > MOST:
         raise ValueError(f"--data arithmetic: asked for {n} rows; at most {MOST} distinct ones are "
                          "drawn")

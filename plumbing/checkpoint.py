@@ -10,6 +10,7 @@ is config.py's, how four-bit weights are stored layouts.py's; model.py makes a m
 """
 import hashlib
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def fetch(path_or_hub_id, weights=True):
     name = str(path_or_hub_id)
     if name == "tiny":
         return TINY
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if path.exists() or not hub.ID.fullmatch(name):

@@ -1,8 +1,8 @@
 """
 What all commands have in common: bad flags refused in one line, numbers with bounds, exit code 2
 for what the user can fix, and an orderly end on ctrl-C, SIGTERM, a closed terminal or a closed
-stdout: each raises KeyboardInterrupt, so that what is half written is removed and what can be saved
-is saved (plumbing/run.py has its own handler).
+stdout: each raises an exception, so that what is half written is removed and what can be saved is
+saved (plumbing/run.py has its own handler).
 
     sys.exit(command.run("eval.py", lambda: body(args)))
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # flags that change no number of a run, and those that change only its last digits, or when it is
 # evaluated
-IDLE = ("resume", "out", "save_every", "card_share")
-MINOR = ("engine", "micro_batch_tokens", "checkpointing", "max_rows", "eval_every")
+IDLE = ("resume", "out", "save_every")
+MINOR = ("engine", "micro_batch_tokens", "checkpointing", "max_rows", "card_share", "eval_every")
 
 
 def stop(*_):

@@ -10,10 +10,7 @@ from pathlib import Path
 
 from plumbing.files import read_json, require
 
-FAMILIES = {"qwen2": {"qkv_bias": True, "qk_norm": False},
-            "llama": {"qkv_bias": False, "qk_norm": False},
-            "mistral": {"qkv_bias": False, "qk_norm": False},
-            "qwen3": {"qkv_bias": False, "qk_norm": True}}
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 POSITIONS = {"llama": 2048, "mistral": 131072}  # where config.json does not say; else 32,768
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads")
@@ -49,7 +46,8 @@ def read_config(folder):
         **{k: raw[k] for k in SIZES},
         "num_key_value_heads": raw.get("num_key_value_heads", heads), "head_dim": head_dim,
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6), "rope_theta": theta,
-        "tie_word_embeddings": raw.get("tie_word_embeddings", False), **FAMILIES[family],
+        "tie_word_embeddings": raw.get("tie_word_embeddings", False),
+        "qkv_bias": family == "qwen2", "qk_norm": family == "qwen3",
         "max_position_embeddings": room, "quantization": raw.get("quantization_config"),
         "rope_scaling": llama3(rope, path) if scaling else None}
 

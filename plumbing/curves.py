@@ -40,11 +40,8 @@ def read(run):
 
 
 def with_summary(run, rows):
-    """`rows`, and what only summary.json has: the held-out accuracy after the last of them, and
-    before the first, if no row has any."""
+    """`rows`, and what only summary.json has: the held-out accuracy after the last of them."""
     summary = saved(run, "summary.json")
-    if not any("eval_accuracy" in row for row in rows):
-        rows = [{**rows[0], "eval_accuracy": summary.get("accuracy_before")}, *rows[1:]]
     after, steps = summary.get("accuracy_after"), rows[-1]["step"] + 1
     if after is None or summary.get("steps", steps) != steps:  # the run has gone on since
         return rows

@@ -8,6 +8,7 @@ and sample.py where they are given the adapter or its run.
     args = parse(Command("train", "QeRL training.", FLAGS, check), argv)
 """
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,7 +138,8 @@ def given(command, argv):
 
 def defaults(command, model):
     """{dest: default} of a command's flags; the embedded model (tiny or its folder) has its own."""
-    tiny = model == "tiny" or Path(model).is_dir() and Path(model).resolve() == TINY
+    path = Path(os.path.expanduser(model))
+    tiny = model == "tiny" or path.is_dir() and path.resolve() == TINY
     return {f.dest: f.tiny if tiny and f.tiny is not None else f.default for f in command.flags}
 
 
@@ -199,7 +201,7 @@ def with_policy(command, given):
         else:
             given["model"] = str(model)
     folder = given.get("adapter") or given.get("model")  # a merged model has a policy.json as well
-    had = read_policy(command, folder) if folder else {}
+    had = read_policy(command, os.path.expanduser(folder)) if folder else {}
     in_policy = {f.dest for f in command.flags if f.in_policy}
     values = {name: value for name, value in had.items() if name in in_policy} | given
     if not values.get("awq") and "calib" not in given:

@@ -96,22 +96,9 @@ def save(folder, state, rank, scaling, targets, base_model=""):
     write_json(folder / "adapter_config.json", config)
 
 
-def read_config(path):
-    """The fields of an adapter_config.json; ValueError for anything but LoRA, whose scaling may be
-    rank-stabilised, and norms of blocks."""
-    config = read_json(path, ["r", "lora_alpha"])
-    norms_alone = {*(config.get("modules_to_save") or [])} <= {*NORMS}
-    read = {*FREE, "modules_to_save"} if norms_alone else FREE
-    refused = [f"{k} = {v!r:.80}" for k, v in config.items()
-               if k not in read and v and v not in PLAIN.get(k, ())]
-    if refused:
-        raise ValueError(f"{path}: only plain LoRA is supported, this adapter has "
-                         f"{', '.join(refused)}; merge it into its base with PEFT")
-    return config
-
-
 def read(folder):
-    """(rank, scaling, {PEFT's name: tensor}) of an adapter folder."""
+    """(rank, scaling, {PEFT's name: tensor}) of an adapter folder; ValueError for anything but
+    LoRA, whose scaling may be rank-stabilised, and norms of blocks."""
     folder = Path(folder)
     path, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     for file in (path, weights):
@@ -119,12 +106,19 @@ def read(folder):
             raise FileNotFoundError(f"--adapter {folder}: {file.name} is missing; give the folder "
                                     "that train.py calls adapter/ (adapter_model.bin is a pickle: "
                                     "PEFT's save_pretrained saves it anew as safetensors)")
-    config = read_config(path)
+    config = read_json(path, ["r", "lora_alpha"])
+    saved = config.get("modules_to_save") or []
+    known = {*FREE, "modules_to_save"} if {*saved} <= {*NORMS} else FREE
+    refused = [f"{k} = {v!r:.80}" for k, v in config.items()
+               if k not in known and v and v not in PLAIN.get(k, ())]
+    if refused:
+        raise ValueError(f"{path}: only plain LoRA is supported, this adapter has "
+                         f"{', '.join(refused)}; merge it into its base with PEFT")
     try:
         state = load_file(weights)
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{weights}: not a readable safetensors file ({e})") from None
-    for norm in config.get("modules_to_save") or []:
+    for norm in saved:
         if not any(name.endswith(f".{norm}.weight") for name in state):
             raise ValueError(f"{weights}: holds no {norm}, which {path.name} says was trained")
     rank, alpha = config["r"], config["lora_alpha"]

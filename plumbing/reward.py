@@ -16,7 +16,12 @@ def own_reward(spec):
     returns a number r, which counts as correct if r >= 1 and always as well formed, or a dict with
     "reward" and, optionally, "correct", "format" and "given". Where it raises there is a
     RuntimeError, hence a traceback; a file, a function or a result that will not do is one line."""
-    function = load(spec)
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"--reward {spec}: want file.py:function")
+    function = getattr(module_of(Path(path).resolve()), name, None)
+    if not callable(function):
+        raise ValueError(f"--reward {path}: has no function {name}; define {name}(text, row) there")
 
     def grade(text, row):
         try:
@@ -41,17 +46,6 @@ def own_reward(spec):
                 "given": None if given is None else str(given)}
 
     return grade
-
-
-def load(spec):
-    """The function that file.py:function names."""
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"--reward {spec}: want file.py:function")
-    function = getattr(module_of(Path(path).resolve()), name, None)
-    if not callable(function):
-        raise ValueError(f"--reward {path}: has no function {name}; define {name}(text, row) there")
-    return function
 
 
 def module_of(file):

@@ -2,7 +2,7 @@
 Text to token ids and back, and a question as the chat turn that a checkpoint was trained to answer.
 
 The chat template is the checkpoint's own, rendered in jinja2's sandbox, since it is downloaded
-code. Left out: tool calls and chat histories.
+code. Left out: tool calls.
 
     Tokenizer("assets/tiny").prompt_ids("What is 1+1?")
 """
@@ -11,6 +11,9 @@ from datetime import datetime
 from pathlib import Path
 
 from plumbing.files import decode, read_json, saved
+
+import jinja2.sandbox
+import tokenizers
 
 SUFFIX = {
     "tags": "Reason step by step in <think></think>, then give the final answer in "
@@ -28,8 +31,6 @@ class Tokenizer:
     with a line that names the file."""
 
     def __init__(self, folder):
-        import tokenizers
-
         self.folder = folder = Path(folder)
         path = folder / "tokenizer.json"
         try:
@@ -68,8 +69,6 @@ class Tokenizer:
         return sorted({*ids})
 
     def _compile(self, template):
-        import jinja2.sandbox
-
         file = self.folder / "chat_template.jinja"
         if file.is_file():  # newer, and first in transformers too
             template = decode(file.read_bytes(), file)

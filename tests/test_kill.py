@@ -327,7 +327,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
 
 @pytest.mark.parametrize(("script", "words", "env", "seen"), [
     ("train.py", [], {}, True), ("eval.py", ["--run", "x"], {"LOCAL_RANK": "0"}, True), ("sample.py", [], {}, True),
-    ("train.py", ["--help"], {}, False), ("mine.py", [], {}, False), ("lab/bench.py", [], {}, True), ("lab/plot.py", [], {}, False), ("../mine/train.py", [], {}, False),
+    ("train.py", ["--help"], {}, False), ("mine.py", [], {}, False), ("lab/bench.py", [], {}, True), ("lab/plot.py", [], {}, False), ("lab/archive.py", [], {}, False), ("../mine/train.py", [], {}, False),
     ("train.py", [], {"LOCAL_RANK": "1"}, False)])
 def test_who_waits_at_a_terminal_is_told_for_what(monkeypatch, script, words, env, seen):
     """Not in a log, nor where --help answers, nor once a rank, nor by a script of one's own."""

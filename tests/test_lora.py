@@ -341,6 +341,9 @@ def test_a_merge_takes_the_adapters_own_format(tmp_path):
     assert all(torch.equal(got[k], want[k]) for k in want)
     # evaluated by default as it was trained; what it was asked in went with the adapter
     assert json.loads((tmp_path / "m" / "policy.json").read_text()) == {"quant": "none", **asked}
+    convert.convert(tmp_path / "m", tmp_path / "four", "mxfp4")
+    had = flags.parse(chat.COMMAND, ["--model", str(tmp_path / "four")])
+    assert had.prompt_style == "boxed" and had.trained_with == {"quant": "mxfp4", **asked}
 
 
 def test_an_adapter_of_awqs_weights_is_merged_into_those(tmp_path, monkeypatch, capsys):
@@ -415,11 +418,13 @@ def test_a_merged_model_is_no_base_of_its_adapter(tmp_path):
     assert len(policy.merged(tmp_path / "both")) == 2
 
 
-def test_a_merged_model_is_not_rounded_again_unasked(tmp_path):
+def test_a_merged_model_is_not_rounded_again_unasked(tmp_path, monkeypatch):
     """By --quant's default most of what the adapter had learned was gone, and nothing said so."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     convert.merge(BASE, FIXTURES / "peft_all", tmp_path / "m")
     for command in (evaluation.COMMAND, chat.COMMAND):
         assert flags.parse(command, ["--model", str(tmp_path / "m")]).quant == "none" != flags.parse(command, ["--model", str(BASE)]).quant
+        assert flags.parse(command, ["--model", "~/m"]).quant == "none"  # of --model=~/m, which no shell expands
     convert.convert(tmp_path / "m", tmp_path / "four")
     assert flags.parse(evaluation.COMMAND, ["--model", str(tmp_path / "four")]).quant == "nvfp4"
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from plumbing import checkpoint
-from plumbing.config import FAMILIES
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from tests import conftest
 def build(family="qwen2", fmt="none", device="cpu", **changes):
     shape = dict(vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=64, tie_word_embeddings=True) | changes
-    config = M.Config(**shape, **FAMILIES[family])
+    config = M.Config(**shape, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
     return M.build(config, checkpoint.RandomCheckpoint(), device, torch.bfloat16, fmt)
 
 

@@ -1,9 +1,9 @@
 """How large is a sigma for this model? KL(noisy || clean) and entropy, in nats a token, along the
 model's own samples, with a draw of the noise for each.
 
-Sigma is absolute, and norms differ from model to model: see noise.md. And how large is the rounding
-of --quant, with --awq or a format of your own (int4.py)? KL(16 bits || four bits) along samples of
-the 16-bit model, and how often both have the same most likely token. The flags are train.py's:
+Sigma is absolute, and norms are not alike: see docs/noise.md. And how large is the rounding of
+--quant, with --awq or a format of your own (int4.py)? KL(16 bits || four bits) along samples of the
+16-bit model, and how often both have the same most likely token. The flags are train.py's:
 
     python lab/ideas/noise_size.py --model DIR --data gsm8k --prompts-per-step 24
     python lab/ideas/noise_size.py --model DIR --data gsm8k --quant mxfp4 --awq
@@ -63,9 +63,9 @@ def rounding(model, exact, completions):
     return (sums / tokens).tolist()
 
 
-def draw(model, tok, rows, args):
-    """[(prompt, ids)]: one sample of each row."""
-    drawn = sample.generate(model, [row["ids"] for row in rows], 1, args.max_new_tokens,
+def draw(model, tok, rows, args, most=None):
+    """[(prompt, ids)]: one sample of each row, of at most `most` tokens (--max-new-tokens)."""
+    drawn = sample.generate(model, [row["ids"] for row in rows], 1, most or args.max_new_tokens,
                             eos_ids=tok.eos_ids, seed=args.seed, max_rows=args.max_rows)
     return [(row["ids"], s.ids) for row, (s,) in zip(rows, drawn, strict=True)]
 

@@ -1,6 +1,6 @@
 """Another idea: noise in proportion to the norm's weight: the same share of each channel.
 
-AQN's sigma is absolute, and norms are not alike: see noise.md. All else is train.py:
+AQN's sigma is absolute, and norms are not alike: see docs/noise.md. All else is train.py:
 
     python lab/ideas/relative_noise.py --out runs/relative-s0 --aqn-start 5e-2
 """

@@ -17,9 +17,8 @@ from plumbing.command import number
 
 import aqn
 import lora
-import sample
 import train
-from lab.ideas.noise_size import sizes
+from lab.ideas.noise_size import draw, sizes
 
 PROMPTS = 16  # whose samples the distance is measured on
 TOKENS = 64  # of each sample
@@ -42,10 +41,7 @@ def learn_with(target, run, model, tok, optimizer, prompts, *more):
     if not args.aqn:
         raise ValueError("--no-aqn: there is no noise whose size could be chosen; leave it out")
     with lora.disabled(model):
-        drawn = sample.generate(model, [row["ids"] for row in rows], 1, TOKENS,
-                                eos_ids=tok.eos_ids, seed=args.seed)
-        pairs = [(row["ids"], s.ids) for row, (s,) in zip(rows, drawn, strict=True)]
-        largest = found(model, pairs, target)
+        largest = found(model, draw(model, tok, rows, args, TOKENS), target)
     print(f"sigma from {largest:.3g}, whose KL is {target:g}, instead of {args.aqn_start:g}")
     aqn.sigma = lambda *a, **kw: sigma(*a, **kw) * largest / args.aqn_start
     learn(run, model, tok, optimizer, prompts, *more)
