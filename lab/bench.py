@@ -257,9 +257,10 @@ def phases(row, c, ceiling, args):
     model, made = build(c, row["quant"])
     row |= made
     optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6)
+    later = engine.training_bytes(optimizer.params)
     length, rows = args.prompt + args.new, args.completions
     row["micro_batch"], row["checkpointing"] = memory.fit_update(
-        c, engine.free_bytes() * args.share, length)
+        c, (engine.free_bytes() - later) * args.share, length)
     model.checkpointing = row["checkpointing"]
     if args.rollout:
         prompts = random_prompts(rows, args.prompt)
@@ -267,7 +268,7 @@ def phases(row, c, ceiling, args):
         row["capture_s"], _ = draw(model, prompts, 1, 2)  # compiles and captures
         row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
         row["rollout_gib"] = peak_gib()
-        engine.UPDATES[model] = engine.training_bytes(optimizer.params) + sum(memory.update_bytes(
+        engine.UPDATES[model] = later + sum(memory.update_bytes(
             c, max(row["micro_batch"], length), model.checkpointing))
         engine.make_room(model)
     settings = update_flags(row["micro_batch"])
