@@ -8,10 +8,10 @@ and sample.py where they are given the adapter or its run.
     args = parse(Command("train", "QeRL training.", FLAGS, check), argv)
 """
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 
 from plumbing import command as commands
@@ -62,8 +62,8 @@ class Command:
 def model_flags(quants):
     return (
         "model",
-        Flag("model", str, "tiny", "folder, hub id (or id@revision), or tiny, the embedded model",
-             in_policy=True),
+        Flag("model", expanduser, "tiny", "folder, hub id (or id@revision), or tiny, the embedded "
+             "model", in_policy=True),
         Flag("quant", quants, "nvfp4", "number format of the frozen base; none is 16 bits",
              in_policy=True),
         Flag("awq", bool, False, "scales chosen by activations, not by rounding", in_policy=True),
@@ -138,8 +138,7 @@ def given(command, argv):
 
 def defaults(command, model):
     """{dest: default} of a command's flags; the embedded model (tiny or its folder) has its own."""
-    path = Path(os.path.expanduser(model))
-    tiny = model == "tiny" or path.is_dir() and path.resolve() == TINY
+    tiny = model == "tiny" or Path(model).is_dir() and Path(model).resolve() == TINY
     return {f.dest: f.tiny if tiny and f.tiny is not None else f.default for f in command.flags}
 
 
@@ -201,7 +200,7 @@ def with_policy(command, given):
         else:
             given["model"] = str(model)
     folder = given.get("adapter") or given.get("model")  # a merged model has a policy.json as well
-    had = read_policy(command, os.path.expanduser(folder)) if folder else {}
+    had = read_policy(command, folder) if folder else {}
     in_policy = {f.dest for f in command.flags if f.in_policy}
     values = {name: value for name, value in had.items() if name in in_policy} | given
     if not values.get("awq") and "calib" not in given:

@@ -55,38 +55,41 @@ class State:
 
 
 def resolve_flags(spec, args, argv):
-    """The flags to run with: those given, in a fresh folder; with --resume, those in the run's
-    config.json, but for those in argv that may change. ValueError for a folder that holds anything
-    else, or a flag that a resumed run cannot change."""
+    """The flags to run with: those given, in a fresh folder; with --resume, the run's own.
+    ValueError for a folder that holds anything else, or a flag that a resumed run cannot change."""
     out = Path(args.out)
     check_out(out, folder=True)
-    if not args.resume:
-        if (out / "checkpoint" / "state.pt").is_file():
-            raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, or "
-                             "choose another folder")
-        for path in out.iterdir() if out.exists() else ():
-            if path.name not in LEFTOVERS and not path.name.startswith("."):
-                raise ValueError(f"--out {out}: holds {path.name}; choose a new or an empty folder")
-        return args
+    if args.resume:
+        return flags_of_run(spec, args.out, argv)
+    if (out / "checkpoint" / "state.pt").is_file():
+        raise ValueError(f"--out {out}: holds a run already; add --resume to continue it, or "
+                         "choose another folder")
+    for path in out.iterdir() if out.exists() else ():
+        if path.name not in LEFTOVERS and not path.name.startswith("."):
+            raise ValueError(f"--out {out}: holds {path.name}; choose a new or an empty folder")
+    return args
 
-    config = out / "config.json"
+
+def flags_of_run(spec, out, argv):
+    """The flags in the config.json of the run in `out`, with those in argv that may change."""
+    config = Path(out) / "config.json"
     if not config.is_file():
         raise ValueError(f"--resume: {out} holds no run (no config.json); check --out")
     found = read_json(config)
     hub.COMMITS.update(found.get("commits") or {})  # it goes on with the files that it began with
-    own = argparse.Namespace(**{k: v for k, v in found.items() if k not in BESIDE_FLAGS})
-    if other := vars(own).keys() ^ {f.dest for f in spec.flags}:
+    args = argparse.Namespace(**{k: v for k, v in found.items() if k not in BESIDE_FLAGS})
+    if other := vars(args).keys() ^ {f.dest for f in spec.flags}:
         raise ValueError(f"{config}: the run was begun by another version of train.py, or by a "
                          f"script of yours, with other flags ({min(other)}); continue it with "
                          "that, or start anew in another --out")
-    flags.check_choices(spec, vars(own), config)
+    flags.check_choices(spec, vars(args), config)
     for name, value in flags.given(spec, argv).items():
-        if name not in FREE and value != getattr(own, name):
+        if name not in FREE and value != getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')}: the run in {out} used "
-                             f"{getattr(own, name)}; --resume keeps a run's flags")
-        setattr(own, name, value)
-    own.out = args.out
-    return own
+                             f"{getattr(args, name)}; --resume keeps a run's flags")
+        setattr(args, name, value)
+    args.out = out
+    return args
 
 
 class Run(ExitStack):
@@ -315,10 +318,14 @@ class Run(ExitStack):
         optimizer.load_state_dict(moments)
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
         self.state = was
-        for name in ("metrics.jsonl", "rollouts.jsonl") if ranks.rank == 0 else ():
-            path = self.out / name
-            rows = files.read_log(path) if path.exists() else ()
-            files.write_jsonl(path, [row for row in rows if row["step"] < was.step])
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            self.cut(self.out / name)
+
+    @ranks.first
+    def cut(self, path):
+        """Drop a log's rows of steps that will be done again, and an incomplete last row."""
+        rows = files.read_log(path) if path.exists() else ()
+        files.write_jsonl(path, [row for row in rows if row["step"] < self.state.step])
 
     # ---- the end
 
