@@ -521,7 +521,9 @@ def exact(monkeypatch, on_fast_path):
     def prefill(model, graphs, prompts, slots):
         for prompt, slot in zip(prompts, slots, strict=True):
             if len(prompt) > 1:
-                engine.prefill_long(model, graphs, prompt[:-1], slot)
+                cache = graphs.cache.rows(slot, slot + 1)
+                cache.length, cache.used = torch.zeros_like(cache.length), 0
+                model.hidden(torch.tensor([prompt[:-1]], device="cuda"), cache)
 
     monkeypatch.setattr(scheduler, "prefill", prefill)
     return on_fast_path(build(GPU, "none", 16, "cuda"))
