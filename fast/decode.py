@@ -26,6 +26,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from threading import Event
 from unittest import mock
 
 import torch
@@ -54,10 +55,21 @@ def compiling(device):
     def compile_only(kernel, *args, warmup, **options):
         return run(kernel, *args, warmup=True, **options)
 
-    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=[device]) as pool:
+    # The compilers begin when all kernels are known: they are Python in part, and while many of
+    # them take turns, the thread that finds the kernels would hardly run.
+    known = Event()
+
+    def begin():
+        known.wait()
+        torch.cuda.set_device(device)
+
+    with ThreadPoolExecutor(initializer=begin) as pool:
         with (triton.AsyncCompileMode(pool) as mode,
               mock.patch.object(triton.JITFunction, "run", compile_only)):
-            yield
+            try:
+                yield
+            finally:
+                known.set()
         # a kernel's launcher is loaded too, which older Tritons make with a C compiler
         [*pool.map(lambda future: future.kernel.run, mode.future_kernels.values())]
 
@@ -383,7 +395,7 @@ class Step:
         """Compile the kernels of step(size, *way) for all `sizes` (the CPU has none)."""
         if self.cache.k.is_cuda:
             with compiling(self.cache.k.device):
-                for size in sizes:
+                for size in reversed(sizes):  # what takes longest to compile comes first
                     self.step(size, *way, blocks=1)  # all blocks launch the same kernels
 
     def sample(self, logits, greedy=False, nucleus=None):
