@@ -38,13 +38,16 @@ BYPASSED = {
 }
 
 
-def replaced():
-    """The name of a function of BYPASSED that is not its file's any more, or None."""
+def replaced(model):
+    """The name of a function of BYPASSED that is not its file's any more, or None; the model, or
+    its class, may have a `hidden` or `rope` of its own."""
     for home, names in BYPASSED.items():
         module = sys.modules.get(home)
         for name in names if module else ():
-            function = functools.reduce(lambda o, part: getattr(o, part, None),
-                                        name.split("."), module)
+            owner, path = module, name.split(".")
+            if path[0] == "Transformer":
+                owner, path = model, path[1:]
+            function = functools.reduce(lambda o, part: getattr(o, part, None), path, owner)
             if getattr(function, "__globals__", None) is not vars(module):
                 return f"{home}.{name}"
     return None
@@ -273,7 +276,7 @@ def working_bytes(model, *args):
 def own_code(model):
     """What of the model the kernels do not have, in a few words: a function, a noise, a forward or
     a hook of the user's own, a parameter that gets no gradient; None if there is none."""
-    if name := replaced():
+    if name := replaced(model):
         return f"{name} is your own, and the kernels do not call it"
     for name in aqn.buffers(model):
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
@@ -281,6 +284,8 @@ def own_code(model):
     for name, m in model.named_modules():
         if changed(m):
             return f"{name or 'the model'} has a forward or a hook of your own"
+        if name.endswith((".o_proj", ".down_proj")) and m.bias is not None:
+            return f"{name} has a bias, and the kernels add the residual in its place"
         trained = any(p is not None and p.requires_grad for p in m._parameters.values())
         known = isinstance(m, qwen.RMSNorm | lora.LoRALinear)
         if trained and (not known or name.endswith((".q_norm", ".k_norm"))):  # Qwen3's of heads

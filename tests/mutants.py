@@ -930,7 +930,7 @@ MUTANTS = {
     "fast/engine.py": [
         ("a row that moves leaves its prompt's length behind", "for t in (st.token, st.prompt,", "for t in (st.token,", "exact::a_row_that_moves_takes_its_prompts_length_along"),
         ("a prompt is computed in parts, whose sums are others", "        if exact(model):\n", "        if False:\n", "exact::what_cannot_be_exact_is_refused"),
-        ("a function of one's own is passed over", "    if name := replaced():\n", "    if (name := None):\n",
+        ("a function of one's own is passed over", "    if name := replaced(model):\n", "    if (name := None):\n",
          "fast::a_plain_function_of_ones_own_goes_back_to_the_plain_functions"),
         ("a function is whose name it says", 'getattr(function, "__globals__", None) is not vars(module)',
          'getattr(function, "__module__", None) != home', "fast::a_plain_function_of_ones_own_goes_back_to_the_plain_functions"),

@@ -180,8 +180,14 @@ class NoisyMLP(M.MLP):
         return super().forward(x * (1 + self.noise))
 
 
+class Halved(M.Transformer):
+    def hidden(self, ids, cache=None):
+        return 0.5 * super().hidden(ids, cache)
+
+
 def change(m, what):
-    """A forward, a hook or a noise of one's own in the first block; "base": a hook on what has the codes."""
+    """A forward, a hook or a noise of one's own in the first block; "base": a hook on what has the codes; "bias": where models have none
+    (a steering vector); "hidden", "rope": the model's own, by its class or itself."""
     mlp = m.layers[0].mlp
     if what == "forward":
         own = mlp.forward
@@ -190,6 +196,13 @@ def change(m, what):
         m.layers[0].attn.o_proj.register_forward_hook(lambda module, args, y: 0.5 * y)
     elif what == "base":
         m.layers[0].attn.o_proj.base.register_forward_hook(lambda module, args, y: 0.5 * y)
+    elif what == "bias":
+        m.layers[0].mlp.down_proj.base.bias = torch.nn.Parameter(torch.linspace(-1, 1, m.config.hidden_size), False)
+    elif what == "hidden":
+        m.__class__ = Halved
+    elif what == "rope":
+        own = m.rope
+        m.rope = lambda pos: own(2 * pos)
     else:
         mlp.__class__ = NoisyMLP
         mlp.register_buffer("noise", torch.linspace(-0.5, 0.5, m.config.hidden_size))
@@ -197,6 +210,9 @@ def change(m, what):
 
 OWN = {"forward": "layers.0.mlp has a forward or a hook of your own", "hook": "layers.0.attn.o_proj has a forward or a hook of your own",
        "base": "layers.0.attn.o_proj.base has a forward or a hook of your own",
+       "bias": "layers.0.mlp.down_proj has a bias, and the kernels add the residual in its place",
+       "hidden": "model.Transformer.hidden is your own, and the kernels do not call it",
+       "rope": "model.Transformer.rope is your own, and the kernels do not call it",
        "noise": "layers.0.mlp.noise is a noise of your own, and the kernels read that of the norms alone"}
 
 
