@@ -247,7 +247,7 @@ def ratio_metrics(ratio, clipped, gap, mask):
 def completion_logprobs(model, completions, temperature):
     """(logp (B, T), entropy (B, T), mask (B, T)) of B completions, under the model as it is now:
     its noise, its adapter."""
-    if model.fast:
+    if model.fast and model.fast.knows(model):
         return model.fast.completion_logprobs(model, completions, temperature)
 
     # Prompts and completions in rows, padded on the right. The state at a token predicts the next

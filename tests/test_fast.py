@@ -244,6 +244,15 @@ def test_code_of_ones_own_trains_by_the_plain_functions(on_fast_path, capsys, wh
     assert m.fast is None and capsys.readouterr().err == f"engine: plain from here on, since {OWN[what]}\n"
 
 
+def test_code_of_ones_own_has_its_logprobs_by_the_plain_functions(on_fast_path):
+    """A hook for one pass, of a reference say, within an update whose micro-batches are planned already."""
+    m, batch = random_model(ONE, "nvfp4"), [grpo.Completion({}, [1, 2, 3], [4, 5], [-5.0] * 2, True)]
+    same = copy.deepcopy(m)
+    change(same, "hook")
+    change(on_fast_path(m), "hook")
+    assert torch.equal(*(grpo.completion_logprobs(model, batch, 1.0)[0] for model in (same, m))) and m.fast is None
+
+
 def test_a_run_plans_no_rollouts_for_code_of_ones_own(on_fast_path, capsys):
     """An engine with keys and values for all rows, which no rollout would use."""
     m = on_fast_path(random_model(ONE, "nvfp4"))
