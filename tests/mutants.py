@@ -1168,7 +1168,7 @@ MUTANTS = {
          "awq::the_exponent_is_the_best_of_the_grid"),
         ("the bias of a quantized linear is dropped", "self.weight_in(x.dtype), self.bias",
          "self.weight_in(x.dtype), None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
-        ("a copy in the old precision is kept", "self.copy is None or self.copy.dtype != dtype",
+        ("a copy in the old precision is kept", "self.copy is None or self.copy[0] != now",
          "self.copy is None", "nvfp4::quantlinear_is_x_times_the_dequantized_weight"),
         ("a codebook may end at 0", "or max(want) <= 0:", ":", "formats::a_codebook_that_no_scale_fits_is_refused"),
         ("a codebook may hold infinities", "all(map(math.isfinite, want))", "True", "formats::a_codebook_that_no_scale_fits_is_refused"),
