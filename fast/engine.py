@@ -257,13 +257,16 @@ def prepare(model, args, longest):
 
 
 def fingerprint(model):
-    """What a captured graph holds on to: where the weights lie, which adapters are on, and their
-    scaling."""
-    adapters = (m.adapter for _, m in projections(model))
+    """What a captured graph holds on to: where the weights lie, which adapters are on, and what it
+    has as numbers: their scaling, the norms' eps, a weight's global scale."""
+    linears = [m for _, m in projections(model)]
+    adapters = (m.adapter for m in linears)
     # each module's own: parameters() and buffers() would take milliseconds
     tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
     return (tuple(t.data_ptr() for t in tensors if t is not None), model.valid_vocab,
-            tuple(a and a.scaling for a in adapters))
+            tuple(a and a.scaling for a in adapters),
+            tuple(m.q and m.q.global_scale._version for m in linears),
+            tuple(getattr(m, "eps", None) for m in model.modules()))
 
 
 def working_bytes(model, *args):
