@@ -54,10 +54,11 @@ def replaced(model):
 
 
 def changed(m):
-    """Whether a module has a forward, or a hook, that is not this project's."""
+    """Whether a module has a class, a forward, or a hook, that is not this project's."""
     # the module it claims, which functools.wraps copies, and the real one: torch's, if decorated
     around = getattr(getattr(m.forward, "__func__", None), "__globals__", {})
-    homes = (str(home).partition(".")[0] for home in (m.forward.__module__, around.get("__name__")))
+    claims = type(m).__module__, m.forward.__module__, around.get("__name__")
+    homes = (str(claim).partition(".")[0] for claim in claims)
     ours = {*homes} <= {"model", "nvfp4", "lora", "fast", "torch"}
     hooks = m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
     return not ours or any(hooks)
@@ -281,12 +282,13 @@ def own_code(model):
     a hook of the user's own, a parameter that gets no gradient; None if there is none."""
     if name := replaced(model):
         return f"{name} is your own, and the kernels do not call it"
-    for name in aqn.buffers(model):
-        if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
+    for name, b in aqn.buffers(model).items():
+        m = model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(m, qwen.RMSNorm) or b.shape != m.weight.shape:
             return f"{name} is a noise of your own, and the kernels read that of the norms alone"
     for name, m in model.named_modules():
         if changed(m):
-            return f"{name or 'the model'} has a forward or a hook of your own"
+            return f"{name or 'the model'} has a class, a forward or a hook of your own"
         if name.endswith((".o_proj", ".down_proj")) and m.bias is not None:
             return f"{name} has a bias, and the kernels add the residual in its place"
         trained = any(p is not None and p.requires_grad for p in m._parameters.values())
