@@ -55,14 +55,15 @@ SCHEDULES = {  # (start, end, x, n) -> sigma of noisy stage i = 0 to n, x = i / 
 }
 
 
-def sigma(step, total_steps, start, end, stages=STAGES, schedule="exponential"):
+def sigma(step, total_steps, start, end, stages=None, schedule="exponential"):
     """Standard deviation of the noise at step `step` (a rollout, with all its updates) of
     `total_steps`: a pure function, so a resume cannot restart it.
 
-    Training is cut into `stages` equal intervals. The first has no added noise (quantization noise
-    alone explores), except in "eq8"; the others go from start to end, by a row of
-    SCHEDULES. If only one stage is noisy, its level is end. Steps past the end keep the last level.
+    Training is cut into `stages` equal intervals (default: STAGES). The first has no added noise
+    (quantization noise alone explores), except in "eq8"; the others go from start to end, by a row
+    of SCHEDULES. If only one stage is noisy, its level is end. Steps past the end keep the last.
     """
+    stages = stages or STAGES
     stage = min(step * stages // total_steps, stages - 1)
     first = 0 if schedule == "eq8" else 1  # stage with noise
     if stage < first:

@@ -32,7 +32,7 @@ import lora
 import model as qwen
 from model import padded, to_device
 
-# the paper's values, for which there are no flags
+# the paper's values, for which there are no flags; a script may set others
 BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1  # AdamW's
 WARMUP = 0.1  # share of the updates that warm up
 TIS_CAP = 2.0  # cap of the importance weights of --old-logp trainer and current
@@ -247,7 +247,7 @@ def ratio_metrics(ratio, clipped, gap, mask):
 def completion_logprobs(model, completions, temperature):
     """(logp (B, T), entropy (B, T), mask (B, T)) of B completions, under the model as it is now:
     its noise, its adapter."""
-    if model.fast:
+    if model.fast and model.fast.knows(model):
         return model.fast.completion_logprobs(model, completions, temperature)
 
     # Prompts and completions in rows, padded on the right. The state at a token predicts the next
@@ -340,7 +340,7 @@ def batch_loss(model, batch, settings, total_tokens, total_seqs):
     loss, sums = policy_loss(
         logp, sampler, advantages, mask, s.loss, eps_high=s.eps_high, ref_logp=reference,
         beta=s.beta, trainer_logp=trainer, total_tokens=total_tokens, total_seqs=total_seqs,
-        max_len=s.max_new_tokens)
+        max_len=s.max_new_tokens, tis_cap=TIS_CAP)
     return loss, {**sums, "entropy": entropy.sum()}
 
 
@@ -387,9 +387,10 @@ class AdamW(torch.optim.AdamW):
     """AdamW with the paper's settings; `params` are the float32 tensors that it trains, which
     `update` clips and the run saves."""
 
-    def __init__(self, params, lr, betas=BETAS, weight_decay=WEIGHT_DECAY):
+    def __init__(self, params, lr, betas=None, weight_decay=None):
         self.params = params
-        super().__init__(params, lr, betas, weight_decay=weight_decay)
+        decay = WEIGHT_DECAY if weight_decay is None else weight_decay
+        super().__init__(params, lr, betas or BETAS, weight_decay=decay)
 
 
 def set_rate(optimizer, lr):

@@ -245,9 +245,11 @@ class QuantLinear(nn.Module):
         return self.q.dequantize()
 
     def weight_in(self, dtype):
-        if self.copy is None or self.copy.dtype != dtype:
-            self.copy = self.dense().to(dtype)
-        return self.copy
+        # what it is a copy of: a noise of your own may be written to the scales
+        now = dtype, [(t.data_ptr(), t._version) for t in self._buffers.values()]
+        if self.copy is None or self.copy[0] != now:
+            self.copy = now, self.dense().to(dtype)
+        return self.copy[1]
 
     def forward(self, x):
         if not x.is_cuda:

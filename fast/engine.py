@@ -38,23 +38,27 @@ BYPASSED = {
 }
 
 
-def replaced():
-    """The name of a function of BYPASSED that is not its file's any more, or None."""
+def replaced(model):
+    """The name of a function of BYPASSED that is not its file's any more, or None; the model, or
+    its class, may have a `hidden` or `rope` of its own."""
     for home, names in BYPASSED.items():
         module = sys.modules.get(home)
         for name in names if module else ():
-            function = functools.reduce(lambda o, part: getattr(o, part, None),
-                                        name.split("."), module)
+            owner, path = module, name.split(".")
+            if path[0] == "Transformer":
+                owner, path = model, path[1:]
+            function = functools.reduce(lambda o, part: getattr(o, part, None), path, owner)
             if getattr(function, "__globals__", None) is not vars(module):
                 return f"{home}.{name}"
     return None
 
 
 def changed(m):
-    """Whether a module has a forward, or a hook, that is not this project's."""
+    """Whether a module has a class, a forward, or a hook, that is not this project's."""
     # the module it claims, which functools.wraps copies, and the real one: torch's, if decorated
     around = getattr(getattr(m.forward, "__func__", None), "__globals__", {})
-    homes = (str(home).partition(".")[0] for home in (m.forward.__module__, around.get("__name__")))
+    claims = type(m).__module__, m.forward.__module__, around.get("__name__")
+    homes = (str(claim).partition(".")[0] for claim in claims)
     ours = {*homes} <= {"model", "nvfp4", "lora", "fast", "torch"}
     hooks = m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
     return not ours or any(hooks)
@@ -254,13 +258,16 @@ def prepare(model, args, longest):
 
 
 def fingerprint(model):
-    """What a captured graph holds on to: where the weights lie, which adapters are on, and their
-    scaling."""
-    adapters = (m.adapter for _, m in projections(model))
+    """What a captured graph holds on to: where the weights lie, which adapters are on, and what it
+    has as numbers: their scaling, the norms' eps, a weight's global scale."""
+    linears = [m for _, m in projections(model)]
+    adapters = (m.adapter for m in linears)
     # each module's own: parameters() and buffers() would take milliseconds
     tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
     return (tuple(t.data_ptr() for t in tensors if t is not None), model.valid_vocab,
-            tuple(a and a.scaling for a in adapters))
+            tuple(a and a.scaling for a in adapters),
+            tuple(m.q and m.q.global_scale._version for m in linears),
+            tuple(getattr(m, "eps", None) for m in model.modules()))
 
 
 def working_bytes(model, *args):
@@ -273,14 +280,17 @@ def working_bytes(model, *args):
 def own_code(model):
     """What of the model the kernels do not have, in a few words: a function, a noise, a forward or
     a hook of the user's own, a parameter that gets no gradient; None if there is none."""
-    if name := replaced():
+    if name := replaced(model):
         return f"{name} is your own, and the kernels do not call it"
-    for name in aqn.buffers(model):
-        if not isinstance(model.get_submodule(name.rpartition(".")[0]), qwen.RMSNorm):
+    for name, b in aqn.buffers(model).items():
+        m = model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(m, qwen.RMSNorm) or b.shape != m.weight.shape:
             return f"{name} is a noise of your own, and the kernels read that of the norms alone"
     for name, m in model.named_modules():
         if changed(m):
-            return f"{name or 'the model'} has a forward or a hook of your own"
+            return f"{name or 'the model'} has a class, a forward or a hook of your own"
+        if name.endswith((".o_proj", ".down_proj")) and m.bias is not None:
+            return f"{name} has a bias, and the kernels add the residual in its place"
         trained = any(p is not None and p.requires_grad for p in m._parameters.values())
         known = isinstance(m, qwen.RMSNorm | lora.LoRALinear)
         if trained and (not known or name.endswith((".q_norm", ".k_norm"))):  # Qwen3's of heads

@@ -90,13 +90,15 @@ class FastLinear:
 
 
 def identity(m):
-    """What changes if a weight or the adapter of a projection is replaced, or scaled otherwise. A
-    FastLinear keeps what it read alive, so that nothing else comes to lie there."""
+    """What changes if a weight or the adapter of a projection is replaced, or scaled otherwise: a
+    global scale also by what is written to it. A FastLinear keeps what it read alive, so that
+    nothing else comes to lie there."""
     base, a = m.base, m.adapter
     own = [*base._parameters.values(), *base._buffers.values()]
     if a is not None:
         own += a._parameters.values()
-    return base, a, a and a.scaling, *(t.data_ptr() for t in own if t is not None)
+    written = m.q and m.q.global_scale._version
+    return base, a, a and a.scaling, *(t.data_ptr() for t in own if t is not None), written
 
 
 def with_rows(linear, more):

@@ -433,13 +433,16 @@ def test_a_fingerprint_is_of_all_that_a_graph_holds_on_to():
     assert engine.fingerprint(m) == mark
     with lora.disabled(m):
         assert engine.fingerprint(m) != mark
-    for owner, name in ((layer, "scaling"), (m, "valid_vocab")):
+    for owner, name in ((layer, "scaling"), (m, "valid_vocab"), (m.layers[0].input_layernorm, "eps")):
         before = getattr(owner, name)
         setattr(owner, name, before - 1)
         assert engine.fingerprint(m) != mark
         setattr(owner, name, before)
     assert engine.fingerprint(m) == mark
     layer.base.weight = torch.nn.Parameter(layer.base.weight.clone(), False)
+    assert engine.fingerprint(m) != mark
+    mark = engine.fingerprint(m := random_model(ONE, "nvfp4"))
+    m.layers[0].mlp.down_proj.base.global_scale.mul_(2)  # but a prefill's graph has it as a number
     assert engine.fingerprint(m) != mark
 
 

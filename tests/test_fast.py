@@ -180,8 +180,14 @@ class NoisyMLP(M.MLP):
         return super().forward(x * (1 + self.noise))
 
 
+class Halved(M.Transformer):
+    def hidden(self, ids, cache=None):
+        return 0.5 * super().hidden(ids, cache)
+
+
 def change(m, what):
-    """A forward, a hook or a noise of one's own in the first block; "base": a hook on what has the codes."""
+    """A forward, a hook or a noise of one's own in the first block; "base": a hook on what has the codes; "bias": where models have none
+    (a steering vector); "hidden", "rope": the model's own, by its class or itself."""
     mlp = m.layers[0].mlp
     if what == "forward":
         own = mlp.forward
@@ -190,13 +196,27 @@ def change(m, what):
         m.layers[0].attn.o_proj.register_forward_hook(lambda module, args, y: 0.5 * y)
     elif what == "base":
         m.layers[0].attn.o_proj.base.register_forward_hook(lambda module, args, y: 0.5 * y)
+    elif what == "size":  # one number for all channels: the kernels would read behind it
+        m.layers[0].input_layernorm.noise = torch.full((1,), 0.5)
+    elif what == "bias":
+        m.layers[0].mlp.down_proj.base.bias = torch.nn.Parameter(torch.linspace(-1, 1, m.config.hidden_size), False)
+    elif what == "hidden":
+        m.__class__ = Halved
+    elif what == "rope":
+        own = m.rope
+        m.rope = lambda pos: own(2 * pos)
     else:
         mlp.__class__ = NoisyMLP
         mlp.register_buffer("noise", torch.linspace(-0.5, 0.5, m.config.hidden_size))
 
 
-OWN = {"forward": "layers.0.mlp has a forward or a hook of your own", "hook": "layers.0.attn.o_proj has a forward or a hook of your own",
-       "base": "layers.0.attn.o_proj.base has a forward or a hook of your own",
+OWN = {"forward": "layers.0.mlp has a class, a forward or a hook of your own",
+       "hook": "layers.0.attn.o_proj has a class, a forward or a hook of your own",
+       "base": "layers.0.attn.o_proj.base has a class, a forward or a hook of your own",
+       "bias": "layers.0.mlp.down_proj has a bias, and the kernels add the residual in its place",
+       "size": "layers.0.input_layernorm.noise is a noise of your own, and the kernels read that of the norms alone",
+       "hidden": "model.Transformer.hidden is your own, and the kernels do not call it",
+       "rope": "model.Transformer.rope is your own, and the kernels do not call it",
        "noise": "layers.0.mlp.noise is a noise of your own, and the kernels read that of the norms alone"}
 
 
@@ -228,6 +248,15 @@ def test_code_of_ones_own_trains_by_the_plain_functions(on_fast_path, capsys, wh
     assert m.fast is None and capsys.readouterr().err == f"engine: plain from here on, since {OWN[what]}\n"
 
 
+def test_code_of_ones_own_has_its_logprobs_by_the_plain_functions(on_fast_path):
+    """A hook for one pass, of a reference say, within an update whose micro-batches are planned already."""
+    m, batch = random_model(ONE, "nvfp4"), [grpo.Completion({}, [1, 2, 3], [4, 5], [-5.0] * 2, True)]
+    same = copy.deepcopy(m)
+    change(same, "hook")
+    change(on_fast_path(m), "hook")
+    assert torch.equal(*(grpo.completion_logprobs(model, batch, 1.0)[0] for model in (same, m))) and m.fast is None
+
+
 def test_a_run_plans_no_rollouts_for_code_of_ones_own(on_fast_path, capsys):
     """An engine with keys and values for all rows, which no rollout would use."""
     m = on_fast_path(random_model(ONE, "nvfp4"))
@@ -236,7 +265,7 @@ def test_a_run_plans_no_rollouts_for_code_of_ones_own(on_fast_path, capsys):
     assert m.fast is None and m not in engine.ENGINES and OWN["hook"] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("patch", ["class", "wraps", "no_grad", "object", "base", "before", "after", "back"])
+@pytest.mark.parametrize("patch", ["class", "wraps", "no_grad", "object", "base", "method", "before", "after", "back"])
 def test_what_counts_as_ones_own_code(monkeypatch, patch):
     """Dropout put into LoRA's forward, under whatever name: functools.wraps copies that of the module it wraps, a decorator is torch's."""
     m = random_model(ONE, "nvfp4", rank=2)
@@ -259,10 +288,12 @@ def test_what_counts_as_ones_own_code(monkeypatch, patch):
         layer.forward = functools.partial(forward, layer)
     elif patch == "base":
         monkeypatch.setattr(gemm.TiledLinear, "forward", lambda self, x: x)
+    elif patch == "method":  # the kernels ask for none, and `tile` would leave its codes as they are
+        layer.base.__class__ = type("Own", (gemm.TiledLinear,), {"dense": lambda self: 0, "__module__": "__main__"})
     else:
         way = {"before": "forward_pre", "after": "forward", "back": "full_backward"}[patch]
         getattr(layer, f"register_{way}_hook")(lambda *_: None)
-    assert engine.own_code(m).endswith("has a forward or a hook of your own")
+    assert engine.own_code(m).endswith("has a class, a forward or a hook of your own")
 
 
 @pytest.mark.parametrize("how", ["function", "wraps", "partial", "subclass", "factory"])

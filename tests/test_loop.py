@@ -475,6 +475,18 @@ def test_adamw_is_the_papers(noisy):
         assert (u["group"]["betas"], u["group"]["weight_decay"]) == ((0.9, 0.99), 0.1)
 
 
+def test_constants_that_a_script_sets_are_used(policy, monkeypatch):
+    """They were default arguments, bound when their file was read: a script that set another number trained as before."""
+    monkeypatch.setattr(grpo, "BETAS", (0.5, 0.6))
+    monkeypatch.setattr(grpo, "WEIGHT_DECAY", 0.0)
+    monkeypatch.setattr(grpo, "TIS_CAP", 1.5)
+    monkeypatch.setattr(aqn, "STAGES", 2)
+    [group] = grpo.AdamW([torch.nn.Parameter(torch.ones(2))], 0.1).param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.0)
+    assert {call["tis_cap"] for call in arguments(policy, monkeypatch, old_logp="current")[0]} == {1.5}
+    assert aqn.sigma(1, 2, 0.3, 0.1) == 0.1
+
+
 def test_weight_decay_is_decoupled_and_small_gradients_count():
     """In the gradient, Adam would divide the decay by its own size; an eps above the gradients takes the step away."""
     p = torch.nn.Parameter(torch.ones(2))

@@ -26,6 +26,8 @@ def test_quantlinear_is_x_times_the_dequantized_weight(fmt):
     low = QuantLinear(q, {"q_proj": 4, "k_proj": 2})
     assert low(x.bfloat16()).dtype == torch.bfloat16
     assert torch.allclose(low(x), want - bias, atol=1e-6)  # the cached copy follows x's dtype both ways
+    low.global_scale.mul_(2)  # and what is written to the scales: it hid a noise there, or kept it after it had gone
+    assert torch.allclose(low(x), 2 * (want - bias), atol=1e-5)
 
 
 TINY = dict(model_type="qwen2", vocab_size=50, hidden_size=64, intermediate_size=128, num_hidden_layers=2,

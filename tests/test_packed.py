@@ -175,6 +175,10 @@ def test_another_adapter_or_weight_is_what_the_next_pass_takes():
     assert linears.linears_of(m)[0][3].q.codes is down.codes  # what the GPU multiplies with
     down.scale = down.scale.clone()
     assert linears.linears_of(m)[0][3].q.scale is down.scale
+    kept = linears.linears_of(m)[0][3]
+    down.global_scale.mul_(2)  # in its units B is kept
+    check()
+    assert linears.linears_of(m)[0][3] is not kept
 
 
 def completions(n=4):
