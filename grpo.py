@@ -387,10 +387,9 @@ class AdamW(torch.optim.AdamW):
     """AdamW with the paper's settings; `params` are the float32 tensors that it trains, which
     `update` clips and the run saves."""
 
-    def __init__(self, params, lr, betas=None, weight_decay=None):
+    def __init__(self, params, lr):
         self.params = params
-        decay = WEIGHT_DECAY if weight_decay is None else weight_decay
-        super().__init__(params, lr, betas or BETAS, weight_decay=decay)
+        super().__init__(params, lr, BETAS, weight_decay=WEIGHT_DECAY)
 
 
 def set_rate(optimizer, lr):

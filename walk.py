@@ -63,7 +63,7 @@ def main():
         print(f"    {a:9.5f}  {code:3d}  {value * scale * top:9.5f}")
 
     head("3. LoRA beside it (lora.py): B = 0, so nothing changes yet")
-    optimizer = grpo.AdamW(lora.add_lora(model, 8, 16), 2e-3, (0.9, 0.99), 0.0)
+    optimizer = grpo.AdamW(lora.add_lora(model, 8, 16), 2e-3)
     linear = model.layers[0].attn.qkv_proj
     show("A (parts x R, K)", linear.A)
     show("B (N, R)", linear.B)

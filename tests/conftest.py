@@ -216,7 +216,7 @@ def adapted(spread=0.05):
     torch.manual_seed(0)
     for p in params:
         p.data.add_(spread * torch.randn_like(p))
-    return model, tok, grpo.AdamW(params, 0.0, (0.9, 0.99), 0.0)
+    return model, tok, grpo.AdamW(params, 0.0)
 
 
 def drawn(model, tok, n, **options):

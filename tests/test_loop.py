@@ -487,10 +487,11 @@ def test_constants_that_a_script_sets_are_used(policy, monkeypatch):
     assert aqn.sigma(1, 2, 0.3, 0.1) == 0.1
 
 
-def test_weight_decay_is_decoupled_and_small_gradients_count():
+def test_weight_decay_is_decoupled_and_small_gradients_count(monkeypatch):
     """In the gradient, Adam would divide the decay by its own size; an eps above the gradients takes the step away."""
     p = torch.nn.Parameter(torch.ones(2))
-    optimizer = grpo.AdamW([p], 0.1, (0.9, 0.99), 0.5)
+    monkeypatch.setattr(grpo, "WEIGHT_DECAY", 0.5)
+    optimizer = grpo.AdamW([p], 0.1)
     p.grad = torch.tensor([1e-5, -1e-5])
     optimizer.step()
     torch.testing.assert_close(p.detach(), torch.tensor([0.95 - 0.1, 0.95 + 0.1]), atol=2e-4, rtol=0)
@@ -531,7 +532,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch):
     model = qwen.load(TINY, "cpu", torch.float32, "nvfp4")
     params = lora.add_lora(model, 2, 2)
     before = [p.detach().clone() for p in params]
-    optimizer = grpo.AdamW(params, 0.1, (0.9, 0.99), 0.1)
+    optimizer = grpo.AdamW(params, 0.1)
     completions = [grpo.Completion({}, [1, 2, 3], [4, 5], [-1.0, -1.0], True, advantage=1.0)]
     _, norm = grpo.update(model, optimizer, completions, conftest.settings())
     assert math.isnan(norm)
@@ -542,7 +543,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(monkeypatch):
 def test_a_skipped_update_leaves_nothing_in_the_gradients():
     """A NaN that stayed in a gradient would be in all later ones."""
     model = qwen.load(TINY, "cpu", torch.float32, "none")
-    optimizer = grpo.AdamW(list(model.requires_grad_(True).parameters()), 1e-3, (0.9, 0.99), 0.0)
+    optimizer = grpo.AdamW(list(model.requires_grad_(True).parameters()), 1e-3)
 
     def update(advantage):
         cs = [grpo.Completion({}, [1, 2, 3], [4, 5], [-5.0, -5.0], True, advantage=a) for a in (advantage, -1.0)]
@@ -656,7 +657,7 @@ def test_an_update_with_nothing_to_train_on_changes_nothing(policy):
     """All completions cut, or no group with signal: no step, which would move the parameters by the momentum of earlier ones."""
     model, _, completions = policy
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = grpo.AdamW(params, 0.1, (0.9, 0.99), 0.1)
+    optimizer = grpo.AdamW(params, 0.1)
     before = [p.detach().clone() for p in params]
     cut, settings = [c for c in completions if not c.finished], conftest.settings(overlong="mask")
     grpo.record_trainer_logprobs(model, cut, settings)

@@ -475,7 +475,7 @@ def test_the_documented_training_of_norms(monkeypatch, quant):
     monkeypatch.setattr(lora, "add_lora", add_lora)  # put back afterwards
     runpy.run_path(str(Path(__file__).parents[1] / "lab" / "ideas" / "norms.py"))
     m = base(quant)
-    optimizer = grpo.AdamW(lora.add_lora(m, 2, 2), 1e-2, (0.9, 0.99), 0.0)
+    optimizer = grpo.AdamW(lora.add_lora(m, 2, 2), 1e-2)
     before = {name: w.detach().clone() for name, w in m.named_parameters()}
     m(IDS).square().mean().backward()
     optimizer.step()
