@@ -816,8 +816,11 @@ def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
 def test_what_a_kill_has_left_half_written_is_removed(tmp_path):
     """Hidden files of the size of a model, for ever."""
     out = tmp_path / "run"
-    (out / ".model.0123.part").mkdir(parents=True)
-    assert run(out, "--steps", "1") == 0 and not [p for p in out.iterdir() if p.name.startswith(".")]
+    (out / ".model.0123.part" / ".shard-0.0123.part").mkdir(parents=True)
+    for more in ([], ["--resume"]):  # the second run has ended already
+        assert run(out, "--steps", "1", *more) == 0 and not [*out.rglob(".*")]
+        for name in (".metrics.png.0123.part", "adapter/.adapter_model.safetensors.0123.part"):
+            (out / name).touch()
 
 
 def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):
