@@ -312,6 +312,9 @@ class Run(ExitStack):
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
+        if len(params) != len(optimizer.params):
+            raise ValueError(f"{path}: has other parameters than are trained here; the run was "
+                             f"begun by {was.script}")
         with torch.no_grad():
             for p, saved in zip(optimizer.params, params, strict=True):
                 p.copy_(saved)

@@ -803,6 +803,14 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     assert f"--model {model}: its weights" in capsys.readouterr().err
 
 
+def test_a_resume_that_trains_other_parameters_names_the_script(straight, tmp_path, monkeypatch, capsys):
+    """Begun by lab/ideas/norms.py, resumed by train.py: "zip() argument 2 is longer than argument 1"."""
+    real = lora.add_lora
+    monkeypatch.setattr(lora, "add_lora", lambda *args: real(*args)[1:])
+    assert run(copy_of(straight, tmp_path), "--resume", "--steps", "5") == 2
+    assert f"the run was begun by {Path(sys.argv[0]).name}" in capsys.readouterr().err
+
+
 def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
     """Deleted to make room: the same command trained over the adapter, or called its old summary the new run's."""
     out = copy_of(straight, tmp_path)
