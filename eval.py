@@ -146,7 +146,7 @@ def gain(base, adapter):
 def read_sets(args):
     """[(name, rows)] of --data: all are read before anything is loaded or sampled, so that a
     mistyped name costs nothing."""
-    wanted = args.data.split(",")
+    wanted = [*dict.fromkeys(args.data.split(","))]
     trained = args.trained_with.get("data")
     if trained in wanted and Path(trained).is_file():
         print(f"warning: --data {trained}: most of its questions were trained on; those that were "

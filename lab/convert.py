@@ -134,6 +134,8 @@ def quantize_body(argv):
     add("--tokens", type=count(1, 10**8), default=16384,
         help="micro-batch tokens that --plan counts with")
     args = p.parse_args(argv)
+    if bool(args.plan) == bool(args.out):
+        p.error("--out: name the folder to write; beside --plan, which only prints, leave it out")
     if args.plan:
         from fast import memory  # here: fast/ may have been deleted
 
@@ -141,8 +143,6 @@ def quantize_body(argv):
         where = args.plan if local else checkpoint.fetch(args.plan, weights=False)
         print(memory.table(qwen.read_config(where), args.rank, args.tokens))
         return
-    if not args.out:
-        p.error("--out: name the folder to write")
     if args.calib and not args.awq:
         p.error("--calib: plain rounding uses no text; add --awq")
     device, _ = policy.place(args.device)

@@ -126,12 +126,12 @@ class Run(ExitStack):
         self.state.data = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
         if self.args.resume:
             self.restore(optimizer)
-            ended = saved(self.out, "summary.json").get("steps")  # perhaps of an earlier end
-            if ended == self.state.step >= self.args.steps:
-                self.report()  # it may have been stopped while its curves were drawn
-                print(f"{self.out}: ended after {ended} steps; a larger --steps goes on")
-                return False
         self.tidy()
+        ended = saved(self.out, "summary.json").get("steps")  # perhaps of an earlier end
+        if ended == self.state.step >= self.args.steps:
+            self.report()  # it may have been stopped while its curves were drawn
+            print(f"{self.out}: ended after {ended} steps; a larger --steps goes on")
+            return False
         if not self.args.resume:
             self.write_state(optimizer)
         self.started -= self.state.seconds
@@ -154,7 +154,7 @@ class Run(ExitStack):
     @ranks.first
     def tidy(self):
         """Remove what a save that was killed has left behind; write config.json."""
-        for path in [*self.out.glob(".*.part"), *self.out.glob("checkpoint/.*.part")]:
+        for path in [*self.out.rglob(".*.part")]:
             files.discard(path)
         beside = {"command": self.state.command, "script": self.state.script,
                   "commits": hub.COMMITS}
@@ -312,6 +312,9 @@ class Run(ExitStack):
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
+        if len(params) != len(optimizer.params):
+            raise ValueError(f"{path}: has other parameters than are trained here; the run was "
+                             f"begun by {was.script}")
         with torch.no_grad():
             for p, saved in zip(optimizer.params, params, strict=True):
                 p.copy_(saved)

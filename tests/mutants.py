@@ -1516,7 +1516,7 @@ MUTANTS = {
          "train::resume_needs_the_base_it_began_with"),
         ("an adapter without a checkpoint is trained over", "if path.name not in LEFTOVERS and", "if False and",
          "train::what_ended_without_a_checkpoint_is_kept"),
-        ("what a kill left of a model stays", "[*self.out.glob(\".*.part\"), ", "[",
+        ("what a kill left of a model stays", "self.out.rglob(", "self.out.glob(",
          "train::what_a_kill_has_left_half_written_is_removed"),
         ("all parameters are saved at the end alone", 'self.write_weights("adapter" if self.args.lora_rank else "model")',
          'self.args.lora_rank and self.write_weights("adapter")',

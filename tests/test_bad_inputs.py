@@ -281,6 +281,7 @@ OTHERS = [
     ("sample --run run --adapter adapter --prompt x", nothing, "--adapter"),
     ("nvfp4", nothing, "--model --plan is required"),
     ("nvfp4 --model model", nothing, "--out"),
+    ("nvfp4 --plan model --out new", nothing, "--out: name the folder to write; beside --plan, which only prints, leave it out"),
     ("nvfp4 --model model --plan model", nothing, "not allowed with argument --model"),
     ("nvfp4 --model model --out new --calib c.jsonl", nothing, "--calib: plain rounding uses no text; add --awq"),
     ("nvfp4 --model mine.txt --out new", nothing, "--model mine.txt"),

@@ -191,12 +191,12 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
 
 
 def test_files_of_one_name_are_two_sets(tmp_path):
-    """Two folders' test.jsonl: the second's rows were taken for the first's."""
+    """Two folders' test.jsonl: the second's rows were taken for the first's. A set that is named twice is asked once."""
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "d.jsonl").write_text(json.dumps({"question": f"{name}?", "answer": "2"}) + "\n")
     both = [str(tmp_path / name / "d.jsonl") for name in "ab"]
-    lines = cli("--data", ",".join(both), "--n", "1", "--max-new-tokens", "1", "--quant", "none", "--out", str(tmp_path / "o.jsonl"))
+    lines = cli("--data", ",".join([*both, both[0]]), "--n", "1", "--max-new-tokens", "1", "--quant", "none", "--out", str(tmp_path / "o.jsonl"))
     assert [line.split()[:2] for line in lines[1:3]] == [[path, "base"] for path in both]
     assert [json.loads(line)["data"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == both
 

@@ -803,6 +803,14 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     assert f"--model {model}: its weights" in capsys.readouterr().err
 
 
+def test_a_resume_that_trains_other_parameters_names_the_script(straight, tmp_path, monkeypatch, capsys):
+    """Begun by lab/ideas/norms.py, resumed by train.py: "zip() argument 2 is longer than argument 1"."""
+    real = lora.add_lora
+    monkeypatch.setattr(lora, "add_lora", lambda *args: real(*args)[1:])
+    assert run(copy_of(straight, tmp_path), "--resume", "--steps", "5") == 2
+    assert f"the run was begun by {Path(sys.argv[0]).name}" in capsys.readouterr().err
+
+
 def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
     """Deleted to make room: the same command trained over the adapter, or called its old summary the new run's."""
     out = copy_of(straight, tmp_path)
@@ -816,8 +824,11 @@ def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
 def test_what_a_kill_has_left_half_written_is_removed(tmp_path):
     """Hidden files of the size of a model, for ever."""
     out = tmp_path / "run"
-    (out / ".model.0123.part").mkdir(parents=True)
-    assert run(out, "--steps", "1") == 0 and not [p for p in out.iterdir() if p.name.startswith(".")]
+    (out / ".model.0123.part" / ".shard-0.0123.part").mkdir(parents=True)
+    for more in ([], ["--resume"]):  # the second run has ended already
+        assert run(out, "--steps", "1", *more) == 0 and not [*out.rglob(".*")]
+        for name in (".metrics.png.0123.part", "adapter/.adapter_model.safetensors.0123.part"):
+            (out / name).touch()
 
 
 def test_resume_needs_the_held_out_questions_it_began_with(tmp_path, capsys):
