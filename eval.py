@@ -67,8 +67,8 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
 
     max_new_tokens None: 4096, or fewer if positions run out. score: from data.scorer (the
     style's by default). Returns `summary`'s dict, skipped (longer than max_prompt), and rows:
-    [{"question", "answer", "accuracy", "samples": [{"text", "given", "correct", "format", "length",
-    "finished"}]}]."""
+    [{"question", "answer", "accuracy", "samples": [{"text", "reward", "given", "correct", "format",
+    "length", "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
     mine = ranks.mine(range(len(kept)))  # the questions that this rank asks
     asked = [kept[i] for i in mine]

@@ -79,7 +79,7 @@ class Linear(nn.Module):
         q           base's nvfp4.Quantized weight, or None if `base.weight` is in 16 bits
         adapter     None, or the enabled adapter: its A (P*R, K), B (N, R), rank R and scaling
         dense()     (N, K) float32: the weight that forward multiplies by, adapter included
-        weight_in(dtype)    base's weight (N, K); for q, a cached copy, meant for the CPU
+        base.weight_in(dtype)   its weight (N, K); for q, a cached copy, meant for the CPU
     """
 
     q = adapter = None

@@ -3,8 +3,8 @@ Benchmarks on one GPU: `kernels`, `rollout`, `step` and `plain`, described at th
 names. The first three measure their ceiling in the same run, before the numbers.
 
 Rows are merged into --out as they are measured, so that a long table can be made in parts;
-lab/bench_report.py prints them. Kernels are timed as one CUDA graph of many launches, median of its
-replays: what is measured is the GPU, not Python.
+lab/bench_report.py prints those of the first three. Kernels are timed as one CUDA graph of many
+launches, median of its replays: what is measured is the GPU, not Python.
 
     python lab/bench.py kernels
     python lab/bench.py rollout 7b:nvfp4:16:1,8,64 7b:none:16:1,8,64
