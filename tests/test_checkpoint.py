@@ -136,7 +136,8 @@ def test_projections_that_a_script_leaves_in_16_bits_are_exempt_in_the_config(tm
     convert.convert(folder, tmp_path / "q", fmt)
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head", f"model.{plain}"]
-    model = M.load(tmp_path / "q")
+    monkeypatch.undo()
+    model = M.load(tmp_path / "q", quant=fmt)
     assert [path for path, m in M.projections(model) if m.q is None] == [plain]
     assert torch.equal(model.get_submodule(plain).weight, M.load(folder).get_submodule(plain).weight)
 

@@ -130,7 +130,7 @@ def test_splits_of_k_sum_to_the_same_product_twice(M, split):
     """The last program to arrive adds partial sums in a fixed order and leaves its counter at zero for the next launch."""
     q, x = weight("nvfp4", 72, 768), activations(M, 768)
     first = gemm.gemm_few(x, q, split=split)
-    assert torch.equal(first, gemm.gemm_few(x, q, split=split))
+    assert torch.equal(first, gemm.gemm_few(x.T.contiguous().T, q, split=split))  # however x lies
     assert error(first, x.double() @ exact(q).T) < BOUND
     assert plan.space(x.device)[1].count_nonzero() == 0
 

@@ -473,6 +473,7 @@ def test_adamw_is_the_papers(noisy):
     """AdamW's own defaults are (0.9, 0.999) and 0.01."""
     for u in noisy.updates:
         assert (u["group"]["betas"], u["group"]["weight_decay"]) == ((0.9, 0.99), 0.1)
+    assert grpo.learning_rate(4, 100, 1.0) == 0.5  # half of a tenth
 
 
 def test_constants_that_a_script_sets_are_used(policy, monkeypatch):
@@ -640,8 +641,8 @@ def test_overlong_mask_leaves_cut_completions_out(policy, monkeypatch):
     kept = [c for c in policy[2] if c.finished]
     assert len(kept) == 6 and len(calls) == 6 and result[0]["tokens"] == sum(len(c.ids) for c in kept)
     assert all(call["total_seqs"] == 6 and call["total_tokens"] == result[0]["tokens"] for call in calls)
-    none, _ = arguments(policy, monkeypatch, overlong="none")
-    assert len(none) == 8
+    for trains_on_all in ("none", "soft"):
+        assert len(arguments(policy, monkeypatch, overlong=trains_on_all)[0]) == 8
 
 
 def test_the_logged_entropy_is_of_the_policy_at_the_tokens_that_are_trained_on(policy, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import aqn
+import grpo
 import lora
 import model as M
 import sample
@@ -73,7 +74,9 @@ def test_logprobs_equal_the_full_forward(model, temperature):
         for s in group:
             assert max(s.ids) < model.valid_vocab and len(s.ids) == len(s.logprobs) == 20
             want = full_logprobs(model, prompt, s.ids, temperature)
+            trained = grpo.completion_logprobs(model, [grpo.Completion({}, prompt, s.ids, s.logprobs, False)], temperature)[0][0]
             torch.testing.assert_close(torch.tensor(s.logprobs), want, atol=1e-4, rtol=0)
+            torch.testing.assert_close(trained, want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
