@@ -280,6 +280,7 @@ def test_rewards_that_float32_cannot_tell_apart_teach_and_those_that_rounding_te
     grpo.set_advantages([large], scale=False)
     assert grpo.has_signal(large)
     assert [c.advantage for c in large] == [3.75, -1.25, -3.25, 0.75]
+    assert metrics.sample_metrics([group(0.1 + 0.2, 0.3, 0.3)])["zero_var_frac"] == 1
     assert not grpo.has_signal(group(0.1 + 0.2, 0.3, 0.3)) and not grpo.has_signal(group(0.0, 0.0)) and grpo.has_signal(group(0.0, 1e-6))
 
 
