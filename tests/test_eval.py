@@ -3,8 +3,8 @@ import contextlib
 import inspect
 import io
 import json
-import shutil
 import math
+import shutil
 from pathlib import Path
 
 from plumbing.tokenizer import Tokenizer
