@@ -40,6 +40,8 @@ LIBRARIES = ("pytest", "torch", "torch._dynamo", "torch.utils.checkpoint", "nump
 # written as file::name without the two words "test_".
 MUTANTS = {
     "train.py": [
+        ("a held-out question leaves no room", "for row in [*rows, *asked]), key=len)", "for row in rows), key=len)",
+         "train::held_out_questions_that_are_too_long_are_refused_before_the_run_begins"),
         ("a step across epochs has too many prompts", "place + n - len(chosen)", "place + n",
          "train::data_order_is_a_function_of_seed_and_cursor"),
         ("a resume is checked beside the demo's flags", "    if args.resume:  #", "    if False:  #",
@@ -956,6 +958,8 @@ MUTANTS = {
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
     ],
     "fast/engine.py": [
+        ("a long prompt waits behind short ones for ever", "todo.sort(key=lambda t: len(t[0]), reverse=True)", "todo.sort(key=lambda t: len(t[0]))",
+         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("a row that moves leaves its prompt's length behind", "for t in (st.token, st.prompt,", "for t in (st.token,", "exact::a_row_that_moves_takes_its_prompts_length_along"),
         ("a prompt is computed in parts, whose sums are others", "        if exact(model):\n", "        if False:\n", "exact::what_cannot_be_exact_is_refused"),
         ("a function of one's own is passed over", "    if name := replaced(model):\n", "    if (name := None):\n",
@@ -1884,6 +1888,8 @@ MUTANTS = {
         ("another card's ratios stand beside ours", 'if card(PEERS[name]["card"]) == where else {}', "", "bench::tables_are_made"),
     ],
     "eval.py": [
+        ("a model that was trained is called its base", '"trained" if args.run else "base"', '"base"',
+         "train::a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load"),
         ("all sets have the first one's gain", "results[-2:]", "results[:2]",
          "eval::the_table_tells_each_number_under_its_name"),
         ("a prompt that does not fit is met after hours", "        sample.check_prompts(model, ids,", "        (lambda *_: 0)(model, ids,",

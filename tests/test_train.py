@@ -979,7 +979,8 @@ def test_held_out_questions_that_are_too_long_are_refused_before_the_run_begins(
     assert run(tmp_path / "run", "--steps", "1", "--data", str(tmp_path), "--eval-n", "1", "--max-prompt", "60") == 2
     assert "--max-prompt 60: all 1 prompts are longer" in capsys.readouterr().err and not (tmp_path / "run").exists()
     argv = ["--steps", "1", "--data", str(tmp_path), "--eval-n", "1", "--max-prompt", "400", "--max-new-tokens", "400"]
-    assert run(tmp_path / "run", *argv) == 2 and "400 new ones pass the model's 512 positions" in capsys.readouterr().err
+    assert run(tmp_path / "run", *argv) == 2 and not (tmp_path / "run").exists()
+    assert "400 new ones pass the model's 512 positions" in capsys.readouterr().err
 
 
 def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(small, tmp_path, capsys, monkeypatch):
