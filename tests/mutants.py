@@ -40,6 +40,8 @@ LIBRARIES = ("pytest", "torch", "torch._dynamo", "torch.utils.checkpoint", "nump
 # written as file::name without the two words "test_".
 MUTANTS = {
     "train.py": [
+        ("a penalty takes the reward's place", "c.reward += grpo.soft", "c.reward = grpo.soft",
+         "loop::only_soft_lowers_the_reward_of_a_long_completion"),
         ("a held-out question leaves no room", "for row in [*rows, *asked]), key=len)", "for row in rows), key=len)",
          "train::held_out_questions_that_are_too_long_are_refused_before_the_run_begins"),
         ("a step across epochs has too many prompts", "place + n - len(chosen)", "place + n",
@@ -670,6 +672,8 @@ MUTANTS = {
          "gemm::epilogue_adds_bias_lora_and_residual"),
     ],
     "fast/plan.py": [
+        ("more partial sums than there is room for", "programs * partial > PARTIALS", "False",
+         "gemm::plans_stay_within_their_buffers"),
         ("K is split in an exact sum", "1 if exact else 16", "16", "exact::no_sum_depends_on_the_number_of_rows"),
         ("decoding a weight first costs nothing", "2.56 / 2600", "0 / 2600",
          "gemm::rows_that_pay_for_decoding_the_weight_first"),
@@ -1502,6 +1506,8 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "plumbing/run.py": [
+        ("an adapter does not tell its base", "policy.content(self.args, self.state.base", "policy.content(self.args, {}",
+         "train::an_adapter_remembers_what_it_was_trained_with"),
         ("a schedule's own number is saved as it is", "json.loads(json.dumps(state[\"last\"]))", 'state["last"]',
          "train::a_schedule_in_numpy_can_be_resumed"),
         ("an older version's flags are refused one by one", "    if other := vars(args).keys() ^ {f.dest for f in spec.flags}:",
@@ -2017,6 +2023,10 @@ MUTANTS = {
     "lab/ideas/countdown.py": [
         ('any numbers will do', 'right = used == sorted(row["numbers"]) and result',
          'right = result', 'ideas::countdown_grades_the_rows_own_numbers'),
+    ],
+    "walk.py": [
+        ("the policy that is trained is noisy", "    aqn.clear(model)\n", "",
+         "house::the_walk_prints_what_it_promises"),
     ],
     "marlin_triton.py": [
         ("what splits leave is rounded", "dtype=dtype if splits == 1 else torch.float32", "dtype=dtype",

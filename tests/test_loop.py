@@ -694,12 +694,12 @@ def test_dr_grpo_does_not_divide_by_the_standard_deviation(tmp_path, monkeypatch
     assert want.any()
 
 
-@pytest.mark.parametrize(("overlong", "want"), [("none", 0.0), ("mask", 0.0), ("soft", -0.5)])
+@pytest.mark.parametrize(("overlong", "want"), [("none", 1.0), ("mask", 1.0), ("soft", 0.5)])
 def test_only_soft_lowers_the_reward_of_a_long_completion(overlong, want):
     """A masked completion is neither right nor wrong: penalised as well, it would lower the mean of its group."""
     args = SimpleNamespace(overlong=overlong, max_new_tokens=16)
     c = grpo.Completion({}, [1], [2] * 15, [-1.0] * 15, False)
-    train.grade([c], SimpleNamespace(decode=str), lambda pairs: [{"reward": 0.0, "correct": False, "format": False}], args)
+    train.grade([c], SimpleNamespace(decode=str), lambda pairs: [{"reward": 1.0, "correct": True, "format": False}], args)
     assert c.reward == want
 
 
