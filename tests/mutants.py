@@ -1123,6 +1123,10 @@ MUTANTS = {
          "data::the_embedded_task_has_the_rows_that_the_readme_says"),
     ],
     "plumbing/grade.py": [
+        ("an interval is a list", 'return not left and a.kind in ("list", "{}", "()", "[]")', "return not left",
+         "grade::the_table_of_answers"),
+        ("a name is lost before brackets", "return inner._replace(name=name)", "return inner",
+         "grade::the_table_of_answers"),
         ("the first box counts", "slice(*max(boxes))", "slice(*min(boxes))",
          "data::boxed_braces_balance_and_the_last_box_counts"),
         ("the first term counts", "for term in terms[::-1] if", "for term in terms if",
@@ -1506,6 +1510,8 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "plumbing/run.py": [
+        ("an adapter does not tell its reward", '[*flags, "reward"]', "[*flags]",
+         "train::an_adapter_remembers_what_it_was_trained_with"),
         ("an adapter does not tell its base", "policy.content(self.args, self.state.base", "policy.content(self.args, {}",
          "train::an_adapter_remembers_what_it_was_trained_with"),
         ("a schedule's own number is saved as it is", "json.loads(json.dumps(state[\"last\"]))", 'state["last"]',

@@ -435,7 +435,7 @@ def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path
     assert flags.parse(chat.COMMAND, ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
     out = copy_of(straight, tmp_path)
     policy = json.loads((out / "adapter" / "policy.json").read_text())
-    assert {"base", "norms", "weights"} <= policy.keys()
+    assert {"base", "norms", "weights", "reward"} <= policy.keys()
     (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"quant": "mxfp4", "prompt_style": "boxed"}))
     args = flags.parse(evaluation.COMMAND, ["--run", str(out)])
     assert (args.quant, args.prompt_style) == ("mxfp4", "boxed")
