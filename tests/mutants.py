@@ -1123,6 +1123,10 @@ MUTANTS = {
          "data::the_embedded_task_has_the_rows_that_the_readme_says"),
     ],
     "plumbing/grade.py": [
+        ("five halves are five", "base half halves", "base half",
+         "grade::the_table_of_answers"),
+        ("angle brackets are half-open", r'(r"\\langle", "(")', r'(r"\\langle", "[")',
+         "grade::the_table_of_answers"),
         ("an interval is a list", 'return not left and a.kind in ("list", "{}", "()", "[]")', "return not left",
          "grade::the_table_of_answers"),
         ("a name is lost before brackets", "return inner._replace(name=name)", "return inner",
