@@ -476,6 +476,8 @@ MUTANTS = {
          "fast::an_installed_model_is_not_written_as_a_checkpoint"),
     ],
     "plumbing/peft.py": [
+        ("an adapter does not tell of its norms", '        config["modules_to_save"] = norms\n', "        pass\n",
+         "lora::norms_of_an_adapters_own"),
         ("adapters in 16 bits are refused", "t.dtype.itemsize < 2", "t.dtype.itemsize <= 2",
          "lora::an_adapter_in_sixteen_bits_is_taken_as_it_is"),
         ("8-bit adapters are loaded", "t.dtype.itemsize < 2 or ", "", "bad_inputs::what_files_hold_is_checked"),
@@ -2215,6 +2217,8 @@ MUTANTS = {
          "loop::times_and_speeds_are_those_of_the_step"),
     ],
     "plumbing/layouts.py": [
+        ("q's global scale is k's and v's", "q.global_scale[rows][:1]", "q.global_scale[:1]",
+         "checkpoint::a_global_scale_may_be_a_scalar"),
         ("a scalar is no scale", "shape = () if name in source and source.read(name).dim() == 0 else (1,)", "shape = (1,)",
          "checkpoint::a_global_scale_may_be_a_scalar"),
         ("bitsandbytes' owners are told to take another format", '"nf4" if method == "bitsandbytes" else "nvfp4"', '"nvfp4"',
