@@ -40,6 +40,10 @@ LIBRARIES = ("pytest", "torch", "torch._dynamo", "torch.utils.checkpoint", "nump
 # written as file::name without the two words "test_".
 MUTANTS = {
     "train.py": [
+        ("a penalty takes the reward's place", "c.reward += grpo.soft", "c.reward = grpo.soft",
+         "loop::only_soft_lowers_the_reward_of_a_long_completion"),
+        ("a held-out question leaves no room", "for row in [*rows, *asked]), key=len)", "for row in rows), key=len)",
+         "train::held_out_questions_that_are_too_long_are_refused_before_the_run_begins"),
         ("a step across epochs has too many prompts", "place + n - len(chosen)", "place + n",
          "train::data_order_is_a_function_of_seed_and_cursor"),
         ("a resume is checked beside the demo's flags", "    if args.resume:  #", "    if False:  #",
@@ -208,6 +212,16 @@ MUTANTS = {
          '"lora-rank", number(0, 4096), 16', "flags::the_defaults_are_the_papers"),
     ],
     "grpo.py": [
+        ("the sampler's KL is the trainer's", "(torch.expm1(gap) - gap).sum()", "(torch.expm1(-gap) + gap).sum()",
+         "grpo::ratio_is_against_the_samplers_logprobs"),
+        ("spare rows of the embedding have probability in an update", "temperature, model.valid_vocab)", "temperature, None)",
+         "sample::logprobs_equal_the_full_forward"),
+        ("a penalised completion is left out", 'if c.finished or overlong != "mask"]', 'if c.finished or overlong == "none"]',
+         "loop::overlong_mask_leaves_cut_completions_out"),
+        ("another warm-up than the paper's", "WARMUP = 0.1", "WARMUP = 0.05",
+         "loop::adamw_is_the_papers"),
+        ("padding reaches CISPO's loss", "said = logp.masked_fill(~mask, 0.0)", "said = logp",
+         "grpo::padding_reaches_neither_loss_nor_gradient"),
         ("numpy's rate is not resumed", "= float(lr * group", "= (lr * group", "train::a_schedule_in_numpy_can_be_resumed"),
         ("a ratio of inf is NaN to all", ".clamp(max=80).exp()", ".exp()",
          "grpo::a_ratio_too_large_for_its_float_leaves_the_other_tokens_their_gradient"),
@@ -403,6 +417,12 @@ MUTANTS = {
          "aqn::clean_block_is_clean_and_restores_the_noise"),
     ],
     "model.py": [
+        ("what a quantized checkpoint leaves in 16 bits is rounded", 'rounds = quant != "none" and not fmt', 'rounds = quant != "none"',
+         "checkpoint::projections_that_a_script_leaves_in_16_bits_are_exempt_in_the_config"),
+        ("the last norm has the default's eps", "self.norm = RMSNorm(C, config.rms_norm_eps)", "self.norm = RMSNorm(C, 1e-6)",
+         "model::logits_equal_transformers"),
+        ("the norms between have the default's eps", "self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)", "self.post_attention_layernorm = RMSNorm(c.hidden_size, 1e-6)",
+         "model::logits_equal_transformers"),
         ("zeros are made of a tensor without memory", "torch.zeros(noise.shape, dtype=noise.dtype, device=device)",
          "torch.zeros_like(noise, device=device)", "train::what_a_run_needs_at_its_end_is_imported_then"),
         ("fast pairs turn slower, too", "(keep + (1 - keep) / factor)", "(1 / factor)", "model::longer_contexts_turn_slow_pairs_slower"),
@@ -456,6 +476,8 @@ MUTANTS = {
          "fast::an_installed_model_is_not_written_as_a_checkpoint"),
     ],
     "plumbing/peft.py": [
+        ("an adapter does not tell of its norms", '        config["modules_to_save"] = norms\n', "        pass\n",
+         "lora::norms_of_an_adapters_own"),
         ("adapters in 16 bits are refused", "t.dtype.itemsize < 2", "t.dtype.itemsize <= 2",
          "lora::an_adapter_in_sixteen_bits_is_taken_as_it_is"),
         ("8-bit adapters are loaded", "t.dtype.itemsize < 2 or ", "", "bad_inputs::what_files_hold_is_checked"),
@@ -500,6 +522,10 @@ MUTANTS = {
          "lora::same_seed_same_adapter_and_the_spread_of_a_is_pefts"),
     ],
     "sample.py": [
+        ("the hash is not splitmix64's", "return z ^ (z >> 31 & (1 << 33) - 1)", "return z",
+         "sample::uniform_is_a_pure_function_and_never_0_or_1"),
+        ("a number may be 0", "(bits.float() + 0.5)", "bits.float()",
+         "sample::uniform_is_a_pure_function_and_never_0_or_1"),
         ("the last position stays empty", "if len(p) + m > room", "if len(p) + m >= room",
          "train::a_prompt_that_leaves_no_room_is_refused_before_the_run"),
         ('the samples of a group are copies', 'numbers[:, None], torch.arange(n))',
@@ -557,6 +583,8 @@ MUTANTS = {
          'sample::rows_that_leave_change_no_other'),
     ],
     "fast/gemm.py": [
+        ("x is read as if its rows lay end to end", "if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:", "if x.data_ptr() % 16:",
+         "gemm::splits_of_k_sum_to_the_same_product_twice"),
         ("an exact GEMM splits K", "sms(x.device), exact)[1]", "sms(x.device), False)[1]", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
         ("an exact x A^T is cut by rows", 't["BM"], exact)', 't["BM"], False)', "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
         ("many exact rows go to cuBLAS", "if A is not None or exact or few(", "if A is not None or few(", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
@@ -646,6 +674,8 @@ MUTANTS = {
          "gemm::epilogue_adds_bias_lora_and_residual"),
     ],
     "fast/plan.py": [
+        ("more partial sums than there is room for", "programs * partial > PARTIALS", "False",
+         "gemm::plans_stay_within_their_buffers"),
         ("K is split in an exact sum", "1 if exact else 16", "16", "exact::no_sum_depends_on_the_number_of_rows"),
         ("decoding a weight first costs nothing", "2.56 / 2600", "0 / 2600",
          "gemm::rows_that_pay_for_decoding_the_weight_first"),
@@ -666,6 +696,10 @@ MUTANTS = {
          "gemm::what_the_ptx_makes_of_a_word"),
     ],
     "fast/decode.py": [
+        ("of a long sequence every other block is skipped", "for t0 in range(s * chunk + BLOCK, end, BLOCK):", "for t0 in range(s * chunk + BLOCK, end, 2 * BLOCK):",
+         "decode::a_long_sequence_in_more_splits_than_are_loaded_at_once"),
+        ("the splits leave out what is over", "chunk = tl.maximum(tl.cdiv(n, W), max(BLOCK, 32))", "chunk = tl.maximum(n // W, max(BLOCK, 32))",
+         "decode::a_long_sequence_in_more_splits_than_are_loaded_at_once"),
         ("a decode step splits K", "                self.exact)", "                False)", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
         ("a prompt's last block goes on into the completion", "ok = t < tl.where(i < before, first, n + 1)", "ok = t < n + 1", "exact::step_equals_the_modules"),
         ("a completion's blocks begin with its prompt's", "first + (i - before) * BLOCK) + o", "i * BLOCK) + o", "exact::step_equals_the_modules"),
@@ -713,6 +747,8 @@ MUTANTS = {
          "scheduler::generate_equals_the_plain_function"),
     ],
     "fast/draw.py": [
+        ("a step's number may be 0", "+ 0.5) * 1.1920928955078125e-07", ") * 1.1920928955078125e-07",
+         "decode::the_largest_number_draws_an_id_that_there_is"),
         ("a row that ended wakes", "go = (tl.load(alive + b) != 0) & (ended == 0)", "go = (ended == 0)",
          "decode::rows_that_ended_stand_still"),
         ("an id past the last one is drawn", "        at = tl.minimum(at, tl.max(tl.where(p > 0, w, 0), 0))\n", "",
@@ -928,6 +964,8 @@ MUTANTS = {
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
     ],
     "fast/engine.py": [
+        ("a long prompt waits behind short ones for ever", "todo.sort(key=lambda t: len(t[0]), reverse=True)", "todo.sort(key=lambda t: len(t[0]))",
+         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("a row that moves leaves its prompt's length behind", "for t in (st.token, st.prompt,", "for t in (st.token,", "exact::a_row_that_moves_takes_its_prompts_length_along"),
         ("a prompt is computed in parts, whose sums are others", "        if exact(model):\n", "        if False:\n", "exact::what_cannot_be_exact_is_refused"),
         ("a function of one's own is passed over", "    if name := replaced(model):\n", "    if (name := None):\n",
@@ -1038,6 +1076,8 @@ MUTANTS = {
          "data::template_functions_of_hub_checkpoints"),
     ],
     "data.py": [
+        ("a reward sees no other columns", '{**row, "ids"', '{"question": row["question"], "answer": row["answer"], "ids"',
+         "data::long_prompts_are_skipped_and_counted"),
         ("levels of a set are ignored", "seed=args.seed, levels=args.levels)", "seed=args.seed)",
          "train::only_rows_of_the_levels_asked_for_are_trained_on"),
         ("levels of a file are ignored", "load(args.data, levels=args.levels)",
@@ -1085,6 +1125,14 @@ MUTANTS = {
          "data::the_embedded_task_has_the_rows_that_the_readme_says"),
     ],
     "plumbing/grade.py": [
+        ("five halves are five", "base half halves", "base half",
+         "grade::the_table_of_answers"),
+        ("angle brackets are half-open", r'(r"\\langle", "(")', r'(r"\\langle", "[")',
+         "grade::the_table_of_answers"),
+        ("an interval is a list", 'return not left and a.kind in ("list", "{}", "()", "[]")', "return not left",
+         "grade::the_table_of_answers"),
+        ("a name is lost before brackets", "return inner._replace(name=name)", "return inner",
+         "grade::the_table_of_answers"),
         ("the first box counts", "slice(*max(boxes))", "slice(*min(boxes))",
          "data::boxed_braces_balance_and_the_last_box_counts"),
         ("the first term counts", "for term in terms[::-1] if", "for term in terms if",
@@ -1165,6 +1213,12 @@ MUTANTS = {
         ("81,256 is one number", "a = read(clean(re.sub(", "re.sub(\"\", \"\", (re.sub(", "grade::the_table_of_answers"),
     ],
     "nvfp4.py": [
+        ("a producer's error forgets what its rows are divided by", "q.dequantize() * divide / s - w", "q.dequantize() / s - w",
+         "awq::block_scales_are_searched_for_the_scaled_activations"),
+        ("what a folded norm rounds away is lost", "lambda s: foldable(norm.weight, s)", "lambda s: s",
+         "awq::the_folded_model_is_the_original_before_rounding"),
+        ("signed activations cancel", "self.mean += x.abs().sum(0)", "self.mean += x.sum(0).abs()",
+         "awq::activations_are_measured_by_their_size"),
         ("the first exponents are kept, not the best", "sorted(trials, key=lambda t: t.awq)[:FINALISTS]", "trials[:FINALISTS]",
          "awq::the_exponent_is_the_best_of_the_grid"),
         ("the bias of a quantized linear is dropped", "self.weight_in(x.dtype), self.bias",
@@ -1462,6 +1516,10 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "plumbing/run.py": [
+        ("an adapter does not tell its reward", '[*flags, "reward"]', "[*flags]",
+         "train::an_adapter_remembers_what_it_was_trained_with"),
+        ("an adapter does not tell its base", "policy.content(self.args, self.state.base", "policy.content(self.args, {}",
+         "train::an_adapter_remembers_what_it_was_trained_with"),
         ("a schedule's own number is saved as it is", "json.loads(json.dumps(state[\"last\"]))", 'state["last"]',
          "train::a_schedule_in_numpy_can_be_resumed"),
         ("an older version's flags are refused one by one", "    if other := vars(args).keys() ^ {f.dest for f in spec.flags}:",
@@ -1848,6 +1906,10 @@ MUTANTS = {
         ("another card's ratios stand beside ours", 'if card(PEERS[name]["card"]) == where else {}', "", "bench::tables_are_made"),
     ],
     "eval.py": [
+        ("a model that was trained is called its base", '"trained" if args.run else "base"', '"base"',
+         "train::a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load"),
+        ("all sets have the first one's gain", "results[-2:]", "results[:2]",
+         "eval::the_table_tells_each_number_under_its_name"),
         ("a prompt that does not fit is met after hours", "        sample.check_prompts(model, ids,", "        (lambda *_: 0)(model, ids,",
          "eval::bad_input_is_one_line_and_exit_code_2"),
         ("rows of another evaluation are overwritten", "check_out(args.out, new=True)", "check_out(args.out)",
@@ -1974,7 +2036,13 @@ MUTANTS = {
         ('any numbers will do', 'right = used == sorted(row["numbers"]) and result',
          'right = result', 'ideas::countdown_grades_the_rows_own_numbers'),
     ],
+    "walk.py": [
+        ("the policy that is trained is noisy", "    aqn.clear(model)\n", "",
+         "house::the_walk_prints_what_it_promises"),
+    ],
     "marlin_triton.py": [
+        ("what splits leave is rounded", "dtype=dtype if splits == 1 else torch.float32", "dtype=dtype",
+         "marlin_triton::few_rows_match_the_float64_product"),
         ('the columns of a byte change places', 'tl.join(code << 28, code << 24)',
          'tl.join(code << 24, code << 28)', 'marlin_triton::each_code_with_each_scale_is_exact'),
         ('1.5 is read as 1', '~0x7E3FFFFF',
@@ -2093,6 +2161,8 @@ MUTANTS = {
          "chat::an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes"),
     ],
     "plumbing/metrics.py": [
+        ("a spread of rounding is one", "(spread <= 1e-9 * rewards.abs().amax(1))", "(spread <= 0)",
+         "grpo::rewards_that_float32_cannot_tell_apart_teach_and_those_that_rounding_tells_apart_do_not"),
         ("the largest gap is the sum of the largest", ".amax(0)", ".sum(0)",
          "grpo::micro_batches_add_up_to_the_full_batch"),
         ("the logged KL is a sum", '"kl": t["kl"] / n', '"kl": t["kl"]',
@@ -2147,6 +2217,8 @@ MUTANTS = {
          "loop::times_and_speeds_are_those_of_the_step"),
     ],
     "plumbing/layouts.py": [
+        ("q's global scale is k's and v's", "q.global_scale[rows][:1]", "q.global_scale[:1]",
+         "checkpoint::a_global_scale_may_be_a_scalar"),
         ("a scalar is no scale", "shape = () if name in source and source.read(name).dim() == 0 else (1,)", "shape = (1,)",
          "checkpoint::a_global_scale_may_be_a_scalar"),
         ("bitsandbytes' owners are told to take another format", '"nf4" if method == "bitsandbytes" else "nvfp4"', '"nvfp4"',

@@ -106,6 +106,8 @@ def biased_model(kv, bias):
     for block in model.layers:
         if bias:
             torch.nn.init.normal_(block.attn.qkv_proj.bias)
+        for norm in (block.input_layernorm, block.post_attention_layernorm):  # whose weight / s is rounded
+            norm.weight.data = norm.weight.data.bfloat16()
     return model
 
 
@@ -218,15 +220,16 @@ def test_block_scales_are_searched_for_the_scaled_activations(monkeypatch):
     w, x = torch.randn(32, 64, generator=g), torch.randn(400, 64, generator=g) * torch.exp(torch.randn(64, generator=g))
     H = x.T @ x
     monkeypatch.setattr(nvfp4, "GRID", 5)
-    found = nvfp4.search(w, H, x.abs().mean(0), "nvfp4")
+    divide = torch.rand(32, 1, generator=g) + 0.5  # what a consumer's scales take back from each row
+    found = nvfp4.search(w, H, x.abs().mean(0), "nvfp4", divide=divide[:, 0])
     assert found.exponent > 0
-    t, top = w * found.s, found.q.global_scale
+    t, top = w * found.s / divide, found.q.global_scale
     for other in nvfp4.neighbours(block_scales(t, "nvfp4")[0], "nvfp4"):
         for k in range(0, 64, 16):
             h = H[k : k + 16, k : k + 16]  # in the original units: D = Q(W s) / s - W against H
-            a, b = ((snap(t, "nvfp4", c, top) / found.s - w)[:, k : k + 16] for c in (found.q.scale, other))
+            a, b = ((snap(t, "nvfp4", c, top) * divide / found.s - w)[:, k : k + 16] for c in (found.q.scale, other))
             assert (((a @ h) * a).sum(1) <= ((b @ h) * b).sum(1) * (1 + 1e-4)).all()
-    assert abs(found.awq - nvfp4.output_error(found.q.dequantize() / found.s - w, H) / nvfp4.output_error(w, H)) < 1e-6
+    assert abs(found.awq - nvfp4.output_error(found.q.dequantize() * divide / found.s - w, H) / nvfp4.output_error(w, H)) < 1e-6
 
 
 def test_where_no_channel_scale_helps_block_scales_still_do(monkeypatch):
@@ -261,6 +264,15 @@ def test_the_exponent_is_the_best_of_the_grid(monkeypatch):
     best = min(range(21), key=errors.__getitem__)
     monkeypatch.setattr(nvfp4, "search_blocks", lambda w, fmt, scale, *_: scale)
     assert nvfp4.search(w, H, mean, "nvfp4").exponent == best / 20 > 0.3
+
+
+def test_activations_are_measured_by_their_size():
+    """With their signs they cancel, and the channels that matter look small."""
+    model, seen = random_model(), []
+    model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0].flatten(0, 1)))
+    stats, x = calibrated(model)[0]["down_proj"], torch.cat(seen)
+    torch.testing.assert_close(stats.mean, x.abs().mean(0))
+    torch.testing.assert_close(stats.H, x.T @ x / len(x))
 
 
 def test_a_linear_of_zeros_has_no_error():

@@ -67,7 +67,9 @@ def test_a_global_scale_may_be_a_scalar(tmp_path):
     folder = shutil.copytree(FIXTURES / "compressed_nvfp4", tmp_path / "q")
     state = load_file(folder / "model.safetensors")
     save_file({k: t.squeeze() if k.endswith("global_scale") else t for k, t in state.items()}, folder / "model.safetensors")
-    assert torch.equal(M.load(folder)(IDS), M.load(FIXTURES / "compressed_nvfp4")(IDS))
+    model = M.load(folder)
+    assert torch.equal(model(IDS), M.load(FIXTURES / "compressed_nvfp4")(IDS))
+    assert all(torch.allclose(t, state[name]) for name, t in M.tensors(model) if name.endswith("global_scale"))  # each part's own
 
 
 @pytest.mark.parametrize("name,fmt", [("compressed_nvfp4", "nvfp4"), ("compressed_mxfp4", "mxfp4")])
@@ -136,7 +138,8 @@ def test_projections_that_a_script_leaves_in_16_bits_are_exempt_in_the_config(tm
     convert.convert(folder, tmp_path / "q", fmt)
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head", f"model.{plain}"]
-    model = M.load(tmp_path / "q")
+    monkeypatch.undo()
+    model = M.load(tmp_path / "q", quant=fmt)
     assert [path for path, m in M.projections(model) if m.q is None] == [plain]
     assert torch.equal(model.get_submodule(plain).weight, M.load(folder).get_submodule(plain).weight)
 

@@ -550,9 +550,9 @@ def test_a_bad_tokenizer_folder_is_named(checkpoint, spoil, says):
 
 def test_long_prompts_are_skipped_and_counted():
     tok = Tokenizer(TINY)
-    rows = [{"question": "What is 1+1?", "answer": "2"}, {"question": "1" * 500, "answer": "2"}]
+    rows = [{"question": "What is 1+1?", "answer": "2", "level": 1}, {"question": "1" * 500, "answer": "2"}]
     kept, skipped = data.prompts(tok, rows, "tags", 200)
-    assert (len(kept), skipped) == (1, 1) and kept[0]["ids"] == tok.prompt_ids("What is 1+1?")
+    assert skipped == 1 and kept == [{**rows[0], "ids": tok.prompt_ids("What is 1+1?")}]  # --reward sees all its columns
     assert data.prompts(tok, rows, "tags", len(kept[0]["ids"])) == (kept, 1)
     with pytest.raises(ValueError, match="--max-prompt 5"):
         data.prompts(tok, rows, "tags", 5)

@@ -196,7 +196,8 @@ def test_attention_of_eight_query_heads_without_bias():
 def test_a_long_sequence_in_more_splits_than_are_loaded_at_once():
     """Ten and nine splits of 32 tokens for eight loads in flight; the last of the nine ends one token into its second block."""
     c = M.Config(301, 128, 128, 1, 4, 1, 32, max_position_embeddings=512)
-    check_hidden(build(c, rank=0), [290, 273], 32)
+    for processors in (32, 2):  # 2: two splits of three blocks
+        check_hidden(build(c, rank=0), [290, 273], processors)
 
 
 def check_hidden(m, lengths=(40, 7), processors=2):
@@ -274,6 +275,9 @@ def test_the_largest_number_draws_an_id_that_there_is():
     assert (sample.uniform(step.key, step.cache.length + 1) == 1 - 2**-24).all()
     step.sample(logits)
     assert (step.out_ids[1] >= 5990).all() and (step.out_ids[1] < 5993).all() and step.out_logp[1].isfinite().all()
+    step.key.fill_(sample.signed(-4 * sample.GOLDEN))  # the least number, 2^-24: more than the first id's share
+    step.sample(torch.cat([torch.full((40, 1), -20.0), torch.zeros(40, 5999)], 1) * torch.tensor([1.0, *[0.0] * 5999]))
+    assert (step.out_ids[2] == 1).all()
 
 
 def test_fused_sampler_greedy():

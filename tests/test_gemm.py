@@ -130,7 +130,7 @@ def test_splits_of_k_sum_to_the_same_product_twice(M, split):
     """The last program to arrive adds partial sums in a fixed order and leaves its counter at zero for the next launch."""
     q, x = weight("nvfp4", 72, 768), activations(M, 768)
     first = gemm.gemm_few(x, q, split=split)
-    assert torch.equal(first, gemm.gemm_few(x, q, split=split))
+    assert torch.equal(first, gemm.gemm_few(x.T.contiguous().T, q, split=split))  # however x lies
     assert error(first, x.double() @ exact(q).T) < BOUND
     assert plan.space(x.device)[1].count_nonzero() == 0
 
@@ -367,8 +367,8 @@ def test_an_adapter_on_more_rows_than_there_are_flags_for_is_an_error():
 @pytest.mark.parametrize("N, K", [(4608, 3584), (37888, 3584), (3584, 18944), (151936, 896), (1, 16)])
 def test_plans_stay_within_their_buffers(N, K):
     """Partial sums beyond the workspace, or a split with an idle program, would read what nobody wrote."""
-    for M in (1, 8, 9, 32, 64, 65, 256, 300, 4096, 65536):
-        t = plan.plan(M, N, K, 132)[1]
+    for M, cores in itertools.product((1, 8, 9, 32, 64, 65, 256, 300, 4096, 65536), (132, 160)):
+        t = plan.plan(M, N, K, cores)[1]
         tiles, blocks = (-(-N // t["BN"]) - t["whole"]) * -(-M // t["BM"]), -(-K // 128)  # that may be split
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
         assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= plan.PARTIALS and tiles <= 1 << 17

@@ -163,6 +163,7 @@ def test_ratio_is_against_the_samplers_logprobs():
     assert off["ratio_outside"] == (((r < 0.9) | (r > 1.1)) & mask).sum() > 0
     assert off["logp_gap_max"] == (logp - old)[mask].abs().max()
     torch.testing.assert_close(off["logp_gap"], (logp - old)[mask].abs().sum())
+    torch.testing.assert_close(off["sampler_kl"], (r - 1 - r.log())[mask].sum())
     assert not any(on[k] for k in ("clip_high", "clip_low", "ratio_outside", "logp_gap", "logp_gap_max"))
 
 
@@ -198,14 +199,15 @@ def test_micro_batches_add_up_to_the_full_batch(loss):
     assert mean["loss"] == pytest.approx(full.item())
 
 
-def test_padding_reaches_neither_loss_nor_gradient():
+@pytest.mark.parametrize("loss", grpo.OBJECTIVES)
+def test_padding_reaches_neither_loss_nor_gradient(loss):
     """-inf or nan in the padding times a zero mask is nan; a padding token must also not count as one."""
     logp, old, adv, lengths = batch()
     mask = grpo.lengths_to_mask(lengths)
-    want = grpo.policy_loss(logp, old, adv, mask, ref_logp=old, beta=0.1)
+    want = grpo.policy_loss(logp, old, adv, mask, loss, max_len=9, ref_logp=old, beta=0.1)
     dirty = logp.masked_fill(~mask, -torch.inf).requires_grad_()
     bad = old.masked_fill(~mask, torch.nan)
-    value, m = grpo.policy_loss(dirty, bad, adv, mask, ref_logp=bad, beta=0.1)
+    value, m = grpo.policy_loss(dirty, bad, adv, mask, loss, max_len=9, ref_logp=bad, beta=0.1)
     value.backward()
     assert value == want[0] and all(m[k] == want[1][k] for k in m)
     assert dirty.grad.isfinite().all() and not dirty.grad[~mask].any() and dirty.grad[mask].any()
@@ -278,6 +280,7 @@ def test_rewards_that_float32_cannot_tell_apart_teach_and_those_that_rounding_te
     grpo.set_advantages([large], scale=False)
     assert grpo.has_signal(large)
     assert [c.advantage for c in large] == [3.75, -1.25, -3.25, 0.75]
+    assert metrics.sample_metrics([group(0.1 + 0.2, 0.3, 0.3)])["zero_var_frac"] == 1
     assert not grpo.has_signal(group(0.1 + 0.2, 0.3, 0.3)) and not grpo.has_signal(group(0.0, 0.0)) and grpo.has_signal(group(0.0, 1e-6))
 
 

@@ -119,6 +119,7 @@ def test_the_walk_prints_what_it_promises(capsys):
     walk.main()
     out = capsys.readouterr().out
     assert all(f"{i}. " in out for i in range(1, 8)) and "B moved by at most 2.0e-03" in out  # Adam's first step is the learning rate
+    assert "  1 1 1 1 " not in out.split("ratio to the sampler")[1]  # which was noisy
 
 
 @pytest.mark.parametrize("signature", """\

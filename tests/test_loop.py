@@ -473,6 +473,7 @@ def test_adamw_is_the_papers(noisy):
     """AdamW's own defaults are (0.9, 0.999) and 0.01."""
     for u in noisy.updates:
         assert (u["group"]["betas"], u["group"]["weight_decay"]) == ((0.9, 0.99), 0.1)
+    assert grpo.learning_rate(4, 100, 1.0) == 0.5  # half of a tenth
 
 
 def test_constants_that_a_script_sets_are_used(policy, monkeypatch):
@@ -640,8 +641,8 @@ def test_overlong_mask_leaves_cut_completions_out(policy, monkeypatch):
     kept = [c for c in policy[2] if c.finished]
     assert len(kept) == 6 and len(calls) == 6 and result[0]["tokens"] == sum(len(c.ids) for c in kept)
     assert all(call["total_seqs"] == 6 and call["total_tokens"] == result[0]["tokens"] for call in calls)
-    none, _ = arguments(policy, monkeypatch, overlong="none")
-    assert len(none) == 8
+    for trains_on_all in ("none", "soft"):
+        assert len(arguments(policy, monkeypatch, overlong=trains_on_all)[0]) == 8
 
 
 def test_the_logged_entropy_is_of_the_policy_at_the_tokens_that_are_trained_on(policy, monkeypatch):
@@ -693,12 +694,12 @@ def test_dr_grpo_does_not_divide_by_the_standard_deviation(tmp_path, monkeypatch
     assert want.any()
 
 
-@pytest.mark.parametrize(("overlong", "want"), [("none", 0.0), ("mask", 0.0), ("soft", -0.5)])
+@pytest.mark.parametrize(("overlong", "want"), [("none", 1.0), ("mask", 1.0), ("soft", 0.5)])
 def test_only_soft_lowers_the_reward_of_a_long_completion(overlong, want):
     """A masked completion is neither right nor wrong: penalised as well, it would lower the mean of its group."""
     args = SimpleNamespace(overlong=overlong, max_new_tokens=16)
     c = grpo.Completion({}, [1], [2] * 15, [-1.0] * 15, False)
-    train.grade([c], SimpleNamespace(decode=str), lambda pairs: [{"reward": 0.0, "correct": False, "format": False}], args)
+    train.grade([c], SimpleNamespace(decode=str), lambda pairs: [{"reward": 1.0, "correct": True, "format": False}], args)
     assert c.reward == want
 
 

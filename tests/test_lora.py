@@ -211,6 +211,7 @@ def test_norms_of_an_adapters_own(tmp_path):
     assert torch.equal(model(IDS), want)
 
     save_adapter(model, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["modules_to_save"]  # PEFT looks for no others
     assert torch.equal(load_adapter(base(), tmp_path / "again")(IDS), want)
 
 

@@ -112,6 +112,7 @@ def test_few_rows_match_the_float64_product(fmt, M, N, K):
     q, x = weight(fmt, N, K, seed=M), activations(M, K)
     got = rg.few_rows(x, q, torch.float32)
     assert got.shape == (M, N) and error(got, x.double() @ q.dequantize().double().T) < bound(fmt)
+    assert torch.equal(rg.few_rows(x, q, torch.float16), got.half())  # what splits leave is not rounded
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])

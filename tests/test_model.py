@@ -45,9 +45,11 @@ def edit(folder, change, name="model.safetensors"):
 def test_logits_equal_transformers(name):
     """RoPE halves interleaved, a lost QKV bias, eps from the wrong field, heads mapped to the wrong kv head: all show here."""
     expected = load_file(FIXTURES / name / "expected.safetensors")
-    logits = load(name)(expected["ids"])
+    model = load(name)
+    logits = model(expected["ids"])
     assert logits.shape == expected["logits"].shape and expected["logits"].std() > 0.5
     assert (logits - expected["logits"]).abs().max() < 1e-4
+    assert {m.eps for m in model.modules() if isinstance(m, M.RMSNorm)} == {model.config.rms_norm_eps}
 
 
 @pytest.mark.parametrize("tied", [False, True])

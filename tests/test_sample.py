@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import aqn
+import grpo
 import lora
 import model as M
 import sample
@@ -73,7 +74,9 @@ def test_logprobs_equal_the_full_forward(model, temperature):
         for s in group:
             assert max(s.ids) < model.valid_vocab and len(s.ids) == len(s.logprobs) == 20
             want = full_logprobs(model, prompt, s.ids, temperature)
+            trained = grpo.completion_logprobs(model, [grpo.Completion({}, prompt, s.ids, s.logprobs, False)], temperature)[0][0]
             torch.testing.assert_close(torch.tensor(s.logprobs), want, atol=1e-4, rtol=0)
+            torch.testing.assert_close(trained, want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
@@ -153,6 +156,8 @@ def test_uniform_is_a_pure_function_and_never_0_or_1():
     u = sample.uniform(keys[:, None], torch.arange(500)[None])
     assert 0 < u.min() < 1e-3 and 1 - 1e-3 < u.max() < 1 and abs(u.mean() - 0.5) < 0.005
     assert abs((u[:, 1:] * u[:, :-1]).mean() - 0.25) < 0.005 and abs((u[1:] * u[:-1]).mean() - 0.25) < 0.005
+    assert (u * 2**23 % 1 == 0.5).all()
+    assert sample.mix(torch.tensor(sample.GOLDEN)) == sample.signed(0xE220A8397B1DCDAF)  # the first number of splitmix64
     assert torch.equal(u[3, 7:9], sample.uniform(keys[3], torch.tensor([7, 8])))
 
 

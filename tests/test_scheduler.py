@@ -182,7 +182,7 @@ def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_pat
     """Nothing to fill in beside more than a prefill holds at once: chunks, and the short row's own positions. Where a chunk sees others,
     the GPU's attention keeps all its scores; and long keys and values have no room beside the cache that was planned."""
     m, long, kw = small(positions=1300), [i * i % 297 for i in range(1200)], dict(max_new_tokens=4, temperature=0)
-    want = sample.generate(m, [[5], long], **kw)
+    want = sample.generate(m, prompts := [[5], [1, 2, 3], long], **kw)
     attention, scores, caches = M.F.scaled_dot_product_attention, [], []
 
     def attend(q, k, v, attn_mask, **kw):
@@ -192,5 +192,5 @@ def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_pat
     monkeypatch.setattr(memory, "PREFILL_TOKENS", (256,))
     monkeypatch.setattr(M.F, "scaled_dot_product_attention", attend)
     monkeypatch.setattr(engine, "KVCache", lambda m, rows, length: caches.append((rows, length)) or M.KVCache(m, rows, length))
-    assert tokens(sample.generate(on_fast_path(m), [[5], long], **kw)) == tokens(want)
-    assert 0 < max(scores) <= 512 * 256 and caches == [(2, 1216)]
+    assert tokens(sample.generate(on_fast_path(m), prompts, **kw)) == tokens(want)
+    assert 0 < max(scores) <= 512 * 256 and caches == [(3, 1216)]

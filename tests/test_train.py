@@ -435,6 +435,7 @@ def test_an_adapter_remembers_what_it_was_trained_with(small, straight, tmp_path
     assert flags.parse(chat.COMMAND, ["--adapter", str(straight / "adapter"), "--quant", "none"]).quant == "none"
     out = copy_of(straight, tmp_path)
     policy = json.loads((out / "adapter" / "policy.json").read_text())
+    assert {"base", "norms", "weights", "reward"} <= policy.keys()
     (out / "adapter" / "policy.json").write_text(json.dumps(policy | {"quant": "mxfp4", "prompt_style": "boxed"}))
     args = flags.parse(evaluation.COMMAND, ["--run", str(out)])
     assert (args.quant, args.prompt_style) == ("mxfp4", "boxed")
@@ -978,6 +979,9 @@ def test_held_out_questions_that_are_too_long_are_refused_before_the_run_begins(
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": question, "answer": "2"}) + "\n")
     assert run(tmp_path / "run", "--steps", "1", "--data", str(tmp_path), "--eval-n", "1", "--max-prompt", "60") == 2
     assert "--max-prompt 60: all 1 prompts are longer" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    argv = ["--steps", "1", "--data", str(tmp_path), "--eval-n", "1", "--max-prompt", "400", "--max-new-tokens", "400"]
+    assert run(tmp_path / "run", *argv) == 2 and not (tmp_path / "run").exists()
+    assert "400 new ones pass the model's 512 positions" in capsys.readouterr().err
 
 
 def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(small, tmp_path, capsys, monkeypatch):
@@ -1011,6 +1015,8 @@ def test_a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load(small, 
         assert not torch.equal(model.embed.weight, last)
         last = model.embed.weight
     assert {p.name for p in out.iterdir() if p.is_dir()} == {"model", "checkpoint"}
+    assert evaluation.main(["--run", str(out), "--limit", "1", "--n", "1"]) == 0
+    assert ["arithmetic", "trained"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
 
 
 def test_no_step_of_a_full_parameter_run_is_called_the_best(tmp_path):
