@@ -1336,6 +1336,7 @@ MUTANTS = {
          "hub::a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them"),
     ],
     "plumbing/checkpoint.py": [
+        ("a new version takes old runs' base for another", "def some(name, few=4096)", "def some(name, few=8192)", "checkpoint::models_are_told_apart_by_their_files"),
         ("an index of other shards is a traceback", "except SafetensorError as e:  # an", "except KeyError as e:  # an", "model::missing_shards_and_indices_are_named"),
         ("activations in silence", 'if any(g.get("input_activations")', 'if False and any(g.get("input_activations")',
          "checkpoint::four_bit_activations_stay_in_16_bits_and_a_line_says_so"),
