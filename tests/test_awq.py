@@ -88,7 +88,7 @@ def without_rounding(monkeypatch, harm=False):
         s = magnitude.clamp(min=1e-8) ** (0.7 if scaled else 0)
         s = exact(s / (s.max() * s.min()).sqrt())
         worse = harm and divide is not None and bool((divide != 1).any())
-        return nvfp4.Rounded(2.0 if worse else 0.5, 1.0, 0.7, s, w * s / (1 if divide is None else divide[:, None]))
+        return nvfp4.Rounded(2.0 if worse else 0.5, 1.0, 0.7 * scaled, s, w * s / (1 if divide is None else divide[:, None]))
 
     def keep(q, parts, bias):
         m = M.Linear(q.shape[1], parts, bias is not None)
@@ -132,7 +132,8 @@ def test_a_producer_that_gives_up_leaves_its_consumer_unscaled(monkeypatch):
     model = biased_model(2, True)
     want = model(IDS)
     without_rounding(monkeypatch, harm=True)
-    folded, _ = quantized(model)
+    folded, rows = quantized(model)
+    assert [r["exponent"] for r in rows] == [0.7, 0.0] * 4
     assert (folded(IDS) - want).abs().max() < 1e-5 * want.abs().max().clamp(min=1) + 1e-5
     for a, b in zip(model.layers, folded.layers, strict=True):
         assert torch.equal(a.mlp.down_proj.weight, b.mlp.down_proj.weight)
@@ -264,6 +265,8 @@ def test_the_exponent_is_the_best_of_the_grid(monkeypatch):
     best = min(range(21), key=errors.__getitem__)
     monkeypatch.setattr(nvfp4, "search_blocks", lambda w, fmt, scale, *_: scale)
     assert nvfp4.search(w, H, mean, "nvfp4").exponent == best / 20 > 0.3
+    x[:, 0] = 0  # a channel that is never used
+    assert nvfp4.search(w, x.T @ x, x.abs().mean(0), "nvfp4").exponent > 0.3
 
 
 def test_activations_are_measured_by_their_size():
@@ -273,6 +276,9 @@ def test_activations_are_measured_by_their_size():
     stats, x = calibrated(model)[0]["down_proj"], torch.cat(seen)
     torch.testing.assert_close(stats.mean, x.abs().mean(0))
     torch.testing.assert_close(stats.H, x.T @ x / len(x))
+    half = nvfp4.Stats(2, "cpu")
+    half(None, (torch.full((1, 2), 300.0).half(),))  # the squares, 90,000, are more than float16 holds
+    assert half.H.eq(90000).all()
 
 
 def test_a_linear_of_zeros_has_no_error():
@@ -299,7 +305,8 @@ def test_an_embedding_in_another_dtype_than_the_blocks_is_taken(shallow, tmp_pat
     state = load_file(home / "model.safetensors")
     state = {k: v.float() if "embed" in k else v.bfloat16() for k, v in state.items()}
     save_file(state, home / "model.safetensors", metadata={"format": "pt"})
-    convert.convert(home, tmp_path / "q", use_awq=True)
+    report = convert.convert(home, tmp_path / "q", use_awq=True)
+    assert [row["layer"] for row in report] == 4 * [0] + 4 * [1]
     assert load_file(tmp_path / "q" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.float32
 
 
@@ -319,14 +326,17 @@ def at_load(shallow, tmp_path_factory):
 
 def test_each_block_is_calibrated_on_what_the_blocks_before_it_give(monkeypatch, shallow):
     """Not on the embedding, and not on what four bits make of it; as the format says."""
-    model, seen = M.load(shallow, dtype=torch.float32), []
-    want = calibrated(model, datasets.calibration(None, shallow, 2, 32))
+    model, seen, inputs = M.load(shallow, dtype=torch.float32), [], {}
+    for path, m in M.projections(model):
+        m.register_forward_pre_hook(lambda _, args, path=path: inputs.update({path: args[0].flatten(0, 1)}))
+    model(datasets.calibration(None, shallow, 3, 32))
+    monkeypatch.setattr(nvfp4, "BATCH", 2)
     monkeypatch.setattr(nvfp4, "quantize_block", lambda block, stats, config, fmt: seen.append((stats, fmt)) or [])
-    loaded(shallow, "cpu", torch.float32, "nf4", sequences=2, length=32)
+    loaded(shallow, "cpu", torch.float32, "nf4", sequences=3, length=32)
     assert [fmt for _, fmt in seen] == ["nf4", "nf4"]
-    for (got, _), stats in zip(seen, want, strict=True):
-        for name, s in stats.items():
-            assert torch.allclose(got[name].H, s.H, rtol=1e-3, atol=1e-5) and torch.allclose(got[name].mean, s.mean, rtol=1e-3)
+    for path, x in inputs.items():
+        s = seen[int(path.split(".")[1])][0][path.rpartition(".")[2]]
+        assert torch.allclose(s.H, x.T @ x / len(x), rtol=1e-3, atol=1e-5) and torch.allclose(s.mean, x.abs().mean(0), rtol=1e-3)
 
 
 def test_a_quantized_base_has_the_scales_that_an_adapter_asks_for(shallow, tmp_path, capsys, few):

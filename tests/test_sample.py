@@ -114,7 +114,8 @@ def test_edges(model):
     [[s]] = sample.generate(model, [[7]], n=1, max_new_tokens=1)
     assert len(s.ids) == 1
     long = [i % 90 for i in range(63)]
-    [[s], [t]] = sample.generate(model, [long, [3]], max_new_tokens=1)
+    [[s], [t]] = sample.generate(model, [long, [3]], max_new_tokens=[1, 5])
+    assert len(s.ids) == 1 and len(t.ids) == 5
     torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, long, s.ids), atol=1e-4, rtol=0)
 
 
@@ -152,6 +153,7 @@ def test_uniform_is_a_pure_function_and_never_0_or_1():
     """u = 1 would run off the end of the distribution; equal keys at neighbouring places would repeat tokens."""
     keys = sample.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
     assert len(set(keys.tolist())) == 200
+    assert sample.row_keys(7, *torch.tensor([[3], [1]])).item() == 7781137402269926631  # or a seed draws what it never drew
     assert sample.row_keys(2**63, *torch.ones(2, 1, dtype=torch.long)) not in keys  # the largest --seed; int64 ends one before
     u = sample.uniform(keys[:, None], torch.arange(500)[None])
     assert 0 < u.min() < 1e-3 and 1 - 1e-3 < u.max() < 1 and abs(u.mean() - 0.5) < 0.005
