@@ -894,6 +894,8 @@ MUTANTS = {
          "attention::blocks_cover_each_token_once_and_are_as_many_as_shapes_say"),
     ],
     "fast/packed.py": [
+        ("a norm's gradient sums squares of 16 bits", 'scale = torch.rsqrt(x.float().square()',
+         'scale = torch.rsqrt(x.square()', 'packed::norms_of_rows_that_are_no_power_of_two_long'),
         ("a norm's gradient forgets eps", ".mean(1, keepdim=True) + self.m.eps)", ".mean(1, keepdim=True))",
          "packed::norms_of_rows_that_are_no_power_of_two_long"),
         ("a norm's gradient is of what follows it", "        dnorm = ctx.prologue.own_gradient(x, d) if ctx.needs_input_grad[-1] else None\n"
@@ -1084,6 +1086,10 @@ MUTANTS = {
          "data::template_functions_of_hub_checkpoints"),
     ],
     "data.py": [
+        ("held-out problems are training's", 'problems(split, n or {',
+         'problems("train", n or {', 'data::the_embedded_task_has_the_rows_that_the_readme_says'),
+        ('problems are the same for all seeds', '[split], seed)',
+         '[split], 0)', 'data::the_embedded_task_has_the_rows_that_the_readme_says'),
         ("a reward sees no other columns", '{**row, "ids"', '{"question": row["question"], "answer": row["answer"], "ids"',
          "data::long_prompts_are_skipped_and_counted"),
         ("levels of a set are ignored", "seed=args.seed, levels=args.levels)", "seed=args.seed)",
@@ -1927,6 +1933,8 @@ MUTANTS = {
         ("another card's ratios stand beside ours", 'if card(PEERS[name]["card"]) == where else {}', "", "bench::tables_are_made"),
     ],
     "eval.py": [
+        ("a run's evaluations are by another seed", 'max_rows=256, seed=0, score',
+         'max_rows=256, seed=1, score', 'train::held_out_questions_are_asked_as_the_flags_say'),
         ("a model that was trained is called its base", '"trained" if args.run else "base"', '"base"',
          "train::a_full_parameter_run_leaves_a_checkpoint_that_the_commands_load"),
         ("all sets have the first one's gain", "results[-2:]", "results[:2]",

@@ -399,6 +399,7 @@ def test_every_form_asks_for_the_steps_of_its_chain():
 
 def test_the_embedded_task_has_the_rows_that_the_readme_says():
     assert len(data.load("arithmetic", "train")) == 2048 and len(data.load("arithmetic", "test")) == 512
+    assert data.load("arithmetic", "test", 9, 3) == arithmetic.problems("test", 9, 3)  # not training's, and by the seed
 
 
 # ---- tokenizer and prompts

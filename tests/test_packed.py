@@ -91,6 +91,8 @@ def test_norms_of_rows_that_are_no_power_of_two_long():
     torch.testing.assert_close(got, dx)
     torch.testing.assert_close(own, dw)
     assert torch.equal(given, dy)  # others may hold it
+    x = x.detach().bfloat16()  # its squares are float32's
+    torch.testing.assert_close(packed.Norm(norm).own_gradient(x, x), packed.Norm(norm).own_gradient(x.float(), x.float()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

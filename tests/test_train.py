@@ -421,7 +421,7 @@ def test_held_out_questions_are_asked_as_the_flags_say(tmp_path, monkeypatch):
     args = flags.parse(train.COMMAND, ["--eval-n", "3", "--eval-temperature", "0.4", "--max-new-tokens", "20",
                                        "--max-prompt", "50", "--max-rows", "5", "--prompt-style", "boxed", "--out", str(tmp_path)])
     train.evaluate(Run(train.COMMAND, args, [], {}, None), "model", "tok", "score", "rows")
-    assert names.parameters["top_p"].default == 0.95  # the paper's, which train.py leaves as it is
+    assert (names.parameters["top_p"].default, names.parameters["seed"].default) == (0.95, 0)  # the paper's, which train.py leaves as it is
     want = {"model": "model", "tok": "tok", "rows": "rows", "style": "boxed", "n": 3, "temperature": 0.4,
             "max_new_tokens": 20, "max_prompt": 50, "max_rows": 5, "score": "score"}
     assert {name: seen.get(name) for name in want} == want and seen.get("top_p", 0.95) == 0.95
