@@ -876,6 +876,12 @@ MUTANTS = {
         ("the slope's temperature is 1", "y *= tl.load(inverse_temperature)", "y *= 1.0", "logprobs::the_kernel_equals_the_plain_function"),
     ],
     "fast/attention.py": [
+        ("a group's gradients are of other heads", 'h, j = part * HEADS + step // steps',
+         'h, j = part + step // steps', 'attention::attention_equals_the_softmax_in_value_and_gradient'),
+        ('heads are summed across groups', '.view(2, S, Hkv, G, D).sum(3)',
+         '.view(2, S, G, Hkv, D).sum(2)', 'attention::rows_that_continue_another_see_it_and_give_it_their_gradients'),
+        ("keys are of a head's number modulo their own", 'col = h // G * D\n    Q = q.load',
+         'col = h % (tl.num_programs(0) // G) * D\n    Q = q.load', 'attention::attention_equals_the_softmax_in_value_and_gradient'),
         ("a key is seen one query early", "place[:, None] >= place[None, :]), x", "place[:, None] + 1 >= place[None, :]), x",
          "attention::attention_equals_the_softmax_in_value_and_gradient"),
         ("a completion sees another's tokens as its prompt's", "(j + place)[None, :] < stop", "(j + place)[None, :] <= stop",
