@@ -702,6 +702,8 @@ MUTANTS = {
          "gemm::what_the_ptx_makes_of_a_word"),
     ],
     "fast/decode.py": [
+        ('a cache of one token is not read', 'if s * chunk < end:',
+         'if s * chunk + 1 < end:', 'decode::attention_of_eight_query_heads_without_bias'),
         ("of a long sequence every other block is skipped", "for t0 in range(s * chunk + BLOCK, end, BLOCK):", "for t0 in range(s * chunk + BLOCK, end, 2 * BLOCK):",
          "decode::a_long_sequence_in_more_splits_than_are_loaded_at_once"),
         ("the splits leave out what is over", "chunk = tl.maximum(tl.cdiv(n, W), max(BLOCK, 32))", "chunk = tl.maximum(n // W, max(BLOCK, 32))",
