@@ -1094,6 +1094,8 @@ MUTANTS = {
          "data::template_functions_of_hub_checkpoints"),
     ],
     "data.py": [
+        ('one question fewer than there are is all', 'n < len(rows):',
+         'n < len(rows) - 1:', 'data::n_rows_are_drawn_by_the_seed'),
         ("held-out problems are training's", 'problems(split, n or {',
          'problems("train", n or {', 'data::the_embedded_task_has_the_rows_that_the_readme_says'),
         ('problems are the same for all seeds', '[split], seed)',

@@ -353,6 +353,7 @@ def test_n_rows_are_drawn_by_the_seed(tmp_path):
         return [r["question"] for r in data.load(path, n=9, seed=seed)]
 
     assert questions(1) == questions(1) != questions(2)
+    assert len(data.load(path, n=49)) == 49
     assert len(set(questions(1))) == 9 and questions(1) == sorted(questions(1), key=int)
 
 
