@@ -93,7 +93,7 @@ def test_boxed_braces_balance_and_the_last_box_counts():
     ("12!", "12"), ("so 3/4 of it", "3/4"), ("3 / 4 of it", "3 / 4"), ("it is 10^5.", "10^5"), ("10 ^ 5", "10 ^ 5"), ("12 500 in all", "12 500"), ("12'500", "12'500"),
     ("2 1/3 cups", "2 1/3"), ("so x^2", "x^2"), ("2x+1", "2x+1"), ("2x + 1.", "2x + 1"), ("3 * 4", "3 * 4"), ("3 \\times 4 is 12", "12"),
     ("\\frac{3}{4}.", "\\frac{3}{4}"), ("3\\sqrt{2} cm", "3\\sqrt{2}"), ("at 5:30", "5:30"), ("3 million people", "3 million"), ("9π", "9π"),
-    ("apples - 5", "5"), ("(-5)", "(-5)"), ("x_1 = 7 apples", "7"), ("none", None), ("", None),
+    ("apples - 5", "5"), ("Items-5", "5"), ("(-5)", "(-5)"), ("x_1 = 7 apples", "7"), ("none", None), ("", None),
     ("The answer is \u22125", "\u22125"), ("it lost \u2212$5.", "\u2212$5"), ("10\u22123 = 7", "7"), ("10\u22127", "10\u22127")])
 def test_without_a_box_the_last_term_is_the_answer_and_it_is_whole(text, term):
     """The last number was torn out of its term, and right where that was asked for: 3/4 was 4, 10^5 5, 12 500 500, x^2 2, and .5 5."""
