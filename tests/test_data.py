@@ -229,11 +229,11 @@ def test_jsonl_columns_of_the_usual_sets(tmp_path, capsys):
     """question/answer, problem/answer (with a worked solution beside it), prompt/solution, and
     GSM8K's ####."""
     rows = [{"question": "q", "answer": "a #### in the work <<1+1=2>>\n#### 1,234"},
-            {"problem": "q", "solution": "long", "answer": 7},
+            {"problem": "q", "solution": "long", "answer": 0},
             {"prompt": "q", "solution": "0"},
             {"problem": "q", "solution": "so \\boxed{\\frac{1}{2}}."}]
     got = data.load(write(tmp_path / "a.jsonl", rows))
-    assert [r["answer"] for r in got] == ["1,234", "7", "0", "\\frac{1}{2}"]
+    assert [r["answer"] for r in got] == ["1,234", "0", "0", "\\frac{1}{2}"]
     assert {r["question"] for r in got} == {"q"} and not capsys.readouterr().err  # none is left out
 
 
@@ -293,7 +293,7 @@ def test_parquet_in_parts_is_read_whole_and_in_order(tmp_path):
 @pytest.mark.parametrize(("lines", "says"), [
     (["{}"], r"a\.jsonl, row 1"), ([], "no rows"),
     (['{"question": "q", "answer": "1"}', '{"question": "q"}'], "row 2: needs question and answer"),
-    (['{"question": "q", "answer"'], "row 1: not JSON"), (['{"question": "q", "answer": NaN}'], "row 1: needs question and answer"), (["[1]"], "row 1: not a JSON object"),
+    (['{"question": " ", "answer": "1"}'], "row 1: needs question"), (['{"question": "q", "answer"'], "row 1: not JSON"), (['{"question": "q", "answer": NaN}'], "row 1: needs question and answer"), (["[1]"], "row 1: not a JSON object"),
     (['{"question": ["q"], "answer": "1"}'], "row 1: needs")])
 def test_a_bad_row_is_named(tmp_path, lines, says):
     path = tmp_path / "a.jsonl"
