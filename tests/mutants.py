@@ -1343,6 +1343,11 @@ MUTANTS = {
         ("a grader whose run is gone works on", " or os.getppid() != parent:", ":", "grade::busy_graders_die_with_their_parent"),
     ],
     "plumbing/config.py": [
+        ("Mistral has the positions of Qwen", '"mistral": 131072', '"mistral": 32768',
+         "model::fields_that_are_left_out_are_what_transformers_takes"),
+        ("the older theta is the model's", 'rope.get("rope_theta", raw.get("rope_theta", 10000.0))',
+         'raw.get("rope_theta", rope.get("rope_theta", 10000.0))',
+         "model::fields_that_are_left_out_are_what_transformers_takes"),
         ("half of a head turns", "partial != 1.0", "False", "model::a_config_that_cannot_be_honoured_is_an_error"),
         ("scaling without a type is none", '["without a type"] * ("factor" in rope)', "[]", "model::a_config_that_cannot_be_honoured_is_an_error"),
         ("layers of another base frequency", "any(isinstance(v, dict) for v in rope.values())", "False",
