@@ -31,14 +31,14 @@ def trained(out, quant, seed, steps=8, questions=40, **flags):
     right = {when: [int(rng.random() < share) for _ in range(questions)] for when, share in (("before", 0.3), ("after", 0.7))}
     right["before"] = [0, 0, 0, 1] * (questions // 4)  # all runs begin alike, and with zeros
     command = flags.pop("command", f"python train.py --quant {quant} --out {out}")
-    had = {"quant": quant, "seed": seed, "steps": steps, "out": str(out), "card_share": 0.3, "command": command}
+    had = {"quant": quant, "seed": seed, "steps": steps, "out": str(out), "card_share": 0.3, "command": command, "commits": {"a/b": "c"}}
     (out / "config.json").write_text(json.dumps(had | flags))
     (out / "summary.json").write_text(json.dumps({
         **{f"accuracy_{when}": sum(of) / questions for when, of in right.items()}, "steps": steps, "seconds": 12.3456, "peak_gib": 1.04,
         "best": {"step": steps, "accuracy": 0.7}, "command": command}))
     rows = [{"step": i, "accuracy": rng.randrange(97) / 96, "loss": 0.1, "entropy": 0.2 / (i + 1), "length_mean": 30.123 + i, "seconds": 1.5 * i,
              "sampler_kl": 1.234e-5 * (i + 1), "clip_first_frac": i / 1000,
-             "eval_accuracy": 0.25 if i == 0 else None, "eval_stderr": 0.1 if i == 0 else None} for i in range(steps)]
+             "seconds_update": 1.0, "eval_accuracy": 0.25 if i % 4 == 0 else None, "eval_stderr": 0.1 if i == 0 else None} for i in range(steps)]
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for when, of in right.items():
         (out / f"eval_{when}.jsonl").write_text("".join(json.dumps({"question": i, "accuracy": a}) + "\n" for i, a in enumerate(of)))
@@ -64,8 +64,8 @@ def test_kept_runs_print_what_their_folders_print(table, tmp_path, capsys):
     with archive.folders(["mine/nvfp4-s1"]) as [run]:
         assert plot.told(run) == plot.told(runs[4])
         had = saved(run, "config.json")
-        assert had["commit"] == "abc1234" and had["card_share"] == 0.3 and "out" not in had  # another machine's path
-        assert curves.read(run)[0].keys() < curves.read(runs[4])[0].keys()
+        assert had["commit"] == "abc1234" and had["card_share"] == 0.3 and not {"out", "commits"} & {*had}  # another machine's path
+        assert curves.read(runs[4])[0].keys() - curves.read(run)[0].keys() == {"loss", "eval_stderr"}
         assert [row["sampler_kl"] for row in curves.read(run)] == pytest.approx([1.234e-5 * i for i in range(1, 9)], rel=1e-5)
         for when in ("before", "after"):
             name = f"eval_{when}.jsonl"
@@ -96,10 +96,16 @@ def test_what_is_no_run_is_named(table, tmp_path, capsys):
     assert archive.main([run, str(twice), "--group", "other"]) == 2 and "other/s0 is in" in capsys.readouterr().err
     for argv, why in (([run, "--group", "mine"], "--group mine: mine/s0 is in"), ([str(tmp_path), "--group", "other"], "metrics.jsonl"), ([run, "--group", "../mine"], "--group ../mine: is no name"), ([run], "--group")):
         assert archive.main(argv) == 2 and why in capsys.readouterr().err
+    rows = (tmp_path / "again" / "s0" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "again" / "s0" / "metrics.jsonl").write_text("".join(rows[:3] + rows[4:]))
+    assert archive.main([str(twice), "--group", "other"]) == 2 and "metrics.jsonl lacks a step" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as m, pytest.raises(ZeroDivisionError):
+        m.setattr(tarfile.TarFile, "add", lambda *a, **kw: 1 / 0)
+        archive.main([run, "--group", "other"])
     (tmp_path / "s0" / "config.json").unlink()
     assert archive.main([run, "--group", "other"]) == 2 and "has no config.json" in capsys.readouterr().err
     assert table.stat().st_size == size
-    assert experiments.main(["compare", "mine/s1"]) == 2 and "mine/s1: no such folder" in capsys.readouterr().err
+    assert experiments.main(["compare", "mine/s"]) == 2 and "mine/s: no such folder" in capsys.readouterr().err
 
 
 def test_curves_are_of_kept_runs_too(table, tmp_path):
@@ -142,6 +148,8 @@ def test_late_entropy_is_of_the_second_half(tmp_path, capsys):
         Path(run, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = printed(capsys, *runs, "--entropy", "--arms").splitlines()
     assert out[0].endswith("entropy 0.900 -> 0.100") and out[-1] == "quant none -> nvfp4: +2.0 hundredths of a nat"
+    Path(runs[1], "metrics.jsonl").write_text("".join(json.dumps(row | {"entropy": None}) + "\n" for row in rows))
+    assert experiments.main(["compare", *runs, "--entropy"]) == 2 and "not all of these runs have logged it" in capsys.readouterr().err
 
 
 def test_arms_of_a_method_that_logs_no_entropy_are_shown(capsys):

@@ -79,12 +79,13 @@ def test_tables_are_made(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_report, "RESULTS", tmp_path)
     rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 1.0 if s == "3b.o" else 2.0}
             for s in [*bench_report.PEERS["marlin"]["speedup"], "3b.o"] for m in bench_report.ROWS]
+    rows += [rows[0] | other | {"speedup": 9.0} for other in ({"fmt": "mxfp4"}, {"pass": "backward"})]  # no forward pass of NVFP4
     (tmp_path / "kernels_l40s.json").write_text(json.dumps([r for r in rows if r["shape"] == "3b.o"]))  # none of Marlin's shapes
     for card in ("h100", "h200"):  # the others' ratios were measured on an H100
         (tmp_path / f"kernels_{card}.json").write_text(json.dumps(rows))
     rows = [{"size": "7b", "quant": q, "lora_rank": 16, "rows": n, "kind": "rows",
-             "decode_tok_s": 380.0 * n} for q in ("none", "nvfp4") for n in (1, 8, 16)]
-    (tmp_path / "rollout_h100.json").write_text(json.dumps(rows))
+             "decode_tok_s": 380.0 * n} for q in ("none", "nvfp4") for n in (1, 8, 16)[: 2 + (q != "none")]]
+    (tmp_path / "rollout_h100.json").write_text(json.dumps([*rows, rows[2] | {"kind": "length", "decode_tok_s": 9.0}]))
     (tmp_path / "rollout_h200.json").write_text(json.dumps([rows[0] | {"size": "3b"}]))
     row = {"size": "7b", "quant": "nvfp4", "completions": 2, "group": 1, "new": 2048, "card_gib": 0, "rollout_s": 5.0, "update_s": 1.0}
     other = [row | {"quant": "none", "rollout_s": 8.0}, row | {"card_gib": 24.0, "update_s": 9.0}, row | {"size": "3b", "new": 512}]

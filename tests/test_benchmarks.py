@@ -80,10 +80,12 @@ def test_big_math_comes_by_configuration_in_several_parts(monkeypatch, tmp_path,
             table = pa.table({"prompt": [f"{other} {i}"], "solution": ["\\frac{1}{2}"]})
             pq.write_table(table, tmp_path / other / f"train-0000{i}-of-00002.parquet")
     asked = hub(monkeypatch, tmp_path)
-    args = flags.parse(train.COMMAND, ["--model", "m", "--data", "bigmath", "--levels", levels, "--eval-n", "0", "--out", str(tmp_path / "run")])
+    args = flags.parse(train.COMMAND, ["--model", "m", "--data", "bigmath@v2", "--levels", levels, "--eval-n", "0", "--out", str(tmp_path / "run")])
     rows, held = data.questions(args)
     assert [r["question"] for r in rows] == [f"{folder} 0", f"{folder} 1"] and rows[0]["answer"] == "\\frac{1}{2}" and held == []
-    assert asked == [("open-r1/Big-Math-RL-Verified-Processed", [f"{folder}/*train{end}" for end in (".jsonl", ".parquet", "-*.parquet")])]
+    assert asked == [("open-r1/Big-Math-RL-Verified-Processed@v2", [f"{folder}/*train{end}" for end in (".jsonl", ".parquet", "-*.parquet")])]
+    assert [datasets.HUB[name] for name in ("math500", "aime24", "aime25", "amc23")] == [
+        "HuggingFaceH4/MATH-500", "math-ai/aime24", "math-ai/aime25", "math-ai/amc23"]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the sets are not beside the repository")

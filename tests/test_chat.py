@@ -64,8 +64,14 @@ def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, c
 
     monkeypatch.setattr(sample, "generate", scripted)
     long = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=room))
-    args = flags.parse(chat.COMMAND, ["--temperature", "0.4", "--top-p", "0.8", "--seed", "6"])
+    args = flags.parse(chat.COMMAND, ["--temperature", "0.4", *["--max-new-tokens", "5000"] * finished, "--top-p", "0.8", "--seed", "6"])
     assert chat.answer(long, Bytes(), args, ["hi"]) == f"a\u00e9!{last}"
     assert capsys.readouterr().out == f"a\u00e9!{last}{end}\n"
-    want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": min(4096, room - 2), "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}
+    want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": 5000 if finished else 998, "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}
     assert {name: seen[name] for name in want} == want
+
+
+def test_one_prompt_is_answered_by_the_engine_asked_for(monkeypatch):
+    engines = []
+    monkeypatch.setattr(sample, "set_engine", lambda model, engine: engines.append(engine))
+    assert chat.main(["--engine", "plain", "--prompt", "1+1?", "--max-new-tokens", "1"]) == 0 and engines == ["plain"]

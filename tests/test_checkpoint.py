@@ -182,7 +182,8 @@ def test_models_are_told_apart_by_their_files(tmp_path):
     assert changed(**{name: t.float() for name, t in state.items()}) == first
     assert changed(**{"lm_head.weight": torch.zeros(2, 2), "model.rotary_emb.inv_freq": torch.zeros(2)}) == first == changed()
     config = json.loads((folder / "config.json").read_text())
-    for change, alike in (({"rope_parameters": {"rope_theta": 100.0}}, False), ({"rms_norm_eps": 0.5}, False), ({"max_position_embeddings": 64}, True)):
+    far = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    for change, alike in (({"rope_parameters": {"rope_theta": 100.0}}, False), ({"rope_scaling": far}, False), ({"rms_norm_eps": 0.5}, False), ({"max_position_embeddings": 64}, True)):
         (folder / "config.json").write_text(json.dumps(config | change))
         assert (checkpoint.fingerprint(folder) == first) == alike, change
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))  # then the head is a weight of its own
@@ -325,6 +326,10 @@ def test_each_tensor_missing_of_a_wrong_shape_or_type_is_named(tmp_path):
             save_file(original | {name: t.view(torch.uint8).view(torch.int8) if t.element_size() == 1 else t.double()}, file)
             with pytest.raises(ValueError, match=f"{name} is stored as torch.(int8|float64), and can be read as torch.*alone"):
                 M.load(tmp_path / "q")
+    name = "model.layers.0.mlp.down_proj.weight_packed"
+    save_file(original | {name: original[name].flatten()}, file)  # as many numbers
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        M.load(tmp_path / "q")
     name = "model.norm.weight"  # config.json says nothing of its type
     save_file(original | {name: original[name].to(torch.int8)}, file)
     with pytest.raises(ValueError, match=f"{name} is stored as torch.int8, and can be read as torch.float32 or torch.*alone"):

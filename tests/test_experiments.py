@@ -17,9 +17,9 @@ def trained(folder, seeds):
                                            "--seed", out.name[-1]])
         out.mkdir()
         after = 0.5 + 0.1 * (args.quant == "nvfp4") + 0.02 * args.aqn + 0.01 * args.seed
-        rows = [{"step": 0, "eval_accuracy": 0.25, "entropy": 0.5}, {"step": 1, "eval_accuracy": 0.4 + 0.01 * args.seed, "entropy": 0.25}]
+        rows = [{"step": 0, "eval_accuracy": 0.25, "entropy": 0.5}, {"step": 1, "eval_accuracy": 0.4 + 0.01 * args.seed, "entropy": 0.25 + 0.01 * args.seed}]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (out / "summary.json").write_text(json.dumps({"accuracy_before": 0.25, "accuracy_after": after}))
+        (out / "summary.json").write_text(json.dumps({"accuracy_before": 0.25 + 0.01 * args.seed, "accuracy_after": after}))
         (out / "config.json").write_text(json.dumps(vars(args)))
     return [*map(str, runs)]
 
@@ -28,8 +28,8 @@ def test_arms_have_means_and_errors_over_seeds_and_effects_within_a_seed(tmp_pat
     """Seeds 0 to 4 add 0 to 4 points: mean 2, standard error sqrt(2.5 / 5); within a seed they cancel."""
     assert experiments.main(["compare", "--arms", *trained(tmp_path, 5)]) == 0
     out = capsys.readouterr().out
-    assert "quant=none aqn=off (5 seeds): 25.0 -> 42.0 +- 0.7 after 1, 52.0 +- 0.7, entropy 0.500 -> 0.250\n" in out
-    assert "quant=nvfp4 aqn=on (5 seeds): 25.0 -> 42.0 +- 0.7 after 1, 64.0 +- 0.7, entropy 0.500 -> 0.250\n" in out
+    assert "quant=none aqn=off (5 seeds): 27.0 -> 42.0 +- 0.7 after 1, 52.0 +- 0.7, entropy 0.500 -> 0.270\n" in out
+    assert "quant=nvfp4 aqn=on (5 seeds): 27.0 -> 42.0 +- 0.7 after 1, 64.0 +- 0.7, entropy 0.500 -> 0.270\n" in out
     assert out.endswith("aqn off -> on: +2.0 points, +- 0.0 over 5 seeds (10 pairs)\n"
                         "quant none -> nvfp4: +10.0 points, +- 0.0 over 5 seeds (10 pairs)\n")
 

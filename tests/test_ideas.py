@@ -161,10 +161,14 @@ def test_countdown_grades_the_rows_own_numbers(tmp_path, monkeypatch):
     idea = runpy.run_path(str(IDEAS / "countdown.py"))
     row = {"numbers": [3, 4, 5], "answer": "17"}
     graded = {text: idea["score"](f"<answer>{text}</answer>", row)["reward"]
-              for text in ("3*4+5", "(3*4) + 5", "4*3+5", "17", "3*4+5+0", "3+4+5", "__import__('os')", "3**4", "")}
-    assert [graded[t] for t in ("3*4+5", "(3*4) + 5", "4*3+5")] == [1, 1, 1]
-    assert [graded[t] for t in ("17", "3*4+5+0", "3+4+5")] == [0.1] * 3 and [graded[t] for t in ("__import__('os')", "3**4", "")] == [0] * 3
+              for text in ("3*4+5", "(3*4) + 5", "4*3+5", "17", "3*4+5+0", "3+4+5", "__import__('os')", "3**4", "", "4*5-3", "3*")}
+    assert [graded[t] for t in ("3*4+5", "(3*4) + 5", "4*3+5", "4*5-3")] == [1, 1, 1, 1]
+    assert [graded[t] for t in ("17", "3*4+5+0", "3+4+5")] == [0.1] * 3 and [graded[t] for t in ("__import__('os')", "3**4", "", "3*")] == [0] * 4
+    assert not idea["score"]("17", row)["format"]
     idea["make"](tmp_path / "c.jsonl", rows=40)
+    for made in map(json.loads, (tmp_path / "c.jsonl").read_text().splitlines()):
+        a, b, c = made["numbers"]
+        assert int(made["answer"]) in (a + b - c, a + b + c, a * b - c, a * b + c)
     out = tmp_path / "run"
     assert train.main([*SMALL, "--data", str(tmp_path / "c.jsonl"), "--reward", f"{IDEAS / 'countdown.py'}:score", "--out", str(out)]) == 0
     assert len(rows_of(out)) == 2

@@ -315,3 +315,6 @@ def test_fields_that_are_left_out_are_what_transformers_takes(tmp_path):
         assert c.max_position_embeddings == (2048 if family == "llama" else 32768)
         nulls = {"rope_theta": None, "rope_type": None, "partial_rotary_factor": None}
         assert M.read_config(copy(tmp_path / f"{family}-null", rope_theta=1e6, rope_parameters=nulls)).rope_theta == 1e6
+    both = M.read_config(copy(tmp_path / "mistral", max_position_embeddings=..., model_type="mistral", sliding_window=None, rope_theta=1e6,
+                              rope_parameters={"rope_theta": 5e5}))
+    assert both.max_position_embeddings == 131072 and both.rope_theta == 5e5  # the newer field's

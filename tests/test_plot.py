@@ -80,7 +80,7 @@ def test_each_axis_reads_as_its_panel_says(tmp_path, axes):
     assert panels["noise $\\sigma$"].lines[0].get_drawstyle() == "steps-post"
     assert panels["reward"].lines[0].get_drawstyle() == "default"
     assert panels["accuracy of the samples"].yaxis.get_major_formatter()(0.25) == "25%"
-    assert panels["completion length (tokens)"].get_ylim()[0] == 0
+    assert panels["completion length (tokens)"].get_ylim()[0] == 0 and panels["completion length (tokens)"].yaxis.get_major_formatter()(2e4) == "20k"
     shared = panels["reward"].get_shared_x_axes()
     assert all(shared.joined(panels["reward"], ax) for ax in panels.values())
 
@@ -122,8 +122,8 @@ def test_runs_of_several_seeds_are_one_line_in_a_band(tmp_path, axes):
         rows = [{"step": i, "reward": r, "eval_accuracy": r} for i, r in enumerate(rows)]
         return folder(tmp_path / name, rows, config={"quant": quant, "seed": seed, "out": name})
 
-    runs = [run("a0", 0, "nvfp4", [1.0, 2, 3]), run("b0", 0, "none", [5.0, 5, 5]),
-            run("a1", 1, "nvfp4", [3.0, 2, 7, 9])]
+    runs = [run("a0", 0, "nvfp4", [1.0, 2, 3, 9]), run("b0", 0, "none", [5.0, 5, 5]),
+            run("a1", 1, "nvfp4", [3.0, 2, 7])]
     draw(runs, tmp_path / "p.png")
     panels = axes()
     assert legend(panels) == ["quant=nvfp4 (2 seeds)", "quant=none"]
@@ -174,8 +174,8 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     same = {"model": "some/where/base", "lr": 1e-5, "lora_rank": 32}
     assert label({**same, "quant": "none", "aqn": False}, {**same, "quant": "nvfp4", "aqn": True}) \
         == ["quant=none aqn=off", "quant=nvfp4 aqn=on"]
-    assert label(same, {**same, "lr": 3e-5, "lora_rank": 16, "model": "x/tiny/"}) \
-        == ["model=base lr=1e-05 lora-rank=32", "model=tiny lr=3e-05 lora-rank=16"]
+    assert label(same, {**same, "lr": 2.5e-5, "lora_rank": 16, "model": "x/tiny/"}) \
+        == ["model=base lr=1e-05 lora-rank=32", "model=tiny lr=2.5e-05 lora-rank=16"]
     assert label(same, same) == ["r0", "r1"] and label(same) == ["r0"]
     assert label(same, {**same, "new_flag": 3}) == ["r0", "r1"]  # what the other did is not known
     assert label(same, None, {**same, "lr": 1.0}) == ["r0", "r1", "r2"]
@@ -184,11 +184,12 @@ def test_labels_are_the_flags_that_differ(tmp_path):
     assert label(dict.fromkeys("abcde", 0), dict.fromkeys("abcde", 1)) == ["r0", "r1"]
     assert label(same | {"micro_batch_tokens": 1, "seed": 0}, same | {"micro_batch_tokens": 2, "seed": 1}) == ["r* (2 seeds)"]
     idle = [same | {"seed": i} | dict.fromkeys(plot.IDLE, i) for i in (0, 1)]  # say of nothing that was compared
+    assert label(same | {"seed": 0, "commit": "a"}, same | {"seed": 1, "script": "train.py"}) == ["r* (2 seeds)"]  # an older run did not say
     assert "save_every" in plot.IDLE and "out" in plot.IDLE and label(*idle) == ["r* (2 seeds)"]
     runs = [folder(tmp_path / name, config=same | {"seed": i, "script": name}) for i, name in enumerate(("train.py", "mine.py"))]
     assert [name for name, _ in plot.lines(runs)] == ["script=train.py", "script=mine.py"]
-    taus = [folder(tmp_path / f"tau{i}", config=same | {"seed": i, "script": f"mine.py --tau {i}"}) for i in (0, 1)]
-    assert [name for name, _ in plot.lines(taus)] == ["script=mine.py --tau 0", "script=mine.py --tau 1"]  # not seeds of one idea
+    taus = [folder(tmp_path / f"tau{i}", config=same | {"seed": i, "script": f"mine.py --tau a/{i}"}) for i in (0, 1)]
+    assert [name for name, _ in plot.lines(taus)] == ["script=mine.py --tau a/0", "script=mine.py --tau a/1"]  # not seeds of one idea
 
 
 def test_eight_runs_look_different_in_grey_print(tmp_path, axes):
