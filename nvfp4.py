@@ -449,7 +449,7 @@ def calibrated(model, pieces, fmt, ids, device):
         stats = gather(block, x, rope)
         rows = quantize_block(block, stats, model.config, fmt)
         del block, stats  # so that the caller can free it
-        yield path, [{"layer": int(path.split(".")[1]), **row} for row in rows]
+        yield path, rows
 
 
 def gather(block, x, rope):

@@ -1279,8 +1279,6 @@ MUTANTS = {
          'self.mean.numel())', 'awq::activations_are_measured_by_their_size'),
         ("AWQ's report has two linears' errors swapped", 'zip(names, (produced, consumed), strict=True)]',
          'zip(names, (consumed, produced), strict=True)]', 'awq::a_producer_that_gives_up_leaves_its_consumer_unscaled'),
-        ("AWQ's report names one layer", 'int(path.split(".")[1]), **row}',
-         '0, **row}', 'awq::an_embedding_in_another_dtype_than_the_blocks_is_taken'),
         ('an unused channel makes all scales NaN', 'magnitude.clamp(min=1e-8)',
          'magnitude', 'awq::the_exponent_is_the_best_of_the_grid'),
         ("a producer's error forgets what its rows are divided by", "q.dequantize() * divide / s - w", "q.dequantize() / s - w",
@@ -1379,6 +1377,8 @@ MUTANTS = {
         ("a grader whose run is gone works on", " or os.getppid() != parent:", ":", "grade::busy_graders_die_with_their_parent"),
     ],
     "plumbing/config.py": [
+        ("a Qwen's window that is switched off is refused", 'family == "mistral" and raw.get("sliding_window")', 'raw.get("sliding_window")',
+         "model::fields_that_older_configs_write_mean_the_same"),
         ("Mistral has the positions of Qwen", '"mistral": 131072', '"mistral": 32768',
          "model::fields_that_are_left_out_are_what_transformers_takes"),
         ("the older theta is the model's", 'rope.get("rope_theta", raw.get("rope_theta", 10000.0))',

@@ -305,8 +305,7 @@ def test_an_embedding_in_another_dtype_than_the_blocks_is_taken(shallow, tmp_pat
     state = load_file(home / "model.safetensors")
     state = {k: v.float() if "embed" in k else v.bfloat16() for k, v in state.items()}
     save_file(state, home / "model.safetensors", metadata={"format": "pt"})
-    report = convert.convert(home, tmp_path / "q", use_awq=True)
-    assert [row["layer"] for row in report] == 4 * [0] + 4 * [1]
+    convert.convert(home, tmp_path / "q", use_awq=True)
     assert load_file(tmp_path / "q" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.float32
 
 

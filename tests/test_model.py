@@ -296,7 +296,7 @@ def test_a_config_that_cannot_be_honoured_is_an_error(tmp_path, change, message)
 
 def test_fields_that_older_configs_write_mean_the_same(tmp_path):
     """rope_theta on the top level, rope_scaling null, no layer_types, no head_dim: what Qwen2.5's own checkpoints have."""
-    folder = copy(tmp_path, rope_parameters=..., rope_theta=1e6, rope_scaling=None, layer_types=..., use_sliding_window=False)
+    folder = copy(tmp_path, rope_parameters=..., rope_theta=1e6, rope_scaling=None, layer_types=..., use_sliding_window=False, sliding_window=512)
     expected = load_file(folder / "expected.safetensors")
     assert (M.load(folder, dtype=torch.float32)(expected["ids"]) - expected["logits"]).abs().max() < 1e-4
     other = copy(tmp_path / "other", rope_parameters=..., rope_theta=1e2)
