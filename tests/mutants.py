@@ -419,6 +419,12 @@ MUTANTS = {
          "aqn::clean_block_is_clean_and_restores_the_noise"),
     ],
     "model.py": [
+        ("AWQ meets the tenth block before the second", "for piece in pieces(model.config):", "for piece in sorted(pieces(model.config)):",
+         "model::a_model_from_scratch_ties_its_head_if_told"),
+        ("a noise of one's own is of another dtype", "noise.shape, dtype=noise.dtype, device=device)", "noise.shape, device=device)",
+         "aqn::a_noise_may_be_a_modules_own_from_its_beginning"),
+        ("a view of rows has the first rows' lengths", "part.length = self.length[first:end]", "part.length = self.length[: end - first]",
+         "model::rows_of_one_cache_may_have_different_lengths"),
         ("what a quantized checkpoint leaves in 16 bits is rounded", 'rounds = quant != "none" and not fmt', 'rounds = quant != "none"',
          "checkpoint::projections_that_a_script_leaves_in_16_bits_are_exempt_in_the_config"),
         ("the last norm has the default's eps", "self.norm = RMSNorm(C, config.rms_norm_eps)", "self.norm = RMSNorm(C, 1e-6)",
