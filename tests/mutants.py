@@ -807,6 +807,8 @@ MUTANTS = {
         ("MXFP4's scales overflow", "> 154", "> 254", "fast::what_the_kernels_do_not_take_is_refused_with_a_reason"),
     ],
     "fast/scheduler.py": [
+        ("rows that begin together have one limit", "[row.limit for row in rows],\n", "[rows[0].limit for row in rows],\n",
+         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("the stop token is cut off", "next((i + 1 for", "next((i for", "scheduler::refill_and_shrink_keep_every_sample"),
         ("no completion is finished", "row.sample.finished = end is not None", "row.sample.finished = False",
          "scheduler::refill_and_shrink_keep_every_sample"),
@@ -988,6 +990,12 @@ MUTANTS = {
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
     ],
     "fast/engine.py": [
+        ("a long prompt begins where the slot's last row ended", "cache.length, cache.used = torch.zeros_like(cache.length), 0", "cache.used = 0",
+         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
+        ("a prompt of two tokens is one of one", "if len(p) > 1]", "if len(p) > 2]",
+         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
+        ("a prompt that fills a prefill is never taken", "total + len(todo[0][0]) <= most:", "total + len(todo[0][0]) < most:",
+         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("a long prompt waits behind short ones for ever", "todo.sort(key=lambda t: len(t[0]), reverse=True)", "todo.sort(key=lambda t: len(t[0]))",
          "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("a row that moves leaves its prompt's length behind", "for t in (st.token, st.prompt,", "for t in (st.token,", "exact::a_row_that_moves_takes_its_prompts_length_along"),
