@@ -992,6 +992,10 @@ MUTANTS = {
     "fast/engine.py": [
         ("a long prompt begins where the slot's last row ended", "cache.length, cache.used = torch.zeros_like(cache.length), 0", "cache.used = 0",
          "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
+        ("a prefill is of all prompts at once", "            total += len(batch[-1][0])\n", "",
+         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
+        ("ranks plan by their own memory", "min(ranks.gather(free_bytes())) - later", "free_bytes() - later",
+         "memory::a_run_plans_its_micro_batches_by_what_is_free_and_says_so"),
         ("a prompt of two tokens is one of one", "if len(p) > 1]", "if len(p) > 2]",
          "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("a prompt that fills a prefill is never taken", "total + len(todo[0][0]) <= most:", "total + len(todo[0][0]) < most:",

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import model as M
 import sample
-from fast import decode, engine, memory, scheduler
+from fast import decode, engine, memory, packed, scheduler
 from tests.test_decode import PROMPTS, build
 
 
@@ -189,8 +189,10 @@ def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_pat
         scores.append(0 if attn_mask is None else q.shape[2] * k.shape[2])
         return attention(q, k, v, attn_mask=attn_mask, **kw)
 
+    run, taken = packed.Prefill.run, []
+    monkeypatch.setattr(packed.Prefill, "run", lambda self, m, rows, *a: taken.append(sum(map(len, rows))) or run(self, m, rows, *a))
     monkeypatch.setattr(memory, "PREFILL_TOKENS", (256,))
     monkeypatch.setattr(M.F, "scaled_dot_product_attention", attend)
     monkeypatch.setattr(engine, "KVCache", lambda m, rows, length: caches.append((rows, length)) or M.KVCache(m, rows, length))
-    compare(sample.generate(on_fast_path(m), prompts, max_rows=2, **kw), want)  # the long ones where others ended
-    assert 0 < max(scores) <= 512 * 256 and caches == [(2, 1216)]
+    compare(sample.generate(on_fast_path(m), prompts, max_rows=3, **kw), want)  # the longest where another ended
+    assert 0 < max(scores) <= 512 * 256 and caches == [(3, 1216)] and max(taken) == 256
