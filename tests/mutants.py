@@ -996,6 +996,8 @@ MUTANTS = {
          "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("ranks plan by their own memory", "min(ranks.gather(free_bytes())) - later", "free_bytes() - later",
          "memory::a_run_plans_its_micro_batches_by_what_is_free_and_says_so"),
+        ("a long prompt loses a token", "ids[:, most:].split", "ids[:, most + 1:].split",
+         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("a prompt of two tokens is one of one", "if len(p) > 1]", "if len(p) > 2]",
          "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("a prompt that fills a prefill is never taken", "total + len(todo[0][0]) <= most:", "total + len(todo[0][0]) < most:",
