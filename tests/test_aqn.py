@@ -191,11 +191,12 @@ def test_a_noise_may_be_a_modules_own_from_its_beginning(monkeypatch):
 
     def with_noise(self, *args):
         init(self, *args)
-        self.register_buffer("noise", torch.zeros(5), persistent=False)
+        self.register_buffer("noise", torch.zeros(5, dtype=torch.float64), persistent=False)
 
     monkeypatch.setattr(qwen.MLP, "__init__", with_noise)
     m = qwen.build(qwen.Config(31, 32, 48, 3, 4, 2, 8), checkpoint.RandomCheckpoint(1), dtype=torch.float32)
     assert all(layer.mlp.noise.tolist() == [0.0] * 5 for layer in m.layers)
+    assert m.layers[0].mlp.noise.dtype == torch.float64
     m.layers[0].mlp.noise.fill_(1.0)
     aqn.set_noise(m, 0.1, 1)
     assert not m.layers[0].mlp.noise.any()

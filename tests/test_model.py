@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from plumbing import checkpoint
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -54,9 +56,11 @@ def test_logits_equal_transformers(name):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_from_scratch_ties_its_head_if_told(tied):
-    """assets/tiny/make.py trains one: a loader's own tie does not help it."""
-    m = M.Transformer(M.Config(31, 32, 48, 3, 4, 2, 8, tie_word_embeddings=tied))
+    """assets/tiny/make.py trains one: a loader's own tie does not help it. AWQ needs a loader's blocks in order, 2 before 10."""
+    c = M.Config(31, 32, 48, 11, 4, 2, 8, tie_word_embeddings=tied)
+    m = M.Transformer(c)
     assert (m.lm_head.weight is m.embed.weight) == tied
+    assert list(M.stream(M.skeleton(c), checkpoint.RandomCheckpoint(1))) == M.pieces(c)
 
 
 def test_the_embedded_model_can_be_made_anew(tmp_path):
@@ -101,6 +105,7 @@ def test_rows_of_one_cache_may_have_different_lengths():
     padded[1, 4:] = 0
     model(padded, cache)
     cache.length = torch.tensor([9, 4])
+    assert cache.rows(1, 2).length.tolist() == [4]
     cache.used = 15  # a bound: with the steps below it would leave the cache
     for step in range(4):
         got = model(torch.stack([ids[0, 9 + step : 10 + step], ids[1, 4 + step : 5 + step]]), cache)
