@@ -478,6 +478,11 @@ MUTANTS = {
          "fast::an_installed_model_is_not_written_as_a_checkpoint"),
     ],
     "plumbing/peft.py": [
+        ("a transposed tensor is loaded", "if tuple(t.shape) != shapes[name]:", "if t.numel() != math.prod(shapes[name]):",
+         "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
+        ("after an error the norms are the base's", "    try:\n        yield\n    finally:\n        for m, weight in own:\n            m.weight = weight",
+         "    yield\n    for m, weight in own:\n        m.weight = weight", "lora::norms_of_an_adapters_own"),
+        ("PEFT is told a base with its revision", 'base = base.partition("@")[0]', "pass", "lora::saved_names_and_shapes_are_pefts"),
         ("an adapter does not tell of its norms", '        config["modules_to_save"] = norms\n', "        pass\n",
          "lora::norms_of_an_adapters_own"),
         ("adapters in 16 bits are refused", "t.dtype.itemsize < 2", "t.dtype.itemsize <= 2",
@@ -2082,6 +2087,8 @@ MUTANTS = {
          "texts, strict=True) for row in rows[:1] for text in said]", "eval::a_cut_sample_counts_by_its_answer", "ranks::an_evaluation_is_dealt_out_and_the_same"),
     ],
     "plumbing/policy.py": [
+        ("a GPU works in float32", '"float32" if device == "cpu" else "bfloat16"', '"float32"', "flags::a_device_that_is_not_there_is_named"),
+        ("--awq scales what is rounded already", ' and stored(now) == "none"', "", "lora::awqs_scales_are_not_taken_for_plain_rounding"),
         ("an adapter of another base is taken",
          "trained.get(known) not in (None, now[known])", "False",
          "train::an_adapter_remembers_what_it_was_trained_with"),
@@ -2356,6 +2363,8 @@ MUTANTS = {
          "loop::times_and_speeds_are_those_of_the_step"),
     ],
     "plumbing/layouts.py": [
+        ("scales in bfloat16 are loaded", "[format.scale_dtype])", "[format.scale_dtype, torch.bfloat16])",
+         "checkpoint::each_tensor_missing_of_a_wrong_shape_or_type_is_named"),
         ("q's global scale is k's and v's", "q.global_scale[rows][:1]", "q.global_scale[:1]",
          "checkpoint::a_global_scale_may_be_a_scalar"),
         ("a scalar is no scale", "shape = () if name in source and source.read(name).dim() == 0 else (1,)", "shape = (1,)",

@@ -95,6 +95,8 @@ def test_a_device_that_is_not_there_is_named(monkeypatch):
     with pytest.raises(ValueError, match="--device cuda: this machine has no CUDA device; use --device cpu"):
         policy.place("cuda")
     assert policy.place() == ("cpu", torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert policy.place() == ("cuda", torch.bfloat16) and policy.place("cpu") == ("cpu", torch.float32)
 
 
 @pytest.mark.parametrize(("idle", "used"), [
