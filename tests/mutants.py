@@ -1601,6 +1601,7 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "plumbing/run.py": [
+        ("the process's memory is told in TiB", "else 2**20)", "else 2**30)", "train::a_run_leaves_every_file_it_promises"),
         ("an adapter does not tell its reward", '[*flags, "reward"]', "[*flags]",
          "train::an_adapter_remembers_what_it_was_trained_with"),
         ("an adapter does not tell its base", "policy.content(self.args, self.state.base", "policy.content(self.args, {}",

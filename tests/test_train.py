@@ -88,6 +88,7 @@ def test_a_run_leaves_every_file_it_promises(straight):
     assert names <= {p.name for p in straight.iterdir()}
     summary = json.loads((straight / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "steps", "seconds", "command"} <= set(summary)
+    assert torch.cuda.is_available() or 0.1 < summary["peak_gib"] < 100  # without a GPU the process's, in GiB
     assert not [p for p in straight.rglob("*") if p.name.startswith(".")]
     wanted = {"reward", "accuracy", "format", "reward_std", "zero_var_frac", "entropy", "length_mean", "truncated_frac",
               "grad_norm", "lr", "sigma", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean", "logp_gap_max",
