@@ -209,6 +209,10 @@ def test_a_run_of_an_older_version_is_refused_in_one_line(straight, tmp_path, ca
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     sample.load_policy(flags.parse(evaluation.COMMAND, ["--run", str(out)]))
 
+    (out / "config.json").write_text(json.dumps(config | {"quant": "int4"}))  # lab/ideas/int4.py's
+    assert train.main(["--resume", "--out", str(out), "--steps", "9"]) == 2
+    assert "config.json: --quant int4: not one of none, nvfp4, " in capsys.readouterr().err
+
 
 def copy_of(straight, tmp_path):
     return Path(shutil.copytree(straight, tmp_path / "copy"))
