@@ -1820,6 +1820,7 @@ MUTANTS = {
          "eval::who_evaluates_by_another_reward_than_was_trained_by_is_warned"),
     ],
     "plumbing/ranks.py": [
+        ("after an exchange signals wait", "    finally:\n        busy = False", "    finally:\n        pass", "ranks::nothing_keeps_the_group"),
         ("a RANK of the shell's is one of torchrun's", 'int(os.environ["RANK"]) if world > 1 else 0', 'int(os.environ.get("RANK", 0))',
          "ranks::a_rank_without_others_is_rank_0"),
         ("gradients are averaged", "p.grad = total.to", "p.grad = (total / world).to",
@@ -1856,6 +1857,11 @@ MUTANTS = {
          "                pass", "ranks::bad_input_is_refused_once"),
     ],
     "plumbing/flags.py": [
+        ("--adapter beside --run is forgotten", 'if run and "adapter" in given:', "if False:", "flags::flags_that_contradict_each_other_are_refused"),
+        ("an adapter is evaluated on questions of another kind", '"arithmetic", in_policy=True)', '"arithmetic")',
+         "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
+        ("an empty --calib is a file", "    args.calib = args.calib or None\n", "",
+         "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
         ("null in policy.json is a format", "for name, value in found.items() if value is not None}", "for name, value in found.items()}",
          "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
         ("the embedded model's folder is another model", "or Path(model).is_dir() and Path(model).resolve() == TINY", "",
