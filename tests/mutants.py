@@ -1543,6 +1543,8 @@ MUTANTS = {
          "kill::who_waits_at_a_terminal_is_told_for_what"),
     ],
     "plumbing/command.py": [
+        ("lora.py --merge forgets its flags", "[str(path), *words, *sys.argv[1:]]", "[str(path), *words]",
+         "flags::a_file_that_becomes_a_command_hands_on_its_words"),
         ("a file that is not there is an errno", "missing = isinstance(e, OSError) and e.filename", "missing = False",
          "bad_inputs::flags_and_places_are_checked_before_the_work"),
         ("a command asks another thread than the main one to handle signals", "is not threading.main_thread():", "is None:",

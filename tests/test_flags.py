@@ -42,6 +42,15 @@ def test_flags_that_contradict_each_other_are_refused(name, argv, says):
         flags.parse(COMMANDS[name], argv)
 
 
+def test_a_file_that_becomes_a_command_hands_on_its_words(tmp_path, monkeypatch, capsys):
+    (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setitem(sys.modules, "lora", lora)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "lora.py", raising=False)
+    monkeypatch.setattr(sys, "argv", ["lora.py", "--merge"])
+    command.become(tmp_path / "s.py", "merge")
+    assert capsys.readouterr().out == "['merge', '--merge']\n"
+
+
 def test_a_style_without_answers_needs_a_reward_of_ones_own():
     """eval.py refused it when all samples had been drawn, train.py also where a reward could grade it."""
     for name in ("train", "eval"):
