@@ -484,6 +484,11 @@ MUTANTS = {
          "fast::an_installed_model_is_not_written_as_a_checkpoint"),
     ],
     "plumbing/peft.py": [
+        ("a transposed tensor is loaded", "if tuple(t.shape) != shapes[name]:", "if t.numel() != math.prod(shapes[name]):",
+         "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
+        ("after an error the norms are the base's", "    try:\n        yield\n    finally:\n        for m, weight in own:\n            m.weight = weight",
+         "    yield\n    for m, weight in own:\n        m.weight = weight", "lora::norms_of_an_adapters_own"),
+        ("PEFT is told a base with its revision", 'base = base.partition("@")[0]', "pass", "lora::saved_names_and_shapes_are_pefts"),
         ("an adapter does not tell of its norms", '        config["modules_to_save"] = norms\n', "        pass\n",
          "lora::norms_of_an_adapters_own"),
         ("adapters in 16 bits are refused", "t.dtype.itemsize < 2", "t.dtype.itemsize <= 2",
@@ -1558,6 +1563,8 @@ MUTANTS = {
          "kill::who_waits_at_a_terminal_is_told_for_what"),
     ],
     "plumbing/command.py": [
+        ("lora.py --merge forgets its flags", "[str(path), *words, *sys.argv[1:]]", "[str(path), *words]",
+         "flags::a_file_that_becomes_a_command_hands_on_its_words"),
         ("a file that is not there is an errno", "missing = isinstance(e, OSError) and e.filename", "missing = False",
          "bad_inputs::flags_and_places_are_checked_before_the_work"),
         ("a command asks another thread than the main one to handle signals", "is not threading.main_thread():", "is None:",
@@ -1616,6 +1623,9 @@ MUTANTS = {
          "memory::an_update_takes_the_largest_micro_batches_that_fit"),
     ],
     "plumbing/run.py": [
+        ("a resume takes a format that is not there", "    flags.check_choices(spec, vars(args), config)\n", "",
+         "train::a_run_of_an_older_version_is_refused_in_one_line"),
+        ("the process's memory is told in TiB", "else 2**20)", "else 2**30)", "train::a_run_leaves_every_file_it_promises"),
         ("an adapter does not tell its reward", '[*flags, "reward"]', "[*flags]",
          "train::an_adapter_remembers_what_it_was_trained_with"),
         ("an adapter does not tell its base", "policy.content(self.args, self.state.base", "policy.content(self.args, {}",
@@ -1832,6 +1842,7 @@ MUTANTS = {
          "eval::who_evaluates_by_another_reward_than_was_trained_by_is_warned"),
     ],
     "plumbing/ranks.py": [
+        ("after an exchange signals wait", "    finally:\n        busy = False", "    finally:\n        pass", "ranks::nothing_keeps_the_group"),
         ("a RANK of the shell's is one of torchrun's", 'int(os.environ["RANK"]) if world > 1 else 0', 'int(os.environ.get("RANK", 0))',
          "ranks::a_rank_without_others_is_rank_0"),
         ("gradients are averaged", "p.grad = total.to", "p.grad = (total / world).to",
@@ -1868,6 +1879,11 @@ MUTANTS = {
          "                pass", "ranks::bad_input_is_refused_once"),
     ],
     "plumbing/flags.py": [
+        ("--adapter beside --run is forgotten", 'if run and "adapter" in given:', "if False:", "flags::flags_that_contradict_each_other_are_refused"),
+        ("an adapter is evaluated on questions of another kind", '"arithmetic", in_policy=True)', '"arithmetic")',
+         "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
+        ("an empty --calib is a file", "    args.calib = args.calib or None\n", "",
+         "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
         ("null in policy.json is a format", "for name, value in found.items() if value is not None}", "for name, value in found.items()}",
          "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
         ("the embedded model's folder is another model", "or Path(model).is_dir() and Path(model).resolve() == TINY", "",
@@ -2102,6 +2118,8 @@ MUTANTS = {
          "texts, strict=True) for row in rows[:1] for text in said]", "eval::a_cut_sample_counts_by_its_answer", "ranks::an_evaluation_is_dealt_out_and_the_same"),
     ],
     "plumbing/policy.py": [
+        ("a GPU works in float32", '"float32" if device == "cpu" else "bfloat16"', '"float32"', "flags::a_device_that_is_not_there_is_named"),
+        ("--awq scales what is rounded already", ' and stored(now) == "none"', "", "lora::awqs_scales_are_not_taken_for_plain_rounding"),
         ("an adapter of another base is taken",
          "trained.get(known) not in (None, now[known])", "False",
          "train::an_adapter_remembers_what_it_was_trained_with"),
@@ -2376,6 +2394,8 @@ MUTANTS = {
          "loop::times_and_speeds_are_those_of_the_step"),
     ],
     "plumbing/layouts.py": [
+        ("scales in bfloat16 are loaded", "[format.scale_dtype])", "[format.scale_dtype, torch.bfloat16])",
+         "checkpoint::each_tensor_missing_of_a_wrong_shape_or_type_is_named"),
         ("q's global scale is k's and v's", "q.global_scale[rows][:1]", "q.global_scale[:1]",
          "checkpoint::a_global_scale_may_be_a_scalar"),
         ("a scalar is no scale", "shape = () if name in source and source.read(name).dim() == 0 else (1,)", "shape = (1,)",

@@ -34,11 +34,21 @@ def policy_of(args, base):
 
 @pytest.mark.parametrize(("name", "argv", "says"), [
     ("train", ["--calib", "t.txt"], "--calib: plain rounding uses no text"), ("train", ["--awq", "--quant", "none"], "--awq: .*--quant is none"),
+    ("eval", ["--run", "r", "--adapter", "a"], "--run and --adapter exclude each other"),
     ("eval", ["--n", "4", "--k", "8,1"], "--k 8: "), ("eval", ["--run", ""], "--run: is empty"), ("train", ["--reward", ""], "--reward: is empty")])
 def test_flags_that_contradict_each_other_are_refused(name, argv, says):
     """AWQ that is parsed and forgotten looks like plain rounding, and --run $UNSET evaluated the base alone."""
     with pytest.raises(ValueError, match=says):
         flags.parse(COMMANDS[name], argv)
+
+
+def test_a_file_that_becomes_a_command_hands_on_its_words(tmp_path, monkeypatch, capsys):
+    (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setitem(sys.modules, "lora", lora)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "lora.py", raising=False)
+    monkeypatch.setattr(sys, "argv", ["lora.py", "--merge"])
+    command.become(tmp_path / "s.py", "merge")
+    assert capsys.readouterr().out == "['merge', '--merge']\n"
 
 
 def test_a_style_without_answers_needs_a_reward_of_ones_own():
@@ -95,6 +105,8 @@ def test_a_device_that_is_not_there_is_named(monkeypatch):
     with pytest.raises(ValueError, match="--device cuda: this machine has no CUDA device; use --device cpu"):
         policy.place("cuda")
     assert policy.place() == ("cpu", torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert policy.place() == ("cuda", torch.bfloat16) and policy.place("cpu") == ("cpu", torch.float32)
 
 
 @pytest.mark.parametrize(("idle", "used"), [
@@ -133,16 +145,17 @@ def test_what_an_adapter_was_trained_with_is_written_read_and_missed(shallow, tm
     """AWQ's scales are part of the base as the format is: evaluated without them, an adapter meets another one."""
     m = qwen.load(shallow, dtype=torch.float32)
     lora.add_lora(m, 2, 2.0)
-    given = ["--model", str(shallow), "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--prompt-style", "boxed", "--reward", "own.py:f"]
+    given = ["--model", str(shallow), "--quant", "mxfp4", "--awq", "--calib", "t.txt", "--prompt-style", "boxed", "--reward", "own.py:f",
+             "--data", "math500"]
     lora.save_adapter(m, tmp_path)
     base = checkpoint.fingerprint(shallow)
     had = policy_of(flags.parse(train.COMMAND, given), base)
     (tmp_path / "policy.json").write_text(json.dumps(had))
     assert had["reward"] == "own.py:f" and had | base == had
     args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path)])
-    assert (args.quant, args.awq, args.calib, args.prompt_style) == ("mxfp4", True, "t.txt", "boxed")
+    assert (args.quant, args.awq, args.calib, args.prompt_style, args.data) == ("mxfp4", True, "t.txt", "boxed", "math500")
     args = flags.parse(evaluation.COMMAND, ["--adapter", str(tmp_path), "--no-awq", "--prompt-style", "tags"] + ["--calib", ""])
-    assert (args.awq, args.prompt_style) == (False, "tags")
+    assert (args.awq, args.calib, args.prompt_style) == (False, None, "tags")
     policy.check(args)
     assert "warning: --awq False: the adapter was trained with True" in capsys.readouterr().err
     with pytest.raises(ValueError, match="another base"):

@@ -88,6 +88,7 @@ def test_a_run_leaves_every_file_it_promises(straight):
     assert names <= {p.name for p in straight.iterdir()}
     summary = json.loads((straight / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "steps", "seconds", "command"} <= set(summary)
+    assert torch.cuda.is_available() or 0.1 < summary["peak_gib"] < 100  # without a GPU the process's, in GiB
     assert not [p for p in straight.rglob("*") if p.name.startswith(".")]
     wanted = {"reward", "accuracy", "format", "reward_std", "zero_var_frac", "entropy", "length_mean", "truncated_frac",
               "grad_norm", "lr", "sigma", "clip_low_frac", "clip_high_frac", "kl", "logp_gap_mean", "logp_gap_max",
@@ -207,6 +208,10 @@ def test_a_run_of_an_older_version_is_refused_in_one_line(straight, tmp_path, ca
         "(aqn_stages); continue it with that, or start anew in another --out\n")
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     sample.load_policy(flags.parse(evaluation.COMMAND, ["--run", str(out)]))
+
+    (out / "config.json").write_text(json.dumps(config | {"quant": "int4"}))  # lab/ideas/int4.py's
+    assert train.main(["--resume", "--out", str(out), "--steps", "9"]) == 2
+    assert "config.json: --quant int4: not one of none, nvfp4, " in capsys.readouterr().err
 
 
 def copy_of(straight, tmp_path):
