@@ -41,7 +41,8 @@ def test_a_chat_outlives_a_question_that_does_not_fit(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("last", ["", "\ufffd"])
-@pytest.mark.parametrize(("finished", "room", "end"), [(True, 9000, ""), (False, 1000, " [cut after 998 tokens]")])
+@pytest.mark.parametrize(("finished", "room", "end"), [(True, 9000, ""), (False, 9000, " [cut after 4096 tokens]"),
+                                                        (False, 1000, " [cut after 998 tokens]")])
 def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, capsys, finished, room, end, last):
     """Another temperature than asked for, no stop token; half a character, but for one that ends the answer, or all that was said
     again, on the terminal."""
@@ -67,7 +68,7 @@ def test_an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes(monkeypatch, c
     args = flags.parse(chat.COMMAND, ["--temperature", "0.4", *["--max-new-tokens", "5000"] * finished, "--top-p", "0.8", "--seed", "6"])
     assert chat.answer(long, Bytes(), args, ["hi"]) == f"a\u00e9!{last}"
     assert capsys.readouterr().out == f"a\u00e9!{last}{end}\n"
-    want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": 5000 if finished else 998, "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}
+    want = {"prompts": [[*b"hi"]], "n": 1, "max_new_tokens": 5000 if finished else min(4096, room - 2), "temperature": 0.4, "top_p": 0.8, "eos_ids": [7], "seed": 6}
     assert {name: seen[name] for name in want} == want
 
 

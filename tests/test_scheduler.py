@@ -181,8 +181,8 @@ def test_greedy_decoding_sorts_nothing(monkeypatch, on_slots):
 def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_path):
     """Nothing to fill in beside more than a prefill holds at once: chunks, and the short row's own positions. Where a chunk sees others,
     the GPU's attention keeps all its scores; and long keys and values have no room beside the cache that was planned."""
-    m, long, kw = small(positions=1300), [i * i % 297 for i in range(1200)], dict(max_new_tokens=[2, 4, 4, 4], temperature=0)
-    want = sample.generate(m, prompts := [[5], [1, 2], long[:257], long], **kw)  # 257: a prefill is full
+    m, long, kw = small(positions=1300), [i * i % 297 for i in range(1200)], dict(max_new_tokens=[2, 2, 4, 4, 4], temperature=0)
+    want = sample.generate(m, prompts := [[5], [1, 2], long[:257], [3, 4], long], **kw)  # 257: a prefill is full
     attention, scores, caches = M.F.scaled_dot_product_attention, [], []
 
     def attend(q, k, v, attn_mask, **kw):
@@ -194,5 +194,5 @@ def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_pat
     monkeypatch.setattr(memory, "PREFILL_TOKENS", (256,))
     monkeypatch.setattr(M.F, "scaled_dot_product_attention", attend)
     monkeypatch.setattr(engine, "KVCache", lambda m, rows, length: caches.append((rows, length)) or M.KVCache(m, rows, length))
-    compare(sample.generate(on_fast_path(m), prompts, max_rows=3, **kw), want)  # the longest where another ended
+    compare(sample.generate(on_fast_path(m), prompts, max_rows=3, **kw), want)  # the longest beside a short one, where others ended
     assert 0 < max(scores) <= 512 * 256 and caches == [(3, 1216)] and max(taken) == 256
