@@ -59,7 +59,7 @@ def warnings_for(row, args):
     if row["truncated_frac"] == 1:
         yield f"every completion was cut at {args.max_new_tokens} tokens: raise --max-new-tokens"
     if row["zero_var_frac"] == 1 and not drawn_anew:
-        yield ("no group has rewards that differ, so there is no gradient: raise --group-size, or "
+        yield ("no group has rewards that differ, so they teach nothing: raise --group-size, or "
                "choose easier or harder --data")
     gap, alike = row["logp_gap_mean"] or 0, row["sigma"] == 0 or args.aqn_scope == "both"
     if alike and gap > GAP_BOUND:
@@ -93,10 +93,11 @@ def show_end(out, args, summary):
 
 def show_results(results, own_reward=None):
     """Print eval.py's table and what is to be said of its rows: [(set, model, evaluate's dict)]."""
-    print(f"{'data':<15} {'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
+    wide = max(15, *(len(name) for name, _, _ in results))
+    print(f"{'data':<{wide}} {'model':<10}{'pass@1':>8}{'s.e.':>7}{'format':>9}{'length':>9}"
           f"{'cut':>7}{'questions':>11}")
     for name, arm, r in results:
-        print(f"{name:<15} {arm:<10}{100 * r['accuracy']:>7.1f}%{points(r['stderr']):>7}"
+        print(f"{name:<{wide}} {arm:<10}{100 * r['accuracy']:>7.1f}%{points(r['stderr']):>7}"
               f"{100 * r['format']:>8.1f}%{r['length']:>9.1f}{100 * r['truncated']:>6.1f}%"
               f"{r['questions']:>11}")
     for name, arm, r in results:

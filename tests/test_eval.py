@@ -189,9 +189,10 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
         "d.jsonl adapter 50.0% 6.2 75.0% 9.5 12.5% 3", f"d.jsonl, base: {many}", "d.jsonl, base: 2 questions skipped, longer than --max-prompt",
         "warning: d.jsonl, base: no completion follows the format; does --prompt-style fit the model?",
         f"d.jsonl, adapter: {many}", "d.jsonl: the adapter adds +25.0 points (s.e. 14.4)"]
-    shutil.copy("d.jsonl", "e.jsonl")
+    shutil.copy("d.jsonl", "a-set-of-a-long-name.jsonl")
     arms = iter((*[0.5] * 5, 2, 0, [right, right]) for right in (0.0, 1.0, 0.0, 0.5))
-    lines = cli("--data", "d.jsonl,e.jsonl", "--adapter", str(tmp_path / "adapter"))
+    lines = cli("--data", "d.jsonl,a-set-of-a-long-name.jsonl", "--adapter", str(tmp_path / "adapter"))
+    assert {line.index("%") + 1 for line in lines[1:5]} == {lines[0].index("pass@1") + 6}, lines  # one column, whatever the names
     assert [line.split()[-4] for line in lines if "adds" in line] == ["+100.0", "+50.0"]  # each set's own
 
 
