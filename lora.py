@@ -1,5 +1,5 @@
 """
-LoRA beside a frozen linear, in float32, saved and loaded in PEFT's layout.
+LoRA beside a frozen linear, kept in float32, saved and loaded in PEFT's layout.
 
     y = base(x) + (alpha / r) * (x A^T) B^T      A (r, K) random, B (N, r) zero: the first step
                                                  starts at the base model

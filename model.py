@@ -173,7 +173,7 @@ class KVCache:
         return self.k[layer, :, :, : self.used], self.v[layer, :, :, : self.used]
 
     def rows(self, first, end):
-        """A view of the rows first..end - 1: what is written to it is written here."""
+        """A view of the rows first..end - 1: k, v and length are shared, `used` is not."""
         part = copy.copy(self)
         part.k, part.v = self.k[:, first:end], self.v[:, first:end]
         part.length = self.length[first:end]
@@ -240,7 +240,7 @@ class Transformer(nn.Module):
         super().__init__()
         V, C = config.vocab_size, config.hidden_size
         self.config = config
-        self.valid_vocab = V  # Qwen has ids from here on that are no token: never sampled or scored
+        self.valid_vocab = V  # ids from here on are no tokens (Qwen has some; sample.load_policy)
         self.checkpointing = False  # recompute each block in backward
         self.fast = None
         self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)
@@ -349,8 +349,8 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none", calib
     """A Transformer from a Hugging Face folder or hub id, frozen, in eval mode.
 
     dtype: of embeddings, norms, biases and (unquantized) weights; None: as stored. quant: none, or
-    one of nvfp4.FORMATS. calibration: ids (B, T), with which AWQ chooses the scales.
-    FileNotFoundError / ValueError with one line that names the file or tensor."""
+    one of nvfp4.FORMATS. calibration: ids (B, T), with which AWQ chooses the scales of `quant`.
+    OSError / ValueError with one line that names the file, tensor or hub id."""
     folder = checkpoint.fetch(path_or_hub_id)
     config, source = read_config(folder), checkpoint.Checkpoint(folder)
     if calibration is not None and config.quantization:
@@ -448,11 +448,8 @@ def read_linear(m, path, source, quant, fmt, dtype, device):
 
 def tensors(piece, path=""):
     """Yields (name, tensor) for everything below `piece`, the module at `path` of a model, as a
-    checkpoint stores it. A tied head is not stored, and neither is an adapter. ValueError for a
-    model whose codes the fast functions have rearranged."""
-    if getattr(piece, "fast", None):
-        raise ValueError("the model's codes lie as the kernels read them; call "
-                         "fast.uninstall(model) first")
+    checkpoint stores it. Neither a tied head nor LoRA is stored, but an adapter's norms are.
+    ValueError for codes that the fast functions have rearranged."""
     embedding = None
     for at, m in piece.named_modules(prefix=path):
         if at.endswith("_proj"):
@@ -462,6 +459,9 @@ def tensors(piece, path=""):
                 row += n
                 if m.q is None:
                     yield f"{name}.weight", m.base.weight[rows]
+                elif type(m.q) is not nvfp4.Quantized:
+                    raise ValueError(f"{name}: its codes lie as the kernels read them; call "
+                                     "fast.uninstall(model) first")
                 else:
                     yield from layouts.tensors(name, m.q, rows)
                 if m.bias is not None:

@@ -60,8 +60,8 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 class Format:
     """block: columns that share a scale. scale_dtype: its stored type (uint8: an E8M0 exponent
     byte, 2^(s-127)). values: those of the 16 codes; with float32 scales they are looked up, with
-    others they are E2M1's. bits: a weight's, its share of the scale included. ValueError for what
-    the kernels cannot decode."""
+    others they are E2M1's. bits: a weight's, its share of the scale included. ValueError for a
+    block or values that the kernels cannot decode."""
 
     block: int
     scale_dtype: torch.dtype
@@ -177,7 +177,7 @@ def nearest(w, fmt, scale, global_scale):
 
 
 def to_values(codes, fmt, scale, global_scale):
-    """w_hat (N, K) float32: value[code] * block scale (exact so far) * global scale."""
+    """w_hat (N, K) float32: value[code] * block scale (exact for E2M1) * global scale."""
     values = torch.tensor(FORMATS[fmt].values, device=codes.device)[codes.int()]  # (N, K)
     values = values.unflatten(1, (-1, FORMATS[fmt].block)) * scale_value(scale, fmt)[..., None]
     return values.flatten(1) * global_scale[:, None]
@@ -286,7 +286,7 @@ BATCH = 8  # calibration sequences that go through a block together
 
 
 class Stats:
-    """H = X^T X / n (K, K) and mean|x| (K,) of a linear's inputs, gathered by a forward hook."""
+    """H = X^T X / n (K, K) and mean|x| (K,) of a linear's inputs: `gather`'s forward pre-hook."""
 
     def __init__(self, K, device):
         self.H, self.mean = torch.zeros(K, K, device=device), torch.zeros(K, device=device)
@@ -371,8 +371,8 @@ def search(w, H, magnitude, fmt, exact=lambda s: s, divide=None, scaled=True):
         s = magnitude.clamp(min=1e-8) ** (i / GRID)
         trials.append(attempt(i / GRID, exact(s / (s.max() * s.min()).sqrt())))
         trials = sorted(trials, key=lambda t: t.awq)[:FINALISTS]
-    # a search of blocks costs ten trials, and evens out much of the difference between exponents:
-    # it is done only for the best of them, and 0
+    # a search of blocks rounds up to 15 times, and evens out much of the difference between
+    # exponents: it is done only for the best of them, and 0
     trials = [attempt(0.0, torch.ones_like(magnitude)), *trials]
     trials += [attempt(t.exponent, t.s, blocks=True) for t in trials]
     return min(trials, key=lambda t: t.awq)

@@ -30,7 +30,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unq
 # what is read of a repository; others beside it are the same weights in other precisions
 HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
              "chat_template.jinja", "model.safetensors", "model-?????-of-?????.safetensors",
-             "model.safetensors.index.json")
+             "model.safetensors.index.json", "merged.json")
 
 
 # ---- where tensors come from

@@ -38,8 +38,8 @@ def format_of(raw, where, formats=None):
 
 
 def quantization_config(fmt, format, dense=()):
-    """The `quantization_config` of a checkpoint whose projections are in `fmt`, an nvfp4.Format,
-    but for those named in `dense`."""
+    """The `quantization_config` of a checkpoint whose projections are in `fmt`, of nvfp4.Format
+    `format`, but for those named in `dense`."""
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": format.block,
                "dynamic": False, "strategy": "tensor_group" if fmt == "nvfp4" else "group",
                "scale_dtype": str(format.scale_dtype)}

@@ -122,6 +122,8 @@ def read(folder):
         if not any(name.endswith(f".{norm}.weight") for name in state):
             raise ValueError(f"{weights}: holds no {norm}, which {path.name} says was trained")
     rank, alpha = config["r"], config["lora_alpha"]
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        raise ValueError(f"{path}: r is {rank!r}, lora_alpha {alpha!r}; copy the adapter again")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), state
 
 

@@ -394,6 +394,8 @@ MUTANTS = {
     "aqn.py": [
         ('a seed draws other noise than it did', '"little") >> 1',
          '"big") >> 1', 'aqn::noise_depends_on_seed_and_step_only'),
+        ("a buffer that came within a clean block is asked for its noise before", "saved.get(name, b)", "saved[name]",
+         "aqn::clean_block_is_clean_and_restores_the_noise"),
         ("the noise is uniform", "sigma * torch.randn(norm.noise.shape, generator=gen)",
          "sigma * (torch.rand(norm.noise.shape, generator=gen) - 0.5) * 12**0.5", "aqn::the_noise_is_gaussian"),
         ("a clean block asks set_noise", "        clear(model)\n        yield", "        set_noise(model, 0.0)\n        yield",
@@ -415,7 +417,7 @@ MUTANTS = {
          "aqn::noise_reaches_every_layer_norm_and_only_those"),
         ("noise is not cleared", "        b.zero_()", "        b.add_(0)",
          "aqn::sigma_zero_restores_the_clean_output_bit_for_bit"),
-        ("noise is not given back after a clean block", "b.copy_(saved[name])", "b.copy_(b)",
+        ("noise is not given back after a clean block", "b.copy_(saved.get(name, b))", "b.copy_(b)",
          "aqn::clean_block_is_clean_and_restores_the_noise"),
     ],
     "model.py": [
@@ -480,10 +482,14 @@ MUTANTS = {
          'nvfp4.calibrated(model, pieces, "nvfp4", calib', 'awq::each_block_is_calibrated_on_what_the_blocks_before_it_give'),
         ('one token a row attends as one head', 'q = q.view(B, self.kv_heads, -1, self.head_dim)',
          'q = q.view(B, -1, self.kv_heads, self.head_dim).transpose(1, 2)', 'sample::logprobs_equal_the_full_forward'),
-        ("codes of another order are written", 'if getattr(piece, "fast", None):', "if False:",
+        ("codes of another order are written", "elif type(m.q) is not nvfp4.Quantized:", "elif False:",
          "fast::an_installed_model_is_not_written_as_a_checkpoint"),
     ],
     "plumbing/peft.py": [
+        ("a rank of 0 is divided by", "type(rank) is not int or rank < 1 or", "type(rank) is not int or",
+         "lora::a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named"),
+        ("a rank may be a text", "type(rank) is not int or rank < 1 or type(alpha)", "type(alpha)", "lora::a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named"),
+        ("an alpha may be a list", " or type(alpha) not in (int, float):", ":", "lora::a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named"),
         ("a transposed tensor is loaded", "if tuple(t.shape) != shapes[name]:", "if t.numel() != math.prod(shapes[name]):",
          "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
         ("after an error the norms are the base's", "    try:\n        yield\n    finally:\n        for m, weight in own:\n            m.weight = weight",
@@ -1436,6 +1442,8 @@ MUTANTS = {
          "hub::a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them"),
     ],
     "plumbing/checkpoint.py": [
+        ("what is merged into a repository is not known", ', "merged.json")\n\n\n# ---- where', ')\n\n\n# ---- where',
+         "hub::other_precisions_and_other_programs_files_stay_where_they_are"),
         ("numbers in another shape are taken", "if tuple(t.shape) != tuple(shape):", "if t.numel() != math.prod(shape):",
          "checkpoint::each_tensor_missing_of_a_wrong_shape_or_type_is_named"),
         ("rope scaling tells no model apart", 'if config["rope_scaling"] is None:', "if True:",

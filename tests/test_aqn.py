@@ -171,6 +171,9 @@ def test_clean_block_is_clean_and_restores_the_noise():
     with pytest.raises(KeyError), aqn.clean(m):
         raise KeyError
     assert m(IDS).equal(noisy)
+    with aqn.clean(m):  # a hook of one's own that makes its buffer at its first call
+        m.layers[0].mlp.register_buffer("noise", torch.ones(3), persistent=False)
+    assert m(IDS).equal(noisy) and m.layers[0].mlp.noise.equal(torch.ones(3))
 
 
 def test_a_noise_of_ones_own_is_cleared_with_the_others():

@@ -168,6 +168,8 @@ def test_an_installed_model_is_not_written_as_a_checkpoint(on_fast_path):
     want = dict(M.tensors(m))
     with pytest.raises(ValueError, match="fast.uninstall"):
         dict(M.tensors(on_fast_path(m)))
+    with pytest.raises(ValueError, match="layers.0.self_attn.q_proj: .* fast.uninstall"):  # a block alone, as converting streams them
+        dict(M.tensors(m.layers[0], "layers.0"))
     fast.uninstall(m)
     assert all(torch.equal(t.view(torch.uint8), want[name].view(torch.uint8)) for name, t in M.tensors(m))
 

@@ -53,7 +53,7 @@ def test_a_model_is_downloaded_once_and_its_commit_is_kept(here, capsys):
 def test_other_precisions_and_other_programs_files_stay_where_they_are(here):
     """The same weights in a second precision, or as pickles, are twice the download and cannot be told from shards."""
     shards = {f"model-0000{i}-of-00002.safetensors": b"x" for i in (1, 2)}
-    read = FILES | shards | {"model.safetensors.index.json": b"{}", "generation_config.json": b"{}", "tokenizer_config.json": b"{}",
+    read = FILES | shards | {"model.safetensors.index.json": b"{}", "merged.json": b"{}", "generation_config.json": b"{}", "tokenizer_config.json": b"{}",
                              "chat_template.jinja": b"x"}
     other = ("model.fp16.safetensors", "model.bf16-00001-of-00002.safetensors", "model-00001-of-00002.fp16.safetensors",
              "pytorch_model.bin", "original/consolidated.00.pth", "consolidated.safetensors", "onnx/model.safetensors", "README.md")

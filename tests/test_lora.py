@@ -244,6 +244,8 @@ def test_norms_of_an_adapter_are_merged(tmp_path):
 
 def test_a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named(tmp_path):
     for config, weights, says in (
+            ({"r": 0}, None, "adapter_config.json: r is 0, lora_alpha"), ({"r": "4"}, None, "r is '4'"), ({"r": 4.0}, None, "r is 4.0"),
+            ({"lora_alpha": [1]}, None, r"lora_alpha \[1\]"), ({"r": True}, None, "r is True"),
             ({"modules_to_save": ["input_layernorm"]}, None, "holds no input_layernorm, which adapter_config.json says was trained"),
             (None, lambda s: s.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}), "lm_head.lora_A.weight fits this model nowhere; .* merge others into their base with PEFT"),
             (None, lambda s: s.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 32)}), "embed_tokens.lora_embedding_A fits this model nowhere")):
