@@ -78,7 +78,7 @@ def set_advantages(groups, scale=True):
 
 
 def has_signal(group):
-    """Whether the rewards of a group differ; else its advantages are all 0."""
+    """Whether the rewards of a group differ; else its advantages are 0, or as good as."""
     first = group[0].reward  # sums of the same parts may differ in the last bit
     return not all(math.isclose(c.reward, first, rel_tol=1e-9) for c in group)
 
@@ -192,7 +192,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     low = objective.clip[0] if eps_low is None else eps_low
     high = objective.clip[1] if eps_high is None else eps_high
 
-    # The ratio. Past e^80 it is clipped all the same; past e^88 it is inf, and its gradient NaN.
+    # The ratio, cut at e^80: past e^88 it would be inf, and its gradient NaN.
     anchor = old_logp if trainer_logp is None else trainer_logp
     ratio = objective.level(difference(logp, anchor, mask), mask).clamp(max=80).exp()  # (B, T)
 
@@ -209,7 +209,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     if trainer_logp is not None:
         gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
 
-    # The distance to the frozen base, by the estimator k3: unbiased, never negative.
+    # The distance to the frozen base, by k3: never negative, and unbiased on samples of pi.
     d = torch.zeros_like(logp) if ref_logp is None else difference(ref_logp, logp, mask)
     kl = torch.expm1(d) - d
     per_token = (beta * kl - gain if beta else -gain) * mask  # (B, T)

@@ -70,7 +70,7 @@ FLAGS = (
          "the step (a second pass); of the update itself, detached, so that nothing is clipped"),
     "optimizer",
     Flag("updates-per-rollout", number(1, 1e5), 4, "optimizer steps, each on its own prompts", 2),
-    Flag("micro-batch-tokens", number(0, 1e8), 0, "tokens a forward may hold; 0: what fits", 2048),
+    Flag("micro-batch-tokens", number(0, 1e8), 0, "tokens a forward; 0: what fits, or 16384", 2048),
     Flag("checkpointing", ("auto", "on", "off"), "auto",
          "recompute blocks in backward, for memory; auto: off only where all fits", "off"),
     Flag("lr", number(0, 1, float), 1e-5, "AdamW's peak, the same for each --quant", 1e-3),

@@ -166,7 +166,7 @@ def texts(path):
 
 
 def calibration(path, folder, sequences=128, length=512):
-    """ids (sequences, length) long of calibration text in the checkpoint's own tokens; documents
+    """ids (at most sequences, length) of calibration text in the checkpoint's own tokens; documents
     follow one another, each ended by EOS. Without a file: worked arithmetic problems in the
     checkpoint's chat template, as in the embedded task."""
     tok = Tokenizer(folder)

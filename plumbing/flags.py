@@ -103,7 +103,7 @@ ENGINE_FLAGS = (
     Flag("max-rows", number(1, 1e5), 256, "completions decoded side by side at most"),
     Flag("card-share", number(0.01, 1, float), 1.0,
          "part of the card's memory to take, where several runs share it"),
-    Flag("seed", number(0, 2**63 - 1), 0, "of samples, noise, data order and adapter"),
+    Flag("seed", number(0, 2**63 - 1), 0, "of samples, noise, data and adapter"),
 )
 
 

@@ -1,6 +1,6 @@
 """
 Does this answer match the gold one? Numbers are read here, as people write them, and compared as
-exact fractions; words, times of day, lists and tuples are compared here too, part by part. All else
+exact fractions; words, whole hours, lists and tuples are compared here too, part by part. All else
 is asked of math-verify (see plumbing/judge.py). No completion can crash or hang a run.
 
 Left out: units are dropped, not converted ("3 cents" is "3"), no rounding is forgiven (0.33 is not

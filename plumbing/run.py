@@ -5,9 +5,9 @@ What the terminal shows is in console.py.
 A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
 adapter/ and adapter_best/ (PEFT's layout) or, where all parameters are trained, model/ (Hugging
 Face's), checkpoint/ (what resume needs), eval_before.jsonl and eval_after.jsonl (a row a held-out
-question), metrics.png and summary.json. Each file appears whole or not at all. Nothing is written
-until everything that can be refused has been checked; the first checkpoint comes before the first
-step, so that --resume goes on with whatever has begun.
+question), metrics.png and summary.json. All but the logs appear whole or not at all. A new run
+writes nothing until everything that can be refused has been checked; its first checkpoint comes
+before the first step, so that --resume goes on with whatever has begun.
 """
 import argparse
 import gc
@@ -49,7 +49,7 @@ class State:
     best: dict | None = None  # {"step", "accuracy", "stderr"} of the adapter in adapter_best/
     data: str = ""  # digest of the questions
     base: dict = field(default_factory=dict)  # policy.base_of
-    last: dict = field(default_factory=dict)  # the last step's row: an idea may follow from it
+    last: dict = field(default_factory=dict)  # the last step's row, but for times and evaluation
     command: str = ""  # the command line that began the run
     script: str = ""  # its script, and the words that are not train.py's
 
@@ -222,14 +222,14 @@ class Run(ExitStack):
         ten in a row."""
         for _, norm in filter(None, updates):
             self.failed = 0 if math.isfinite(norm) else self.failed + 1
-        if self.failed >= 10:
-            raise ValueError(f"{self.failed} updates in a row had a gradient that is not finite; "
-                             "lower --lr, or check --model")
+            if self.failed == 10:
+                raise ValueError("10 updates in a row had a gradient that is not finite; lower "
+                                 "--lr, or check --model")
 
     @ranks.first
     def log(self, row, groups, result):
         """Write a step's row, with the columns of the clock, to metrics.jsonl and two samples of
-        its `groups` to rollouts.jsonl, and print both. result: the evaluation before this step, or
+        its `groups` to rollouts.jsonl, and show them. result: the evaluation before this step, or
         None."""
         clock, drawn, self.clock, self.drawn = self.clock, self.drawn, {}, 0
         s = {f"seconds_{k}": clock.get(k, 0.0) for k in ("rollout", "reward", "update")}

@@ -955,6 +955,8 @@ def test_scattered_skips_do_not_end_a_run(tmp_path):
     r = a_run(tmp_path)
     for norm in [*[math.nan] * 9, 1.0] * 3:
         r.check([({}, norm), None])
+    with pytest.raises(ValueError, match="10 updates in a row"):  # whatever the last ones of a step are
+        a_run(tmp_path / "other").check([*[({}, math.nan)] * 11, ({}, 1.0)])
     with pytest.raises(ValueError, match="10 updates in a row"):
         r.check([({}, math.nan)] * 10)
 
