@@ -1705,6 +1705,8 @@ MUTANTS = {
          "train::a_resume_with_more_steps_extends_the_run"),
         ("a run goes on with other questions", "was.data != self.state.data", "False",
          "train::resume_needs_the_questions_it_began_with"),
+        ("ten in a row are looked for at the end of a step", "            if self.failed == 10:", "        if self.failed == 10:",
+         "train::scattered_skips_do_not_end_a_run"),
         ("a policy that only makes NaN is trained on", "self.failed + 1", "0",
          "train::skipped_updates_are_counted_and_ten_in_a_row_end_the_run"),
         ("the last step's tokens are in this one's speed", "self.clock, self.drawn, {}, 0",
