@@ -3,7 +3,7 @@ The same functions, faster: kernels, CUDA graphs and memory planning for NVIDIA 
 changes what is computed; a reader of the method can leave it closed, and train without it.
 
 `install(model)` is the only door. TABLE says what it replaces, by what, why that is faster, and
-which test holds the two equal: on a GPU with pytest -m gpu, elsewhere in Triton's interpreter. A
+which test holds the two equal in Triton's interpreter (pytest -m gpu has others for the card). A
 model that the kernels do not know (a forward, a hook or a noise buffer of your own) goes back to
 the plain functions, with one printed line.
 
@@ -31,7 +31,7 @@ TABLE = (  # what is replaced, by what, why that is faster, the test that holds 
      "counts tokens, not padded rows; keeps a prompt's completions together",
      "test_packed.py::test_completions_of_a_prompt_share_its_states"),
     ("model.token_logprobs", "logprobs.token_logprobs",
-     "softmax, entropy and gradient of a chunk in one kernel",
+     "softmax, entropy and gradient of a chunk in two kernels",
      "test_logprobs.py::test_the_kernel_equals_the_plain_function"),
     ("nvfp4.QuantLinear", "gemm.TiledLinear",
      "codes lie as the tensor core wants them; inline PTX decodes them in registers",
@@ -99,7 +99,7 @@ def tile(model):
 
 
 def uninstall(model):
-    """Put the plain functions back, and free all that the fast ones kept."""
+    """Put the plain functions back; free the sampling engine and the copies of the adapter."""
     from fast import engine, layout, linears
     from fast.gemm import TiledLinear
 
@@ -137,8 +137,7 @@ class Fast:
         return why is None
 
     def plan_rollouts(self, model, args, longest):
-        """Compile the update; make the sampler for all rollouts and evaluations, with rows of
-        `longest` tokens."""
+        """Compile the update; make the sampler for all rollouts, with rows of `longest` tokens."""
         from fast import batches, engine
 
         if self.knows(model):

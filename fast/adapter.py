@@ -196,8 +196,8 @@ def adapter_work(x, A, parts, BM, exact=False):
     (M, K), PR = x.shape, A.shape[0]
     R, RA, MT = PR // parts, 16 if PR <= 16 else 32, -(-M // BM)
     wide, AT = max(16, triton.next_power_of_2(R)), -(-PR // RA)
-    # slices of two chunks, to be done before the weight has streamed through; few for large tiles,
-    # so that their programs do not crowd out the weight's
+    # up to 16 slices, of two chunks or more, to be done before the weight has streamed through; few
+    # for large tiles, so that their programs do not crowd out the weight's
     most = 16 if exact else max(1, min(16, 2048 // (MT * AT * BM)))
     Z = min(1 << most.bit_length() - 1, triton.next_power_of_2(-(-K // (2 * CHUNK))))
     # if there is little, each reader adds it up: this saves a step, which counts in short kernels

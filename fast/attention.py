@@ -16,10 +16,10 @@ dK and dV loops over all query heads of its key head, or leaves their sums apart
 atomic, and each run gives the same bits. dK and dV come from S^T = K Q^T, whose registers hold P^T
 and dS^T as the next products read them.
 
-Rows differ in length, so the grid is a list of blocks, the longest loops first. It is built on the
-device, and its own length depends on shapes alone, so the host never waits. The last block of a row
-reads beyond its end; what it finds there, the next row, gets weight 0. Therefore every token must
-belong to a row: 0 times NaN is NaN.
+Rows differ in length, so the grid is a list of blocks, forward's longest loops first. It is built
+on the device, and its own length depends on shapes alone, so the host never waits. The last block
+of a row reads beyond its end; what it finds there, the next row, gets weight 0. Therefore every
+token must belong to a row: 0 times NaN is NaN.
 
 On an H200 forward is 1.5 to 2.9 times as fast as torch's FlashAttention-2, and backward 1.4 to 2.5
 times; most on short rows with D = 64. What lost is in results/LOG.md. Cards before Hopper run the

@@ -45,7 +45,7 @@ def by_prompt(completions, token_budget=math.inf):
 def micro_batches(model, completions, token_budget):
     """As grpo.micro_batches, completions of a prompt kept together: this rank's share, in lists of
     at most token_budget tokens, the smallest groups first. A group that exceeds it is a list of its
-    own; none is larger than a rank's share."""
+    own; several together are no more than a rank's share."""
     engine.make_room(model)  # the sampler's cache may have to go
     tokens = sum(size([c]) for c in completions)
     groups = by_prompt(completions, min(token_budget, tokens // ranks.world))

@@ -296,7 +296,7 @@ class Step:
     state, so that a CUDA graph of it stays valid while LoRA, noise, temperature and rows change.
 
     cache: model.KVCache of S slots. State, by slot: token (the last one, not yet in the cache),
-    cache.length, prompt (its tokens), key (of the random numbers), stop (length at which the row
+    cache.length, prompt (its length), key (of the random numbers), stop (length at which the row
     ends), alive, count (where the next result goes in out_ids, out_logp)."""
 
     def __init__(self, model, cache):

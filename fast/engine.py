@@ -189,8 +189,8 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self.pool):
             launch()
         self.pool = self.pool or graph.pool()
-        # With more rows than plan.FEW it decodes weights into a buffer that is replaced when a
-        # larger weight comes: it must be kept.
+        # A prefill, or a step of more rows than plan.FEW, decodes weights into a buffer that is
+        # replaced when a larger weight comes: it must be kept.
         self.scratch.append([*plan.SPACE.get(device, ())])
         return graph.replay
 
@@ -249,9 +249,9 @@ def plan_update(model, args, params):
 
 
 def prepare(model, args, longest):
-    """Make the engine for train.py's rollouts and evaluations, with rows of `longest` tokens. If it
-    were made for the first step's rows, it would have to be captured again at the first longer
-    prompt, while all other ranks wait."""
+    """Make the engine for train.py's rollouts, with rows of `longest` tokens (evaluating more rows
+    makes a larger one). If it were made for the first step's rows, it would have to be captured
+    again at the first longer prompt, while all other ranks wait."""
     rows = args.group_size * -(-args.prompts_per_step // ranks.world)
     top_p = 0.95 if args.eval_n and args.eval_temperature else 1.0
     engine_for(model, min(rows, args.max_rows), longest, top_p)

@@ -272,8 +272,8 @@ def common_scale(q):
 def decoded(q, tail=None):
     """(w (N, K + E) in bfloat16, alpha): alpha * w[:, :K] is w_hat, and w[:, K:] is tail (N, E).
 
-    Exact, unless the format is a codebook or rows differ in their global scale: then w_hat is
-    rounded once. w is in the scratch, so it lasts until the next weight is decoded."""
+    Exact, unless the format is a codebook or there is no common_scale: then w_hat is rounded
+    once. w is in the scratch, so it lasts until the next weight is decoded."""
     (N, K), E = q.shape, 0 if tail is None else tail.shape[1]
     alpha = common_scale(q)
     w = scratch(q.codes.device, N, K + E)
@@ -342,8 +342,9 @@ def matmul(x, q):
 
 def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=None, glu=False,
                   early=False, exact=False):
-    """A whole linear layer of a decode step in one kernel: y = x w_hat^T + bias + scaling *
-    (x A_part^T) B^T + residual, or silu(gate) * up of that. No gradient.
+    """A whole linear layer of a decode step, one kernel if rows are few or there is an adapter: y =
+    x w_hat^T + bias + scaling * (x A_part^T) B^T + residual, or silu(gate) * up of that. No
+    gradient.
 
     x (M, K) bfloat16; q a Tiled (N, K); bias (N,); A (P*R, K); B (N, R). bounds: the rows at which
     parts 1 and 2 begin: () for one part, (3584, 4096) for q, k, v; a row of part p takes rows p*R..

@@ -3,8 +3,8 @@ The projections as decode steps and updates use them: the weight where it is, an
 the adapter, which is trained in float32.
 
 A decode step multiplies by the weight as it lies (decode.py). Below one in 16 bits lies A, in the
-same matrix, so that one GEMM gives both x W^T and x A^T. An update, and most of a prefill, multiply
-by [w_hat | s B] in a scratch (packed.py), except forward with --engine exact.
+same matrix, so that one GEMM gives both x W^T and x A^T. An update, and a prefill of many tokens,
+multiply by [w_hat | s B] in a scratch (packed.py), except forward with --engine exact.
 
 Shapes: M rows of x, S tokens, a linear has N outputs, K inputs, P parts; R rank, PR = P*R, E = PR
 rounded up to 8.

@@ -1,8 +1,8 @@
 """
 Log-probs through the LM head: model.token_logprobs for tokens that lie end to end.
 
-They go through it chunk by chunk, each finished in both directions before the next: one kernel for
-all that follows the logits, and a backward that never sees the vocabulary. For the upstream
+They go through it chunk by chunk, each finished in both directions before the next: two kernels
+for all that follows the logits, and a backward that never sees the vocabulary. For the upstream
 gradient of a token is one number, so d logp / d hidden (S, C) can be computed in forward, while the
 chunk's softmax is at hand; the backward is one multiplication.
 

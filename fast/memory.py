@@ -60,7 +60,7 @@ def lora_parameters(c, rank):
 def gemm_scratch(c):
     """Bytes that fast/gemm.py takes: the largest weight in 16 bits, decoded or, if it has 16 bits
     already, copied to be beside its adapter (without one it is not), and its buffers. It never
-    takes more, except an adapter's columns behind that weight (less than 1% of it at rank 16): a
+    takes more, except an adapter's columns behind that weight (1% of the 7B's at rank 16): a
     process holds all of it once it has multiplied each weight once."""
     return max(2 * n * k for n, k, _ in linears(c).values()) + 4 * (PARTIALS + COUNTERS + FLAGS)
 
@@ -79,6 +79,7 @@ def update_bytes(c, tokens, checkpointing=True):
     C, F, L = c.hidden_size, c.intermediate_size, c.num_hidden_layers
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     block = 2 * C + 2 * q + 2 * kv + 2 * F  # numbers a token that one block keeps
+    block += (q + 2 * kv) * c.qk_norm  # q, k and v before the norms of their heads
     kept = C if checkpointing else block
     head, moment = 3 << 27, 4 * C + 3 * F + (block if checkpointing else 0)
     moment = max(2 * tokens * moment, head + 2 * tokens * 6 * C)

@@ -10,9 +10,9 @@ to recompute. So a block of model.py is four steps of one kind, `Project`: a pro
     Norm(x)                                        -> h   gu  = h Wgu^T
     SwiGLU(gu)    silu(gate) * up                  -> m   x   = x + m Wdown^T
 
-Kept for backward are the right column's outputs (x, qkv, x, gu), attention's y, and x A^T. h and m
-are recomputed by the kernel that differentiates the prologue: it reads the gradient of h and leaves
-h in its place, for dA = (dxa)^T h.
+Kept for backward are the right column's outputs (x, qkv, x, gu), attention's y, and x A^T (Qwen3:
+also qkv behind its head norms). h and m are recomputed by the kernel that differentiates the
+prologue: it reads the gradient of h and leaves h in its place, for dA = (dxa)^T h.
 
 LoRA is part of the GEMM. A weight is decoded, or copied if it has 16 bits, into a scratch; there
 B's columns stand behind it, as x A^T stands behind h, so that one GEMM (with --engine exact the
@@ -186,9 +186,9 @@ class FinalNorm(torch.autograd.Function):
 
 
 class Rows:
-    """The layout of S tokens in rows of up to `longest`. place (S,): a token's place in its row, -1
-    for padding, which is a row of its own; borders, of: as in attention.blocks; slot (S,): of the
-    cache, if one is filled."""
+    """The layout of S tokens. place (S,): a token's position, below `longest`, behind what its row
+    continues; -1 for padding, which is a row of its own. borders, of: as in attention.blocks. slot
+    (S,): of the cache, if one is filled."""
 
     def __init__(self, config, place, borders, longest, slot=None, of=None):
         self.place, self.slot, self.shared = place, slot, of is not None

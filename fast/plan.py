@@ -4,7 +4,7 @@ the buffers that all launches share.
 
 A table of times and a page of arithmetic instead of an autotuner: the choice costs nothing at run
 time, is the same in each run and on each rank, and can be tested without a GPU. The times are an
-H200's and, beyond 128 rows, an H100's.
+H200's and, of tiles of 128 rows, an H100's.
 
     python -c "from fast.plan import plan; print(plan(8, 37888, 3584, 132))"
 

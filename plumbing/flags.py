@@ -174,7 +174,7 @@ def parse(command, argv):
 
 def read_policy(command, folder):
     """The policy.json in `folder` without its nulls, {} where there is none; ValueError for what is
-    no value of the command's flags."""
+    no choice of a flag that has choices."""
     found = saved(folder, "policy.json")
     found = {name: value for name, value in found.items() if value is not None}
     check_choices(command, found, Path(folder) / "policy.json")
@@ -183,7 +183,7 @@ def read_policy(command, folder):
 
 def with_policy(command, given):
     """The flags `given` with those that --run stands for, and those that its adapter, --adapter or
-    a merged --model was trained with; all of its policy.json is "trained_with"."""
+    the folder of a merged --model was trained with; all of its policy.json is "trained_with"."""
     given, run = dict(given), given.get("run")
     if run and "adapter" in given:
         raise ValueError("--run and --adapter exclude each other: a run holds its adapter")

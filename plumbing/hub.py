@@ -1,6 +1,7 @@
 """
 Repositories of the hub as folders, downloaded by huggingface_hub into its cache. The commit that an
-id stood for is kept, so that a run goes on, and is evaluated, with the files that it began with.
+id stood for is kept: a run goes on with the files that it began with, and is evaluated with the
+same model.
 
     folder = hub.download("Qwen/Qwen2.5-3B-Instruct", "model", ("config.json", "*.safetensors"))
 """

@@ -76,7 +76,7 @@ def end():
 def rank_0_speaks(body):
     """Rank 0 prints for all: what others print is dropped, so an error on all of them is printed
     once. A rank that fails alone prints its error after rank 0 has had time to fail too and
-    torchrun to end it. A rank that fails leaves the group, too (`end`)."""
+    torchrun to end it. With gloo alone a rank that fails leaves the group, too."""
 
     @wraps(body)
     def quiet():

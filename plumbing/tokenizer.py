@@ -86,7 +86,10 @@ class Tokenizer:
             x, ensure_ascii=False, indent=indent)
         env.globals["raise_exception"] = raise_exception
         env.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
-        return env.from_string(template)
+        try:
+            return env.from_string(template)
+        except jinja2.TemplateError as e:
+            raise ValueError(f"{self.folder}: its chat template is broken ({e})") from None
 
     def __len__(self):
         return self.size

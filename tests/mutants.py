@@ -1094,6 +1094,7 @@ MUTANTS = {
          "fast::weights_that_are_trained_go_back_to_the_plain_functions"),
     ],
     "plumbing/tokenizer.py": [
+        ("a broken template is a traceback", "except jinja2.TemplateError", "except KeyError", "data::a_bad_tokenizer_folder_is_named"),
         ("half a character is a traceback", "except TypeError:", "except KeyError:", "data::half_a_character_is_refused"),
         ("a tokenizer cuts as it was saved", "        self.tokenizer.no_truncation()", "        pass",
          "data::a_prompt_is_neither_cut_nor_padded_by_what_a_tokenizer_was_saved_with"),
@@ -1607,6 +1608,7 @@ MUTANTS = {
          "flags::a_reader_that_has_gone_is_noticed_before_the_end"),
     ],
     "fast/memory.py": [
+        ("what head norms keep is not planned", "(q + 2 * kv) * c.qk_norm", "0", "packed::what_an_update_keeps_is_what_was_planned"),
         ("the sort of top-p is planned where there is none", "8 if top_p == 1 else 48",
          "48 if top_p == 1 else 8", "memory::rollouts_plan_float32_logits_and_the_sort_of_top_p"),
         ("the plan forgets one of Adam's moments", "* 4 * 4  #", "* 4 * 3  #",

@@ -541,6 +541,7 @@ def test_a_prompt_is_neither_cut_nor_padded_by_what_a_tokenizer_was_saved_with(c
     (lambda d: (d / "tokenizer_config.json").unlink(), r"tokenizer_config\.json"),
     (lambda d: (d / "tokenizer_config.json").write_text("{"), r"tokenizer_config\.json: not JSON"),
     (lambda d: edit(d / "tokenizer_config.json", chat_template=None), "no chat_template"),
+    (lambda d: edit(d / "tokenizer_config.json", chat_template="{% for m in messages %}{{ m.content }}"), "its chat template is broken .*end of template"),
     (lambda d: edit(d / "config.json", vocab_size=100),
      r"tokenizer\.json has [0-9]+ ids but .*config\.json says vocab_size 100"),
 ])
