@@ -1,8 +1,8 @@
 """
 Commands that stream a checkpoint's blocks (model.stream): quantize it, plain or with AWQ; merge an
-adapter into it; count what formats cost.
+adapter into it. (--plan counts what formats cost, and streams nothing.)
 
-All take one block at a time, from disk to the device, changed, into the new checkpoint: they need
+Both take one block at a time, from disk to the device, changed, into the new checkpoint: they need
 memory for one block, the embedding and the head, and one shard of the output. `python nvfp4.py` and
 `python lora.py` start this file.
 

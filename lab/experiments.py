@@ -60,7 +60,7 @@ def accuracy_after(run):
 
 def rise(run):
     """How far a finished run's samples got in the first half of its steps: their mean accuracy
-    there, above that in the first sixteenth."""
+    behind its first sixteenth, above that in it."""
     accuracy = [row["accuracy"] for row in curves.read(run)]
     steps = saved(run, "config.json").get("steps") or len(accuracy)
     if len(accuracy) != steps or steps < 6:

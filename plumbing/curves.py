@@ -92,6 +92,8 @@ def figure(lines):
         least = 0.0 if scale == "log" else -math.inf  # where zeros, of a run without noise, miss
         if any(v > least for rows, _ in lines for name in columns for v in column(rows, name)):
             panels.append((title, columns, scale))
+    if not panels:
+        raise ValueError("metrics.jsonl: no column has a number to draw")
     wide = min(3, len(panels))
     tall = math.ceil(len(panels) / wide)
     fig = Figure(figsize=(3 * wide, 2.2 * tall + 0.4), layout="constrained")

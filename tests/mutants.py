@@ -2156,6 +2156,7 @@ MUTANTS = {
          "flags::what_an_adapter_was_trained_with_is_written_read_and_missed"),
     ],
     "plumbing/curves.py": [
+        ("nothing to draw is divided by", "if not panels:", "if False:", "plot::missing_columns_and_values_are_tolerated"),
         ("long completions are told in full digits", 'ax.set_ylim(bottom=0)\n        ax.yaxis.set_major_formatter(EngFormatter(sep=""))', "ax.set_ylim(bottom=0)",
          "plot::each_axis_reads_as_its_panel_says"),
         ("42.5% is 42%", "{100 * y:g}%", "{100 * y:.0f}%", "plot::ticks_of_accuracy_are_not_rounded"),

@@ -214,6 +214,8 @@ def test_missing_columns_and_values_are_tolerated(tmp_path, axes):
     draw([folder(tmp_path / "one", [{"step": 0, "reward": 1.0}])], tmp_path / "p.png")
     point = axes()["reward"].lines[-1]  # a line of one step would be invisible
     assert point.get_marker() == "o" and point.get_markevery() is None
+    with pytest.raises(ValueError, match="no column has a number to draw"):
+        draw([folder(tmp_path / "none", [{"step": 0, "reward": None}])], tmp_path / "p.png")
 
 
 def test_a_norm_that_float32_holds_is_drawn(tmp_path, axes):

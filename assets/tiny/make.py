@@ -150,7 +150,7 @@ def train(model, args, clean, habits, out):
         [{"params": [p for p in params if p.dim() > 1]},
          {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}],
         betas=(0.9, 0.95), weight_decay=0.05)
-    start, losses, warm = time.time(), [], args.clean // 10
+    start, losses, warm = time.time(), [], max(1, args.clean // 10)
     for step in range(args.clean + args.habits):
         # the rate falls to a half on clean solutions, then from a quarter to 0 on the habits
         left = args.clean + args.habits - step
