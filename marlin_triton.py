@@ -18,8 +18,8 @@ Every value comes out 2^126 times too small, even 0.5, E2M1's only subnormal (ee
 the 1), which becomes a float32 subnormal by the same rule. The block scale takes back 2^112 (the
 value does in MXFP4, whose scale may have no room for it), the epilogue 2^14. The tensor core gets
 value * scale * 2^-14: at most 6 significant bits, which bfloat16 holds exactly. Sums and the
-global scale are float32, so only the output is rounded: relative error 1.7e-3. A
-codebook's values (NF4) are looked up, and their products with a scale are rounded as well: 2.4e-3.
+global scale are float32, so only the output is rounded: relative error 1.7e-3. A codebook's values
+(NF4) are looked up, and their products with a scale are rounded as well: 2.4e-3.
 
 With many rows it is different. Each tile of rows decodes the weight again, at six or seven
 instructions a code, and the arithmetic is no longer free. So `decode_kernel` writes w_hat once,

@@ -240,7 +240,7 @@ class Transformer(nn.Module):
         super().__init__()
         V, C = config.vocab_size, config.hidden_size
         self.config = config
-        self.valid_vocab = V  # ids from here on are no tokens (Qwen has some; sample.load_policy)
+        self.valid_vocab = V  # ids from here on are never sampled or scored (sample.load_policy)
         self.checkpointing = False  # recompute each block in backward
         self.fast = None
         self.embed = nn.Embedding.from_pretrained(torch.empty(V, C), freeze=False)

@@ -1,7 +1,7 @@
 """
 Does this answer match the gold one? Numbers are read here, as people write them, and compared as
-exact fractions; words, whole hours, lists and tuples are compared here too, part by part. All else
-is asked of math-verify (see plumbing/judge.py). No completion can crash or hang a run.
+exact fractions; words, times (am, pm or :00), lists and tuples are compared here too, part by part.
+All else is asked of math-verify (see plumbing/judge.py). No completion can crash or hang a run.
 
 Left out: units are dropped, not converted ("3 cents" is "3"), no rounding is forgiven (0.33 is not
 1/3), and an unevaluated expression is no answer where a number is asked for ("3+4" is not 7).

@@ -15,7 +15,7 @@ def own_reward(spec):
     Yours is called with a completion's text and the whole row of the data set, every column. It
     returns a number r, which counts as correct if r >= 1 and always as well formed, or a dict with
     "reward" and, optionally, "correct", "format" and "given". Where it raises there is a
-    RuntimeError, hence a traceback; what is not there, or no result that will do, is one line."""
+    RuntimeError, hence a traceback; a missing file or function, or a bad result, is one line."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise ValueError(f"--reward {spec}: want file.py:function")
