@@ -137,10 +137,12 @@ class Fast:
         return why is None
 
     def plan_rollouts(self, model, args, longest):
-        """Compile the update; make the sampler for all rollouts, with rows of `longest` tokens."""
-        from fast import batches, engine
+        """Make the sampler for all rollouts, with rows of `longest` tokens; compile its kernels and
+        the update's."""
+        from fast import batches, decode, engine
 
         if self.knows(model):
             tokens = args.micro_batch_tokens // 2 if self.exact else 16
-            batches.compile_update(model, tokens)
-            engine.prepare(model, args, longest)
+            with decode.compiling():
+                batches.rehearse_update(model, tokens)
+                engine.prepare(model, args, longest).rehearse()

@@ -15,7 +15,7 @@ from plumbing import ranks
 import torch
 
 import grpo
-from fast import decode, engine, packed
+from fast import engine, packed
 from fast.linears import exact
 from fast.logprobs import token_logprobs
 from model import to_device
@@ -71,13 +71,13 @@ def completion_logprobs(model, completions, temperature, blocks=None):
     return grpo.in_rows(completions, logp, entropy)
 
 
-def compile_update(model, tokens=16):
-    """Compile what an update launches, for completions of so many tokens that share a prompt and
-    for one alone. With exact sums alone the number matters: the GEMM's tile depends on it."""
+def rehearse_update(model, tokens=16):
+    """Launch all that an update does, for completions of so many tokens that share a prompt and for
+    one alone. With exact sums alone the number matters: the GEMM's tile depends on it."""
     params = [p for p in model.parameters() if p.requires_grad]
     completion = grpo.Completion({}, [0] * 16, [0] * tokens, [], True)
-    # in this thread, where `compiling` sees the backward's kernels too
-    with decode.compiling(params[0].device), torch.autograd.set_multithreading_enabled(False):
+    # in this thread, in which they are compiled and not launched (decode.compiling)
+    with torch.autograd.set_multithreading_enabled(False):
         for n in (2, 1):
             logp, _, _ = completion_logprobs(model, [completion] * n, 1.0, blocks=1)
             torch.autograd.grad(logp.sum(), params, allow_unused=True)

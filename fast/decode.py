@@ -22,12 +22,18 @@ step does not write.
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
 S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.
 """
+import gc
 import math
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import multiprocessing
+import os
+import signal
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
-from threading import Event
+from types import SimpleNamespace
 from unittest import mock
+
+from plumbing.command import SIGNALS
 
 import torch
 import torch.nn.functional as F
@@ -47,31 +53,45 @@ STEPS = 8  # steps between the host's reads of the tokens
 
 
 @contextmanager
-def compiling(device):
+def compiling():
     """Within the block kernels are compiled, side by side, and none is launched. As they come up,
-    one by one, they take most of a minute of a first step."""
-    run = triton.JITFunction.run
+    one by one, they take most of a minute of a first step. Each is compiled by a process of its
+    own, into Triton's cache: threads would wait for one another, since part of it is Python."""
+    run, fork = triton.JITFunction.run, multiprocessing.get_context("fork")
+    cores = fork.Semaphore(os.cpu_count())
+    jobs = []  # (process, what it runs, the kernel to be)
 
     def compile_only(kernel, *args, warmup, **options):
         return run(kernel, *args, warmup=True, **options)
 
-    # The compilers begin when all kernels are known: they are Python in part, and while many of
-    # them take turns, the thread that finds the kernels would hardly run.
-    known = Event()
+    def submit(compiled):
+        process = fork.Process(target=into_cache, args=(compiled, cores), daemon=True)
+        process.start()
+        jobs.append((process, compiled, Future()))
+        return jobs[-1][-1]
 
-    def begin():
-        known.wait()
-        torch.cuda.set_device(device)
+    with (triton.AsyncCompileMode(SimpleNamespace(submit=submit)),
+          mock.patch.object(triton.JITFunction, "run", compile_only)):
+        try:
+            yield
+            for process, compiled, kernel in jobs:
+                process.join()
+                kernel.set_result(compiled())
+        finally:
+            for _, _, kernel in jobs:
+                if not kernel.done():  # an exception: the mode would wait for it
+                    kernel.set_result(None)
 
-    with ThreadPoolExecutor(initializer=begin) as pool:
-        with (triton.AsyncCompileMode(pool) as mode,
-              mock.patch.object(triton.JITFunction, "run", compile_only)):
-            try:
-                yield
-            finally:
-                known.set()
-        # a kernel's launcher is loaded too, which older Tritons make with a C compiler
-        [*pool.map(lambda future: future.kernel.run, mode.future_kernels.values())]
+
+def into_cache(compiled, cores):
+    """Compile a kernel into Triton's cache, in a process forked for it."""
+    gc.disable()  # a tensor's end would call the GPU, which only the parent may
+    for n in SIGNALS:
+        signal.signal(n, signal.SIG_DFL)
+    with cores, suppress(Exception):  # the parent meets it too
+        kernel = compiled()
+        # older Tritons make a kernel's launcher with a C compiler
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 @triton.jit
@@ -390,13 +410,6 @@ class Step:
         in place of the fused sampler. blocks: as in `hidden`."""
         scores = head(self.hidden(rows, blocks), self.head, self.exact)  # (B, C) @ (C, V)
         self.sample(scores, greedy, nucleus)
-
-    def compile(self, sizes, *way):
-        """Compile the kernels of step(size, *way) for all `sizes` (the CPU has none)."""
-        if self.cache.k.is_cuda:
-            with compiling(self.cache.k.device):
-                for size in reversed(sizes):  # what takes longest to compile comes first
-                    self.step(size, *way, blocks=1)  # all blocks launch the same kernels
 
     def sample(self, logits, greedy=False, nucleus=None):
         """Draw a token for each row of logits (B, V) float32 and move the rows on."""

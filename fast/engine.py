@@ -79,6 +79,7 @@ class Graphs:
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
         self.graphs = {}  # (batch size, greedy, nucleus) -> replay
+        self.rehearsed = set()  # (greedy, nucleus) of the steps that are compiled
         self.refresh = None  # the replay that copies the adapter
         self.pool, self.scratch = None, []  # memory of the graphs, and buffers that they read
         self.prompts = packed.Prefill(self.step)
@@ -168,11 +169,20 @@ class Graphs:
         alive = st.alive.clone()
         st.alive.zero_()
         st.count.zero_()
-        if all(known[1:] != self.way for known in self.graphs):
-            st.compile(self.sizes, *self.way)
+        if self.way not in self.rehearsed and self.cache.k.is_cuda:
+            with decode.compiling():
+                self.rehearse(*self.way)
         self.graphs[how] = self.capture(lambda: st.step(*how))
         st.alive.copy_(alive)
         return self.graphs[how]
+
+    @torch.no_grad()
+    def rehearse(self, greedy=False, nucleus=None):
+        """Launch decode.Step.step(size, greedy, nucleus) for all sizes, so that its kernels are
+        compiled."""
+        self.rehearsed.add((greedy, nucleus))
+        for size in reversed(self.sizes):  # what takes longest to compile comes first
+            self.step.step(size, greedy, nucleus, blocks=1)  # all blocks launch the same kernels
 
     def capture(self, launch):
         """Capture launch() as a CUDA graph and return its replay (on the CPU, launch itself). It is
@@ -249,12 +259,12 @@ def plan_update(model, args, params):
 
 
 def prepare(model, args, longest):
-    """Make the engine for train.py's rollouts, with rows of `longest` tokens (evaluating more rows
+    """The engine for train.py's rollouts, with rows of `longest` tokens (evaluating more rows
     makes a larger one). If it were made for the first step's rows, it would have to be captured
     again at the first longer prompt, while all other ranks wait."""
     rows = args.group_size * -(-args.prompts_per_step // ranks.world)
     top_p = 0.95 if args.eval_n and args.eval_temperature else 1.0
-    engine_for(model, min(rows, args.max_rows), longest, top_p)
+    return engine_for(model, min(rows, args.max_rows), longest, top_p)
 
 
 def fingerprint(model):

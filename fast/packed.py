@@ -290,7 +290,7 @@ class Prefill:
         """Compile the kernels of launch(), which does prompts of `size` or, None, of any size."""
         if size not in self.compiled and self.step.cache.k.is_cuda:
             self.compiled.add(size)
-            with compiling(self.step.cache.k.device):
+            with compiling():
                 launch()
 
     def launch(self, model, ids, places, slots, borders, longest):

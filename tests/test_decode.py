@@ -4,9 +4,12 @@ On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them
 import copy
 import dataclasses
 import gc
+import os
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -388,11 +391,20 @@ def test_the_first_size_of_each_way_to_draw_has_all_compiled(monkeypatch):
     """Greedy, sampled and top-p steps have kernels of their own; another size of a way that is
     there has none that are not."""
     e, asked = engine.Graphs(build(), 24, 64), []
-    monkeypatch.setattr(e.step, "compile", lambda *of: asked.append(of))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t is e.cache.k))
+    monkeypatch.setattr(decode, "compiling", lambda: nullcontext(asked.append("compiled")))
+    monkeypatch.setattr(e.step, "step", lambda *of, blocks: asked.append(of))
     for temperature, top_p in ((1.0, 1.0), (0, 1.0), (0.7, 0.9), (1.0, 1.0)):
         e.begin(temperature, top_p, [], sample.draw)
         e.launcher(24), e.launcher(1), e.launcher(24)
-    assert asked == [(e.sizes, *way) for way in ((False, None), (True, None), (False, (0.7, 0.9)))]
+    ways = (False, None), (True, None), (False, (0.7, 0.9))
+    assert asked == [of for way in ways for of in ("compiled", *((size, *way) for size in reversed(e.sizes)))]
+    asked.clear()
+    e.rehearsed.clear()
+    e.rehearse()
+    e.begin(1.0, 1.0, [], sample.draw)
+    e.launcher(12)
+    assert "compiled" not in asked
 
 
 def test_a_weight_moves_above_its_adapter_and_stays_the_only_copy():
@@ -478,11 +490,12 @@ def test_an_engine_is_made_anew_only_where_the_last_one_does_not_serve(monkeypat
 def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
     """Made for the prompts of the first step, it was captured again when a longer one came: 0.9 to 1.5 s of a rollout."""
     made = []
-    monkeypatch.setattr(engine, "engine_for", lambda *wanted: made.append(wanted))
+    monkeypatch.setattr(engine, "engine_for", lambda *wanted: made.append(wanted) or "engine")
     monkeypatch.setattr(engine.ranks, "world", 2)
     for max_rows, eval_n, temperature in ((1000, 1, 0.6), (20, 0, 0.6), (20, 1, 0.0)):
         asked = dict(eval_n=eval_n, eval_temperature=temperature)
-        engine.prepare("model", SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, **asked), 300)
+        args = SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, **asked)
+        assert engine.prepare("model", args, 300) == "engine"
     # held-out questions would have it made anew for their sort
     assert made == [("model", 24, 300, 0.95), ("model", 20, 300, 1.0), ("model", 20, 300, 1.0)]
 
@@ -562,20 +575,71 @@ def test_graphs_draw_what_the_plain_function_draws_and_one_row_at_a_time(exact, 
         same_draws(exact, sample.generate(exact, PROMPTS, max_rows=rows, **kw), plain, **kw)
 
 
+COMPILED = """
+import os, pathlib, signal, sys, time, torch, triton
+sys.path.insert(0, "tests")
+import sass
+from fast import decode
+from model import RMSNorm
+
+out, parent = pathlib.Path(sys.argv[1]), os.getpid()
+
+def launcher(src, metadata):
+    while stopping and not (out / "stopped").exists() and time.monotonic() < begun + 30:
+        time.sleep(0.01)
+    late = stopping and not (out / "stopped").exists()
+    alone = os.getpid() != parent and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    (out / f"{os.getpid()} {alone} {late}").touch()
+
+def make_ir(*args):
+    (out / f"{os.getpid()} compiles").touch()
+    return inner(*args)
+
+inner, triton.compiler.ASTSource.make_ir = triton.compiler.ASTSource.make_ir, make_ir
+card, m, begun, stopping = sass.Card(90), RMSNorm(64, 1e-6), time.monotonic(), False
+card.launcher_cls = launcher
+triton.runtime.driver.set_active(card)  # no card is there: a launch would fail
+with decode.compiling():
+    for kind in (torch.bfloat16, torch.float32, torch.bfloat16):
+        decode.normed(torch.zeros(2, 64, dtype=kind), m, PDL=False)
+print(parent, *(kernel.name for kernel in decode.norm_kernel.device_caches[0][0].values()))
+stopping = True
+try:
+    with decode.compiling():
+        decode.normed(torch.zeros(2, 64, dtype=torch.float16), m, PDL=False)
+        raise KeyError
+except KeyError:
+    (out / "stopped").touch()
+"""
+
+
+def test_kernels_are_compiled_by_processes_of_their_own(tmp_path):
+    """Threads would wait for one another, and a first step took 12 s longer. Ctrl-C waits for none, and ends them."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    (tmp_path / "out").mkdir()
+    run = [sys.executable, "-W", "ignore", "-c", COMPILED, str(tmp_path / "out")]
+    out = subprocess.run(run, cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True)
+    assert not out.stderr
+    parent, *made = out.stdout.split()
+    files = {f.name for f in (tmp_path / "out").iterdir()}
+    assert made == ["norm_kernel"] * 2 and sum(" True False" in f for f in files) >= 2
+    assert not any(f.startswith(parent) or f.endswith(("False False", " True")) for f in files)
+
+
 @gpu
 @pytest.mark.parametrize("quant", ["none", "nvfp4"])
 def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
     """As they come up, one by one, they took most of a minute of a first step."""
-    made, sizes = [], (1, 8, 24)
+    made = []
     monkeypatch.setattr(decode.triton.knobs.runtime, "jit_cache_hook", lambda fn, **_: made.append(fn.name))
-    monkeypatch.setattr(decode.triton.knobs.runtime, "kernel_load_start_hook", lambda module, function, name, *_: made.append(name))
     for module in (attention, decode, gemm, logprobs, packed):
         for kernel in vars(module).values():
             if isinstance(kernel, decode.triton.JITFunction):
                 kernel.device_caches.clear()  # what other tests compiled
     m = build(GPU, quant, 16, "cuda", torch.bfloat16)
     m.fast = fast.Fast()
-    batches.compile_update(m)
+    with decode.compiling():
+        batches.rehearse_update(m)
     assert {"dkdv_kernel", "score_kernel"} <= {*made} and all(p.grad is None for p in m.parameters())
     made.clear()
     for n in (3, 1):
@@ -584,13 +648,15 @@ def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
     assert not made
 
     with torch.no_grad():
-        step = decode.Step(m, filled(m, [3] * 24, 24, 64))
+        e = engine.Graphs(m, 24, 64)
+        step = e.step
         before = step.token.clone()
         for way in ((False, None), (True, None)):
-            step.compile(sizes, *way)
+            with decode.compiling():
+                e.rehearse(*way)
             assert made and step.token.equal(before) and not step.out_ids.any()
             made.clear()
-            for size in sizes:
+            for size in e.sizes:
                 step.step(size, *way)
             assert not made
             made.append("a way may have no kernel of its own")

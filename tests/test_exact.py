@@ -133,8 +133,8 @@ def test_an_update_of_many_tokens_is_compiled_before_the_first(exact, tokens, mo
     """Its GEMMs have other tiles than those of few tokens; the ordinary update has none of them."""
     m, seen = random_model(ONE, "nvfp4"), []
     monkeypatch.setattr(engine, "own_code", lambda model: None)
-    monkeypatch.setattr(batches, "compile_update", lambda *a: seen.append(a))
-    monkeypatch.setattr(engine, "prepare", lambda *a: seen.append(a))
+    monkeypatch.setattr(batches, "rehearse_update", lambda *a: seen.append(a))
+    monkeypatch.setattr(engine, "prepare", lambda *a: SimpleNamespace(rehearse=lambda: seen.append(a)))
     args = SimpleNamespace(micro_batch_tokens=8192)
     fast.Fast(exact).plan_rollouts(m, args, 96)
     assert seen == [(m, tokens), (m, args, 96)]
