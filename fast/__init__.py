@@ -143,6 +143,7 @@ class Fast:
 
         if self.knows(model):
             tokens = args.micro_batch_tokens // 2 if self.exact else 16
-            with decode.compiling():
-                batches.rehearse_update(model, tokens)
+            with decode.compiling():  # the sampler's take longer
                 engine.prepare(model, args, longest).rehearse()
+                engine.make_room(model)
+                batches.rehearse_update(model, tokens)

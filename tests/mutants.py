@@ -719,7 +719,9 @@ MUTANTS = {
          "gemm::what_the_ptx_makes_of_a_word"),
     ],
     "fast/decode.py": [
-        ("kernels are compiled by the process that waits for them", "        process.start()\n", "        compiled()\n        process.start()\n",
+        ("kernels are compiled by the process that waits for them", "            process.start()\n", "            compiled()\n            process.start()\n",
+         "decode::kernels_are_compiled_by_processes_of_their_own"),
+        ("what the cache has is compiled", "                kernel.set_result(compiled())\n        except", "                raise KeyError\n        except",
          "decode::kernels_are_compiled_by_processes_of_their_own"),
         ("a launcher is made when its kernel is launched", "launcher_cls(kernel.src, kernel.metadata)", "launcher_cls", "decode::kernels_are_compiled_by_processes_of_their_own"),
         ("an error waits for the compilers", "                    kernel.set_result(None)\n", "                    jobs[0][0].join()\n                    kernel.set_result(None)\n",
@@ -791,6 +793,7 @@ MUTANTS = {
         ("cards on which nobody compared sums are taken for exact", "get_device_capability(model.embed.weight.device)[0] != 9:", "get_device_capability(model.embed.weight.device)[0] < 8:",
          "exact::what_cannot_be_exact_is_refused"),
         ("an exact engine goes back to plain sums", "if why and self.exact:", "if False:", "exact::what_cannot_be_exact_is_refused"),
+        ("an update is rehearsed beside a sampler that has taken all", "                engine.make_room(model)\n", "", "exact::an_update_of_many_tokens_is_compiled_before_the_first"),
         ("an exact update is compiled for few tokens", "args.micro_batch_tokens // 2 if self.exact else 16", "16",
          "exact::an_update_of_many_tokens_is_compiled_before_the_first"),
         ("16-bit weights are taken for exact", "if any(m.q is None for _, m in projections(model)):", "if False:", "exact::what_cannot_be_exact_is_refused"),

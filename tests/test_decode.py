@@ -599,10 +599,12 @@ inner, triton.compiler.ASTSource.make_ir = triton.compiler.ASTSource.make_ir, ma
 card, m, begun, stopping = sass.Card(90), RMSNorm(64, 1e-6), time.monotonic(), False
 card.launcher_cls = launcher
 triton.runtime.driver.set_active(card)  # no card is there: a launch would fail
-with decode.compiling():
-    for kind in (torch.bfloat16, torch.float32, torch.bfloat16):
-        decode.normed(torch.zeros(2, 64, dtype=kind), m, PDL=False)
-print(parent, *(kernel.name for kernel in decode.norm_kernel.device_caches[0][0].values()))
+for _ in range(2):
+    decode.norm_kernel.device_caches.clear()  # but not Triton's on the disk
+    with decode.compiling():
+        for kind in (torch.bfloat16, torch.float32, torch.bfloat16):
+            decode.normed(torch.zeros(2, 64, dtype=kind), m, PDL=False)
+    print(parent, len([*out.glob("* True False")]), *(k.name for k in decode.norm_kernel.device_caches[0][0].values()))
 stopping = True
 try:
     with decode.compiling():
@@ -620,9 +622,10 @@ def test_kernels_are_compiled_by_processes_of_their_own(tmp_path):
     run = [sys.executable, "-W", "ignore", "-c", COMPILED, str(tmp_path / "out")]
     out = subprocess.run(run, cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True)
     assert not out.stderr
-    parent, *made = out.stdout.split()
+    first, second = out.stdout.splitlines()
+    parent, *made = first.split()
     files = {f.name for f in (tmp_path / "out").iterdir()}
-    assert made == ["norm_kernel"] * 2 and sum(" True False" in f for f in files) >= 2
+    assert first == second and made == ["2", "norm_kernel", "norm_kernel"]
     assert not any(f.startswith(parent) or f.endswith(("False False", " True")) for f in files)
 
 

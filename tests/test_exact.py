@@ -135,9 +135,10 @@ def test_an_update_of_many_tokens_is_compiled_before_the_first(exact, tokens, mo
     monkeypatch.setattr(engine, "own_code", lambda model: None)
     monkeypatch.setattr(batches, "rehearse_update", lambda *a: seen.append(a))
     monkeypatch.setattr(engine, "prepare", lambda *a: SimpleNamespace(rehearse=lambda: seen.append(a)))
+    monkeypatch.setattr(engine, "make_room", lambda model: seen.append("room"))  # the sampler may have taken all
     args = SimpleNamespace(micro_batch_tokens=8192)
     fast.Fast(exact).plan_rollouts(m, args, 96)
-    assert seen == [(m, tokens), (m, args, 96)]
+    assert seen == [(m, args, 96), "room", (m, tokens)]
 
 
 def test_what_cannot_be_exact_is_refused(monkeypatch):
