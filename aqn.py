@@ -23,14 +23,18 @@ RMSNorm has a buffer, including the last (model.norm) and Qwen3's q_norm and k_n
 module's buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into
 an evaluation, or, unless --aqn-scope is both, into an update.
 
-    python -c "import aqn; print([aqn.sigma(i, 10, 1e-2, 5e-4) for i in range(10)])"
+    python aqn.py --aqn-start 1e-2 --aqn-end 5e-4      # print the schedule
 
 Left out: noise on the activations of o and down (no norm precedes them), and redrawing within a
 rollout.
 """
+import argparse
 import contextlib
 import hashlib
 import math
+import sys
+
+from plumbing import command
 
 import torch
 
@@ -128,3 +132,25 @@ def clean(model):
     finally:
         for name, b in buffers(model).items():
             b.copy_(saved.get(name, b))  # one that came within the block stays
+
+
+def main(argv=None):
+    parser = command.Parser(description="Print the noise schedule: sigma from stage to stage.",
+                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    size = command.number(1e-9, 10, float)
+    add("--aqn-start", type=size, default=1e-2, help="sigma of the first noisy stage")
+    add("--aqn-end", type=size, default=5e-4, help="sigma of the last stage")
+    add("--aqn-schedule", choices=SCHEDULES, default="exponential", help="how sigma falls")
+    add("--steps", type=command.number(1, 10**7), default=200, help="rollouts of a training run")
+    a = parser.parse_args(argv)
+    before = None
+    for step in range(a.steps):
+        level = sigma(step, a.steps, a.aqn_start, a.aqn_end, schedule=a.aqn_schedule)
+        if level != before:
+            print(f"from step {step:5d} on: sigma {level:.3e}")
+        before = level
+
+
+if __name__ == "__main__":
+    sys.exit(command.run("aqn.py", main))

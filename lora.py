@@ -1,4 +1,4 @@
-"""
+r"""
 LoRA beside a frozen linear, kept in float32, saved and loaded in PEFT's layout.
 
     y = base(x) + (alpha / r) * (x A^T) B^T      A (r, K) random, B (N, r) zero: the first step
@@ -13,7 +13,7 @@ never merged into four-bit weights: rounding would erase it. `--merge` (lab/conv
     add_lora(model, rank=32, alpha=32); train; save_adapter(model, "runs/x/adapter")
     load_adapter(model, "runs/x/adapter")
     with disabled(model): ...                     # the KL reference: the same model, adapter off
-    python lora.py --merge --model Qwen/Qwen2.5-3B-Instruct --quant nvfp4 \\
+    python lora.py --merge --model Qwen/Qwen2.5-3B-Instruct --quant nvfp4 \
         --adapter runs/x/adapter --out merged/
 
 Shapes: N outputs, K inputs, R rank, P parts of a fused projection.
@@ -60,7 +60,7 @@ class LoRALinear(nn.Module):
         """{part: (A (R, K), B (N_p, R))}, views of the parameters."""
         A = self.A.detach().split(self.rank)
         B = self.B.detach().split([*self.parts.values()])
-        return dict(zip(self.parts, zip(A, B, strict=True), strict=True))
+        return {part: (a, b) for part, a, b in zip(self.parts, A, B, strict=True)}
 
     def delta(self):
         """What the adapter adds to the weight: (N, K)."""
@@ -101,7 +101,8 @@ def add_lora(model, rank, alpha, seed=0):
 
 @contextmanager
 def disabled(model):
-    """The base model inside the `with`: every adapter off, restored on the way out."""
+    """The base model inside the `with`: every adapter off, and norms as they were before training
+    (lab/ideas/norms.py trains some); restored on the way out."""
     layers = [m for _, m in lora_layers(model)]
     before = [m.enabled for m in layers]
     for m in layers:

@@ -1,7 +1,7 @@
 """
 Qwen2.5 in plain PyTorch: the model that everything else swaps modules into.
 
-The forward pass is Qwen2.5's (RMSNorm, RoPE, grouped-query attention with QKV bias, SwiGLU). Two
+The forward pass is Qwen2.5's (RMSNorm, RoPE, grouped-query attention with QKV bias, SwiGLU). Other
 families differ by a flag: Llama and Mistral drop the bias; Qwen3 drops it and normalises each
 head of q and k. Two things differ from the textbook: q,k,v are one matrix and gate,up are one
 matrix, for speed; and each RMSNorm carries a `noise` vector that is zero unless aqn.py writes to
@@ -202,7 +202,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.write(self.layer, k, v, pos)  # (B, Hkv, S, D)
         if T == 1 and mask is not None:
-            # one token a row: the heads that share keys and values are like tokens of one head
+            # one token a row: the query heads of a kv head take the place of tokens
             q = q.view(B, self.kv_heads, -1, self.head_dim)  # (B, H, 1, D) -> (B, Hkv, H / Hkv, D)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
                                            enable_gqa=q.shape[1] != self.kv_heads)
@@ -265,9 +265,9 @@ class Transformer(nn.Module):
         mask = None  # causal
         if cache is not None:
             pos = cache.length[:, None] + pos  # (B, T)
-            empty = cache.used == 0  # then the causal mask suffices: SDPA has fast kernels for it
+            filled = cache.used > 0
             cache.used = min(cache.used + T, cache.k.shape[3])
-            if not empty:
+            if filled:  # else the causal mask suffices, for which SDPA has fast kernels
                 seen = torch.arange(cache.used, device=ids.device) <= pos[..., None]  # (B, T, S)
                 mask = seen[:, None]  # (B, 1, T, S)
         x = self.embed(ids)  # (B, T, C)
@@ -289,8 +289,8 @@ class Transformer(nn.Module):
 
 
 class HeadLogits(torch.autograd.Function):
-    """hidden (S, C) @ weight (V, C)^T -> (S, V) float32, for 16-bit factors on the GPU: rounded to
-    bfloat16 on its way out of the GEMM, a logit of 20 would move by up to 0.06."""
+    """hidden (S, C) @ weight (V, C)^T -> (S, V) float32, for 16-bit factors on the GPU: a GEMM that
+    returns bfloat16 would move a logit of 20 by up to 0.06."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -366,10 +366,10 @@ def read_config(folder):
 def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None):
     """A Transformer of `config` with the tensors of `source`, a checkpoint.Checkpoint."""
     model = skeleton(config)
-    pieces = stream(model, source, device, dtype, quant if calibration is None else "none")
+    filling = stream(model, source, device, dtype, quant if calibration is None else "none")
     if calibration is not None:
-        pieces = nvfp4.calibrated(model, pieces, quant, calibration, device)
-    for _ in pieces:
+        filling = nvfp4.calibrated(model, filling, quant, calibration, device)
+    for _ in filling:  # a piece is in the model when it is yielded
         pass
     return model.eval()
 
@@ -469,5 +469,5 @@ def tensors(piece, path=""):
         elif isinstance(m, nn.Embedding):
             embedding = m.weight
             yield weight_name(at), m.weight
-        elif isinstance(m, RMSNorm) or at == "lm_head" and m.weight is not embedding:
+        elif isinstance(m, RMSNorm) or (at == "lm_head" and m.weight is not embedding):
             yield weight_name(at), m.weight

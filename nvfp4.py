@@ -150,8 +150,8 @@ def block_scales(w, fmt, name="weight"):
     # The floor keeps 1/global finite when a whole tensor is (almost) zero. Checkpoints store the
     # reciprocal; taking it twice makes global a number whose reciprocal leads back to it, so that
     # saving and loading changes no bit.
-    top = 1 / (1 / (amax.max() / (6 * 448)).clamp(min=torch.finfo(torch.float32).tiny))
-    return (amax / 6 / top).to(torch.float8_e4m3fn), one * top  # the cast rounds to nearest even
+    g = 1 / (1 / (amax.max() / (6 * 448)).clamp(min=torch.finfo(torch.float32).tiny))
+    return (amax / 6 / g).to(torch.float8_e4m3fn), one * g  # the cast rounds to nearest even
 
 
 def encode(w, fmt, scale, global_scale):
@@ -246,9 +246,9 @@ class QuantLinear(nn.Module):
 
     def weight_in(self, dtype):
         # what it is a copy of: a noise of your own may be written to the scales
-        now = dtype, [(t.data_ptr(), t._version) for t in self._buffers.values()]
-        if self.copy is None or self.copy[0] != now:
-            self.copy = now, self.dense().to(dtype)
+        source = dtype, [(t.data_ptr(), t._version) for t in self._buffers.values()]
+        if self.copy is None or self.copy[0] != source:
+            self.copy = source, self.dense().to(dtype)
         return self.copy[1]
 
     def forward(self, x):
@@ -273,7 +273,7 @@ class QuantLinear(nn.Module):
 #     down    <- the up rows of gate_up
 #
 # s = mean|x|^a, normalised; a is the value on a grid in [0, 1] with the least output error
-# || (Q(W s) / s - W) X ||^2 on calibration text. a = 0 is s = 1, plain rounding. Then each
+# || X (Q(W s) / s - W)^T ||^2 on calibration text. a = 0 is s = 1, plain rounding. Then each
 # block's scale is searched for among its neighbours (AWQ calls its form of this weight clipping):
 # the largest weight need not sit on the grid's end, if the other 15 gain by it. The error needs no
 # stored activations: with H = X^T X it is sum((D H) * D), D = Q(W s) / s - W.
@@ -338,7 +338,7 @@ def search_blocks(w, fmt, scale, global_scale, H):
 
 class Rounded(NamedTuple):
     """A linear rounded with scales s = mean|x|^exponent (K,) of its input channels. Output errors
-    are relative to || W X ||^2: `awq` this one's, `rtn` plain rounding's."""
+    are relative to || X W^T ||^2: `awq` this one's, `rtn` plain rounding's."""
 
     awq: float
     rtn: float
@@ -358,11 +358,11 @@ def search(w, H, magnitude, fmt, exact=lambda s: s, divide=None, scaled=True):
     rtn = output_error(quantize(w, fmt).dequantize() - w, H) / power
 
     def attempt(exponent, s, blocks=False):
-        t = w * s / divide
-        scale, top = block_scales(t, fmt)
+        wanted = w * s / divide
+        scale, g = block_scales(wanted, fmt)
         if blocks:
-            scale = search_blocks(t, fmt, scale, top, H / s / s[:, None])
-        q = encode(t, fmt, scale, top)
+            scale = search_blocks(wanted, fmt, scale, g, H / s / s[:, None])
+        q = encode(wanted, fmt, scale, g)
         error = output_error(q.dequantize() * divide / s - w, H)
         return Rounded(error / power, rtn, exponent, s, q)
 
@@ -370,7 +370,7 @@ def search(w, H, magnitude, fmt, exact=lambda s: s, divide=None, scaled=True):
     for i in range(1, GRID + 1) if scaled else ():
         s = magnitude.clamp(min=1e-8) ** (i / GRID)
         trials.append(attempt(i / GRID, exact(s / (s.max() * s.min()).sqrt())))
-        trials = sorted(trials, key=lambda t: t.awq)[:FINALISTS]
+        trials = sorted(trials, key=lambda t: t.awq)[:FINALISTS]  # each holds a whole weight
     # a search of blocks rounds up to 15 times, and evens out much of the difference between
     # exponents: it is done only for the best of them, and 0
     trials = [attempt(0.0, torch.ones_like(magnitude)), *trials]

@@ -45,7 +45,7 @@ BUCKET = 256  # a graph's attention looks at a multiple of this many positions
 
 def signed(x):
     """A 64-bit number as torch's int64 holds it."""
-    return (x & (2**64 - 1)) - (2**64 if x >> 63 & 1 else 0)
+    return (x + 2**63) % 2**64 - 2**63
 
 
 # splitmix64 (Steele, Lea and Flood 2014): the golden ratio, and its finalizer's multipliers
@@ -55,9 +55,9 @@ GOLDEN, MIX1, MIX2 = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D0
 def mix(z):
     """splitmix64's finalizer on int64 tensors. torch multiplies modulo 2^64 and shifts
     arithmetically, hence the masks."""
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * MIX1
-    z = (z ^ (z >> 27 & (1 << 37) - 1)) * MIX2
-    return z ^ (z >> 31 & (1 << 33) - 1)
+    z = (z ^ (z >> 30 & 2**34 - 1)) * MIX1
+    z = (z ^ (z >> 27 & 2**37 - 1)) * MIX2
+    return z ^ (z >> 31 & 2**33 - 1)
 
 
 def row_keys(seed, prompt, sample):
@@ -70,7 +70,7 @@ def row_keys(seed, prompt, sample):
 def uniform(key, position):
     """One number in (0, 1) for each row: 23 bits of the hash, centred, so that float32 holds it
     and it is never 0 or 1."""
-    bits = mix(key + (position + 1) * GOLDEN) >> 41 & (1 << 23) - 1
+    bits = mix(key + (position + 1) * GOLDEN) >> 41 & 2**23 - 1
     return (bits.float() + 0.5) * 2.0**-23
 
 
@@ -93,7 +93,7 @@ def sample_ids(logits, u, temperature=1.0, top_p=1.0):
         # the first id whose cdf exceeds u * total; an id of probability 0 does not raise the cdf,
         # so it is never drawn
         ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-        ids = ids.clamp(max=cdf.shape[1] - 1)
+        ids = ids.clamp(max=cdf.shape[1] - 1)  # NaN gives V: samples_of refuses it
         ids = (ids if order is None else order.gather(1, ids))[:, 0]
     return ids, logp.gather(1, ids[:, None])[:, 0]
 
@@ -182,7 +182,7 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
             # Rows that have ended leave: on the CPU at once; on a GPU when half the batch has, as
             # each new batch size has to be captured.
             live = [i for i, row in enumerate(decoder.rows) if not row.ended]
-            most = len(decoder.rows) // 2 if decoder.cuda else len(decoder.rows) - 1
+            most = len(decoder.rows) // 2 if decoder.graphs else len(decoder.rows) - 1
             if len(live) <= most:
                 decoder.keep(live)
     bar.close()
@@ -206,7 +206,7 @@ class Decoder:
         self.model, self.rows = model, rows
         self.temperature, self.top_p = temperature, top_p
         device = model.embed.weight.device
-        self.cuda = device.type == "cuda"
+        self.graphs = device.type == "cuda"  # whether steps are captured
         # the captured step, the tensors that it fills, and how far its attention looks
         self.graph, self.drawn, self.positions = None, None, 0
 
@@ -229,23 +229,23 @@ class Decoder:
     def step(self):
         """Draw the next token of each row; returns ids and log-probs as lists."""
         # of the longest row so far: the host knows it without asking the GPU
-        positions = max(len(row.prompt) + len(row.sample.ids) for row in self.rows)
-        if self.graph is not None and positions <= self.positions:
+        needed = max(len(row.prompt) + len(row.sample.ids) for row in self.rows)
+        if self.graph is not None and needed <= self.positions:
             self.graph.replay()
             ids, logprobs = self.drawn
         else:
-            self.positions = positions
-            if self.cuda:  # a graph's shapes are fixed: it sees spare positions, masked
-                whole = -(-positions // BUCKET) * BUCKET
+            self.positions = needed
+            if self.graphs:  # a graph's shapes are fixed: it sees spare positions, masked
+                whole = math.ceil(needed / BUCKET) * BUCKET
                 self.positions = min(whole, self.cache.k.shape[3])
             ids, logprobs = self.launch()
-            if self.cuda:
+            if self.graphs:
                 self.capture()
         return ids.tolist(), logprobs.tolist()
 
     def launch(self):
         """The step itself: ids (B,), log-probs (B,). All state changes in place."""
-        self.cache.used = self.positions - 1
+        self.cache.used = self.positions - 1  # model.hidden adds the new token
         x = self.model.hidden(self.token[:, None], self.cache)[:, 0]  # (B, C)
         logits = qwen.logits(x, self.model.lm_head.weight)[:, : self.model.valid_vocab]  # (B, V)
         # a row that has ended goes on until it leaves, but not past the end of the cache
@@ -257,7 +257,7 @@ class Decoder:
     def capture(self):
         """Record `launch` as a CUDA graph, to be replayed until the batch shrinks or the rows grow
         past self.positions. It replays what your own hook launches, too, if that works on tensors
-        in place; a step that cannot be captured runs without a graph."""
+        in place; if a step cannot be captured, all run without a graph."""
         # drop the last graph and its outputs first: freed during a capture, they crash the process
         self.graph = self.drawn = None
         graph = torch.cuda.CUDAGraph()
@@ -266,13 +266,14 @@ class Decoder:
                 drawn = self.launch()
             self.graph, self.drawn = graph, drawn
         except RuntimeError as e:
+            self.graphs = False
             warnings.warn(f"decoding without a CUDA graph, slowly: {str(e).splitlines()[0]}",
                           stacklevel=2)
 
     def keep(self, live):
         """Keep the rows at the places `live`: the last of them move into the holes."""
         n = len(live)
-        holes = sorted({*range(n)} - {*live})
+        holes = [i for i in range(n) if i not in live]
         for hole, i in zip(holes, [i for i in live if i >= n], strict=True):
             self.rows[hole] = self.rows[i]
             self.cache.k[:, hole] = self.cache.k[:, i]
@@ -285,13 +286,14 @@ class Decoder:
 
 
 def prefill(model, prompts):
-    """A KVCache with a row for each prompt, filled with all but the prompt's last token."""
+    """A KVCache with a row for each prompt, filled with all but the prompt's last token; its
+    `length` stays 0."""
     longest = max(len(prompt) for prompt in prompts) - 1
     cache = qwen.KVCache(model, len(prompts), longest)
     ids = padded([prompt[:-1] for prompt in prompts], cache.k.device)  # (P, T)
     together = max(1, PREFILL_TOKENS // max(1, longest))
     for first in range(0, len(prompts) if longest else 0, together):
-        rows = cache.rows(first, min(first + together, len(prompts)))
+        rows = cache.rows(first, first + together)
         model.hidden(ids[first : first + together], rows)
     return cache
 
@@ -329,11 +331,11 @@ def load_policy(args):
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
                          f"--quant {layouts.format_of(stored, folder)}")
     tok = Tokenizer(folder)
-    text = None
+    calibration = None
     # a quantized base already has the scales that its adapter asks for (see policy.check)
     if args.awq and not (stored and getattr(args, "trained_with", {}).get("awq")):
-        text = datasets.calibration(args.calib, folder)
-    model = qwen.load(folder, device, dtype, args.quant, text)
+        calibration = datasets.calibration(args.calib, folder)
+    model = qwen.load(folder, device, dtype, args.quant, calibration)
     model.valid_vocab = len(tok)
     if device == "cpu" and model.config.hidden_size < 512:
         torch.set_num_threads(1)  # too little work for two: they would mostly wait for each other

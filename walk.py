@@ -26,8 +26,7 @@ G, LIMIT = 4, 48  # completions of the prompt, tokens each
 
 
 def show(what, value, numbers=None):
-    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-    print(f"  {what:<46} {shape}")
+    print(f"  {what:<46} {tuple(value.shape)}")
     if numbers is not None:
         print("    " + " ".join(f"{x:.4g}" for x in numbers))
 
@@ -40,7 +39,7 @@ def main():
     torch.manual_seed(0)
     given = f"--device cpu --quant none --overlong none --max-new-tokens {LIMIT}"
     args = flags.parse(train.COMMAND, given.split())
-    base, tok = sample.load_policy(args)
+    base, tok = sample.load_policy(args)  # in 16 bits, to compare with
     args.quant = "nvfp4"
     model, _ = sample.load_policy(args)
 
@@ -56,11 +55,11 @@ def main():
     show("packed codes, two a byte", q.codes)
     show("block scales, one for each 16 columns", q.scale)
     values = torch.tensor(FORMATS["nvfp4"].values)[codes[0, :6].int()]
-    scale, top = q.scale[0, 0].float(), q.global_scale[0]
-    print(f"  row 0, its first scale {scale:.4g}, global {top:.4g}; columns 0-5: 16 bits, code, "
+    scale, g = q.scale[0, 0].float(), q.global_scale[0]
+    print(f"  row 0, its first scale {scale:.4g}, global {g:.4g}; columns 0-5: 16 bits, code, "
           "value x scale x global")
     for a, code, value in zip(w[0], codes[0], values, strict=False):
-        print(f"    {a:9.5f}  {code:3d}  {value * scale * top:9.5f}")
+        print(f"    {a:9.5f}  {code:3d}  {value * scale * g:9.5f}")
 
     head("3. LoRA beside it (lora.py): B = 0, so nothing changes yet")
     optimizer = grpo.AdamW(lora.add_lora(model, 8, 16), 2e-3)
@@ -98,9 +97,9 @@ def main():
     show("ratio to the sampler, first completion", ratio, ratio[:8].tolist())
 
     head("7. Loss, gradient, step")
-    sums, norm = grpo.update(model, optimizer, cs, args)
+    sums, grad_norm = grpo.update(model, optimizer, cs, args)
     m = mean_metrics(sums)
-    print(f"  loss {m['loss']:.4f}, entropy {m['entropy']:.3f} nats, gradient norm {norm:.4f}")
+    print(f"  loss {m['loss']:.4f}, entropy {m['entropy']:.3f} nats, gradient norm {grad_norm:.4f}")
     print(f"  B moved by at most {linear.B.abs().max():.1e}; A had a gradient: "
           f"{bool(optimizer.state[linear.A]['exp_avg'].any())}, since B was 0")
 

@@ -217,6 +217,20 @@ def test_a_noise_that_never_ends_is_gone_where_the_policy_must_be_clean(monkeypa
     assert not any(b.any() for b in aqn.buffers(m).values())
 
 
+@pytest.mark.parametrize("argv", [[], ["--aqn-schedule", "linear", "--aqn-end", "1e-3"], ["--aqn-schedule", "eq8", "--aqn-start", "2e-2"]])
+def test_the_command_prints_what_training_uses(argv, capsys):
+    """A default of its own, or a flag that it drops: the levels that are looked at are not those of the run."""
+    a = flags.parse(train.COMMAND, ["--model", "m", "--steps", "40", *argv])
+    used = [aqn.sigma(s, 40, a.aqn_start, a.aqn_end, schedule=a.aqn_schedule) for s in range(40)]
+    aqn.main(["--steps", "40", *argv])
+    begins = [s for s in range(40) if s == 0 or used[s] != used[s - 1]]
+    assert capsys.readouterr().out.splitlines() == [f"from step {s:5d} on: sigma {used[s]:.3e}" for s in begins]
+    assert len(begins) == 10
+    for bad in (["--aqn-end", "0"], ["--aqn-start", "nan"], ["--aqn-schedule", "step"], ["--steps", "0"], ["--no-such-flag"]):
+        with pytest.raises(ValueError, match=bad[0]):
+            aqn.main(bad)
+
+
 @pytest.mark.gpu
 def test_gpu_noise_equals_the_cpus():
     """A device generator would give every kind of device its own noise."""

@@ -37,7 +37,7 @@ class AsOnAGpu(sample.Decoder):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.cuda = True
+        self.graphs = True
 
     def capture(self):
         self.graph = self.drawn = None
@@ -52,6 +52,18 @@ def test_rows_that_leave_change_no_other(model, monkeypatch, decoder):
     monkeypatch.setattr(sample, "Decoder", decoder)
     for rows in (2, 3, 7, 256):
         assert tokens(sample.generate(model, PROMPTS, max_rows=rows, **kw)) == alone
+
+
+def test_a_step_that_cannot_be_captured_is_tried_once(model, monkeypatch):
+    """A hook that asks the GPU: each further attempt launches the step, as far as that, a second time."""
+    want, tried = tokens(sample.generate(model, PROMPTS, max_new_tokens=6)), []
+    init = sample.Decoder.__init__
+    monkeypatch.setattr(sample.Decoder, "__init__", lambda self, *args: init(self, *args) or setattr(self, "graphs", True))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: tried.append(graph) or (_ for _ in ()).throw(RuntimeError("not permitted")))
+    with pytest.warns(UserWarning, match="decoding without a CUDA graph, slowly: not permitted") as warned:
+        assert tokens(sample.generate(model, PROMPTS, max_new_tokens=6)) == want
+    assert len(tried) == len(warned) == 1
 
 
 def test_prompts_are_prefilled_once_and_within_the_budget(model, monkeypatch):

@@ -1,4 +1,4 @@
-"""Evolution strategies on four-bit weights: no gradient, only rewards (as QES and EGGROLL do).
+r"""Evolution strategies on four-bit weights: no gradient, only rewards (as QES and EGGROLL do).
 
 Member j of the population is the adapter with its B moved by SIGMA E_j; E_1 is -E_0, E_3 is -E_2,
 and so on. The j-th completion of each prompt is drawn by member j, so that every member answers the
@@ -6,7 +6,7 @@ same questions. Its fitness is its mean advantage, and B moves along the sum of 
 finite-difference estimate of the gradient of the mean reward. A stays as it was drawn, so that each
 member moves the weights by a matrix of the adapter's rank. It samples as many tokens as GRPO does.
 
-    python lab/ideas/evolution.py --no-aqn --no-dynamic-sampling --updates-per-rollout 1 \\
+    python lab/ideas/evolution.py --no-aqn --no-dynamic-sampling --updates-per-rollout 1 \
         --lr 3e-3 --out runs/es-s0
 """
 import sys
