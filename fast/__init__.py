@@ -67,8 +67,10 @@ def refusal(model):
         from fast import engine, layout
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
-    for path, q in ((path, m.q) for path, m in projections(model) if m.q is not None):
-        if not layout.fits(*q.shape):
+    for path, m in projections(model):
+        if (q := m.q) is None:
+            continue
+        if q.shape[0] % 8 or q.shape[1] % layout.CHUNK:
             return f"{path} is {q.shape[0]} x {q.shape[1]}, no multiple of 8 x {layout.CHUNK}"
         # an E8M0 byte is the exponent plus 127
         if q.fmt == "mxfp4" and (nvfp4.scale_bits(q.scale) > 154).any():
@@ -139,11 +141,12 @@ class Fast:
     def plan_rollouts(self, model, args, longest):
         """Make the sampler for all rollouts, with rows of `longest` tokens; compile its kernels and
         the update's."""
-        from fast import batches, decode, engine
+        from fast import batches, engine
+        from fast.compiling import compiling
 
         if self.knows(model):
             tokens = args.micro_batch_tokens // 2 if self.exact else 16
-            with decode.compiling():  # the sampler's take longer
+            with compiling():  # the sampler's first: they take longer
                 engine.prepare(model, args, longest).rehearse()
                 engine.make_room(model)
                 batches.rehearse_update(model, tokens)

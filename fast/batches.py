@@ -63,7 +63,7 @@ def micro_batches(model, completions, token_budget):
 def completion_logprobs(model, completions, temperature, blocks=None):
     """As grpo.completion_logprobs. blocks: as in packed.hidden."""
     same_sums = exact(model)
-    rows = rows_end_to_end(by_prompt(completions), apart=same_sums)
+    rows = rows_of(by_prompt(completions), apart=same_sums)
     hidden = packed.hidden(model, *rows, blocks=blocks)  # (S, C)
     targets = to_device([i for c in completions for i in c.ids], hidden.device)  # (S,)
     logp, entropy = token_logprobs(hidden, model.lm_head.weight, targets, temperature,
@@ -72,18 +72,18 @@ def completion_logprobs(model, completions, temperature, blocks=None):
 
 
 def rehearse_update(model, tokens=16):
-    """Launch all that an update does, for completions of so many tokens that share a prompt and for
-    one alone. With exact sums alone the number matters: the GEMM's tile depends on it."""
+    """Call what an update calls, for completions of so many tokens that share a prompt and for one
+    alone: within `compiling` this compiles its kernels. With exact sums alone the number matters:
+    the GEMM's tile depends on it."""
     params = [p for p in model.parameters() if p.requires_grad]
     completion = grpo.Completion({}, [0] * 16, [0] * tokens, [], True)
-    # in this thread, in which they are compiled and not launched (decode.compiling)
     with torch.autograd.set_multithreading_enabled(False):
         for n in (2, 1):
             logp, _, _ = completion_logprobs(model, [completion] * n, 1.0, blocks=1)
             torch.autograd.grad(logp.sum(), params, allow_unused=True)
 
 
-def rows_end_to_end(groups, apart=False):
+def rows_of(groups, apart=False):
     """packed.hidden's (rows, take, of): rows of ids; the places, counted over all rows, whose
     states predict the completions' tokens; the row that each row continues, itself if none. A
     group is a row for its prompt and rows that continue it; one completion is one row with its

@@ -11,7 +11,7 @@ mostly kernels that do almost nothing. So four of a layer's kernels are the FP4 
     norm     RMSNorm with AQN's noise
     stats, pick   (draw.py) the token, its log-prob, the row's new state
 
-Beside 16-bit weights cuBLAS multiplies, and LoRA's kernel behind it does the rest (adapter.py).
+Beside 16-bit weights cuBLAS multiplies, and LoRA's kernel after it does the rest (adapter.py).
 
 What earlier kernels of the step wrote is read only after gdc_wait(): on Hopper a kernel may start
 while its predecessor still runs (programmatic dependent launch), and meanwhile fetches what the
@@ -22,18 +22,8 @@ step does not write.
 Shapes: B rows, C hidden, F intermediate, H query heads, Hkv kv heads, G = H / Hkv, D head size,
 S cache slots, V vocabulary, R rank, P parts of a fused projection, W splits of a sequence.
 """
-import gc
 import math
-import multiprocessing
-import os
-import signal
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from functools import partial
-from types import SimpleNamespace
-from unittest import mock
-
-from plumbing.command import SIGNALS
 
 import torch
 import torch.nn.functional as F
@@ -50,53 +40,6 @@ from fast.plan import sms
 from model import rope_tables
 
 STEPS = 8  # steps between the host's reads of the tokens
-
-
-@contextmanager
-def compiling():
-    """Within the block kernels are compiled, side by side, and none is launched. As they come up,
-    one by one, they take most of a minute of a first step. What Triton's cache lacks, a process of
-    its own compiles: threads would wait for one another, since part of it is Python."""
-    run, fork = triton.JITFunction.run, multiprocessing.get_context("fork")
-    cores = fork.Semaphore(os.cpu_count())
-    jobs = []  # (process, what it runs, the kernel to be)
-
-    def compile_only(kernel, *args, warmup, **options):
-        return run(kernel, *args, warmup=True, **options)
-
-    def submit(compiled):
-        kernel = Future()
-        try:
-            with mock.patch.object(triton.compiler.ASTSource, "make_ir", side_effect=KeyError):
-                kernel.set_result(compiled())
-        except KeyError:  # it is not in the cache: to compile begins with make_ir
-            process = fork.Process(target=into_cache, args=(compiled, cores), daemon=True)
-            process.start()
-            jobs.append((process, compiled, kernel))
-        return kernel
-
-    with (triton.AsyncCompileMode(SimpleNamespace(submit=submit)),
-          mock.patch.object(triton.JITFunction, "run", compile_only)):
-        try:
-            yield
-            for process, compiled, kernel in jobs:
-                process.join()
-                kernel.set_result(compiled())
-        finally:
-            for _, _, kernel in jobs:
-                if not kernel.done():  # an exception: the mode would wait for it
-                    kernel.set_result(None)
-
-
-def into_cache(compiled, cores):
-    """Compile a kernel into Triton's cache, in a process forked for it."""
-    gc.disable()  # a tensor's end would call the GPU, which only the parent may
-    for n in SIGNALS:
-        signal.signal(n, signal.SIG_DFL)
-    with cores, suppress(Exception):  # the parent meets it too
-        kernel = compiled()
-        # older Tritons make a kernel's launcher with a C compiler
-        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 @triton.jit
@@ -378,8 +321,8 @@ class Step:
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
         H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         # programs to fill the card twice, at most 32 splits
-        W = 1 << min(5, max(1, 2 * self.sms // (B * HKV)).bit_length() - 1)
-        W = 1 if self.exact else W
+        fill = max(1, 2 * self.sms // (B * HKV))
+        W = 1 if self.exact else 1 << min(5, fill.bit_length() - 1)
         out, several = qkv.new_empty(B, H * D), W if W > 1 else 0
         parts = qkv.new_empty(several, B, H * D, dtype=torch.float32)
         ms, ls = (qkv.new_empty(several, B, H, dtype=torch.float32) for _ in range(2))

@@ -22,6 +22,7 @@ import aqn
 import lora
 import model as qwen
 from fast import decode, logprobs, memory, packed, plan
+from fast.compiling import compiling
 from fast.linears import exact
 from model import KVCache, projections, to_device
 
@@ -107,8 +108,8 @@ class Graphs:
         self.way = temperature == 0, (temperature, top_p) if top_p < 1 else None
 
     def start(self, slots, tokens, lengths, limits, keys):
-        """Begin rows in `slots`: the cache holds `lengths` tokens of each prompt, `tokens`, their
-        last, come next, and at most `limits` are drawn."""
+        """Begin rows in `slots`: `lengths` tokens of each prompt are in the cache, its last, in
+        `tokens`, comes next, and at most `limits` are drawn."""
         st = self.step
         at, token, length, limit, key = to_device([slots, tokens, lengths, limits, keys],
                                                   self.cache.k.device)
@@ -165,12 +166,12 @@ class Graphs:
         how = rows, *self.way
         if how in self.graphs:
             return self.graphs[how]
-        # The rehearsal changes nothing but results that are overwritten: no row is alive in it.
+        # What `capture` runs first changes only results that are overwritten: no row is alive.
         alive = st.alive.clone()
         st.alive.zero_()
         st.count.zero_()
         if self.way not in self.rehearsed and self.cache.k.is_cuda:
-            with decode.compiling():
+            with compiling():
                 self.rehearse(*self.way)
         self.graphs[how] = self.capture(lambda: st.step(*how))
         st.alive.copy_(alive)
@@ -178,8 +179,8 @@ class Graphs:
 
     @torch.no_grad()
     def rehearse(self, greedy=False, nucleus=None):
-        """Launch decode.Step.step(size, greedy, nucleus) for all sizes, so that its kernels are
-        compiled."""
+        """Call decode.Step.step(size, greedy, nucleus) for all sizes: within `compiling` this
+        compiles its kernels."""
         self.rehearsed.add((greedy, nucleus))
         for size in reversed(self.sizes):  # what takes longest to compile comes first
             self.step.step(size, greedy, nucleus, blocks=1)  # all blocks launch the same kernels

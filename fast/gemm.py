@@ -318,11 +318,8 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, q):
         """x (M, K) @ w_hat^T -> (M, N) in x.dtype."""
-        ctx.q, b = q, x.to(torch.bfloat16)
-        if few(len(b), *q.shape, sms(x.device)):
-            return gemm_few(b, q).to(x.dtype)
-        w, alpha = decoded(q)
-        return scaled(b, w.T, alpha).to(x.dtype)
+        ctx.q = q
+        return linear_decode(x.to(torch.bfloat16), q).to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy):

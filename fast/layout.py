@@ -47,11 +47,6 @@ class Tiled(Quantized):
         return nvfp4.to_values(codes, self.fmt, self.scale, self.global_scale)
 
 
-def fits(N, K):
-    """Whether the layout takes a weight of this shape."""
-    return N % 8 == 0 and K % CHUNK == 0
-
-
 def tile(q):
     """A Quantized -> the same weight, Tiled."""
     codes = pack(nvfp4.unpack(q.codes), q.fmt)

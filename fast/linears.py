@@ -52,7 +52,7 @@ class FastLinear:
             self.A, self.B = self.padded_A[: self.PR], torch.empty_like(a.B, dtype=dtype)
             self.tail = a.A.new_zeros(self.N, self.E, dtype=dtype)
             self.trained_A, self.trained_B = a.A.detach(), a.B.detach()  # what refresh copies
-        self.made_from = identity(m)  # behind with_rows, which moves the weight
+        self.made_from = identity(m)  # after with_rows, which moves the weight
 
     def blocks(self, t):
         """The blocks of t (N, E) where a part's outputs meet its own columns: P views (N_p, R)."""

@@ -113,7 +113,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, valid_vocab=None, c
                    exact=False):
     """As model.token_logprobs, for a weight that is not trained; exact: as in `head`."""
     V = weight.shape[0]
-    chunk = ROWS if exact else chunk or max(1, 2**26 // V // 128) * 128
+    chunk = ROWS if exact else chunk or max(1, 2**26 // V // 128) * 128  # targets stay aligned
     need = torch.is_grad_enabled() and hidden.requires_grad
     return TokenLogprobs.apply(hidden, weight, targets, temperature, valid_vocab or V, chunk,
                                exact, need)

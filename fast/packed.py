@@ -11,7 +11,7 @@ to recompute. So a block of model.py is four steps of one kind, `Project`: a pro
     SwiGLU(gu)    silu(gate) * up                  -> m   x   = x + m Wdown^T
 
 Kept for backward are the right column's outputs (x, qkv, x, gu), attention's y, and x A^T (Qwen3:
-also qkv behind its head norms). h and m are recomputed by the kernel that differentiates the
+also qkv after its head norms). h and m are recomputed by the kernel that differentiates the
 prologue: it reads the gradient of h and leaves h in its place, for dA = (dxa)^T h.
 
 LoRA is part of the GEMM. A weight is decoded, or copied if it has 16 bits, into a scratch; there
@@ -42,7 +42,8 @@ from triton import next_power_of_2 as power
 
 from fast import attention
 from fast.adapter import product32
-from fast.decode import compiling, norm_weight, normed, norms_of_heads, rotate, swiglu
+from fast.compiling import compiling
+from fast.decode import norm_weight, normed, norms_of_heads, rotate, swiglu
 from fast.linears import linears_of, refresh
 from model import rope_tables, to_device
 
@@ -116,7 +117,7 @@ class Attend:
         return wide, (out, y, attention.forward(q, k, v, y, self.rows.blocks))
 
     def __call__(self, qkv):
-        """Attention's output (S, H D) of qkv, which is overwritten."""
+        """Attention's output (S, H D) of qkv, which may be overwritten."""
         return self.forward(qkv, 0)[0]
 
     def backward(self, x, kept, d):
@@ -287,7 +288,8 @@ class Prefill:
         replay()
 
     def compile(self, size, launch):
-        """Compile the kernels of launch(), which does prompts of `size` or, None, of any size."""
+        """Compile the kernels of launch(), of prompts of `size` tokens or, None, of those without a
+        graph, of which others may need more."""
         if size not in self.compiled and self.step.cache.k.is_cuda:
             self.compiled.add(size)
             with compiling():

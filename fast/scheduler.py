@@ -34,7 +34,7 @@ class Scheduler:
 
     def __init__(self, model, engine, rows, eos, slots, on_token):
         self.model, self.engine, self.eos, self.on_token = model, engine, eos, on_token
-        self.waiting, self.rows = deque(rows), len(rows)
+        self.waiting, self.total = deque(rows), len(rows)
         self.live, self.held = [None] * slots, [None] * slots
         self.launched = {id(row): 0 for row in rows}
         self.empty_steps = 0  # slots that have stood empty, times steps
@@ -53,7 +53,7 @@ class Scheduler:
             empty = self.live.count(None)
             self.empty_steps += empty * steps
             n = len(self.live) - empty
-            bar.update(self.rows - len(self.waiting) - n - bar.n)
+            bar.update(self.total - len(self.waiting) - n - bar.n)
             bar.set_postfix_str(f"{n} live, {tokens / (time.perf_counter() - begin):.0f} tokens/s")
         bar.close()
 

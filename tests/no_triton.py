@@ -14,8 +14,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 # the kernels, and what measures them on a GPU
 NEED_TRITON = {"marlin_triton", "fast.adapter", "fast.attention", "fast.batches", "fast.bits",
-               "fast.decode", "fast.draw", "fast.engine", "fast.gemm", "fast.linears",
-               "fast.logprobs", "fast.packed", "fast.scheduler", "lab.bench"}
+               "fast.compiling", "fast.decode", "fast.draw", "fast.engine", "fast.gemm",
+               "fast.linears", "fast.logprobs", "fast.packed", "fast.scheduler", "lab.bench"}
 sys.path.insert(0, str(ROOT))
 sys.modules["triton"] = None
 

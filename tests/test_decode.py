@@ -27,6 +27,7 @@ import model as M
 import nvfp4
 import sample
 from fast import attention, batches, decode, engine, gemm, logprobs, memory, packed, plan, scheduler
+from fast.compiling import compiling
 from fast.layout import tile
 
 gpu = pytest.mark.gpu
@@ -392,7 +393,7 @@ def test_the_first_size_of_each_way_to_draw_has_all_compiled(monkeypatch):
     there has none that are not."""
     e, asked = engine.Graphs(build(), 24, 64), []
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t is e.cache.k))
-    monkeypatch.setattr(decode, "compiling", lambda: nullcontext(asked.append("compiled")))
+    monkeypatch.setattr(engine, "compiling", lambda: nullcontext(asked.append("compiled")))
     monkeypatch.setattr(e.step, "step", lambda *of, blocks: asked.append(of))
     for temperature, top_p in ((1.0, 1.0), (0, 1.0), (0.7, 0.9), (1.0, 1.0)):
         e.begin(temperature, top_p, [], sample.draw)
@@ -575,14 +576,22 @@ def test_graphs_draw_what_the_plain_function_draws_and_one_row_at_a_time(exact, 
         same_draws(exact, sample.generate(exact, PROMPTS, max_rows=rows, **kw), plain, **kw)
 
 
-COMPILED = """
-import os, pathlib, signal, sys, time, torch, triton
+FAKE = """
+import multiprocessing, os, pathlib, signal, sys, time, torch, triton
 sys.path.insert(0, "tests")
 import sass
-from fast import decode
+from fast import compiling as ahead, decode
+from fast.compiling import compiling
 from model import RMSNorm
 
-out, parent = pathlib.Path(sys.argv[1]), os.getpid()
+out, parent, m = pathlib.Path(sys.argv[1]), os.getpid(), RMSNorm(64, 1e-6)
+card = sass.Card(90)
+triton.runtime.driver.set_active(card)  # no card is there: a launch would fail
+norm = lambda kind: decode.normed(torch.zeros(2, 64, dtype=kind), m, PDL=False)
+"""
+
+COMPILED = FAKE + """
+begun, stopping = time.monotonic(), False
 
 def launcher(src, metadata):
     while stopping and not (out / "stopped").exists() and time.monotonic() < begun + 30:
@@ -596,37 +605,67 @@ def make_ir(*args):
     return inner(*args)
 
 inner, triton.compiler.ASTSource.make_ir = triton.compiler.ASTSource.make_ir, make_ir
-card, m, begun, stopping = sass.Card(90), RMSNorm(64, 1e-6), time.monotonic(), False
 card.launcher_cls = launcher
-triton.runtime.driver.set_active(card)  # no card is there: a launch would fail
 for _ in range(2):
     decode.norm_kernel.device_caches.clear()  # but not Triton's on the disk
-    with decode.compiling():
+    with compiling():
         for kind in (torch.bfloat16, torch.float32, torch.bfloat16):
-            decode.normed(torch.zeros(2, 64, dtype=kind), m, PDL=False)
+            norm(kind)
     print(parent, len([*out.glob("* True False")]), *(k.name for k in decode.norm_kernel.device_caches[0][0].values()))
 stopping = True
 try:
-    with decode.compiling():
-        decode.normed(torch.zeros(2, 64, dtype=torch.float16), m, PDL=False)
+    with compiling():
+        norm(torch.float16)
         raise KeyError
 except KeyError:
     (out / "stopped").touch()
 """
 
+LOST = FAKE + """
+os.cpu_count, ahead.PATIENCE, lock = lambda: 1, 0.1, open(out / "lock", "w")
+
+def launcher(src, metadata):
+    (out / ("open" if os.path.exists(f"/proc/self/fd/{lock.fileno()}") else "closed")).touch()
+    os.kill(os.getpid(), signal.SIGKILL)  # with the only core
+
+def refuse(process):
+    raise BlockingIOError("no more processes")
+
+card.launcher_cls = launcher
+with compiling():
+    for kind in (torch.bfloat16, torch.float32):
+        norm(kind)
+multiprocessing.get_context("fork").Process.start = refuse
+with compiling():
+    norm(torch.float16)
+print(*(k.name for k in decode.norm_kernel.device_caches[0][0].values()))
+"""
+
+
+def on_a_card_that_is_not_there(script, folder):
+    """Its stdout and the names of the files that it leaves in a folder, its argument."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder / "cache")}
+    (folder / "out").mkdir()
+    run = [sys.executable, "-W", "ignore", "-c", script, str(folder / "out")]
+    out = subprocess.run(run, cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True, timeout=60)
+    assert not out.stderr
+    return out.stdout, {f.name for f in (folder / "out").iterdir()}
+
 
 def test_kernels_are_compiled_by_processes_of_their_own(tmp_path):
     """Threads would wait for one another, and a first step took 12 s longer. Ctrl-C waits for none, and ends them."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    (tmp_path / "out").mkdir()
-    run = [sys.executable, "-W", "ignore", "-c", COMPILED, str(tmp_path / "out")]
-    out = subprocess.run(run, cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True)
-    assert not out.stderr
-    first, second = out.stdout.splitlines()
+    out, files = on_a_card_that_is_not_there(COMPILED, tmp_path)
+    first, second = out.splitlines()
     parent, *made = first.split()
-    files = {f.name for f in (tmp_path / "out").iterdir()}
     assert first == second and made == ["2", "norm_kernel", "norm_kernel"]
     assert not any(f.startswith(parent) or f.endswith(("False False", " True")) for f in files)
+
+
+def test_a_compiler_that_is_killed_or_cannot_start_holds_up_none(tmp_path):
+    """Out of memory, out of processes: the run waits no longer, and compiles itself. When the run is killed, its compilers do not
+    keep its folder's lock."""
+    out, files = on_a_card_that_is_not_there(LOST, tmp_path)
+    assert out.split() == ["norm_kernel"] * 3 and files == {"lock", "closed"}
 
 
 @gpu
@@ -641,7 +680,7 @@ def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
                 kernel.device_caches.clear()  # what other tests compiled
     m = build(GPU, quant, 16, "cuda", torch.bfloat16)
     m.fast = fast.Fast()
-    with decode.compiling():
+    with compiling():
         batches.rehearse_update(m)
     assert {"dkdv_kernel", "score_kernel"} <= {*made} and all(p.grad is None for p in m.parameters())
     made.clear()
@@ -655,7 +694,7 @@ def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
         step = e.step
         before = step.token.clone()
         for way in ((False, None), (True, None)):
-            with decode.compiling():
+            with compiling():
                 e.rehearse(*way)
             assert made and step.token.equal(before) and not step.out_ids.any()
             made.clear()
