@@ -1,7 +1,7 @@
 """
 The training runs that README.md and docs/ quote: results/runs.tar.xz holds the folder of each, less
-the texts of its answers, as GROUP/NAME/ with config.json, summary.json, metrics.jsonl and, where
-they were kept, the grades in eval_before.jsonl and eval_after.jsonl.
+the texts of its answers, as GROUP/NAME/ with config.json, summary.json, metrics.jsonl (the COLUMNS
+below) and, where they were kept, the grades in eval_before.jsonl and eval_after.jsonl.
 
 lab/experiments.py compare and lab/plot.py take patterns of "GROUP/NAME" beside folders; to read
 the files themselves, `tar xf results/runs.tar.xz`. To add runs:

@@ -5,7 +5,7 @@ import hashlib
 import random
 import re
 
-MOST = 100_000  # problems drawn at a time: distinct ones run out
+MOST = 100_000  # problems drawn at a time: of a billion, as fast as it goes, it would take hours
 NUMBER_WORDS = "zero one two three four five six seven eight nine".split()
 TIMES = {2: "double", 3: "triple"}
 STORY = {"+": ["finds {} more", "wins {} more", "buys {} more"],

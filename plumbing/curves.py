@@ -29,14 +29,13 @@ PANELS = [  # title, columns (the second drawn thin), how the y axis reads
 
 
 def read(run):
-    """A run folder -> the rows of its metrics.jsonl, in the order of their steps, each as it was
-    logged last: a run that was killed and resumed may have logged it twice. FileNotFoundError
-    without the file; ValueError for a broken line before the last, or no row at all."""
+    """A run folder -> the rows of its metrics.jsonl, step by step. FileNotFoundError without the
+    file; ValueError for a broken line before the last, or no row at all."""
     path = Path(run) / "metrics.jsonl"
-    rows = {row["step"]: row for row in files.read_log(path)}
+    rows = [*files.read_log(path)]
     if not rows:
         raise ValueError(f"{path}: no complete row yet; wait for the first step")
-    return [rows[step] for step in sorted(rows)]
+    return rows
 
 
 def with_summary(run, rows):

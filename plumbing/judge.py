@@ -2,9 +2,9 @@
 math-verify on many pairs of answers side by side, in processes that may die of them.
 
 No handler or thread can stop a power of big integers before it returns; the operating system can.
-So one process imports sympy once and forks workers, and the kernel ends a worker whose pair has
-used up its processor time or its memory. It is the pair's own time, not the clock's: a verdict does
-not depend on how busy the machine is. Left out: systems without fork.
+So one process imports sympy once and forks workers; the kernel ends a worker whose pair has used
+up its processor time, and gives it no more than its memory. It is the pair's own time, not the
+clock's: a verdict does not depend on how busy the machine is. Left out: systems without fork.
 
     python -c 'from plumbing.judge import ask; print(ask([("x>1", "1<x"), ("x>1", "x>2")]))'
 """

@@ -1,6 +1,6 @@
 """
 What surrounds the loop of train.py: the run folder, signals, metrics, checkpoints and resume.
-What the terminal shows is in console.py.
+Most of what the terminal shows is in console.py.
 
 A run folder holds config.json, metrics.jsonl (one row a step), rollouts.jsonl (text samples),
 adapter/ and adapter_best/ (PEFT's layout) or, where all parameters are trained, model/ (Hugging
@@ -287,8 +287,8 @@ class Run(ExitStack):
     def write_weights(self, name):
         """Write what is trained, and its policy.json, to the folder `name`."""
         self.save_weights(self.out / name)
-        flags = [f.dest for f in self.spec.flags if f.in_policy]
-        content = policy.content(self.args, self.state.base, [*flags, "reward"])
+        kept = [f.dest for f in self.spec.flags if f.in_policy]
+        content = policy.content(self.args, self.state.base, [*kept, "reward"])
         files.write_json(self.out / name / "policy.json", content)
 
     def restore(self, optimizer):

@@ -1651,7 +1651,7 @@ MUTANTS = {
         ("a resume takes a format that is not there", "    flags.check_choices(spec, vars(args), config)\n", "",
          "train::a_run_of_an_older_version_is_refused_in_one_line"),
         ("the process's memory is told in TiB", "else 2**20)", "else 2**30)", "train::a_run_leaves_every_file_it_promises"),
-        ("an adapter does not tell its reward", '[*flags, "reward"]', "[*flags]",
+        ("an adapter does not tell its reward", '[*kept, "reward"]', "[*kept]",
          "train::an_adapter_remembers_what_it_was_trained_with"),
         ("an adapter does not tell its base", "policy.content(self.args, self.state.base", "policy.content(self.args, {}",
          "train::an_adapter_remembers_what_it_was_trained_with"),

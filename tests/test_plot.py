@@ -242,14 +242,6 @@ def test_broken_line_in_the_middle_is_an_error(tmp_path):
                 read()
 
 
-def test_a_resumed_step_counts_once(tmp_path):
-    """A run killed between its row and its checkpoint logs that step again: the curve would go
-    back in time."""
-    again = {**ROWS[5], "reward": 9.0}
-    rows = curves.read(folder(tmp_path / "a", [*ROWS[:7], again]))
-    assert [r["step"] for r in rows] == list(range(7)) and rows[5]["reward"] == 9.0
-
-
 def test_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
     """A picture in another folder than the one printed."""
     b = folder(tmp_path / "b", [{"step": 0, "reward": 1.0}])
