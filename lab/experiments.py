@@ -77,13 +77,8 @@ def late_entropy(run):
     return fmean(late) if late else math.nan
 
 
-def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
-    """A line for each flag in which runs differ, or flags that change together, and each two of its
-    values: what that adds to the accuracy after training, or with `growth` to the `rise` of the
-    samples', over pairs of runs that are alike in all else, the seed included. What a flag switches
-    on changes with it: noise of 5e-2 is one change from none. In points, with the standard error
-    over seeds and, where their answers are kept, over questions. pairs: each pair is a draw."""
-    had = flags_used(runs)
+def measured(runs, growth, entropy, pairs):
+    """{run: what is compared, in a list: by question where all runs' answers are kept}."""
     measure = late_entropy if entropy else rise if growth else accuracy_after
     after = {run: [measure(run)] for run in runs}
     if entropy and any(math.isnan(nats) for [nats] in after.values()):
@@ -93,14 +88,24 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
         after = after if None in by_question.values() else by_question
     if len({len(each) for each in after.values()}) > 1:
         raise ValueError("RUN: they were asked different numbers of questions; compare others")
+    return after
 
-    values = {flag: [had[run][flag] for run in runs] for flag in had[runs[0]]}
+
+def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
+    """A line for each flag in which runs differ, or flags that change together, and each two of its
+    values: what that adds to the accuracy after training, or with `growth` to the `rise` of the
+    samples', over pairs of runs that are alike in all else, the seed included. What a flag switches
+    on changes with it: noise of 5e-2 is one change from none. In points, with the standard error
+    over seeds and, where their answers are kept, over questions. pairs: each pair is a draw."""
+    used = flags_used(runs)
+    after = measured(runs, growth, entropy, pairs)
+    values = {flag: [used[run][flag] for run in runs] for flag in used[runs[0]]}
     # How a flag groups the runs. Flags that group them alike are one change: quant and lr, of runs
     # none 5e-4 and nvfp4 1e-3. With a third, nvfp4 5e-4, they are two, and those runs are no pair.
     grouping = {flag: tuple(map(column.index, column)) for flag, column in values.items()}
     found = {}  # {(what lines are sorted by, the change as text): {seed: [gains by question]}}
     for pair in combinations(runs, 2):
-        one, other = (had[run] for run in pair)
+        one, other = (used[run] for run in pair)
         if one == other:
             raise ValueError("{} and {} have the same flags; leave one out".format(*pair))
         # what differs and was on in both; what was on in one alone follows from these
@@ -108,22 +113,23 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
         if "seed" in causes or len({grouping[f] for f in causes}) > 1:
             continue
         flag = causes[0]
-        (low, less), (high, more) = sorted((place(had[r][flag], values[flag]), r) for r in pair)
-        change = (flag, low, high), change_text(had[less], had[more], causes, values)
-        gains = [100 * (b - a) for a, b in zip(after[less], after[more], strict=True)]
-        draw = pair if pairs else had[less].get("seed")
+        (low, base), (high, changed) = sorted((sort_key(used[run][flag], values[flag]), run)
+                                              for run in pair)
+        change = (flag, low, high), change_text(used[base], used[changed], causes, values)
+        gains = [100 * (b - a) for a, b in zip(after[base], after[changed], strict=True)]
+        draw = pair if pairs else used[base].get("seed")
         found.setdefault(change, {}).setdefault(draw, []).append(gains)
     unit = "hundredths of a nat" if entropy else "points"
     return [f"{text}: {effect([*found[order, text].values()], unit, interval, pairs)}"
             for order, text in sorted(found)]
 
 
-def change_text(less, more, causes, values):
+def change_text(base, changed, causes, values):
     """The causes as text, "aqn off -> on", and of a flag that was on in one of the two alone its
     value, "aqn-start 0.05", if all runs together have several `values` of it."""
-    text = [f"{f} {plot.shown(f, less[f])} -> {plot.shown(f, more[f])}" for f in causes]
+    text = [f"{f} {plot.shown(f, base[f])} -> {plot.shown(f, changed[f])}" for f in causes]
     for flag, column in values.items():
-        on = [given[flag] for given in (less, more) if given[flag] != UNUSED]
+        on = [used[flag] for used in (base, changed) if used[flag] != UNUSED]
         if len(on) == 1 and len({str(v) for v in column if v != UNUSED}) > 1:
             text.append(f"{flag} {plot.shown(flag, on[0])}")
     return ", ".join(text)
@@ -132,19 +138,20 @@ def change_text(less, more, causes, values):
 def flags_used(runs):
     """{run: {flag: value}}, the same flags for each, by name: an older run that was not asked for
     one has its default, and one that did nothing is UNUSED."""
-    told, had = {}, {}
+    logged = {}
     for run in runs:
-        archive.config(run)  # ValueError without one, which `told` passes over
-        told[run] = plot.told(run)
-    every = sorted({*chain(*told.values())})
-    for run, given in told.items():
+        archive.config(run)  # ValueError without one, which flags_of passes over
+        logged[run] = plot.flags_of(run)
+    every = sorted({*chain(*logged.values())})
+    used = {}
+    for run, given in logged.items():
         now = flags.defaults(train.COMMAND, given.get("model", "tiny")) | given
-        off = {k for k, (_, used) in train.NEEDS.items() if not used(argparse.Namespace(**now))}
-        had[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
-    return had
+        off = {k for k, (_, on) in train.NEEDS.items() if not on(argparse.Namespace(**now))}
+        used[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
+    return used
 
 
-def place(value, values):
+def sort_key(value, values):
     """A key to sort a flag's values by: without it first, then numbers, then as they came."""
     with_it = value not in (None, False, "none")
     return with_it, value if isinstance(value, int | float) else float("inf"), values.index(value)
@@ -154,8 +161,9 @@ def effect(seeds, unit="points", interval=False, pairs=False):
     """What a change adds, as text. seeds: of each the gains of its pairs, points by question.
     interval: also what that says at 95%, by the wider of the errors, and the least effect that four
     of five such experiments would tell from 0."""
-    means, n = [[*map(fmean, zip(*pairs, strict=True))] for pairs in seeds], sum(map(len, seeds))
+    means = [[*map(fmean, zip(*pairs, strict=True))] for pairs in seeds]  # [seed][question]
     questions = [*map(fmean, zip(*means, strict=True))]
+    n = sum(map(len, seeds))
     text = f"{fmean(questions):+.1f} {unit}"
     of = f" ({n} pairs)" if n > len(seeds) else ""
     draws = ("pairs" if pairs else "seeds") + of

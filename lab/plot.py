@@ -39,14 +39,14 @@ def shown(flag, value):
     return str(value).rstrip("/").split("/")[-1]
 
 
-def told(run):
+def flags_of(run):
     """{flag: value} of the flags that a run's numbers depend on, and its script as "script"; {}
     without config.json."""
     idle = (*IDLE, *MINOR, "command", "commit", "commits")
-    had = saved(run, "config.json")
-    if had:
-        had = {"script": "train.py"} | had  # older runs do not say
-    return {k: v for k, v in had.items() if k not in idle}
+    config = saved(run, "config.json")
+    if config:
+        config = {"script": "train.py"} | config  # older runs do not say
+    return {k: v for k, v in config.items() if k not in idle}
 
 
 def lines(runs):
@@ -60,7 +60,7 @@ def lines(runs):
 
     found = []  # (flags, {seed: run})
     for run in runs:
-        flags = told(run)
+        flags = flags_of(run)
         seed = flags.pop("seed", None)
         alike = [seeds for other, seeds in found if flags and on(other) == on(flags) and
                  seed not in seeds]

@@ -62,7 +62,7 @@ def test_kept_runs_print_what_their_folders_print(table, tmp_path, capsys):
     assert printed(capsys, "mine/fork-s?", runs[0], "mine/n*-s[12]", "mine/nvfp4-s0") == said[0]  # folders and kept runs together
     assert "over 40 questions" in said[0] and "mine.py --tau 2" in said[0]
     with archive.folders(["mine/nvfp4-s1"]) as [run]:
-        assert plot.told(run) == plot.told(runs[4])
+        assert plot.flags_of(run) == plot.flags_of(runs[4])
         had = saved(run, "config.json")
         assert had["commit"] == "abc1234" and had["card_share"] == 0.3 and not {"out", "commits"} & {*had}  # another machine's path
         assert curves.read(runs[4])[0].keys() - curves.read(run)[0].keys() == {"loss", "eval_stderr"}
