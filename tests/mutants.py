@@ -1965,7 +1965,7 @@ MUTANTS = {
          "plot::labels_are_the_flags_that_differ"),
         ("kept runs of two commits are no seeds of one line", '(*IDLE, *MINOR, "command", "commit", "commits")', '(*IDLE, *MINOR, "command", "commits")',
          "plot::labels_are_the_flags_that_differ"),
-        ("an older run is of another script", '{"script": "train.py"} | config', "had",
+        ("an older run is of another script", '{"script": "train.py"} | config', "config",
          "plot::labels_are_the_flags_that_differ"),
         ("steps that only the first seed has are drawn", "sorted(set.intersection(*map(set, runs)))", "sorted(set.union(*map(set, runs)) & set(runs[0]))",
          "plot::runs_of_several_seeds_are_one_line_in_a_band"),
