@@ -42,14 +42,16 @@ def load(name, split="train", n=None, seed=0, levels=None):
 
 def questions(args):
     """(training rows, held-out rows): the data set's own splits. From a single file, a tenth of the
-    questions is held out, each once, and no row that asks one of these is trained on."""
+    questions is held out, each once, and no row that asks one of these is trained on. --levels
+    chooses from what is trained on and from a single file; a test split is asked whole."""
     if Path(args.data).is_file():
         rows = load(args.data, levels=args.levels)
         random.Random(f"{args.seed}/held out").shuffle(rows)
         once = {}  # the first row of each question
         for row in rows:
             once.setdefault(row["question"], row)
-        held = [*once.values()][: max(1, len(once) // 10)] if args.eval_n else []
+        tenth = max(1, len(once) // 10) if args.eval_n else 0
+        held = [*once.values()][:tenth]
         asked = {row["question"] for row in held}
         rows = [row for row in rows if row["question"] not in asked]
         if not rows:
@@ -62,8 +64,8 @@ def questions(args):
     except FileNotFoundError as e:
         raise ValueError(f"--data {args.data}: {e}; --eval-n 0 trains without held-out questions"
                          ) from None
-    asked = {row["question"] for row in rows}
-    if n := sum(row["question"] in asked for row in held):
+    trained = {row["question"] for row in rows}
+    if n := sum(row["question"] in trained for row in held):
         print(f"warning: --data {args.data}: {n} of {len(held)} held-out questions are trained on",
               file=sys.stderr)
     return rows, held
@@ -88,8 +90,9 @@ def reward(text, answer, style="tags"):
     "given": str or None}.
 
     tags: the format is <think>..</think><answer>..</answer>; the answer is the last <answer>'s
-    content, unless it is inside <think>. boxed: the format is a closed \\boxed{}; the answer is the
-    last one's content, or, if no box was closed, the last term with a digit, whole (3/4, not 4).
+    content, unless it is inside <think> or another is left open. boxed: the format is a closed
+    \\boxed{}; the answer is the last one's content, or, if no box was closed, the last term with a
+    digit, whole (3/4, not 4).
     Takes any text, in time linear in its length. Runs call `rewards`: a script replaces that.
     """
     return rewards([(text, answer)], style)[0]
@@ -121,7 +124,7 @@ def tagged(text):
         return None, False
     before = text[:start].rstrip()
     thinks = before.rfind("<think>") > before.rfind("</think>")
-    if "think>" not in before:  # the prompt may have opened it
+    if "think>" not in before:  # the prompt may have opened <think>: is it closed only afterwards?
         thinks = text.count("</think>", end) > text.count("<think>", end)
     if thinks:
         return None, False

@@ -1,6 +1,6 @@
 """
-Pass@1 on questions with a checkable answer, for the base model and, with --adapter, for the
-adapter, sampled with the same seeds.
+Pass@1 on questions with a checkable answer, for the base model and, with --run or --adapter,
+for the adapter, sampled with the same seeds.
 
 The paper's protocol: temperature 0.6, top-p 0.95, n samples a question, averaged. It uses
 training's generator, prompts and reward, so that a number here means what the same number in a
@@ -83,15 +83,15 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
 
 def graded(tok, rows, groups, score):
     """The rows that `evaluate` returns, from each row's group of samples."""
-    texts = [[tok.decode(s.ids) for s in group] for group in groups]
-    pairs = [(text, row) for row, said in zip(rows, texts, strict=True) for text in said]
-    verdicts = iter(score(pairs))  # all are graded side by side
+    pairs = [(tok.decode(s.ids), row) for row, group in zip(rows, groups, strict=True)
+             for s in group]
+    verdicts = zip(pairs, score(pairs), strict=True)  # all are graded side by side
     out = []
-    for row, group, said in zip(rows, groups, texts, strict=True):
+    for row, group in zip(rows, groups, strict=True):
         samples = []
-        for s, text in zip(group, said, strict=True):
-            samples.append({"text": text, **next(verdicts), "length": len(s.ids),
-                            "finished": s.finished})
+        for s in group:
+            (text, _), verdict = next(verdicts)
+            samples.append({"text": text, **verdict, "length": len(s.ids), "finished": s.finished})
         out.append({"question": row["question"], "answer": row["answer"],
                     "accuracy": fmean(s["correct"] for s in samples), "samples": samples})
     return out
@@ -189,8 +189,7 @@ def run(args, argv):
                 write_jsonl(args.out, ({"data": name, "model": arm, **row}
                                        for name, arm, r in results for row in r["rows"]))
         if args.adapter:
-            (_, _, base), (_, _, r) = results[-2:]
-            r["gain"], r["stderr_gain"] = gain(base, r)
+            r["gain"], r["stderr_gain"] = gain(results[-2][2], r)
     show_results(results, args.reward)
 
 

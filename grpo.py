@@ -32,7 +32,7 @@ import lora
 import model as qwen
 from model import padded, to_device
 
-# the paper's values, for which there are no flags; a script may set others
+# values for which there are no flags, the paper's but for TIS_CAP; a script may set others
 BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.1  # AdamW's
 WARMUP = 0.1  # share of the updates that warm up
 TIS_CAP = 2.0  # cap of the importance weights of --old-logp trainer and current
@@ -168,14 +168,14 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     """The policy-gradient loss of a (micro-)batch -> (scalar to minimise, dict of metric sums).
 
     logp, old_logp: (B, T) log-probs, of the trained policy (differentiable) and of the sampler, the
-        policy that drew the tokens: with noise they differ from the first update on.
+        policy that drew the tokens: with noise they differ even before the first update.
     advantages: (B,). mask: (B, T) bool, true on the completion tokens to train on.
     loss: a name of OBJECTIVES. eps_low, eps_high: the ratio's clip; None is the objective's own.
     ref_logp, beta: (B, T) of the frozen base (adapter off), and the weight of KL(pi || ref),
         estimator k3. Without beta the KL is only measured.
     trainer_logp: (B, T), log-probs by the trainer's own forward pass. The ratio is then taken
-        against these, and a weight corrects for the sampler (at GSPO's level, too, a geometric
-        mean: TRL's exp(sum) would be 0 or the cap for a long completion):
+        against these, and a weight corrects for the sampler. For GSPO it is a geometric mean too
+        (TRL's exp(sum) would be 0 or the cap for a long completion):
             --old-logp   trainer_logp               ratio          weight
             sampler      None                       pi / old       none
             trainer      before the first update    pi / trainer   min(trainer / old, tis_cap)
@@ -184,7 +184,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
         completions. Default: this batch's own, which is right only if it is the whole batch.
     max_len: Dr.GRPO's constant.
 
-    Metrics are 0-d tensors summed over the mask (logp_gap_max: a maximum); see ratio_metrics."""
+    Metrics are 0-d tensors: the loss itself, and sums over the mask; see ratio_metrics."""
     # what would be broadcast, or left out, without a word
     assert logp.shape == old_logp.shape == mask.shape and advantages.shape == logp.shape[:1]
     assert ref_logp is not None or not beta
@@ -198,13 +198,13 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
 
     # How much each token gains, and where the clip changes that.
     adv = advantages[:, None].to(logp.dtype)  # (B, 1)
-    said = logp.masked_fill(~mask, 0.0)
-    gain = objective.surrogate(ratio, adv, said, low, high)  # (B, T)
+    masked_logp = logp.masked_fill(~mask, 0.0)
+    gain = objective.surrogate(ratio, adv, masked_logp, low, high)  # (B, T)
     with torch.no_grad():
-        free = objective.surrogate(ratio, adv, said, math.inf, math.inf)
-        clipped = ((gain - free).abs() > 0) & mask  # NaN counts as not clipped
+        unclipped = objective.surrogate(ratio, adv, masked_logp, math.inf, math.inf)
+        clipped = ((gain - unclipped).abs() > 0) & mask  # NaN counts as not clipped
 
-    # If the samples are not quite from the policy of the anchor, a weight corrects for it.
+    # Trainer minus sampler: a metric and, where the ratio is to the trainer, a weight too (TIS).
     gap = difference(logp.detach() if trainer_logp is None else trainer_logp, old_logp, mask)
     if trainer_logp is not None:
         gain = gain * objective.level(gap, mask).exp().clamp(max=tis_cap)
@@ -218,7 +218,7 @@ def policy_loss(logp, old_logp, advantages, mask, loss="grpo", eps_low=None, eps
     tokens = torch.as_tensor(mask.sum() if total_tokens is None else total_tokens).clamp(min=1)
     seqs = torch.as_tensor(mask.any(1).sum() if total_seqs is None else total_seqs).clamp(min=1)
     value = objective.normaliser(per_token, mask, tokens, seqs, max_len)
-    return value, {"loss": value.detach(), "kl": (kl * mask).sum().detach(),
+    return value, {"loss": value.detach(), "kl": kl.sum().detach(),
                    **ratio_metrics(ratio, clipped, gap, mask)}
 
 
@@ -236,7 +236,7 @@ def ratio_metrics(ratio, clipped, gap, mask):
         "clip_low": (clipped & (ratio < 1)).sum(),
         "clip_high": (clipped & (ratio > 1)).sum(),
         "logp_gap": gap.abs().sum(),
-        "logp_gap_max": gap.abs().max() if gap.numel() else gap.sum(),
+        "logp_gap_max": gap.abs().max(),  # the one that is no sum
         "sampler_kl": (torch.expm1(gap) - gap).sum(),  # KL(sampler || trainer), k3
         "ratio_outside": ((torch.expm1(gap).abs() > 0.1) & mask).sum()}
 
@@ -269,7 +269,7 @@ def in_rows(completions, logp, entropy):
     """Values of the tokens of B completions, one after the other (S,) -> padded rows (B, T), and
     their mask."""
     lengths = [len(c.ids) for c in completions]
-    # by their lengths, not by the mask: if the GPU looked for it, the host would have to wait
+    # by their lengths: indexing by the mask would make the host wait for the GPU
     logp = pad_sequence(logp.split(lengths), batch_first=True)  # (S,) -> (B, T)
     entropy = pad_sequence(entropy.split(lengths), batch_first=True)
     return logp, entropy, lengths_to_mask(to_device(lengths, logp.device), max(lengths))
@@ -322,25 +322,25 @@ def record_trainer_logprobs(model, completions, settings):
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):
     """policy_loss of one micro-batch, with whichever further log-probs `settings` ask for."""
-    s, device = settings, model.embed.weight.device
+    device = model.embed.weight.device
     # The base is the same model, adapter off and without noise.
-    reference = None
-    if s.beta:
+    ref_logp = None
+    if settings.beta:
         with torch.no_grad(), lora.disabled(model), aqn.clean(model):
-            reference = completion_logprobs(model, batch, s.temperature)[0]
+            ref_logp = completion_logprobs(model, batch, settings.temperature)[0]
 
-    logp, entropy, mask = completion_logprobs(model, batch, s.temperature)
-    trainer = None
-    if s.old_logp == "trainer":
-        trainer = padded([c.trainer_logprobs for c in batch], device, torch.float32)  # (B, T)
-    elif s.old_logp == "current":  # the ratio is 1: the plain policy gradient, weighted
-        trainer = logp.detach()
-    sampler = padded([c.logprobs for c in batch], device, torch.float32)  # (B, T)
+    logp, entropy, mask = completion_logprobs(model, batch, settings.temperature)
+    trainer_logp = None
+    if settings.old_logp == "trainer":
+        trainer_logp = padded([c.trainer_logprobs for c in batch], device, torch.float32)  # (B, T)
+    elif settings.old_logp == "current":  # the ratio is 1: the plain policy gradient, weighted
+        trainer_logp = logp.detach()
+    old_logp = padded([c.logprobs for c in batch], device, torch.float32)  # (B, T)
     advantages = to_device([c.advantage for c in batch], device, torch.float32)
     loss, sums = policy_loss(
-        logp, sampler, advantages, mask, s.loss, eps_high=s.eps_high, ref_logp=reference,
-        beta=s.beta, trainer_logp=trainer, total_tokens=total_tokens, total_seqs=total_seqs,
-        max_len=s.max_new_tokens, tis_cap=TIS_CAP)
+        logp, old_logp, advantages, mask, settings.loss, eps_high=settings.eps_high,
+        ref_logp=ref_logp, beta=settings.beta, trainer_logp=trainer_logp, tis_cap=TIS_CAP,
+        total_tokens=total_tokens, total_seqs=total_seqs, max_len=settings.max_new_tokens)
     return loss, {**sums, "entropy": entropy.sum()}
 
 
@@ -396,7 +396,7 @@ def set_rate(optimizer, lr):
     """Set lr in each parameter group, times the group's `times` if it has that key. AdamW above has
     one group; an optimizer of your own may have several."""
     for group in optimizer.param_groups:
-        group["lr"] = float(lr * group.get("times", 1.0))  # numpy's would not be resumed
+        group["lr"] = float(lr * group.get("times", 1.0))  # a numpy number would not load again
 
 
 def learning_rate(step, total, peak):

@@ -39,7 +39,8 @@ import sample
 FLAGS = (
     *sample.MODEL_FLAGS,
     "adapter",
-    Flag("lora-rank", number(0, 4096), 32, "0 with --quant none trains all parameters", 16),
+    Flag("lora-rank", number(0, 4096), 32, "rank of the adapter; 0, with --quant none, trains all "
+         "parameters", 16),
     Flag("lora-alpha", number(1e-6, 1e6, float), 32.0, "the adapter is scaled by alpha / rank"),
     "noise",
     Flag("aqn", bool, True, "adaptive quantization noise in the RMSNorms"),
@@ -88,8 +89,8 @@ FLAGS = (
     *flags.ENGINE_FLAGS,
 )
 MAX_RESAMPLE = 2  # extra rollouts that --dynamic-sampling may draw in a step
-NOISE = "--aqn", lambda args: args.aqn
-HELD_OUT = "--eval-n 1 or more", lambda args: args.eval_n
+NOISE = ("--aqn", lambda args: args.aqn)
+HELD_OUT = ("--eval-n 1 or more", lambda args: args.eval_n)
 # flags that do nothing without another: which other, and whether it is set
 NEEDS = {
     **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), NOISE),
@@ -110,7 +111,7 @@ def check(args):
         # the KL's reference is the adapter off; AdamW's steps are less than bfloat16's last bit
         if args.quant != "none" or args.beta or args.dtype == "bfloat16":
             raise ValueError("--lora-rank 0 trains all parameters in float32: it needs --quant "
-                             "none, no --beta and no --dtype")
+                             "none, no --beta and no --dtype bfloat16")
         args.dtype = "float32"
     if args.updates_per_rollout > args.prompts_per_step:
         raise ValueError(f"--updates-per-rollout {args.updates_per_rollout}: each takes prompts of "
@@ -139,10 +140,10 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 2. Sample and grade. The sampler records the log-prob of each token as it draws it.
         begin = prompts.cursor
-        first = rollout(run, model, tok, score, prompts.take(args.prompts_per_step), step)
-        groups = first  # those to train on
+        sampled = rollout(run, model, tok, score, prompts.take(args.prompts_per_step), step)
+        groups = sampled  # those to train on
         if args.dynamic_sampling:
-            groups = resample(run, model, tok, score, prompts, first, step)
+            groups = resample(run, model, tok, score, prompts, sampled, step)
 
         # 3. Advantages: each completion compared with its group; no critic.
         run.phase("update")
@@ -165,11 +166,11 @@ def learn(run, model, tok, optimizer, prompts, score, held_out):
 
         # 5. Log and save.
         run.phase("log")
-        row = {"step": step, **metrics.sample_metrics(first), "groups": len(groups),
+        row = {"step": step, **metrics.sample_metrics(sampled), "groups": len(groups),
                "prompts_sampled": prompts.cursor - begin, "lr": lr, "sigma": sigma,
                **metrics.update_metrics(updates, args.beta)}
-        run.state.last = dict(row)
-        run.log(row, first, result)
+        run.state.last = dict(row)  # log changes the row
+        run.log(row, sampled, result)
         run.advance(step + 1, prompts.cursor, optimizer)
 
 
@@ -189,10 +190,10 @@ def rollout(run, model, tok, score, rows, key):
     return groups
 
 
-def resample(run, model, tok, score, prompts, first, step):
+def resample(run, model, tok, score, prompts, sampled, step):
     """DAPO's dynamic sampling: a group of equal rewards teaches nothing, so another prompt takes
     its place. Returns the groups to train on."""
-    groups = [group for group in first if grpo.has_signal(group)]
+    groups = [group for group in sampled if grpo.has_signal(group)]
     for again in range(MAX_RESAMPLE):
         missing = run.args.prompts_per_step - len(groups)
         if missing == 0:
@@ -263,7 +264,8 @@ def plan_update(model, args, params):
     if model.fast:
         model.fast.plan_update(model, args, params)
     args.micro_batch_tokens = args.micro_batch_tokens or 16384
-    args.checkpointing = "off" if args.checkpointing == "off" else "on"
+    if args.checkpointing == "auto":
+        args.checkpointing = "on"
     model.checkpointing = args.checkpointing == "on"
 
 

@@ -36,7 +36,6 @@ def head(text):
 
 
 def main():
-    torch.manual_seed(0)
     given = f"--device cpu --quant none --overlong none --max-new-tokens {LIMIT}"
     args = flags.parse(train.COMMAND, given.split())
     base, tok = sample.load_policy(args)  # in 16 bits, to compare with

@@ -64,7 +64,7 @@ def model_flags(quants):
         "model",
         Flag("model", expanduser, "tiny", "folder, hub id (or id@revision), or tiny, the embedded "
              "model", in_policy=True),
-        Flag("quant", quants, "nvfp4", "number format of the frozen base; none is 16 bits",
+        Flag("quant", quants, "nvfp4", "number format of the frozen base; none leaves it as it is",
              in_policy=True),
         Flag("awq", bool, False, "scales chosen by activations, not by rounding", in_policy=True),
         Flag("calib", str, None, "text for --awq (default: arithmetic problems)", in_policy=True),
