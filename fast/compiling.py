@@ -62,8 +62,9 @@ def compiling():
 
 def fill_cache(make, cores):
     """Compile a kernel into Triton's cache, in a process forked for it."""
-    gc.disable()  # the end of a tensor would call the GPU, which only the parent may
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the GPU and the run's lock are the parent's
+    gc.disable()  # the end of a tensor would call the GPU, which no other process may
+    # nor keep open what is the parent's: the GPU, the run's lock
+    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
     for n in SIGNALS:
         signal.signal(n, signal.SIG_DFL)
     cores.acquire(timeout=PATIENCE)
