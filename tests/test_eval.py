@@ -190,10 +190,10 @@ def test_the_table_tells_each_number_under_its_name(monkeypatch, tmp_path):
         "warning: d.jsonl, base: no completion follows the format; does --prompt-style fit the model?",
         f"d.jsonl, adapter: {many}", "d.jsonl: the adapter adds +25.0 points (s.e. 14.4)"]
     shutil.copy("d.jsonl", "a-set-of-a-long-name.jsonl")
-    arms = iter((*[0.5] * 5, 2, 0, [right, right]) for right in (0.0, 1.0, 0.0, 0.5))
+    arms = iter((*[0.5] * 5, 2, 0, [right, right]) for right in (0.0, 1.0, 0.25, 0.5))
     lines = cli("--data", "d.jsonl,a-set-of-a-long-name.jsonl", "--adapter", str(tmp_path / "adapter"))
     assert {line.index("%") + 1 for line in lines[1:5]} == {lines[0].index("pass@1") + 6}, lines  # one column, whatever the names
-    assert [line.split()[-4] for line in lines if "adds" in line] == ["+100.0", "+50.0"]  # each set's own
+    assert [line.split()[-4] for line in lines if "adds" in line] == ["+100.0", "+25.0"]  # each set's own
 
 
 def test_files_of_one_name_are_two_sets(tmp_path):
