@@ -34,7 +34,9 @@ import hashlib
 import math
 import sys
 
-from plumbing import command
+from plumbing import command, flags
+from plumbing.command import number
+from plumbing.flags import Flag
 
 import torch
 
@@ -57,6 +59,14 @@ SCHEDULES = {  # (start, end, x, n) -> sigma of noisy stage i = 0 to n, x = i / 
     "logarithmic": lambda start, end, x, n: between(start, end, math.log1p(n * x) / math.log1p(n)),
     "eq8": exponential,  # Eq. 8 as printed: `sigma` gives its first stage noise, too
 }
+
+FLAGS = (  # of train.py, too
+    Flag("aqn-start", number(1e-9, 10, float), 1e-2, "sigma of the first noisy stage"),
+    Flag("aqn-end", number(1e-9, 10, float), 5e-4, "sigma of the last stage"),
+    Flag("aqn-schedule", SCHEDULES, "exponential", "how sigma falls from stage to stage"),
+)
+COMMAND = flags.Command("aqn", "Print the noise schedule: sigma from stage to stage.", (
+    *FLAGS, Flag("steps", number(1, 1e7), 200, "rollouts of a training run")))
 
 
 def sigma(step, total_steps, start, end, stages=None, schedule="exponential"):
@@ -135,15 +145,7 @@ def clean(model):
 
 
 def main(argv=None):
-    parser = command.Parser(description="Print the noise schedule: sigma from stage to stage.",
-                            formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    size = command.number(1e-9, 10, float)
-    add("--aqn-start", type=size, default=1e-2, help="sigma of the first noisy stage")
-    add("--aqn-end", type=size, default=5e-4, help="sigma of the last stage")
-    add("--aqn-schedule", choices=SCHEDULES, default="exponential", help="how sigma falls")
-    add("--steps", type=command.number(1, 10**7), default=200, help="rollouts of a training run")
-    a = parser.parse_args(argv)
+    a = argparse.Namespace(**flags.defaults(COMMAND, "") | flags.given(COMMAND, argv))
     before = None
     for step in range(a.steps):
         level = sigma(step, a.steps, a.aqn_start, a.aqn_end, schedule=a.aqn_schedule)

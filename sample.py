@@ -273,7 +273,7 @@ class Decoder:
     def keep(self, live):
         """Keep the rows at the places `live`: the last of them move into the holes."""
         n = len(live)
-        holes = [i for i in range(n) if i not in live]
+        holes = sorted(set(range(n)) - set(live))
         for hole, i in zip(holes, [i for i in live if i >= n], strict=True):
             self.rows[hole] = self.rows[i]
             self.cache.k[:, hole] = self.cache.k[:, i]

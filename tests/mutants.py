@@ -194,8 +194,6 @@ MUTANTS = {
          "flags::the_defaults_are_the_papers"),
         ("another group than the paper's", '"group-size", number(2, 1e4), 8', '"group-size", number(2, 1e4), 16',
          "flags::the_defaults_are_the_papers"),
-        ("another last sigma than the README's", "5e-4, \"sigma of the last", "1e-4, \"sigma of the last",
-         "flags::the_defaults_are_the_papers"),
         ("another pi_old than the README's", '("sampler", "trainer", "current"), "sampler"',
          '("sampler", "trainer", "current"), "current"', "flags::the_defaults_are_the_papers"),
         ("a KL to the trained model itself", "or args.beta or", "or",
@@ -393,6 +391,9 @@ MUTANTS = {
          'sum(map(tokens, batches[-1])) + tokens(c) <= token_budget', 'properties::micro_batches_hold_each_completion_once_within_the_budget'),
     ],
     "aqn.py": [
+        ("another last sigma than the README's", "5e-4, \"sigma of the last", "1e-4, \"sigma of the last",
+         "flags::the_defaults_are_the_papers"),
+        ("the command prints another schedule", ", schedule=a.aqn_schedule)", ")", "aqn::the_command_prints_what_training_uses"),
         ('a seed draws other noise than it did', '"little") >> 1',
          '"big") >> 1', 'aqn::noise_depends_on_seed_and_step_only'),
         ("a buffer that came within a clean block is asked for its noise before", "saved.get(name, b)", "saved[name]",
