@@ -173,9 +173,18 @@ def run(args, argv):
         ids = tok.prompt_ids(sets[0][1][0]["question"], args.prompt_style)
         check_adapter(model, ids, args.adapter)
 
+    results = []  # (set, arm, evaluate's dict)
+    try:
+        ask(args, model, tok, score, sets, results)
+    finally:  # a stop in a later set must not lose these
+        if results:
+            show_results(results, args.reward)
+
+
+def ask(args, model, tok, score, sets, results):
+    """Evaluate base and adapter on each set; fills `results` and --out as it goes."""
     # a run without an adapter has trained all of the model
     arms = ["base", "adapter"] if args.adapter else ["trained" if args.run else "base"]
-    results = []  # (set, arm, evaluate's dict)
     for name, rows in sets:
         for arm in arms:
             with nullcontext() if arm == "adapter" else lora.disabled(model):
@@ -190,7 +199,6 @@ def run(args, argv):
                                        for name, arm, r in results for row in r["rows"]))
         if args.adapter:
             r["gain"], r["stderr_gain"] = gain(results[-2][2], r)
-    show_results(results, args.reward)
 
 
 def main(argv=None):

@@ -20,7 +20,9 @@ from plumbing.command import SIGNALS
 
 import triton
 
-PATIENCE = 60  # seconds that a compiler waits for a core: those who had one may have been killed
+# seconds that a compiler waits for a core, since those who had one may have been killed, and then
+# may take: it may hang in a lock that another thread held when it was forked
+PATIENCE = 60
 
 
 @contextmanager
@@ -68,6 +70,7 @@ def fill_cache(make, cores):
     for n in SIGNALS:
         signal.signal(n, signal.SIG_DFL)
     cores.acquire(timeout=PATIENCE)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # its signal ends the process
     with suppress(Exception):  # the parent meets it too
         kernel = make()
         # older Tritons make a kernel's launcher with a C compiler

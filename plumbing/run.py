@@ -31,7 +31,7 @@ import torch
 
 # what --resume may change: a run must be able to continue on a card with less memory, and where its
 # files have moved (`restore` compares what is in them)
-FREE = ("steps", "model", "data", *IDLE, *MINOR)
+FREE = ("steps", "model", "data", "calib", *IDLE, *MINOR)
 BESIDE_FLAGS = ("command", "script", "commits")  # what else config.json holds
 # what a start leaves that was killed before its first checkpoint
 LEFTOVERS = ("lock", "config.json", "checkpoint")
@@ -383,7 +383,7 @@ class Run(ExitStack):
 
 
 def peak_gib():
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
+    if peak := torch.cuda.max_memory_allocated():  # 0 where nothing is on a GPU
+        return peak / 2**30
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kib / (2**30 if sys.platform == "darwin" else 2**20)

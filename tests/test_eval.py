@@ -222,6 +222,7 @@ def test_rows_are_kept_set_by_set_and_no_file_is_overwritten(tmp_path, monkeypat
     monkeypatch.setattr(sample, "generate", stopped)
     argv = ["--data", f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", "--n", "1", "--max-new-tokens", "1", "--quant", "none", "--out", str(out)]
     assert evaluation.main(argv) == 130
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith(f"{tmp_path}/")] == ["base"]
     before = out.read_bytes()
     assert [json.loads(line)["question"] for line in before.splitlines()] == ["a?"]
     assert exit_code(evaluation.main, argv) == 2 and f"--out {out}: exists already" in capsys.readouterr().err

@@ -796,6 +796,7 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     assert run(out, *argv, "--resume", "--steps", "3") == 2
     assert "the text of --calib" in capsys.readouterr().err
     text.write_text("Take 1+2. " * 400)
+    argv[4] = str(text.rename(tmp_path / "moved.txt"))
     weights = load_file(model / "model.safetensors")
     save_file(weights | {"model.norm.weight": 2 * weights["model.norm.weight"]}, model / "model.safetensors", metadata={"format": "pt"})
     assert run(out, *argv, "--resume", "--steps", "3") == 2
