@@ -175,7 +175,7 @@ def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
     old = flags.parse(train.COMMAND, ["--model", "m", "--out", str(tmp_path)])
     (tmp_path / "lock").touch()
     (tmp_path / "checkpoint").mkdir()
-    free = {"steps", "resume", "out", "save_every", "card_share", "eval_every", "model", "data"}  # these two are compared by what they hold
+    free = {"steps", "resume", "out", "save_every", "card_share", "eval_every", "model", "data", "calib"}  # compared by what they hold
     free |= {"micro_batch_tokens", "checkpointing", "max_rows", "engine"}  # for a card with less memory
     lower = ["--micro-batch-tokens", "9", "--max-rows", "5", "--checkpointing", "on", "--engine", "plain"]
     kinds = {f.dest: f.kind for f in train.COMMAND.flags}
@@ -192,7 +192,7 @@ def test_a_resume_changes_no_flag_that_what_is_learned_follows_from(tmp_path):
             resolve_flags(train.COMMAND, SimpleNamespace(resume=True, out=str(tmp_path)), again)
     new = resolve_flags(train.COMMAND, SimpleNamespace(resume=True, out=str(tmp_path)), ["--resume", "--out", str(tmp_path), *lower])
     assert (new.micro_batch_tokens, new.max_rows, new.checkpointing, new.engine) == (9, 5, "on", "plain")
-    assert {"steps", "model", "data", *IDLE, *MINOR} == free
+    assert {"steps", "model", "data", "calib", *IDLE, *MINOR} == free
 
 
 def test_a_run_of_an_older_version_is_refused_in_one_line(straight, tmp_path, capsys):
