@@ -16,6 +16,7 @@ Left out: few-shot prompts, majority votes.
 import math
 import sys
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -77,24 +78,19 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
         groups = sample.generate(
             model, [row["ids"] for row in asked], n, limits, temperature, top_p, tok.eos_ids, seed,
             max_rows, indices=mine)
-    out = ranks.merge(graded(tok, asked, groups, score or data.scorer(style)))
-    return {**summary(out, ks), "skipped": skipped, "rows": out}
-
-
-def graded(tok, rows, groups, score):
-    """The rows that `evaluate` returns, from each row's group of samples."""
-    pairs = [(tok.decode(s.ids), row) for row, group in zip(rows, groups, strict=True)
-             for s in group]
-    verdicts = zip(pairs, score(pairs), strict=True)  # all are graded side by side
+    drawn = [*chain(*groups)]
+    texts = [tok.decode(s.ids) for s in drawn]
+    score = score or data.scorer(style)
+    verdicts = score([(text, asked[i // n]) for i, text in enumerate(texts)])  # side by side
+    samples = [{"text": text, **verdict, "length": len(s.ids), "finished": s.finished}
+               for s, text, verdict in zip(drawn, texts, verdicts, strict=True)]
     out = []
-    for row, group in zip(rows, groups, strict=True):
-        samples = []
-        for s in group:
-            (text, _), verdict = next(verdicts)
-            samples.append({"text": text, **verdict, "length": len(s.ids), "finished": s.finished})
+    for i, row in enumerate(asked):
+        own = samples[i * n : (i + 1) * n]
         out.append({"question": row["question"], "answer": row["answer"],
-                    "accuracy": fmean(s["correct"] for s in samples), "samples": samples})
-    return out
+                    "accuracy": fmean(s["correct"] for s in own), "samples": own})
+    out = ranks.merge(out)
+    return {**summary(out, ks), "skipped": skipped, "rows": out}
 
 
 def summary(rows, ks=()):

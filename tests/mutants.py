@@ -2150,8 +2150,7 @@ MUTANTS = {
          "eval::flags_reach_the_evaluation"),
         ("a cut sample is wrong", '**verdict, "length"',
          '**verdict, **({} if s.finished else {"correct": False}), "length"', "eval::a_cut_sample_counts_by_its_answer"),
-        ("samples are graded by the first row", "groups, strict=True)\n             for s in group]",
-         "groups, strict=True)\n             for row in rows[:1] for s in group]", "eval::a_cut_sample_counts_by_its_answer", "ranks::an_evaluation_is_dealt_out_and_the_same"),
+        ("samples are graded by the first row", "asked[i // n]", "asked[0]", "eval::a_cut_sample_counts_by_its_answer", "ranks::an_evaluation_is_dealt_out_and_the_same"),
     ],
     "plumbing/policy.py": [
         ("a GPU works in float32", '"float32" if device == "cpu" else "bfloat16"', '"float32"', "flags::a_device_that_is_not_there_is_named"),
