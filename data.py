@@ -100,24 +100,21 @@ def reward(text, answer, style="tags"):
 
 def rewards(completions, style="tags"):
     """reward of each (text, answer), the answers graded side by side."""
-    found = [given_by(text, style) for text, _ in completions]
+    find = {"tags": tagged, "boxed": boxed}[style]
+    found = [find(text) for text, _ in completions]
     verdicts = same_all([(given or "", str(answer))
                          for (given, _), (_, answer) in zip(found, completions, strict=True)])
     return [{"reward": 0.2 * well_formed + 1.0 * correct, "correct": correct, "format": well_formed,
              "given": given} for (given, well_formed), correct in zip(found, verdicts, strict=True)]
 
 
-def given_by(text, style):
-    """(the answer that a completion gives or None, whether it is in the format)."""
-    if style == "tags":
-        return tagged(text)
-    assert style == "boxed", f"no style has the name {style}"
-    if (given := last_boxed(text)) is not None:
-        return given, True
-    return last_term(text), False
+def boxed(text):
+    given = last_boxed(text)
+    return (last_term(text), False) if given is None else (given, True)
 
 
 def tagged(text):
+    """(the answer that a completion gives or None, whether it is in the format), as `boxed`."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     if start < 0 or "<answer>" in text[end:]:  # one cut off by the length limit is no answer
