@@ -62,13 +62,11 @@ class LoRALinear(nn.Module):
         B = self.B.detach().split([*self.parts.values()])
         return {part: (a, b) for part, a, b in zip(self.parts, A, B, strict=True)}
 
-    def delta(self):
-        """What the adapter adds to the weight: (N, K)."""
-        parts = [b @ a for a, b in self.by_part().values()]  # P x (N_p, R) @ (R, K)
-        return self.scaling * torch.cat(parts)
-
     def dense(self):
-        return self.base.dense() + self.delta() if self.enabled else self.base.dense()
+        if not self.enabled:
+            return self.base.dense()
+        parts = [b @ a for a, b in self.by_part().values()]  # P x (N_p, R) @ (R, K)
+        return self.base.dense() + self.scaling * torch.cat(parts)  # (N, K)
 
     def forward(self, x):
         y = self.base(x)

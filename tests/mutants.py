@@ -533,7 +533,7 @@ MUTANTS = {
          "lora::the_merged_checkpoint_computes_what_base_and_adapter_do"),
         ("switching back turns on what was off", "m.enabled = on", "m.enabled = True",
          "lora::disabled_restores_each_layer_as_it_was_even_after_an_error"),
-        ("an adapter that is off is in the dense weight", "self.delta() if self.enabled else", "self.delta() if True else",
+        ("an adapter that is off is in the dense weight", "        if not self.enabled:\n            return self.base.dense()\n", "",
          "lora::disabled_restores_each_layer_as_it_was_even_after_an_error"),
         ("A has one sign", "generator=generator) * 2 - 1) * bound",
          "generator=generator)) * bound",
