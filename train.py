@@ -87,15 +87,13 @@ FLAGS = (
     *flags.ENGINE_FLAGS,
 )
 MAX_RESAMPLE = 2  # extra rollouts that --dynamic-sampling may draw in a step
-NOISE = ("--aqn", lambda args: args.aqn)
-HELD_OUT = ("--eval-n 1 or more", lambda args: args.eval_n)
-# flags that do nothing without another: which other, and whether it is set
-NEEDS = {
-    **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), NOISE),
-    **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
-    "lora_alpha": ("--lora-rank 1 or more", lambda args: args.lora_rank),
-    "eps_high": ("--old-logp sampler or trainer", lambda args: args.old_logp != "current"),
-}
+NEEDS = (  # what some flags do nothing without, whether that is set, which flags
+    ("--aqn", lambda args: args.aqn, ("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope")),
+    ("--eval-n 1 or more", lambda args: args.eval_n,
+     ("eval_every", "eval_limit", "eval_temperature")),
+    ("--lora-rank 1 or more", lambda args: args.lora_rank, ("lora_alpha",)),
+    ("--old-logp sampler or trainer", lambda args: args.old_logp != "current", ("eps_high",)),
+)
 
 
 def check(args):

@@ -217,13 +217,13 @@ def check_graded(args):
 
 
 def warn_idle(command, needs, args, argv):
-    """Print a warning for each flag in argv that has no effect beside the others. needs: {flag:
-    (the flag that it needs, args -> whether that is set)}."""
+    """Print a warning for each flag in argv that has no effect beside the others. needs: [(the flag
+    that some need, args -> whether that is set, these flags)]."""
     for name in given(command, argv):
-        flag, used = needs.get(name, ("", None))
-        if used and not used(args):
-            print(f"warning: --{name.replace('_', '-')}: does nothing without {flag}",
-                  file=sys.stderr)
+        for flag, used, names in needs:
+            if name in names and not used(args):
+                print(f"warning: --{name.replace('_', '-')}: does nothing without {flag}",
+                      file=sys.stderr)
 
 
 def run_command(command, body, argv=None, name=None):
