@@ -146,7 +146,8 @@ def flags_used(runs):
     used = {}
     for run, given in logged.items():
         now = flags.defaults(train.COMMAND, given.get("model", "tiny")) | given
-        off = [k for _, on, names in train.NEEDS if not on(argparse.Namespace(**now)) for k in names]
+        args = argparse.Namespace(**now)
+        off = [k for _, on, names in train.NEEDS if not on(args) for k in names]
         used[run] = {k.replace("_", "-"): UNUSED if k in off else now.get(k) for k in every}
     return used
 
