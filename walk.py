@@ -31,10 +31,6 @@ def show(what, value, numbers=None):
         print("    " + " ".join(f"{x:.4g}" for x in numbers))
 
 
-def head(text):
-    print(f"\n{text}")
-
-
 def main():
     given = f"--device cpu --quant none --overlong none --max-new-tokens {LIMIT}"
     args = flags.parse(train.COMMAND, given.split())
@@ -42,12 +38,12 @@ def main():
     args.quant = "nvfp4"
     model, _ = sample.load_policy(args)
 
-    head("1. Text to ids (plumbing/tokenizer.py): the checkpoint's own chat template")
+    print("\n1. Text to ids (plumbing/tokenizer.py): the checkpoint's own chat template")
     ids = tok.prompt_ids(QUESTION, "tags")
     print("  " + repr(tok.tokenizer.decode(ids, skip_special_tokens=False)))
     show("prompt ids (T,)", torch.tensor(ids), ids[:12])
 
-    head("2. A weight in four bits (nvfp4.py): value x block scale x global scale")
+    print("\n2. A weight in four bits (nvfp4.py): value x block scale x global scale")
     w, q = base.layers[0].attn.qkv_proj.weight.detach(), model.layers[0].attn.qkv_proj.q
     codes = unpack(q.codes)
     show("qkv_proj (N, K), q, k and v stacked", w)
@@ -60,13 +56,13 @@ def main():
     for a, code, value in zip(w[0], codes[0], values, strict=False):
         print(f"    {a:9.5f}  {code:3d}  {value * scale * g:9.5f}")
 
-    head("3. LoRA beside it (lora.py): B = 0, so nothing changes yet")
+    print("\n3. LoRA beside it (lora.py): B = 0, so nothing changes yet")
     optimizer = grpo.AdamW(lora.add_lora(model, 8, 16), 2e-3)
     linear = model.layers[0].attn.qkv_proj
     show("A (parts x R, K)", linear.A)
     show("B (N, R)", linear.B)
 
-    head("4. Noise in the norms (aqn.py): the sampler is not the policy that is trained")
+    print("\n4. Noise in the norms (aqn.py): the sampler is not the policy that is trained")
     aqn.set_noise(model, 0.05, aqn.noise_seed(0, 1))
     norm = model.layers[0].input_layernorm
     show("norm weight w (C,)", norm.weight, norm.weight[:4].tolist())
@@ -76,7 +72,7 @@ def main():
     show("x / rms(x) * (w + Z) (1, T, C)", norm(x))
     show("qkv (1, T, (H + 2 Hkv) D)", linear(norm(x)))
 
-    head(f"5. {G} completions (sample.py), graded (data.py), beside their group (grpo.py)")
+    print(f"\n5. {G} completions (sample.py), graded (data.py), beside their group (grpo.py)")
     [group] = sample.generate(model, [ids], G, LIMIT, eos_ids=tok.eos_ids, seed=3)
     row = {"question": QUESTION, "answer": ANSWER}
     cs = [grpo.Completion(row, ids, s.ids, s.logprobs, s.finished, tok.decode(s.ids))
@@ -88,14 +84,14 @@ def main():
         print(f"  reward {c.reward:.1f}, advantage {c.advantage:+.2f}, "
               f"log p {sum(c.logprobs):6.2f}: {' '.join(c.text.split())!r}")
 
-    head("6. The clean policy's log-probs of the same tokens, and the ratio (grpo.py)")
+    print("\n6. The clean policy's log-probs of the same tokens, and the ratio (grpo.py)")
     aqn.clear(model)
     logp, entropy, mask = grpo.completion_logprobs(model, cs, 1.0)
     show("log-probs (G, T), padded; mask from lengths", logp)
     ratio = (logp[0][mask[0]] - torch.tensor(cs[0].logprobs)).exp()
     show("ratio to the sampler, first completion", ratio, ratio[:8].tolist())
 
-    head("7. Loss, gradient, step")
+    print("\n7. Loss, gradient, step")
     sums, grad_norm = grpo.update(model, optimizer, cs, args)
     m = mean_metrics(sums)
     print(f"  loss {m['loss']:.4f}, entropy {m['entropy']:.3f} nats, gradient norm {grad_norm:.4f}")
