@@ -305,17 +305,14 @@ def record_trainer_logprobs(model, completions, settings):
     """Fill `trainer_logprobs` of each completion that is trained on, in a separate pass before any
     parameter moves (--old-logp trainer)."""
     chosen = trained(completions, settings.overlong)
-    for c in chosen:
-        c.trainer_logprobs = None
+    place = {id(c): i for i, c in enumerate(chosen)}
+    own = {}  # this rank's share, by place
     for batch in micro_batches(model, chosen, settings.micro_batch_tokens):
         logp, _, _ = completion_logprobs(model, batch, settings.temperature)
         rows = logp.tolist()  # all at once: each transfer waits for the device
         for c, row in zip(batch, rows, strict=True):
-            c.trainer_logprobs = row[: len(c.ids)]
-
-    # Each rank has computed its share; every rank needs them all.
-    own = {i: c.trainer_logprobs for i, c in enumerate(chosen) if c.trainer_logprobs}
-    for share in ranks.gather(own):
+            own[place[id(c)]] = row[: len(c.ids)]
+    for share in ranks.gather(own):  # every rank needs them all
         for i, logprobs in share.items():
             chosen[i].trainer_logprobs = logprobs
 

@@ -252,7 +252,7 @@ MUTANTS = {
          "ranks::two_ranks_compute_the_update_of_one"),
         ("metrics of one rank's share", "in p.items()} for p in all_parts]", "in p.items()} for p in [*all_parts][:1]]",
          "ranks::two_ranks_compute_the_update_of_one"),
-        ("log-probs of an earlier pass are sent", "c.trainer_logprobs = None", "pass",
+        ("log-probs of an earlier pass are sent", "own = {}", "own = {i: c.trainer_logprobs for i, c in enumerate(chosen) if c.trainer_logprobs}",
          "grpo::a_rank_sends_no_log_probs_of_an_earlier_pass"),
         ("the trainer's log-probs stay on their rank", "for share in ranks.gather(own):",
          "for share in ranks.gather(own) if ranks.world == 1 else [own]:",
