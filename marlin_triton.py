@@ -181,15 +181,11 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, q):
         ctx.q = q
-        if not x.is_cuda:
-            return (x.float() @ q.dequantize().T).to(x.dtype)
         multiply = few_rows if 0 < x.shape[0] <= FEW else many_rows
         return multiply(x.to(torch.bfloat16), q, x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        if not dy.is_cuda:
-            return (dy.float() @ ctx.q.dequantize()).to(dy.dtype), None
         dx = dy.to(torch.bfloat16) @ to_bfloat16(ctx.q)  # (M, N) @ (N, K)
         return dx.to(dy.dtype), None
 
@@ -200,4 +196,6 @@ def matmul(x, q):
     Factors are bfloat16 and sums float32; on the CPU it is plain torch in float32."""
     # the kernels read memory by these, not by the tensors' own sizes and strides
     assert x.shape[-1] == q.shape[1] and q.codes.is_contiguous() and q.scale.is_contiguous()
+    if not x.is_cuda:
+        return (x.float() @ q.dequantize().T).to(x.dtype)  # (..., K) @ (K, N)
     return Matmul.apply(x.reshape(-1, x.shape[-1]), q).view(*x.shape[:-1], q.shape[0])
