@@ -172,17 +172,14 @@ def to_bfloat16(q):
     return out
 
 
-def many_rows(x, q, dtype):
-    """x (M, K), bfloat16, times w_hat^T: (M, N) in `dtype`. Decode first, then cuBLAS."""
-    return (x @ to_bfloat16(q).T).to(dtype)  # (M, K) @ (K, N)
-
-
 class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, q):
         ctx.q = q
-        multiply = few_rows if 0 < x.shape[0] <= FEW else many_rows
-        return multiply(x.to(torch.bfloat16), q, x.dtype)
+        x16 = x.to(torch.bfloat16)
+        if 0 < x.shape[0] <= FEW:
+            return few_rows(x16, q, x.dtype)
+        return (x16 @ to_bfloat16(q).T).to(x.dtype)  # (M, K) @ (K, N)
 
     @staticmethod
     def backward(ctx, dy):

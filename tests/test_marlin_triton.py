@@ -174,24 +174,21 @@ def test_rows_of_x_that_do_not_lie_side_by_side():
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_many_rows_match_the_float64_product(fmt, as_on_a_gpu):
     """Decoded first, with the global scale of each row, and rounded; the product is rounded once more."""
-    q, x = weight(fmt, 70, 320), activations(100, 320).bfloat16()
-    got = rg.many_rows(x, q, torch.float32)
-    assert got.shape == (100, 70) and error(got, x.double() @ q.dequantize().double().T) < 1.5 * ROUNDED
+    q, x = weight(fmt, 70, 320), activations(rg.FEW + 1, 320).bfloat16()
+    got = rg.matmul(x, q)
+    assert got.shape == (rg.FEW + 1, 70) and error(got, x.double() @ q.dequantize().double().T) < 1.5 * ROUNDED
 
 
 def test_rows_decide_how_to_multiply(as_on_a_gpu, monkeypatch):
     """FEW rows still go through the GEMM; no rows have no tile."""
     went = []
 
-    def multiply(how):
-        return lambda x, q, dtype: went.append((how, len(x))) or x.new_zeros(len(x), q.shape[0], dtype=dtype)
-
-    monkeypatch.setattr(rg, "few_rows", multiply("few"))
-    monkeypatch.setattr(rg, "many_rows", multiply("many"))
+    monkeypatch.setattr(rg, "few_rows", lambda x, q, dtype: went.append("few") or x.new_zeros(len(x), q.shape[0], dtype=dtype))
+    monkeypatch.setattr(rg, "to_bfloat16", lambda q: went.append("many") or torch.zeros(*q.shape, dtype=torch.bfloat16, device=DEVICE))
     q = weight("nvfp4", 8, 64)
     for M in (0, 1, rg.FEW, rg.FEW + 1):
         assert rg.matmul(activations(M, 64), q).shape == (M, 8)
-    assert went == [("many", 0), ("few", 1), ("few", rg.FEW), ("many", rg.FEW + 1)]
+    assert went == ["many", "few", "few", "many"]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
