@@ -17,10 +17,9 @@ import math
 import sys
 from contextlib import nullcontext
 from itertools import chain
-from pathlib import Path
 from statistics import fmean, stdev
 
-from plumbing import checkpoint, flags, ranks
+from plumbing import checkpoint, flags, policy, ranks
 from plumbing.command import number, numbers
 from plumbing.console import show_results
 from plumbing.files import check_out, write_jsonl
@@ -139,26 +138,12 @@ def gain(base, adapter):
     return fmean(d), stderr(d)
 
 
-def read_sets(args):
-    """[(name, rows)] of --data: all are read before anything is loaded or sampled, so that a
-    mistyped name costs nothing."""
-    wanted = [*dict.fromkeys(args.data.split(","))]
-    trained = args.trained_with.get("data")
-    if trained in wanted and Path(trained).is_file():
-        print(f"warning: --data {trained}: most of its questions were trained on; those that were "
-              "held out, if any, are in eval_after.jsonl of the run", file=sys.stderr)
-    return [(name, data.load(name, "test", args.limit, args.seed, args.levels))
-            for name in wanted]
-
-
 def run(args, argv):
     checkpoint.fetch(args.model)
-    sets = read_sets(args)
-    trained_by = args.trained_with.get("reward")
-    if trained_by and not args.reward:  # a reward is code, which is not run unasked
-        print(f"warning: trained by --reward {trained_by}, graded here by --prompt-style "
-              f"{args.prompt_style}; add --reward to compare with the run's own accuracy",
-              file=sys.stderr)
+    # all sets are read before anything is loaded or sampled: a mistyped name costs nothing
+    sets = [(name, data.load(name, "test", args.limit, args.seed, args.levels))
+            for name in dict.fromkeys(args.data.split(","))]
+    policy.warn_evaluated(args)
     score = data.scorer(args.prompt_style, args.reward)
     model, tok = sample.load_policy(args)
     sample.set_engine(model, args.engine)

@@ -75,3 +75,15 @@ def check(args):
     if same and args.awq and trained.get("text") != now.get("text"):
         print(f"warning: --calib {args.calib or 'by default'}: the adapter was trained with scales "
               "by another text", file=sys.stderr)
+
+
+def warn_evaluated(args):
+    """A warning where eval.py asks what was trained on, or grades by another reward."""
+    data, reward = (args.trained_with.get(name) for name in ("data", "reward"))
+    if data in args.data.split(",") and Path(data).is_file():
+        print(f"warning: --data {data}: most of its questions were trained on; those that were "
+              "held out, if any, are in eval_after.jsonl of the run", file=sys.stderr)
+    if reward and not args.reward:  # a reward is code, which is not run unasked
+        print(f"warning: trained by --reward {reward}, graded here by --prompt-style "
+              f"{args.prompt_style}; add --reward to compare with the run's own accuracy",
+              file=sys.stderr)
