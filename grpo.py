@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from plumbing import ranks
-from plumbing.metrics import as_floats, sum_metrics
+from plumbing.metrics import sum_over_ranks
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -359,11 +359,7 @@ def backward(model, completions, settings):
         loss.backward()
         parts.append(metrics)
 
-    # The metrics of all ranks, as floats: GPU tensors do not travel, CPU tensors take milliseconds.
-    if ranks.world > 1:
-        all_parts = chain(*ranks.gather([as_floats(sum_metrics(parts))] if parts else []))
-        parts = [{k: torch.tensor(v, dtype=torch.double) for k, v in p.items()} for p in all_parts]
-    return sum_metrics(parts)
+    return sum_over_ranks(parts)
 
 
 def update(model, optimizer, completions, settings):

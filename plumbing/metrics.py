@@ -6,6 +6,8 @@ import math
 from itertools import chain
 from statistics import fmean
 
+from plumbing import ranks
+
 import torch
 
 
@@ -18,6 +20,14 @@ def sum_metrics(parts):
 def as_floats(total):
     """Summed metrics as floats; one device synchronisation."""
     return dict(zip(total, torch.stack([v.double() for v in total.values()]).tolist(), strict=True))
+
+
+def sum_over_ranks(parts):
+    """sum_metrics of the parts of all ranks; one at least has some."""
+    if ranks.world > 1:  # as floats: GPU tensors do not travel, CPU tensors take milliseconds
+        all_parts = chain(*ranks.gather([as_floats(sum_metrics(parts))] if parts else []))
+        parts = [{k: torch.tensor(v, dtype=torch.double) for k, v in p.items()} for p in all_parts]
+    return sum_metrics(parts)
 
 
 def mean_metrics(total):

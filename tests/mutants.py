@@ -250,8 +250,6 @@ MUTANTS = {
          "sorted(completions, key=tokens)", "ranks::two_ranks_compute_the_update_of_one"),
         ("gradients are not summed over ranks", "    ranks.sum_gradients(optimizer.params)\n", "",
          "ranks::two_ranks_compute_the_update_of_one"),
-        ("metrics of one rank's share", "in p.items()} for p in all_parts]", "in p.items()} for p in [*all_parts][:1]]",
-         "ranks::two_ranks_compute_the_update_of_one"),
         ("log-probs of an earlier pass are sent", "own = {}", "own = {i: c.trainer_logprobs for i, c in enumerate(chosen) if c.trainer_logprobs}",
          "grpo::a_rank_sends_no_log_probs_of_an_earlier_pass"),
         ("the trainer's log-probs stay on their rank", "for share in ranks.gather(own):",
@@ -2374,6 +2372,8 @@ MUTANTS = {
          "chat::an_answer_is_drawn_as_the_flags_say_and_told_as_it_comes"),
     ],
     "plumbing/metrics.py": [
+        ("metrics of one rank's share", "in p.items()} for p in all_parts]", "in p.items()} for p in [*all_parts][:1]]",
+         "ranks::two_ranks_compute_the_update_of_one"),
         ("a spread of rounding is one", "(spread <= 1e-9 * rewards.abs().amax(1))", "(spread <= 0)",
          "grpo::rewards_that_float32_cannot_tell_apart_teach_and_those_that_rounding_tells_apart_do_not"),
         ("the largest gap is the sum of the largest", ".amax(0)", ".sum(0)",
