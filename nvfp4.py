@@ -384,21 +384,19 @@ def quantize_block(block, stats, config, fmt):
     stats: {name: Stats} of its linears. Returns a row of the report for each linear: {"linear",
     "exponent", "rtn", "awq"}."""
     H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    # a head of v's rows feeds D inputs of o for each of G heads; a row of up feeds one of down
-    v_rows = (H + Hkv) * D, H // Hkv, D
-    up_rows = config.intermediate_size, 1, 1
-    return [*quantize_pair(block.attn, ("qkv_proj", "o_proj"), block.input_layernorm, v_rows,
-                           stats, fmt),
+    # v's rows feed o: D rows of a kv head D inputs of each of its G heads. A row of up feeds one
+    # input of down
+    return [*quantize_pair(block.attn, ("qkv_proj", "o_proj"), block.input_layernorm,
+                           (H + Hkv) * D, H // Hkv, D, stats, fmt),
             *quantize_pair(block.mlp, ("gate_up_proj", "down_proj"), block.post_attention_layernorm,
-                           up_rows, stats, fmt)]
+                           config.intermediate_size, 1, 1, stats, fmt)]
 
 
-def quantize_pair(owner, names, norm, feeding, stats, fmt):
-    """Quantize two linears of `owner`: a producer behind `norm`, and the consumer that its last
-    rows feed. feeding: (the first of these rows, G, D): D rows feed D inputs of each of G heads."""
+def quantize_pair(owner, names, norm, first_row, G, D, stats, fmt):
+    """Quantize two linears of `owner`: a producer behind `norm`, and the consumer that its rows
+    from first_row on feed, D rows D inputs of each of G heads."""
     producer, consumer = (getattr(owner, name) for name in names)
     inputs, between = (stats[name] for name in names)
-    first_row, G, D = feeding
     # the consumer's scales divide the producer's rows: heads that read the same rows share a scale
     mean = between.mean.view(-1, G, D).mean(1, keepdim=True).expand(-1, G, D).flatten()  # (H*D,)
     for scaled in True, False:  # False if those scales make the producer worse than plain
