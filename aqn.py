@@ -17,11 +17,10 @@ CUDA graphs that captured the buffers see it.
     aqn.clear(model)                                           # Algorithm 1: the update is clean
 
 To try your own noise, replace set_noise with a function that writes to the buffers, as
-lab/ideas/relative_noise.py and its neighbours do. Draw it from a generator seeded by `seed`: then a
-run repeats, a resumed run continues as it would have, and all ranks have the same noise. Every
-RMSNorm has a buffer, including the last (model.norm) and Qwen3's q_norm and k_norm; any other
-module's buffer called `noise` will do. `clear` and `clean` reach them all, so that none leaks into
-an evaluation, or, unless --aqn-scope is both, into an update.
+lab/ideas/relative_noise.py does. Draw it from a generator seeded by `seed`: then a run repeats, a
+resumed one as well, and all ranks have the same noise. Every RMSNorm has a buffer; one called
+`noise` in any other module will do. `clear` and `clean` reach them all, so that none leaks into an
+evaluation, or, unless --aqn-scope is both, into an update.
 
     python aqn.py --aqn-start 1e-2 --aqn-end 5e-4      # print the schedule
 
@@ -87,26 +86,21 @@ def sigma(step, total_steps, start, end, stages=None, schedule="exponential"):
 
 
 def norms(model):
-    """[(input_layernorm, post_attention_layernorm)] of every layer: all that get noise. The final
-    norm gets none.
-
-    Found by name, not by type: with a type test that matches nothing, a run would silently train
-    without noise."""
+    """[(input_layernorm, post_attention_layernorm)] of every layer: all that get noise. Found by
+    name: with a test of types that matches nothing, a run would silently train without noise."""
     return [(block.input_layernorm, block.post_attention_layernorm) for block in model.layers]
 
 
 def noise_seed(*key):
-    """A 63-bit seed from integers or strings. Seeded by (run seed, step), noise is redrawn each
-    step and is the same again after a resume.
-
-    A hash, because seed + step would give run 0 at step 1 the noise of run 1 at step 0."""
+    """A 63-bit seed from integers or strings: of (run seed, step), so that noise is redrawn each
+    step and is the same again after a resume. A hash, because seed + step would give run 0 at step
+    1 the noise of run 1 at step 0."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def buffers(model):
-    """Every noise buffer of the model by name, in whatever module, including those that your own
-    code adds."""
+    """{name: buffer} of all noise, in whatever module, that of your own code included."""
     return {name: b for name, b in model.named_buffers() if name.rpartition(".")[2] == "noise"}
 
 
@@ -119,9 +113,8 @@ def clear(model):
 
 @torch.no_grad()
 def set_noise(model, sigma, seed=0):
-    """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`; zero every other noise buffer.
-
-    Z is float32, from a CPU generator seeded by (seed, layer, norm): the same on all devices."""
+    """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`, float32, from a CPU generator seeded
+    by (seed, layer, norm): the same on all devices. Zero every other noise buffer."""
     clear(model)
     pairs = norms(model)
     for layer, pair in enumerate(pairs if sigma else ()):

@@ -134,8 +134,7 @@ def adapter_state(model):
 
 
 def save_adapter(model, folder, base_model=""):
-    """Write adapter_config.json and adapter_model.safetensors (PEFT's layout, float32) to
-    `folder`."""
+    """Write the adapter to `folder`, in PEFT's layout and float32."""
     layers = lora_layers(model)
     first, targets = layers[0][1], {part for _, m in layers for part in m.parts}
     peft.save(folder, adapter_state(model), first.rank, first.scaling, targets, base_model)
