@@ -348,9 +348,8 @@ def set_engine(model, engine):
     """--engine: put the fast functions on the model where that is asked for and possible."""
     if engine == "plain" or engine == "auto" and not model.embed.weight.is_cuda:
         return
-    if importlib.util.find_spec("fast") is None:
-        why = "fast/ is not there"
-    else:
+    why = "fast/ is not there"
+    if importlib.util.find_spec("fast"):
         import fast
 
         why = fast.install(model, exact=engine == "exact")
