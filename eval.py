@@ -17,13 +17,14 @@ import math
 import sys
 from contextlib import nullcontext
 from itertools import chain
-from statistics import fmean, stdev
+from statistics import fmean
 
 from plumbing import checkpoint, flags, policy, ranks
 from plumbing.command import number, numbers
 from plumbing.console import show_results
 from plumbing.files import check_out, write_jsonl
 from plumbing.flags import Flag
+from plumbing.metrics import gain, stderr
 
 import torch
 
@@ -115,12 +116,6 @@ def pass_at(k, correct):
     return 1 - math.comb(n - sum(correct), k) / math.comb(n, k)
 
 
-def stderr(values):
-    """Standard error of the mean of one value a question: the samples of a question are not
-    independent of each other."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
 @torch.no_grad()
 def check_adapter(model, ids, folder):
     """ValueError unless the adapter changes the logits of a prompt (ids): an adapter of zeros, or
@@ -130,12 +125,6 @@ def check_adapter(model, ids, folder):
         base = model(ids)
     if torch.equal(model(ids), base):
         raise ValueError(f"--adapter {folder}: changes nothing; was it ever trained?")
-
-
-def gain(base, adapter):
-    """The adapter's gain over the base and its standard error, paired by question."""
-    d = [b["accuracy"] - a["accuracy"] for a, b in zip(base["rows"], adapter["rows"], strict=True)]
-    return fmean(d), stderr(d)
 
 
 def run(args, argv):
@@ -179,7 +168,7 @@ def ask(args, model, tok, score, sets, results):
                 write_jsonl(args.out, ({"data": name, "model": arm, **row}
                                        for name, arm, r in results for row in r["rows"]))
         if args.adapter:
-            r["gain"], r["stderr_gain"] = gain(results[-2][2], r)
+            r["gain"], r["stderr_gain"] = gain(results[-2][2]["rows"], r["rows"])
 
 
 def main(argv=None):

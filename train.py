@@ -22,7 +22,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from plumbing import checkpoint, flags, metrics, policy, ranks
+from plumbing import checkpoint, flags, metrics, ranks
 from plumbing.command import number
 from plumbing.flags import Flag
 from plumbing.run import Run, resolve_flags
@@ -300,8 +300,7 @@ def train(args, argv):
     plan_update(model, args, params)
 
     # The run folder; with --resume it says where the run stands.
-    base = policy.base_of(args)
-    with Run(COMMAND, args, argv, base, lambda folder: save_weights(model, args, folder)) as run:
+    with Run(COMMAND, args, argv, lambda folder: save_weights(model, args, folder)) as run:
         if not run.open(optimizer, [*rows, *held_out]):  # the run is over and not extended
             return 0
         prompts.cursor = run.state.cursor
@@ -316,12 +315,10 @@ def train(args, argv):
             learn(run, model, tok, optimizer, prompts, score, held_out)
             if args.steps % args.save_every:  # otherwise `learn` has saved
                 run.save(optimizer)
-            after = None
-            if args.eval_n:
-                after = evaluate(run, model, tok, score, held_out)
-                if args.eval_every and args.lora_rank:  # it may be the best: --resume must know
-                    run.save(optimizer)
-            run.finish(after, evaluation.gain)
+            after = evaluate(run, model, tok, score, held_out) if args.eval_n else None
+            if after and args.eval_every and args.lora_rank:  # the best, perhaps: for --resume
+                run.save(optimizer)
+            run.finish(after)
         except KeyboardInterrupt:
             return run.stop(optimizer)
         except Exception:

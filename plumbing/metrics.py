@@ -1,10 +1,10 @@
 """
 The columns of metrics.jsonl: sums over micro-batches to means, and what describes a rollout and a
-step's updates.
+step's updates; and what an adapter gains, with its error.
 """
 import math
 from itertools import chain
-from statistics import fmean
+from statistics import fmean, stdev
 
 from plumbing import ranks
 
@@ -82,3 +82,18 @@ def update_metrics(updates, beta):
     row["clip_first_frac"] = start["clip_low_frac"] + start["clip_high_frac"]
     row["kl"] = row["kl"] if beta else None  # else the base model was not run
     return row
+
+
+# ---- held-out questions
+
+
+def stderr(values):
+    """Standard error of the mean of one value a question: the samples of a question are not
+    independent of each other."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def gain(before, after):
+    """The gain in accuracy and its standard error, paired by question: rows of eval.evaluate."""
+    d = [b["accuracy"] - a["accuracy"] for a, b in zip(before, after, strict=True)]
+    return fmean(d), stderr(d)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import time
 
-from plumbing import command, console, files, flags, hub, policy, ranks
+from plumbing import command, console, files, flags, hub, metrics, policy, ranks
 from plumbing.command import IDLE, MINOR
 from plumbing.files import append, check_out, lock, read_json, saved, whole
 
@@ -97,15 +97,14 @@ class Run(ExitStack):
     each step `phase`, `evaluated` if it is `due`, `check`, `log`, `advance`; and at the end
     `finish`, `stop` or `fail`.
 
-    spec: the flags.Command of train.py. base: policy.base_of its flags. save_weights(folder): to
-    write what is trained."""
+    spec: the flags.Command of train.py. save_weights(folder): to write what is trained."""
 
-    def __init__(self, spec, args, argv, base, save_weights):
+    def __init__(self, spec, args, argv, save_weights):
         super().__init__()  # the folder's lock, the signals, the collector: held to the end
         self.spec, self.args, self.save_weights = spec, args, save_weights
         self.out = Path(args.out).absolute()  # a reward may change the working directory
         own = (Counter(sys.argv[1:]) - Counter(argv)).elements()  # the words of one's own script
-        self.state = State(command=ranks.command_line(), base=base,
+        self.state = State(command=ranks.command_line(), base=policy.base_of(args),
                            script=" ".join([Path(sys.argv[0]).name, *own]))
         self.again = f"{self.state.command}{' --resume' * ('--resume' not in argv)}"
         self.started = time()
@@ -333,14 +332,14 @@ class Run(ExitStack):
     # ---- the end
 
     @ranks.first
-    def finish(self, after, paired_gain):
+    def finish(self, after):
         """Write eval_after.jsonl, summary.json and metrics.png, and print what was learned. after:
-        the last evaluation, None with --eval-n 0; paired_gain: eval.gain."""
+        the last evaluation, None with --eval-n 0."""
         before, gain, error = self.state.before, None, None
         if after:
             files.write_jsonl(self.out / "eval_after.jsonl", after["rows"])
             asked = [row for _, row in files.read_jsonl(self.out / "eval_before.jsonl")]
-            gain, error = paired_gain({"rows": asked}, after)
+            gain, error = metrics.gain(asked, after["rows"])
         summary = {"accuracy_before": before and before["accuracy"],
                    "accuracy_after": after and after["accuracy"],
                    "stderr_before": before and before["stderr"],

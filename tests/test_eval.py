@@ -102,7 +102,7 @@ def test_what_is_counted(monkeypatch, tok, model):
     assert r["length"] == pytest.approx(sum(lengths) / 6)
     assert [row["accuracy"] for row in r["rows"]] == [1.0, 0.5, 0.0]
     assert evaluation.evaluate(model, tok, [{"question": "a", "answer": "7"}], n=1)["stderr"] is None
-    base, better = ({"rows": [{"accuracy": a} for a in values]} for values in ([0.0, 0.5], [1.0, 0.5]))
+    base, better = ([{"accuracy": a} for a in values] for values in ([0.0, 0.5], [1.0, 0.5]))
     assert evaluation.gain(base, better) == (0.5, 0.5)
 
 
@@ -282,7 +282,7 @@ def test_the_adapter_is_applied_and_the_base_is_the_base(tmp_path):
     assert {r["model"] for r in both_rows[6:]} == {"adapter"}
     assert [r["samples"] for r in both_rows[6:]] != [r["samples"] for r in alone_rows]
     assert [line.split()[1] for line in both[1:3]] == ["base", "adapter"] and both[1] == alone[1]
-    gained, error = (100 * x for x in evaluation.gain({"rows": both_rows[:6]}, {"rows": both_rows[6:]}))
+    gained, error = (100 * x for x in evaluation.gain(both_rows[:6], both_rows[6:]))
     assert [line for line in both if "adds" in line] == [f"arithmetic: the adapter adds {gained:+.1f} points (s.e. {error:.1f})"]
 
 

@@ -384,7 +384,7 @@ def step_of(r, sums, norms, prompts):
 
 
 def a_run(out, *extra):
-    return run.Run(train.COMMAND, flags.parse(train.COMMAND, ["--out", str(out), *extra]), [], {}, None)
+    return run.Run(train.COMMAND, flags.parse(train.COMMAND, ["--out", str(out), *extra]), [], None)
 
 
 NO_METRICS = dict.fromkeys(("loss", "clip_low", "clip_high", "kl", "logp_gap", "logp_gap_max", "sampler_kl", "ratio_outside", "entropy"),

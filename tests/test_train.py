@@ -48,7 +48,7 @@ def run(out, *extra):
 def a_run(out, *extra, argv=(), save_weights=lambda folder: None):
     """The Run of train.py's flags `extra`, before it is opened."""
     args = flags.parse(train.COMMAND, ["--out", str(out), *extra])
-    return Run(train.COMMAND, args, [*argv], {}, save_weights)
+    return Run(train.COMMAND, args, [*argv], save_weights)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -425,7 +425,7 @@ def test_held_out_questions_are_asked_as_the_flags_say(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "evaluated", lambda *a: None)
     args = flags.parse(train.COMMAND, ["--eval-n", "3", "--eval-temperature", "0.4", "--max-new-tokens", "20",
                                        "--max-prompt", "50", "--max-rows", "5", "--prompt-style", "boxed", "--out", str(tmp_path)])
-    train.evaluate(Run(train.COMMAND, args, [], {}, None), "model", "tok", "score", "rows")
+    train.evaluate(Run(train.COMMAND, args, [], None), "model", "tok", "score", "rows")
     assert (names.parameters["top_p"].default, names.parameters["seed"].default) == (0.95, 0)  # the paper's, which train.py leaves as it is
     want = {"model": "model", "tok": "tok", "rows": "rows", "style": "boxed", "n": 3, "temperature": 0.4,
             "max_new_tokens": 20, "max_prompt": 50, "max_rows": 5, "score": "score"}
@@ -688,7 +688,7 @@ def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
     r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))})
     r.state.step = 7
     r.evaluated(after)
-    r.finish(after, evaluation.gain)
+    r.finish(after)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["held-out accuracy after 0 steps: 33.3%", "held-out accuracy after 7 steps: 66.7%"]
     assert lines[3:] == ["held-out accuracy: 33.3% before, 66.7% after 7 steps (+33.3 +- 66.7 points)"]
