@@ -101,16 +101,15 @@ def add_lora(model, rank, alpha, seed=0):
 def disabled(model):
     """The base model inside the `with`: every adapter off, and norms as they were before training
     (lab/ideas/norms.py trains some); restored on the way out."""
-    layers = [m for _, m in lora_layers(model)]
-    before = [m.enabled for m in layers]
+    layers = [m for _, m in lora_layers(model) if m.enabled]
     for m in layers:
         m.enabled = False
     try:
         with peft.base_norms(model):
             yield
     finally:
-        for m, on in zip(layers, before, strict=True):
-            m.enabled = on
+        for m in layers:
+            m.enabled = True
 
 
 # ---- PEFT's files

@@ -529,7 +529,7 @@ MUTANTS = {
          "lora::only_the_adapter_is_trainable_and_all_of_it_gets_a_gradient"),
         ("a merge forgets the scaling", "self.scaling * torch.cat(parts)", "torch.cat(parts)",
          "lora::the_merged_checkpoint_computes_what_base_and_adapter_do"),
-        ("switching back turns on what was off", "m.enabled = on", "m.enabled = True",
+        ("switching back turns on what was off", "lora_layers(model) if m.enabled]", "lora_layers(model)]",
          "lora::disabled_restores_each_layer_as_it_was_even_after_an_error"),
         ("an adapter that is off is in the dense weight", "        if not self.enabled:\n            return self.base.dense()\n", "",
          "lora::disabled_restores_each_layer_as_it_was_even_after_an_error"),
