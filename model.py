@@ -389,14 +389,11 @@ def pieces(config):
 
 @torch.no_grad()
 def stream(model, source, device="cpu", dtype=None, quant="none"):
-    """Fill a skeleton from `source` piece by piece; yields the path of each of `pieces` when it
-    is done. The embedding is there from the beginning.
-
-    One tensor at a time moves to the device: memory holds the pieces that the caller has not
-    dropped (model.layers[i] = None) and one projection as stored. quant != none turns each
-    projection into an nvfp4.QuantLinear as it is read (a checkpoint that is quantized already says
-    so in its config.json). dtype None: as stored. ValueError at the end if tensors are left that
-    fit nowhere."""
+    """Fill a skeleton from `source`; yields the path of each of `pieces` when it is done. Each
+    projection is rounded to `quant` as it is read, and one tensor at a time moves to the device:
+    memory holds the pieces that the caller has not dropped (model.layers[i] = None) and one
+    projection as stored. dtype None: as stored. ValueError at the end if tensors are left that fit
+    nowhere."""
     fmt = source.check_format(quant, nvfp4.FORMATS)
     for piece in pieces(model.config):
         for path, m in list(model.get_submodule(piece).named_modules(prefix=piece)):
@@ -421,8 +418,8 @@ def weight_name(path):
 
 
 def read_linear(m, path, source, quant, fmt, dtype, device):
-    """The linear for the fused projection at `path` (its shape is that of the meta Linear `m`), its
-    parts read in row order. fmt: the format that the checkpoint is stored in, or None.
+    """The linear that takes the place of the meta Linear `m` at `path`, its parts read in row
+    order. fmt: the format that the checkpoint is stored in, or None.
 
     Weights are rounded to `quant` from what is stored, whatever `dtype` is: so an adapter meets the
     same four bits on all devices, in a converted checkpoint and in a merge. From a checkpoint that
