@@ -74,8 +74,7 @@ def sigma(step, total_steps, start, end, stages=None, schedule="exponential"):
 
     Training is cut into `stages` equal intervals (default: STAGES). The first has no added noise
     (quantization noise alone explores), except in "eq8"; the others go from start to end, by a row
-    of SCHEDULES. If only one stage is noisy, its level is end. Steps past the end keep the last.
-    """
+    of SCHEDULES. If only one stage is noisy, its level is end. Steps past the end keep the last."""
     stages = stages or STAGES
     stage = min(step * stages // total_steps, stages - 1)
     first = 0 if schedule == "eq8" else 1  # stage with noise

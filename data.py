@@ -93,8 +93,7 @@ def reward(text, answer, style="tags"):
     content, unless it is inside <think> or another is left open. boxed: the format is a closed
     \\boxed{}; the answer is the last one's content, or, if no box was closed, the last term with a
     digit, whole (3/4, not 4).
-    Takes any text, in time linear in its length. Runs call `rewards`: a script replaces that.
-    """
+    Takes any text, in time linear in its length. Runs call `rewards`: a script replaces that."""
     return rewards([(text, answer)], style)[0]
 
 
