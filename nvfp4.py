@@ -429,25 +429,25 @@ def foldable(weight, s):
 
 
 @torch.no_grad()
-def calibrated(model, pieces, fmt, ids, device):
-    """Quantize the blocks of a model as they arrive in `pieces` (model.stream); yields (path, rows
-    of the report) for each piece.
+def calibrated(model, pieces, fmt, ids, device, report=None):
+    """Quantize the blocks of a model as they arrive in `pieces` (model.stream), and yield these;
+    the rows of quantize_block's report go to the list `report`.
 
     ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
     calibrated on what the 16-bit model feeds it, and one pass a layer is enough."""
     x, rope = None, model.rope(torch.arange(ids.shape[1], device=device)[None])
     for path in pieces:
-        if not path.startswith("layers."):
-            yield path, []
-            continue
-        block = model.get_submodule(path)
-        if x is None:  # the embedding comes before the blocks, and may be stored in another dtype
-            dtype = block.attn.qkv_proj.weight.dtype
-            x = model.embed(ids.to(device)).to(dtype)  # (B, T, C)
-        stats = gather(block, x, rope)
-        rows = quantize_block(block, stats, model.config, fmt)
-        del block, stats  # so that the caller can free it
-        yield path, rows
+        if path.startswith("layers."):
+            block = model.get_submodule(path)
+            if x is None:  # the embedding came first, and may be stored in another dtype
+                dtype = block.attn.qkv_proj.weight.dtype
+                x = model.embed(ids.to(device)).to(dtype)  # (B, T, C)
+            stats = gather(block, x, rope)
+            rows = quantize_block(block, stats, model.config, fmt)
+            if report is not None:
+                report += rows
+            del block, stats  # so that the caller can free it
+        yield path
 
 
 def gather(block, x, rope):

@@ -61,13 +61,11 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
         if had := asked(folder):
             writer.notes["policy.json"] = {"quant": fmt} | had
         pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt)
-        steps = ((path, []) for path in pieces)
         if use_awq:
             ids = datasets.calibration(calib, folder)
-            steps = nvfp4.calibrated(model, pieces, fmt, ids, device)
-        for path, rows in tqdm(steps, fmt, len(qwen.pieces(config)), disable=None):
+            pieces = nvfp4.calibrated(model, pieces, fmt, ids, device, report)
+        for path in tqdm(pieces, fmt, len(qwen.pieces(config)), disable=None):
             write(writer, model, path)
-            report += rows
     return report
 
 
@@ -97,7 +95,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
         source = checkpoint.Checkpoint(folder)
         pieces = qwen.stream(model, source, device, dtype, quant if calib is None else "none")
         if calib is not None:
-            pieces = (path for path, _ in nvfp4.calibrated(model, pieces, quant, calib, device))
+            pieces = nvfp4.calibrated(model, pieces, quant, calib, device)
         for path in pieces:
             piece = model.get_submodule(path)
             for name in PROJECTIONS if path.startswith("layers.") else ():
