@@ -78,10 +78,12 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
         groups = sample.generate(
             model, [row["ids"] for row in asked], n, limits, temperature, top_p, tok.eos_ids, seed,
             max_rows, indices=mine)
+
+    # Grade all samples side by side, then put them together by question.
     drawn = [*chain(*groups)]
     texts = [tok.decode(s.ids) for s in drawn]
     score = score or data.scorer(style)
-    verdicts = score([(text, asked[i // n]) for i, text in enumerate(texts)])  # side by side
+    verdicts = score([(text, asked[i // n]) for i, text in enumerate(texts)])
     samples = [{"text": text, **verdict, "length": len(s.ids), "finished": s.finished}
                for s, text, verdict in zip(drawn, texts, verdicts, strict=True)]
     out = []
