@@ -42,7 +42,7 @@ FLAGS = (
     Flag("limit", number(1, 1e8), None, "questions a set, drawn by --seed (all; arithmetic: 512)"),
     Flag("n", number(1, 1e4), None, "samples a question (default: 4; at --temperature 0: 1)"),
     Flag("max-prompt", number(1, 1e7), None, "skip and count longer prompts, in tokens"),
-    Flag("k", numbers(1, 1e4), None, "also pass@k for these, as in 1,4,8"),
+    Flag("k", numbers, None, "also pass@k for these, as in 1,4,8"),
     Flag("out", str, None, "a row a question with all its samples, to this new .jsonl"),
     *flags.SAMPLING_FLAGS,
     *flags.ENGINE_FLAGS,

@@ -99,14 +99,12 @@ def number(least, most, kind=int):
     return parse
 
 
-def numbers(least, most):
-    """An argparse type: whole numbers from `least` to `most` as in 3,4,5, each once, in order."""
+def numbers(text):
+    """An argparse type: whole numbers from 1 to 10,000 as in 3,4,5, each once, in order."""
+    return sorted({number(1, 10_000)(part) for part in text.split(",")})
 
-    def parse(text):
-        return sorted({number(least, most)(part) for part in text.split(",")})
 
-    parse.__name__ = "comma-separated int"
-    return parse
+numbers.__name__ = "comma-separated int"  # as argparse names it
 
 
 def become(script, *words):

@@ -83,7 +83,7 @@ DATA_FLAGS = (
     Flag("data", str, "gsm8k", "arithmetic, gsm8k, math500, aime24, aime25, amc23, bigmath (to "
          "train on), a .jsonl or .parquet, a folder, a hub id; for eval.py several with commas",
          "arithmetic", in_policy=True),
-    Flag("levels", numbers(1, 1e4), None, "rows of these, 5 the hardest: 3,4,5 for Big-Math"),
+    Flag("levels", numbers, None, "rows of these, 5 the hardest: 3,4,5 for Big-Math"),
     Flag("reward", str, None, "file.py:function of one's own: (text, row) -> a number, right from "
          "1 on (default: data.rewards)"),
 )
