@@ -39,7 +39,7 @@ import sample
 FLAGS = (
     *sample.MODEL_FLAGS,
     "adapter",
-    Flag("lora-rank", number(0, 4096), 32, "of LoRA; 0, with --quant none, trains the model", 16),
+    Flag("lora-rank", number(0, 4096), 32, "of LoRA; 0, with --quant none, trains all weights", 16),
     Flag("lora-alpha", number(1e-6, 1e6, float), 32.0, "the adapter is scaled by alpha / rank"),
     "noise",
     Flag("aqn", bool, True, "adaptive quantization noise in the RMSNorms"),

@@ -84,9 +84,6 @@ def update_metrics(updates, beta):
     return row
 
 
-# ---- held-out questions
-
-
 def stderr(values):
     """Standard error of the mean of one value a question: the samples of a question are not
     independent of each other."""
