@@ -282,6 +282,8 @@ class Run(ExitStack):
         state["last"] = json.loads(json.dumps(state["last"]))  # a schedule's numpy number, say
         with whole(self.out / "checkpoint" / "state.pt") as part:
             torch.save(state, part)
+            # what a script keeps in it and --resume cannot read, an object of its own, fails now
+            torch.load(part, map_location="cpu", mmap=True)
 
     @ranks.first
     def write_weights(self, name):

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -808,6 +809,18 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     save_file(weights | {changed: -weights[changed]}, model / "model.safetensors", metadata={"format": "pt"})
     assert run(out, *argv, "--resume", "--steps", "3") == 2
     assert f"--model {model}: its weights" in capsys.readouterr().err
+
+
+def test_an_object_that_resume_cannot_read_ends_the_run_before_it_replaces_a_checkpoint(tmp_path, monkeypatch):
+    """A replay of grpo.Completions: all 200 steps were trained, and `--resume` called the checkpoint damaged."""
+    def update(model, optimizer, completions, settings, real=grpo.update):
+        optimizer.param_groups[0]["mine"] = completions[:1]
+        return real(model, optimizer, completions, settings)
+
+    monkeypatch.setattr(grpo, "update", update)
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported global: GLOBAL grpo.Completion"):
+        run(tmp_path / "run", "--save-every", "1")
+    assert torch.load(tmp_path / "run" / "checkpoint" / "state.pt")["step"] == 0 and len(rows_of(tmp_path / "run")) == 1
 
 
 @pytest.mark.parametrize("what", ["fewer", "longer", "optimizer"])
