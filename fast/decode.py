@@ -317,8 +317,9 @@ class Step:
 
     def attention(self, layer, qkv):
         """qkv (B, (H + 2 Hkv) D) -> attention output (B, H*D); writes the cache."""
-        c, B = self.config, qkv.shape[0]
-        k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
+        c, B, attn = self.config, qkv.shape[0], self.blocks[layer].attn
+        # a script may have left blocks out, or given them norms of heads
+        k_cache, v_cache = self.cache.k[attn.layer], self.cache.v[attn.layer]
         H, HKV, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         # programs to fill the card twice, at most 32 splits
         fill = max(1, 2 * self.sms // (B * HKV))
@@ -329,9 +330,9 @@ class Step:
         attend_kernel[B * HKV, W](
             qkv, k_cache, v_cache, self.cache.length, self.prompt, self.cos, self.sin, out, parts,
             ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1),
-            D**-0.5 * math.log2(math.e), *norms_of_heads(self.blocks[layer].attn), HKV=HKV,
+            D**-0.5 * math.log2(math.e), *norms_of_heads(attn), HKV=HKV,
             G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
-            NORM=c.qk_norm, IEEE=qkv.dtype == torch.float32, EXACT=self.exact,
+            NORM=attn.q_norm is not None, IEEE=qkv.dtype == torch.float32, EXACT=self.exact,
             num_warps=1 if self.exact else 4, num_stages=3, **self.launch)
         return out
 

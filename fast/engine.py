@@ -35,7 +35,8 @@ BYPASSED = {
               "Transformer.rope", "Transformer.hidden"),
     "sample": ("mix", "uniform", "sample_ids", "draw", "prefill", "Decoder.__init__",
                "Decoder.step", "Decoder.launch", "Decoder.keep"),
-    "marlin_triton": ("matmul",),
+    "nvfp4": ("QuantLinear.forward", "QuantLinear.q.fget"),  # those of what fast.tile makes of it
+    "marlin_triton": ("matmul", "few_rows", "many_rows", "to_bfloat16"),
 }
 
 
@@ -60,7 +61,8 @@ def changed(m):
     around = getattr(getattr(m.forward, "__func__", None), "__globals__", {})
     claims = type(m).__module__, m.forward.__module__, around.get("__name__")
     homes = (str(claim).partition(".")[0] for claim in claims)
-    ours = {*homes} <= {"model", "nvfp4", "lora", "fast", "torch"}
+    of_torch = isinstance(m, torch.nn.ModuleList | torch.nn.Embedding)  # model.py has no others
+    ours = {*homes} <= ({"torch"} if of_torch else {"model", "nvfp4", "lora", "fast"})
     hooks = m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
     return not ours or any(hooks)
 
@@ -270,7 +272,7 @@ def prepare(model, args, longest):
 
 def fingerprint(model):
     """What a captured graph holds on to: where the weights lie, which adapters are on, and what it
-    has as numbers: their scaling, the norms' eps, a weight's global scale."""
+    has as numbers: their scaling, the norms' eps, a weight's global scale, RoPE's tables."""
     linears = [m for _, m in projections(model)]
     adapters = (m.adapter for m in linears)
     # each module's own: parameters() and buffers() would take milliseconds
@@ -278,7 +280,8 @@ def fingerprint(model):
     return (tuple(t.data_ptr() for t in tensors if t is not None), model.valid_vocab,
             tuple(a and a.scaling for a in adapters),
             tuple(m.q and m.q.global_scale._version for m in linears),
-            tuple(getattr(m, "eps", None) for m in model.modules()))
+            tuple(getattr(m, "eps", None) for m in model.modules()),
+            model.config.rope_theta, model.config.rope_scaling)
 
 
 def working_bytes(model, *args):
@@ -295,13 +298,16 @@ def own_code(model):
         return f"{name} is your own, and the kernels do not call it"
     for name, b in aqn.buffers(model).items():
         m = model.get_submodule(name.rpartition(".")[0])
-        if not isinstance(m, qwen.RMSNorm) or b.shape != m.weight.shape:
+        usual = b.is_contiguous() and not b.requires_grad
+        if not isinstance(m, qwen.RMSNorm) or b.shape != m.weight.shape or not usual:
             return f"{name} is a noise of your own, and the kernels read that of the norms alone"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "all modules have a hook of your own"
     for name, m in model.named_modules():
         if changed(m):
             return f"{name or 'the model'} has a class, a forward or a hook of your own"
-        if name.endswith((".o_proj", ".down_proj")) and m.bias is not None:
-            return f"{name} has a bias, and the kernels add the residual in its place"
+        if name.endswith((".o_proj", ".gate_up_proj", ".down_proj")) and m.bias is not None:
+            return f"{name} has a bias, and the kernels add none there"
         trained = any(p is not None and p.requires_grad for p in m._parameters.values())
         known = isinstance(m, qwen.RMSNorm | lora.LoRALinear)
         if trained and (not known or name.endswith((".q_norm", ".k_norm"))):  # Qwen3's of heads

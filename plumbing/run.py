@@ -281,6 +281,8 @@ class Run(ExitStack):
         state["last"] = json.loads(json.dumps(state["last"]))  # a schedule's numpy number, say
         with whole(self.out / "checkpoint" / "state.pt") as part:
             torch.save(state, part)
+            # what a script keeps in it and --resume cannot read, an object of its own, fails now
+            torch.load(part, map_location="cpu", mmap=True)
 
     @ranks.first
     def write_weights(self, name):
@@ -311,13 +313,17 @@ class Run(ExitStack):
             raise ValueError(f"--model {self.args.model}: its weights, its format, or the text of "
                              f"--calib, are not those the run in {self.out} began with; --resume "
                              "needs the same")
-        if len(params) != len(optimizer.params):
-            raise ValueError(f"{path}: has other parameters than are trained here; the run was "
-                             f"begun by {was.script}")
-        with torch.no_grad():
-            for p, saved in zip(optimizer.params, params, strict=True):
-                p.copy_(saved)
-        optimizer.load_state_dict(moments)
+        if was.script != self.state.script:
+            print(f"warning: --resume: the run was begun by {was.script}, and goes on by "
+                  f"{self.state.script}", file=sys.stderr)
+        try:
+            with torch.no_grad():
+                for p, saved in zip(optimizer.params, params, strict=True):
+                    p.copy_(saved)
+            optimizer.load_state_dict(moments)
+        except (KeyError, RuntimeError, ValueError):  # torch's, of another shape or optimizer
+            raise ValueError(f"{path}: has other parameters, or another optimizer's state, than "
+                             f"are trained here; the run was begun by {was.script}") from None
         self.args.steps = max(self.args.steps, was.step)  # what is done is done
         self.state = was
         for name in ("metrics.jsonl", "rollouts.jsonl"):

@@ -455,6 +455,11 @@ def test_a_fingerprint_is_of_all_that_a_graph_holds_on_to():
         setattr(owner, name, before - 1)
         assert engine.fingerprint(m) != mark
         setattr(owner, name, before)
+    m.config = dataclasses.replace(CPU, rope_theta=5.0)  # a step's tables are made with it
+    assert engine.fingerprint(m) != mark
+    m.config = dataclasses.replace(CPU, rope_scaling=(4.0, 0.1, 0.5))
+    assert engine.fingerprint(m) != mark
+    m.config = CPU
     assert engine.fingerprint(m) == mark
     layer.base.weight = torch.nn.Parameter(layer.base.weight.clone(), False)
     assert engine.fingerprint(m) != mark

@@ -200,8 +200,13 @@ def change(m, what):
         m.layers[0].attn.o_proj.base.register_forward_hook(lambda module, args, y: 0.5 * y)
     elif what == "size":  # one number for all channels: the kernels would read behind it
         m.layers[0].input_layernorm.noise = torch.full((1,), 0.5)
-    elif what == "bias":
-        m.layers[0].mlp.down_proj.base.bias = torch.nn.Parameter(torch.linspace(-1, 1, m.config.hidden_size), False)
+    elif what == "stride":  # a column of a table: the kernels would read along its rows
+        m.layers[0].input_layernorm.noise = torch.linspace(-1, 1, 2 * m.config.hidden_size).view(-1, 2)[:, 0]
+    elif what.endswith("bias"):
+        linear = m.layers[0].mlp.down_proj if what == "bias" else m.layers[0].mlp.gate_up_proj
+        linear.base.bias = torch.nn.Parameter(torch.linspace(-1, 1, linear.shape[0]), False)
+    elif what == "torch":
+        m.norm = torch.nn.LayerNorm(m.config.hidden_size).requires_grad_(False)
     elif what == "hidden":
         m.__class__ = Halved
     elif what == "rope":
@@ -215,7 +220,10 @@ def change(m, what):
 OWN = {"forward": "layers.0.mlp has a class, a forward or a hook of your own",
        "hook": "layers.0.attn.o_proj has a class, a forward or a hook of your own",
        "base": "layers.0.attn.o_proj.base has a class, a forward or a hook of your own",
-       "bias": "layers.0.mlp.down_proj has a bias, and the kernels add the residual in its place",
+       "bias": "layers.0.mlp.down_proj has a bias, and the kernels add none there",
+       "wide bias": "layers.0.mlp.gate_up_proj has a bias, and the kernels add none there",
+       "torch": "norm has a class, a forward or a hook of your own",
+       "stride": "layers.0.input_layernorm.noise is a noise of your own, and the kernels read that of the norms alone",
        "size": "layers.0.input_layernorm.noise is a noise of your own, and the kernels read that of the norms alone",
        "hidden": "model.Transformer.hidden is your own, and the kernels do not call it",
        "rope": "model.Transformer.rope is your own, and the kernels do not call it",
@@ -267,7 +275,7 @@ def test_a_run_plans_no_rollouts_for_code_of_ones_own(on_fast_path, capsys):
     assert m.fast is None and m not in engine.ENGINES and OWN["hook"] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("patch", ["class", "wraps", "no_grad", "object", "base", "method", "before", "after", "back"])
+@pytest.mark.parametrize("patch", ["class", "wraps", "no_grad", "object", "base", "method", "before", "after", "back", "all", "learned"])
 def test_what_counts_as_ones_own_code(monkeypatch, patch):
     """Dropout put into LoRA's forward, under whatever name: functools.wraps copies that of the module it wraps, a decorator is torch's."""
     m = random_model(ONE, "nvfp4", rank=2)
@@ -292,13 +300,32 @@ def test_what_counts_as_ones_own_code(monkeypatch, patch):
         monkeypatch.setattr(gemm.TiledLinear, "forward", lambda self, x: x)
     elif patch == "method":  # the kernels ask for none, and `tile` would leave its codes as they are
         layer.base.__class__ = type("Own", (gemm.TiledLinear,), {"dense": lambda self: 0, "__module__": "__main__"})
+    elif patch == "all":
+        with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+            assert engine.own_code(m) == "all modules have a hook of your own"
+        return
+    elif patch == "learned":  # its size would get no gradient
+        m.layers[0].input_layernorm.noise = torch.ones(m.config.hidden_size, requires_grad=True) * 2
+        assert "input_layernorm.noise is a noise of your own" in engine.own_code(m)
+        return
     else:
         way = {"before": "forward_pre", "after": "forward", "back": "full_backward"}[patch]
         getattr(layer, f"register_{way}_hook")(lambda *_: None)
     assert engine.own_code(m).endswith("has a class, a forward or a hook of your own")
 
 
-@pytest.mark.parametrize("how", ["function", "wraps", "partial", "subclass", "factory"])
+@torch.no_grad()
+def test_blocks_that_a_script_leaves_out_or_norms_are_drawn_as_the_modules_do(on_fast_path):
+    """A decode step read a prompt's keys in another layer of the cache than they lie in, and passed over norms that config.json lacks."""
+    m = random_model(dataclasses.replace(ONE, num_hidden_layers=3), "nvfp4")
+    m.layers = torch.nn.ModuleList([m.layers[2], m.layers[0]])
+    m.layers[1].attn.q_norm, m.layers[1].attn.k_norm = M.RMSNorm(32, 1e-6), M.RMSNorm(32, 1e-6)
+    m.layers[1].requires_grad_(False)
+    want = tokens(sample.generate(m, PROMPTS[:3], n=2, max_new_tokens=4, seed=1))
+    assert tokens(sample.generate(on_fast_path(m), PROMPTS[:3], n=2, max_new_tokens=4, seed=1)) == want and m.fast
+
+
+@pytest.mark.parametrize("how", ["function", "wraps", "partial", "subclass", "factory", "linear", "weight"])
 def test_a_plain_function_of_ones_own_goes_back_to_the_plain_functions(monkeypatch, on_fast_path, capsys, how):
     """Noise on the keys of the cache, a sampler of one's own: the kernels compute these themselves, and would pass over them."""
     m, drawn, kw = random_model(ONE, "nvfp4"), sample.draw, dict(n=2, max_new_tokens=3, seed=1)
@@ -310,6 +337,16 @@ def test_a_plain_function_of_ones_own_goes_back_to_the_plain_functions(monkeypat
 
         monkeypatch.setattr(M, "KVCache", Loud if how == "subclass" else lambda *args: Loud(*args))
         name = "model.KVCache.write"
+    elif how == "linear":
+        own = nvfp4.QuantLinear.forward
+        monkeypatch.setattr(nvfp4.QuantLinear, "forward", lambda self, x: 2 * own(self, x))
+        name = "nvfp4.QuantLinear.forward"
+    elif how == "weight":
+        own = nvfp4.QuantLinear.q.fget
+        monkeypatch.setattr(nvfp4.QuantLinear, "q", property(lambda self: dataclasses.replace(own(self), global_scale=2 * self.global_scale)))
+        for _, linear in M.projections(m):
+            linear.base.copy = None
+        name = "nvfp4.QuantLinear.q.fget"
     else:
         def lowest(logits, *rest):
             return drawn(-logits, *rest)

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -810,12 +811,37 @@ def test_resume_needs_the_base_it_began_with(small, tmp_path, capsys):
     assert f"--model {model}: its weights" in capsys.readouterr().err
 
 
-def test_a_resume_that_trains_other_parameters_names_the_script(straight, tmp_path, monkeypatch, capsys):
-    """Begun by lab/ideas/norms.py, resumed by train.py: "zip() argument 2 is longer than argument 1"."""
-    real = lora.add_lora
-    monkeypatch.setattr(lora, "add_lora", lambda *args: real(*args)[1:])
-    assert run(copy_of(straight, tmp_path), "--resume", "--steps", "5") == 2
-    assert f"the run was begun by {Path(sys.argv[0]).name}" in capsys.readouterr().err
+def test_an_object_that_resume_cannot_read_ends_the_run_before_it_replaces_a_checkpoint(tmp_path, monkeypatch):
+    """A replay of grpo.Completions: all 200 steps were trained, and `--resume` called the checkpoint damaged."""
+    def update(model, optimizer, completions, settings, real=grpo.update):
+        optimizer.param_groups[0]["mine"] = completions[:1]
+        return real(model, optimizer, completions, settings)
+
+    monkeypatch.setattr(grpo, "update", update)
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported global: GLOBAL grpo.Completion"):
+        run(tmp_path / "run", "--save-every", "1")
+    assert torch.load(tmp_path / "run" / "checkpoint" / "state.pt")["step"] == 0 and len(rows_of(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("what", ["fewer", "longer", "optimizer"])
+def test_a_resume_that_trains_other_parameters_names_the_script(straight, tmp_path, monkeypatch, capsys, what):
+    """Begun by lab/ideas/norms.py, resumed by train.py: "zip() argument 2 is longer than argument 1". By an optimizer of one's own: a
+    KeyError in torch."""
+    real, out = lora.add_lora, copy_of(straight, tmp_path)
+    if what == "optimizer":
+        state = torch.load(out / "checkpoint" / "state.pt")
+        for moments in state["optimizer"]["state"].values():
+            moments.pop("step")
+        torch.save(state, out / "checkpoint" / "state.pt")
+    else:
+        monkeypatch.setattr(lora, "add_lora", (lambda *args: real(*args)[1:]) if what == "fewer" else
+                            lambda model, rank, *rest: real(model, rank + 1, *rest))
+    begun = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    monkeypatch.setattr(sys, "argv", ["elsewhere/other.py"])
+    assert run(out, "--resume", "--steps", "5") == 2
+    told = capsys.readouterr().err
+    assert f"warning: --resume: the run was begun by {begun}, and goes on by other.py\n" in told
+    assert f"than are trained here; the run was begun by {begun}\n" in told
 
 
 def test_what_ended_without_a_checkpoint_is_kept(straight, tmp_path, capsys):
