@@ -94,6 +94,7 @@ NEEDS = {
     **dict.fromkeys(("aqn_start", "aqn_end", "aqn_schedule", "aqn_scope"), NOISE),
     **dict.fromkeys(("eval_every", "eval_limit", "eval_temperature"), HELD_OUT),
     "lora_alpha": ("--lora-rank 1 or more", lambda args: args.lora_rank),
+    "calib": ("--awq", lambda args: args.awq),  # a resumed run's
     "eps_high": ("--old-logp sampler or trainer", lambda args: args.old_logp != "current"),
 }
 
