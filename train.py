@@ -91,6 +91,7 @@ NEEDS = (  # what some flags do nothing without, whether that is set, which flag
     ("--eval-n 1 or more", lambda args: args.eval_n,
      ("eval_every", "eval_limit", "eval_temperature")),
     ("--lora-rank 1 or more", lambda args: args.lora_rank, ("lora_alpha",)),
+    ("--awq", lambda args: args.awq, ("calib",)),
     ("--old-logp sampler or trainer", lambda args: args.old_logp != "current", ("eps_high",)),
 )
 

@@ -36,7 +36,7 @@ BYPASSED = {
     "sample": ("mix", "uniform", "sample_ids", "draw", "prefill", "Decoder.__init__",
                "Decoder.step", "Decoder.launch", "Decoder.keep"),
     "nvfp4": ("QuantLinear.forward", "QuantLinear.q.fget"),  # those of what fast.tile makes of it
-    "marlin_triton": ("matmul", "few_rows", "many_rows", "to_bfloat16"),
+    "marlin_triton": ("matmul", "few_rows", "to_bfloat16"),
 }
 
 

@@ -165,7 +165,8 @@ def parse(command, argv):
     args = argparse.Namespace(**defaults(command, model) | values)
     if args.awq and args.quant == "none":
         raise ValueError("--awq: chooses the scales of a four-bit format; --quant is none")
-    if args.calib and not args.awq:
+    resumed = command.trains and args.resume  # the run's own --awq is not known yet
+    if args.calib and not args.awq and not resumed:
         raise ValueError("--calib: plain rounding uses no text; add --awq")
     args.calib = args.calib or None
     command.check(args)

@@ -112,7 +112,7 @@ def test_a_device_that_is_not_there_is_named(monkeypatch):
 @pytest.mark.parametrize(("idle", "used"), [
     ("--aqn-start 1e-3 --no-aqn", "--aqn-start 1e-3"), ("--aqn-scope both --no-aqn", "--aqn-scope both"),
     ("--eval-limit 9 --eval-n 0", "--eval-limit 9"), ("--eval-temperature 0 --eval-n 0", "--eval-temperature 0"),
-    ("--lora-alpha 9 --lora-rank 0 --quant none", "--lora-alpha 9"), ("--eps-high 1 --old-logp current", "--eps-high 1 --old-logp trainer")])
+    ("--lora-alpha 9 --lora-rank 0 --quant none", "--lora-alpha 9"), ("--calib t --resume", "--calib t --awq --resume"), ("--eps-high 1 --old-logp current", "--eps-high 1 --old-logp trainer")])
 def test_a_flag_that_does_nothing_is_told_of(idle, used, capsys):
     """Without a word, whoever sets it believes that it was measured."""
     for given, told in ((idle, 1), (used, 0)):
