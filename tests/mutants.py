@@ -1964,7 +1964,7 @@ MUTANTS = {
          "flags::a_style_without_answers_needs_a_reward_of_ones_own"),
         ("out of memory is a traceback", "except torch.OutOfMemoryError as e:", "except KeyError as e:",
          "flags::what_is_too_large_for_the_card_says_which_flags_to_lower"),
-        ("text without AWQ", "    if args.calib and not args.awq:", "    if False:",
+        ("text without AWQ", "    if args.calib and not args.awq and not resumed:", "    if False:",
          "flags::flags_that_contradict_each_other_are_refused"),
         ("AWQ of 16 bits", 'if args.awq and args.quant == "none":', "if False:",
          "flags::flags_that_contradict_each_other_are_refused"),
