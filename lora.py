@@ -122,13 +122,14 @@ def names(path, part):
 
 
 def adapter_state(model):
-    """PEFT's names -> the A (R, K) and B (N_p, R) of each original projection, as views of the
-    parameters, and any norms that belong to the adapter."""
+    """PEFT's names -> the A (R, K) and B (N_p, R) of each original projection, and any norms that
+    belong to the adapter. All have the first layer's scaling, since only one is saved."""
+    scaling = lora_layers(model)[0][1].scaling
     state = {name: norm.weight.detach() for name, norm in peft.own_norms(model).items()}
     for path, m in lora_layers(model):
         for part, (A, B) in m.by_part().items():
             a, b = names(path, part)
-            state[a], state[b] = A, B
+            state[a], state[b] = A, B * (m.scaling / scaling)
     return state
 
 

@@ -167,6 +167,14 @@ def test_only_what_has_an_adapter_is_named(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
+def test_layers_that_a_script_scales_otherwise_are_loaded_as_they_were_trained(tmp_path):
+    """One scaling is saved: the first layer's was the others' too, and another policy was evaluated."""
+    model = with_random_adapter()
+    lora_layers(model)[1][1].scaling *= 8
+    save_adapter(model, tmp_path)
+    assert torch.allclose(load_adapter(base(), tmp_path)(IDS), model(IDS), atol=1e-5)
+
+
 @pytest.mark.parametrize("rank,alpha", [(3, 5), (4, 32), (1, 1.3)])
 def test_save_then_load_gives_the_same_logits_bit_for_bit(tmp_path, rank, alpha):
     model = with_random_adapter(rank, alpha)
