@@ -191,11 +191,7 @@ class Graphs:
         device = self.cache.k.device
         if device.type != "cuda":
             return launch
-        side = side_stream(device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            launch()
-        torch.cuda.current_stream().wait_stream(side)
+        launch()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             launch()
@@ -204,13 +200,6 @@ class Graphs:
         # replaced when a larger weight comes: it must be kept.
         self.scratch.append([*plan.SPACE.get(device, ())])
         return graph.replay
-
-
-@functools.cache
-def side_stream(device):
-    """The stream that rehearsals run on. There is only one: cuBLAS keeps a workspace of 32 MiB for
-    each stream it has seen, so one for each batch size would add up to a gigabyte."""
-    return torch.cuda.Stream(device)
 
 
 ENGINES = weakref.WeakKeyDictionary()  # model -> (fingerprint, Graphs, rows asked for)
