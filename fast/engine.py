@@ -23,7 +23,7 @@ import lora
 import model as qwen
 from fast import decode, logprobs, memory, packed, plan
 from fast.compiling import compiling
-from fast.linears import exact
+from fast.linears import exact, identity
 from model import KVCache, projections, to_device
 
 # batch sizes with a graph; beyond them every 64
@@ -258,16 +258,13 @@ def prepare(model, args, longest):
 
 
 def fingerprint(model):
-    """What a captured graph holds on to: where the weights lie, which adapters are on, and what it
-    has as numbers: their scaling, the norms' eps, a weight's global scale."""
-    linears = [m for _, m in projections(model)]
-    adapters = (m.adapter for m in linears)
-    # each module's own: parameters() and buffers() would take milliseconds
-    tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
-    return (tuple(t.data_ptr() for t in tensors if t is not None), model.valid_vocab,
-            tuple(a and a.scaling for a in adapters),
-            tuple(m.q and m.q.global_scale._version for m in linears),
-            tuple(getattr(m, "eps", None) for m in model.modules()))
+    """What a captured graph holds on to: projections, where the other weights lie, and what it has
+    as numbers."""
+    norms = [m for m in model.modules() if isinstance(m, qwen.RMSNorm)]
+    weights = [model.embed.weight, model.lm_head.weight]
+    weights += [t for m in norms for t in (m.weight, m.noise)]
+    return ([identity(m) for _, m in projections(model)], [t.data_ptr() for t in weights],
+            [m.eps for m in norms], model.valid_vocab)
 
 
 def working_bytes(model, *args):
