@@ -23,7 +23,7 @@ import lora
 import model as qwen
 from fast import decode, logprobs, memory, packed, plan
 from fast.compiling import compiling
-from fast.linears import exact
+from fast.linears import exact, identity
 from model import KVCache, projections, to_device
 
 # batch sizes with a graph; beyond them every 64
@@ -193,11 +193,7 @@ class Graphs:
         device = self.cache.k.device
         if device.type != "cuda":
             return launch
-        side = side_stream(device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            launch()
-        torch.cuda.current_stream().wait_stream(side)
+        launch()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             launch()
@@ -206,13 +202,6 @@ class Graphs:
         # replaced when a larger weight comes: it must be kept.
         self.scratch.append([*plan.SPACE.get(device, ())])
         return graph.replay
-
-
-@functools.cache
-def side_stream(device):
-    """The stream that rehearsals run on. There is only one: cuBLAS keeps a workspace of 32 MiB for
-    each stream it has seen, so one for each batch size would add up to a gigabyte."""
-    return torch.cuda.Stream(device)
 
 
 ENGINES = weakref.WeakKeyDictionary()  # model -> (fingerprint, Graphs, rows asked for)
@@ -271,17 +260,14 @@ def prepare(model, args, longest):
 
 
 def fingerprint(model):
-    """What a captured graph holds on to: where the weights lie, which adapters are on, and what it
-    has as numbers: their scaling, the norms' eps, a weight's global scale, RoPE's tables."""
-    linears = [m for _, m in projections(model)]
-    adapters = (m.adapter for m in linears)
-    # each module's own: parameters() and buffers() would take milliseconds
-    tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
-    return (tuple(t.data_ptr() for t in tensors if t is not None), model.valid_vocab,
-            tuple(a and a.scaling for a in adapters),
-            tuple(m.q and m.q.global_scale._version for m in linears),
-            tuple(getattr(m, "eps", None) for m in model.modules()),
-            model.config.rope_theta, model.config.rope_scaling)
+    """What a captured graph holds on to: projections, where the other weights lie, and what it has
+    as numbers."""
+    norms = [m for m in model.modules() if isinstance(m, qwen.RMSNorm)]
+    weights = [model.embed.weight, model.lm_head.weight]
+    weights += [t for m in norms for t in (m.weight, m.noise)]
+    return ([identity(m) for _, m in projections(model)], [t.data_ptr() for t in weights],
+            [m.eps for m in norms], model.valid_vocab, model.config.rope_theta,
+            model.config.rope_scaling)
 
 
 def working_bytes(model, *args):

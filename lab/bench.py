@@ -74,12 +74,8 @@ def graph_time(f, things, at_least=20):
     """Median microseconds of f on one of `things`, taken in turn in one CUDA graph. Few replays:
     under seconds of load the card lowers its clock, as it did not for the peers' figures."""
     calls = [partial(f, t) for t in things * math.ceil(at_least / len(things))]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:  # compile, check each weight, let cuBLAS pick its workspace
-            call()
-    torch.cuda.current_stream().wait_stream(side)
+    for call in calls:  # compile, check each weight
+        call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:

@@ -463,6 +463,9 @@ def test_a_fingerprint_is_of_all_that_a_graph_holds_on_to():
     assert engine.fingerprint(m) == mark
     layer.base.weight = torch.nn.Parameter(layer.base.weight.clone(), False)
     assert engine.fingerprint(m) != mark
+    mark = engine.fingerprint(m)
+    m.layers[0].input_layernorm.noise = torch.zeros_like(m.layers[0].input_layernorm.noise)
+    assert engine.fingerprint(m) != mark
     mark = engine.fingerprint(m := random_model(ONE, "nvfp4"))
     m.layers[0].mlp.down_proj.base.global_scale.mul_(2)  # but a prefill's graph has it as a number
     assert engine.fingerprint(m) != mark
