@@ -18,7 +18,6 @@ from plumbing import ranks
 
 import torch
 
-import aqn
 import lora
 import model as qwen
 from fast import decode, logprobs, memory, packed, plan
@@ -65,6 +64,14 @@ def changed(m):
     ours = {*homes} <= ({"torch"} if of_torch else {"model", "nvfp4", "lora", "fast"})
     hooks = m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
     return not ours or any(hooks)
+
+
+def usual_noise(m):
+    """Whether a module has no noise, or one that the kernels read: of a norm, a number a channel,
+    end to end, not trained."""
+    noise = m._buffers.get("noise")
+    return noise is None or (isinstance(m, qwen.RMSNorm) and noise.shape == m.weight.shape
+                             and noise.is_contiguous() and not noise.requires_grad)
 
 
 class Graphs:
@@ -282,14 +289,12 @@ def own_code(model):
     a hook of the user's own, a parameter that gets no gradient; None if there is none."""
     if name := replaced(model):
         return f"{name} is your own, and the kernels do not call it"
-    for name, b in aqn.buffers(model).items():
-        m = model.get_submodule(name.rpartition(".")[0])
-        usual = b.is_contiguous() and not b.requires_grad
-        if not isinstance(m, qwen.RMSNorm) or b.shape != m.weight.shape or not usual:
-            return f"{name} is a noise of your own, and the kernels read that of the norms alone"
     if torch.nn.modules.module._has_any_global_hook():
         return "all modules have a hook of your own"
     for name, m in model.named_modules():
+        if not usual_noise(m):
+            return (f"{name}.noise is a noise of your own, and the kernels read that of the norms "
+                    "alone")
         if changed(m):
             return f"{name or 'the model'} has a class, a forward or a hook of your own"
         if name.endswith((".o_proj", ".gate_up_proj", ".down_proj")) and m.bias is not None:

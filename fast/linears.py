@@ -97,7 +97,8 @@ def identity(m):
     own = [*base._parameters.values(), *base._buffers.values()]
     if a is not None:
         own += a._parameters.values()
-    written = m.q and m.q.global_scale._version
+    g = base._buffers.get("global_scale")
+    written = None if g is None else g._version
     return base, a, a and a.scaling, *(t.data_ptr() for t in own if t is not None), written
 
 
