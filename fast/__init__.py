@@ -135,6 +135,7 @@ class Fast:
             raise ValueError(f"--engine exact: {why}; take --engine auto or plain")
         if why:
             uninstall(model)
+            model.checkpointing = True  # the plain functions keep more than was planned for
             print(f"engine: plain from here on, since {why}", file=sys.stderr)
         return why is None
 

@@ -803,6 +803,7 @@ MUTANTS = {
     "fast/__init__.py": [
         ("cards on which nobody compared sums are taken for exact", "get_device_capability(model.embed.weight.device)[0] != 9:", "get_device_capability(model.embed.weight.device)[0] < 8:",
          "exact::what_cannot_be_exact_is_refused"),
+        ("the plain functions keep what fits the fast ones", "            model.checkpointing = True", "            #", "fast::code_of_ones_own_trains_by_the_plain_functions"),
         ("an exact engine goes back to plain sums", "if why and self.exact:", "if False:", "exact::what_cannot_be_exact_is_refused"),
         ("an update is rehearsed beside a sampler that has taken all", "                engine.make_room(model)\n", "", "exact::an_update_of_many_tokens_is_compiled_before_the_first"),
         ("half a chunk is laid out", "q.shape[1] % layout.CHUNK", "q.shape[1] % 64", "fast::what_the_kernels_do_not_take_is_refused_with_a_reason"),

@@ -255,7 +255,7 @@ def test_code_of_ones_own_trains_by_the_plain_functions(on_fast_path, capsys, wh
         sums = grpo.backward(model, batch, settings)
         found.append([*sums.values(), *(p.grad for p in model.parameters() if p.requires_grad)])
     assert all(map(torch.equal, *found))
-    assert m.fast is None and capsys.readouterr().err == f"engine: plain from here on, since {OWN[what]}\n"
+    assert m.checkpointing and m.fast is None and capsys.readouterr().err == f"engine: plain from here on, since {OWN[what]}\n"
 
 
 def test_code_of_ones_own_has_its_logprobs_by_the_plain_functions(on_fast_path):
