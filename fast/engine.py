@@ -56,12 +56,11 @@ def replaced(model):
 
 def changed(m):
     """Whether a module has a class, a forward, or a hook, that is not this project's."""
-    # the module it claims, which functools.wraps copies, and the real one: torch's, if decorated
-    around = getattr(getattr(m.forward, "__func__", None), "__globals__", {})
-    claims = type(m).__module__, m.forward.__module__, around.get("__name__")
-    homes = (str(claim).partition(".")[0] for claim in claims)
+    # where its forward was written, not what it claims, which functools.wraps copies
+    written = getattr(getattr(m.forward, "__func__", None), "__globals__", {})
+    homes = {str(name).partition(".")[0] for name in (type(m).__module__, written.get("__name__"))}
     of_torch = isinstance(m, torch.nn.ModuleList | torch.nn.Embedding)  # model.py has no others
-    ours = {*homes} <= ({"torch"} if of_torch else {"model", "nvfp4", "lora", "fast"})
+    ours = homes <= ({"torch"} if of_torch else {"model", "nvfp4", "lora", "fast"})
     hooks = m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
     return not ours or any(hooks)
 
