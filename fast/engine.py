@@ -108,7 +108,8 @@ class Graphs:
             self.refresh = self.refresh or self.capture(st.refresh)
             self.refresh()
         st.inverse_temperature.fill_(1 / temperature if temperature else 1.0)
-        st.eos.copy_(torch.tensor([*eos_ids] + [-1] * (len(st.eos) - len(eos_ids))))
+        ids = [*eos_ids] + [-1] * (len(st.eos) - len(eos_ids))
+        st.eos.copy_(to_device(ids, st.eos.device))  # the host must not wait for the refresh
         st.alive.zero_()
         st.cache.length.zero_()
         self.last = 0  # size of the last batch

@@ -718,6 +718,19 @@ def test_gpu_kernels_are_compiled_before_any_is_launched(monkeypatch, quant):
 
 
 @gpu
+def test_gpu_rollout_begins_without_waiting_for_the_device():
+    """Stop tokens copied from memory that is not pinned waited for the adapter's copies: 1 ms of a first token's 6."""
+    m = installed()
+    kw = dict(n=4, max_new_tokens=12, eos_ids=[3, 5])
+    want = sample.generate(m, PROMPTS, **kw)  # compiles, captures
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert sample.generate(m, PROMPTS, **kw) == want
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
 def test_an_engine_goes_after_the_steps_in_flight():
     """Launched ahead and never fetched: memory that goes with the graphs must not go before they are through."""
     m = installed(quant="none")
