@@ -130,7 +130,7 @@ def check_adapter(model, ids, folder):
 
 
 def run(args, argv):
-    checkpoint.fetch(args.model)
+    checkpoint.read_config(checkpoint.fetch(args.model))  # a wrong --model is refused first
     # all sets are read before anything is loaded or sampled: a mistyped name costs nothing
     sets = [(name, data.load(name, "test", args.limit, args.seed, args.levels))
             for name in dict.fromkeys(args.data.split(","))]

@@ -281,7 +281,7 @@ def train(args, argv):
     flags.warn_idle(COMMAND, NEEDS, args, argv)
 
     # Questions, model, prompts; all that can be refused is refused before the run begins.
-    checkpoint.fetch(args.model)  # a mistyped name is refused before anything is read
+    checkpoint.read_config(checkpoint.fetch(args.model))  # a wrong --model is refused first
     score = data.scorer(args.prompt_style, args.reward)
     train_rows, held_out = data.questions(args)
     model, tok = sample.load_policy(args)
