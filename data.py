@@ -108,12 +108,13 @@ def rewards(completions, style="tags"):
 
 
 def boxed(text):
+    """(the answer that a completion gives or None, whether it is in the format)."""
     given = last_boxed(text)
     return (last_term(text), False) if given is None else (given, True)
 
 
 def tagged(text):
-    """(the answer that a completion gives or None, whether it is in the format), as `boxed`."""
+    """As `boxed`, for the style tags."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     if start < 0 or "<answer>" in text[end:]:  # one cut off by the length limit is no answer

@@ -34,7 +34,7 @@ BYPASSED = {
               "Transformer.rope", "Transformer.hidden"),
     "sample": ("mix", "uniform", "sample_ids", "draw", "prefill", "Decoder.__init__",
                "Decoder.step", "Decoder.launch", "Decoder.keep"),
-    "nvfp4": ("QuantLinear.forward", "QuantLinear.q.fget"),  # those of what fast.tile makes of it
+    "nvfp4": ("QuantLinear.forward", "QuantLinear.q.fget"),  # gemm.TiledLinear has its own
     "marlin_triton": ("matmul", "few_rows", "to_bfloat16"),
 }
 

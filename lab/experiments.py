@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command, curves, flags
 from plumbing.files import saved
+from plumbing.metrics import stderr
 
 import numpy as np
 
 import train
-from eval import stderr
 from lab import archive, plot
 
 UNUSED = "-"  # the value of a flag that did nothing in a run

@@ -85,8 +85,8 @@ def update_metrics(updates, beta):
 
 
 def stderr(values):
-    """Standard error of the mean of one value a question: the samples of a question are not
-    independent of each other."""
+    """Standard error of the mean of independent values (of one value a question: the samples of a
+    question are not independent of each other); None for a single one."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 

@@ -282,7 +282,7 @@ class Run(ExitStack):
         with whole(self.out / "checkpoint" / "state.pt") as part:
             torch.save(state, part)
             # what a script keeps in it and --resume cannot read, an object of its own, fails now
-            torch.load(part, map_location="cpu", mmap=True)
+            torch.load(part, map_location="cpu", mmap=True, weights_only=True)
 
     @ranks.first
     def write_weights(self, name):

@@ -1695,7 +1695,7 @@ MUTANTS = {
          "train::resume_is_exact"),
         ("the parameters are not restored", "                    p.copy_(saved)",
          "                    p.copy_(p)", "train::resume_is_exact"),
-        ("what no resume can read is saved", '            torch.load(part, map_location="cpu", mmap=True)\n', "",
+        ("what no resume can read is saved", '            torch.load(part, map_location="cpu", mmap=True, weights_only=True)\n', "",
          "train::an_object_that_resume_cannot_read_ends_the_run_before_it_replaces_a_checkpoint"),
         ("a run goes on by another script", "was.script != self.state.script", "False",
          "train::a_resume_that_trains_other_parameters_names_the_script"),
