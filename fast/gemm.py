@@ -97,8 +97,9 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     k, j = split * per * 128, tl.arange(0, 64)
     wp = words(codes, rl, k, sc)
     sp = scale + rl.to(tl.int64) * ss
-    # rows past the last repeat it and are never stored: a mask would be computed for each load
-    xp = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * sx + (k + j)[:, None]
+    # rows past the last repeat the first ones and are never stored: a mask would be computed for
+    # each load, and if all repeated the same row, every SM would read it at once (twice the time)
+    xp = x + (m % M).to(tl.int64)[None, :] * sx + (k + j)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     # the epilogue's operands are loaded now, to arrive while the weight streams: loaded at the end,
     # they would have to be waited for
@@ -242,7 +243,9 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
-    tma = t["BM"] >= 128 and hopper  # smaller tiles gain nothing, or lose
+    # smaller tiles gain nothing, or lose; rows that are not there cost it as much as the same row
+    # read again and again
+    tma = t["BM"] >= 128 and hopper and M % t["BM"] == 0
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
     programs = makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"])
