@@ -76,11 +76,11 @@ def gemm_kernel(x, codes, scale, book, g, out, M, N, steps, SCALE: tl.constexpr,
     """out[split] (M, N) = x w_hat^T over one split of the K = steps * BK columns."""
     K = steps * BK  # as a product: Triton sees that rows are aligned, and copies 16 bytes at a time
 
-    # this program's rows of x and of the weight; rows past the last repeat it and are not stored
+    # this program's rows of x and of the weight; past the last they begin again, and are not stored
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1).to(tl.int64)
-    xp = x + tl.minimum(m, M - 1)[None, :] * K + tl.arange(0, BK)[:, None]  # (BK, BM)
+    row = (n % N).to(tl.int64)
+    xp = x + (m % M)[None, :] * K + tl.arange(0, BK)[:, None]  # (BK, BM)
     cp = codes + row[:, None] * (K // 2) + tl.arange(0, BK // 2)[None, :]  # (BN, BK/2)
     sp = scale + row[:, None] * (K // BLOCK) + tl.arange(0, BK // BLOCK)[None, :]  # (BN, BK/BLOCK)
 

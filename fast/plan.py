@@ -24,12 +24,15 @@ from fast.layout import CHUNK
 TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1350, alone=320, each=170),
          dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1350, alone=220, each=225,
               maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1350, alone=300, each=220),
-         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1350, alone=390, each=290),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=2400, alone=480, each=320,
-              more=0.00028),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=2400, alone=1570, each=310,
-              maxnreg=128)]
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1490, alone=311, each=227),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=2000, alone=534, each=97, more=0.0056),
+         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=900, alone=503, each=87, more=0.0004),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=5000, alone=582, each=139,
+              more=0.00144),
+         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=2630, alone=993, each=295,
+              more=0.0006, maxnreg=168),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=5000, alone=1350, each=340,
+              more=0.00037, maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
 FEW = 512  # up to this many rows the kernel nearly always wins, with an adapter always
@@ -61,9 +64,9 @@ def plan(M, N, K, cores, exact=False):
 
     Programs run in waves of as many as fit. Splits fill one wave better, at the cost of the partial
     sums that they write and read. The times were fitted to kernels timed alone, then to what a
-    decode step of ten blocks with an adapter of rank 16, replayed as a CUDA graph, takes with each
-    of many tiles in place of this one (results/tiles_h200.json), and those of tiles of 128
-    rows to prompts of 256 to 2,048 (results/gemm_tiles_h100.json)."""
+    decode step of ten blocks with an adapter, replayed as a CUDA graph, takes with each of many
+    tiles in place of this one (results/tiles_h200.json), and those of tiles of 128 rows to prompts
+    of 256 to 2,048 (results/gemm_tiles_h100.json)."""
     found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
     for t in (t for t in TILES if t["BM"] <= most):
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
@@ -71,6 +74,7 @@ def plan(M, N, K, cores, exact=False):
         waves = tiles // slots
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
         rest, each = tiles - whole * MT, t["each"] * (1 + M * t.get("more", 0))
+        makers = max(16, M) if M <= 64 else 2048 // t["BM"]  # about how many make x A^T first
 
         def wave(chunks, programs, t=t, each=each):  # ns on an SM
             return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
@@ -85,7 +89,7 @@ def plan(M, N, K, cores, exact=False):
             if rest:
                 ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
             ns += (split > 1) * (1100 + 0.17 * split * partial)
-            ns += 4000 * (slots - 16 < programs <= slots)  # some wait for those that make x A^T
+            ns += 4000 * (slots - makers < programs <= slots)  # some of them wait for a place
             found.append((ns, t | {"split": split, "whole": whole if split > 1 else 0}))
     return min(found, key=lambda plan: plan[0])
 

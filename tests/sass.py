@@ -54,7 +54,7 @@ def pretend(arch):
     made, run = defaultdict(dict), JITFunction.run
 
     def compiled(kernel, *args, grid, warmup, **options):
-        name = kernel.__name__ if kernel is not gemm.gemm else f"gemm {options['BM']}x{options['BN']}"
+        name = kernel.__name__ if kernel is not gemm.gemm else "gemm {BM}x{BN}x{STAGES}".format_map(options)
         try:
             out = run(kernel, *args, grid=grid, warmup=True, **options)
             made[name][out.hash] = out

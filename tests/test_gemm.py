@@ -116,13 +116,15 @@ def test_kernels_take_a_codebook_of_ones_own(own):
 
 
 @pytest.mark.parametrize("tile", [*plan.TILES, dict(BM=8, BN=32, stages=3, warps=2), dict(BM=16, BN=32, stages=3, warps=2)],
-                         ids=lambda t: f"{t['BM']}x{t['BN']}")
+                         ids="{0[BM]}x{0[BN]}x{0[stages]}".format)
 def test_each_tile_matches(tile):
-    """Whatever plan would take, and narrow tiles of two warps; of 128 rows and more x comes through a descriptor."""
-    M, N, K = tile["BM"] + 1, tile["BN"] + 8, 256
-    q, x = weight("nvfp4", N, K), activations(M, K)
-    got = gemm.gemm_few(x, q, out=poisoned(M, N), split=1, **tile)
-    assert error(got, x.double() @ exact(q).T) < BOUND
+    """Whatever plan would take, and narrow tiles of two warps; of 128 rows and more x comes through a descriptor, if all are there."""
+    N, K = tile["BN"] + 8, 256
+    q = weight("nvfp4", N, K)
+    for M in (tile["BM"] + 1, 2 * tile["BM"]):
+        x = activations(M, K)
+        got = gemm.gemm_few(x, q, out=poisoned(M, N), split=1, **tile)
+        assert error(got, x.double() @ exact(q).T) < BOUND
 
 
 @pytest.mark.parametrize(("M", "split"), [(5, 1), (5, 3), (20, 2), (20, 3)])
@@ -249,14 +251,15 @@ def test_dequantization_is_exact(fmt, N, K):
 
 
 @gpu
-def test_gpu_fewer_rows_than_the_copy_unit_takes():
-    """A box of 128 rows of an x of 100, and of one that lies in a wider matrix: beyond its last row there is another tensor's NaN."""
+def test_gpu_rows_of_a_wider_matrix():
+    """An x of 100 rows, and of 128, which the copy unit takes as one box: around it there is another tensor's NaN."""
     q, tile = weight("nvfp4", 1152, 896), next(t for t in plan.TILES if t["BM"] == 128)
-    wide = torch.full((200, 960), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    x = wide[:100, :896]
-    x.copy_(activations(100, 896))
-    got = gemm.gemm_few(x, q, split=1, **tile)
-    assert error(got, x.double() @ exact(q).T) < BOUND
+    for M in (100, 128):
+        wide = torch.full((200, 960), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+        x = wide[:M, :896]
+        x.copy_(activations(M, 896))
+        got = gemm.gemm_few(x, q, split=1, **tile)
+        assert error(got, x.double() @ exact(q).T) < BOUND
 
 
 def test_an_adapter_behind_a_weight_of_zeros_does_not_overflow():
@@ -375,25 +378,26 @@ def test_plans_stay_within_their_buffers(N, K):
 
 
 def test_plans_are_near_the_fastest_that_was_measured():
-    """The times that plan adds up are worth what they choose: a decode step with its tiles takes hardly longer than with the best
-    of those that were tried in it."""
+    """The times that plan adds up are worth what they choose: a decode step with its tiles takes 2.4% longer than with the best of
+    those that were tried in it; the times of before, 5.3%."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "tiles_h200.json").read_text()):
         t = plan.plan(r["M"], *bench_report.linear(r["shape"]), 132)[1]
         own = " ".join(f"{k}={t[k]}" for k in ("BM", "BN", "warps", "stages", "split", "whole", "maxnreg") if k in t)
         if own in r["us"]:
             loss.append((r["us"][own] - min(r["us"].values())) * r["blocks"] / r["step_us"])
-    assert len(loss) > 50 and 4 * sum(loss) / len(loss) < 0.028
+    assert len(loss) > 120 and 4 * sum(loss) / len(loss) < 0.026
 
 
 def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
-    """Tile, splits, and whether the weight is decoded first, of seven linears at 256 to 2,048 rows, timed alone: 0.6% from the best
+    """Tile, splits, and whether the weight is decoded first, of seven linears at 256 to 2,048 rows, timed alone: 0.3% from the best
     of three to five on average; fitted to decode steps alone they were 2.5% from it, and up to 31."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "gemm_tiles_h100.json").read_text()):
         shape = r["M"], *bench_report.linear(r["shape"]), 132
-        us = r["us"].get("BN={BN} split={split} whole={whole}".format_map(plan.plan(*shape)[1])) if plan.few(*shape) else r["many_us"]
-        if us:
+        t, few = plan.plan(*shape)[1], plan.few(*shape)
+        us = r["us"].get("BN={BN} split={split} whole={whole}".format_map(t)) if few else r["many_us"]
+        if us and (not few or (t["BM"], t["stages"]) == (128, {64: 3, 128: 2}[t["BN"]])):  # the tiles that were timed
             loss.append(us / min(r["many_us"], *r["us"].values()) - 1)
     assert len(loss) > 45 and sum(loss) / len(loss) < 0.01 and max(loss) < 0.06
 
@@ -451,16 +455,16 @@ def test_kernels_compile_for_a_card_that_is_not_there(triton):
     out = subprocess.run([sys.executable, "-W", "ignore", "tests/sass.py"], cwd=root, env=env, check=True, capture_output=True, text=True)
     kernels = {k["kernel"]: k for k in map(json.loads, out.stdout.splitlines())}
     files = (root / "fast").glob("*.py")
-    tiles = {f"gemm {t['BM']}x{t['BN']}" for t in plan.TILES}
-    assert tiles | {*re.findall(r"def (\w+_kernel)\(", "".join(f.read_text() for f in files))} == set(kernels)
+    tiles = {"gemm {BM}x{BN}x{stages}".format_map(t): t for t in plan.TILES}
+    assert {*tiles, *re.findall(r"def (\w+_kernel)\(", "".join(f.read_text() for f in files))} == set(kernels)
     for k in kernels.values():
         assert not k["errors"] and not k["unwaited"] and 0 <= k["shared"] <= k["of"]
     assert sum(kernels[name]["variants"] for name in tiles) >= 20
-    for t in plan.TILES:  # as many programs on an SM of 228 KiB as the plan counts on, each of which takes 1 KiB more; widest adapter
-        assert 228 * 1024 // (kernels[f"gemm {t['BM']}x{t['BN']}"]["shared"] + 1024) >= t["fit"]
+    for name, t in tiles.items():  # as many programs on an SM of 228 KiB as the plan counts on, each of which takes 1 KiB more; widest adapter
+        assert 228 * 1024 // (kernels[name]["shared"] + 1024) >= t["fit"]
     # of two models, and dkdv of rows that continue others or not: however many tokens, no step of a run waits for a compiler
     assert [kernels[f"{name}_kernel"]["variants"] for name in ("forward", "dq", "dkdv")] == [2, 2, 4]
-    assert all(kernels[name]["products"] >= 8 for name in tiles - {"gemm 8x64"})  # some Tritons take no wgmma for so few rows
+    assert all(kernels[name]["products"] >= 8 for name in tiles if name != "gemm 8x64x3")  # some Tritons take no wgmma for so few rows
 
 
 @gpu
