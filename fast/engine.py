@@ -25,8 +25,8 @@ from fast.compiling import compiling
 from fast.linears import exact, identity
 from model import KVCache, projections, to_device
 
-# batch sizes with a graph; beyond them every 64
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+# batch sizes with a graph, and multiples of 64: the GEMM takes as long for a tile that lacks rows
+BUCKETS = (1, 2, 4, 8, 16, 32)
 
 # what generate and completion_logprobs call of the plain files, and the kernels do themselves
 BYPASSED = {
@@ -74,7 +74,7 @@ def usual_noise(m):
 
 
 class Graphs:
-    """decode.Step on persistent buffers, one CUDA graph for each batch size of BUCKETS that comes
+    """decode.Step on persistent buffers, one CUDA graph for each batch size of `sizes` that comes
     up. `prompts` (packed.Prefill) fills the cache."""
 
     stall = 2  # about how many decode steps a prefill costs the rows that wait for it
@@ -82,8 +82,7 @@ class Graphs:
 
     def __init__(self, model, slots, max_len, top_p=1.0, prefill_tokens=memory.PREFILL_TOKENS[0]):
         self.slots, self.max_len, self.prefill_tokens = slots, max_len, prefill_tokens
-        larger = range(BUCKETS[-1] + 64, slots, 64)
-        self.sizes = [*(b for b in (*BUCKETS, *larger) if b < slots), slots]  # batch sizes
+        self.sizes = [*(b for b in (*BUCKETS, *range(64, slots, 64)) if b < slots), slots]
         self.top_p = top_p  # if < 1, the memory plan has room for its sort
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)

@@ -216,8 +216,8 @@ def queue(model, args, requests=256, slots=64):
     lengths = torch.randn(requests, generator=g).mul(0.7).exp().mul(300).clamp(8, 2048).int()
     lengths = lengths.tolist()
     prompts = random_prompts(requests, args.prompt)
-    engine.engine_for(model, slots, args.prompt + max(lengths), 1.0)
-    for rows in (b for b in engine.BUCKETS if b <= slots):  # capture each batch size
+    graphs = engine.engine_for(model, slots, args.prompt + max(lengths), 1.0)
+    for rows in graphs.sizes:  # capture each batch size
         draw(model, prompts[:1], rows, 2)
     first, _ = draw(model, prompts[:slots], 1, 1)
     seconds, out = draw(model, prompts, 1, lengths, slots)

@@ -377,8 +377,8 @@ def test_ranks_capture_what_is_to_come_together(monkeypatch):
     ends has all smaller sizes captured."""
     e, asked = engine.Graphs(build(), 400, 64), []
     monkeypatch.setattr(e, "launcher", lambda rows: asked.append(rows) or (lambda: None))
-    sizes = [*(b for b in engine.BUCKETS if b < 400), 320, 384, 400]
-    for world, want in ((1, [400, 320, 256, 384, 224]), (2, [400, *sizes[:-3], 320, *sizes[:-4], 256, 384, 224])):
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 400]
+    for world, want in ((1, [400, 320, 256, 384, 256]), (2, [400, *sizes[:-3], 320, *sizes[:-4], 256, 384, 256])):
         monkeypatch.setattr(ranks, "world", world)
         for rows in ((390, 300, 256, 380), (200,)):  # at the ends grown again, and another call: no row ended
             e.begin(1.0, 1.0, [], sample.draw)
