@@ -11,6 +11,7 @@ import re
 import sys
 from collections import defaultdict
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,8 +135,8 @@ def main(arch=90):
     q = tile(quantize(torch.randn(512, 512), "nvfp4"))
     for t in TILES:
         x = torch.zeros(512, 512, dtype=torch.bfloat16)
-        for R in (16, 256):
-            gemm.gemm_few(x[: t["BM"]], q, A=x[:R], B=x[:, :R].contiguous(), **t)
+        for R, rows in product((16, 256), (t["BM"], t["BM"] - 1)):  # of 128 rows by the copy unit, of 127 not
+            gemm.gemm_few(x[:rows], q, A=x[:R], B=x[:, :R].contiguous(), **t)
     for name, variants in sorted(made.items()):
         good = [v for v in variants.values() if not isinstance(v, Exception)]
         products = [v.asm["ptx"].count("wgmma.mma_async") for v in good]
