@@ -243,7 +243,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
-    # it gains nothing for smaller tiles, and is slow about rows that are not there
+    # the copy unit gains nothing for smaller tiles, and is slow about rows that are not there
     tma = t["BM"] >= 128 and hopper and M % t["BM"] == 0
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
