@@ -324,6 +324,9 @@ class Step:
         # programs to fill the card twice, at most 32 splits
         fill = max(1, 2 * self.sms // (B * HKV))
         W = 1 if self.exact else 1 << min(5, fill.bit_length() - 1)
+        # two programs of long blocks fit an SM, three of short ones
+        many = B * HKV > 2 * self.sms
+        BLOCK, warps, stages = (64, 1, 3) if self.exact else (32, 4, 3) if many else (128, 4, 2)
         out, several = qkv.new_empty(B, H * D), W if W > 1 else 0
         parts = qkv.new_empty(several, B, H * D, dtype=torch.float32)
         ms, ls = (qkv.new_empty(several, B, H, dtype=torch.float32) for _ in range(2))
@@ -331,9 +334,9 @@ class Step:
             qkv, k_cache, v_cache, self.cache.length, self.prompt, self.cos, self.sin, out, parts,
             ms, ls, self.arrived, B, k_cache.stride(0), k_cache.stride(1),
             D**-0.5 * math.log2(math.e), *norms_of_heads(attn), HKV=HKV,
-            G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=16 if W > 16 else 64,
+            G=H // HKV, GP=max(16, power(H // HKV)), D=D, W=W, BLOCK=BLOCK,
             NORM=attn.q_norm is not None, IEEE=qkv.dtype == torch.float32, EXACT=self.exact,
-            num_warps=1 if self.exact else 4, num_stages=3, **self.launch)
+            num_warps=warps, num_stages=stages, **self.launch)
         return out
 
     def hidden(self, rows, blocks=None):
