@@ -187,8 +187,8 @@ def attend_kernel(qkv, k_cache, v_cache, length, prompt, cos, sin, out, parts, m
     # lengths and earlier tokens were in memory before this step: the first block is fetched before
     # the wait
     n = tl.load(length + b)  # tokens in the cache; the new one goes to position n
-    # with fewer tokens than a block, or than 32, a split is not worth what it adds to the merge
-    chunk = tl.maximum(tl.cdiv(n, W), max(BLOCK, 32))
+    # with fewer tokens than a block a split is not worth what it adds to the merge
+    chunk = tl.maximum(tl.cdiv(n, W), BLOCK)
     splits = tl.maximum(1, tl.cdiv(n, chunk))
     if s >= splits:
         return

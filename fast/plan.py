@@ -21,17 +21,16 @@ from fast.layout import CHUNK
 # on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is
 # one, `each` ns a program if there are many; each row of x adds a share `more` to `each`. At most
 # 111 KB of shared memory.
-TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=2980, alone=593, each=361),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=5000, alone=427, each=126, maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=2740, alone=595, each=91),
-         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=900, alone=653, each=113, more=0.004),
-         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=900, alone=551, each=118),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=3330, alone=542, each=265,
-              more=0.00043),
-         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=1620, alone=1035, each=297,
-              more=0.00066, maxnreg=168),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=2550, alone=1588, each=237,
-              more=0.00047, maxnreg=128)]
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1660, alone=480, each=295),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1100, alone=377, each=374, maxnreg=80),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=3690, alone=483, each=93, more=0.004),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=2120, alone=583, each=91, more=0.004),
+         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=940, alone=565, each=80, more=0.0035),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=3240, alone=581, each=188, more=0.001),
+         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=900, alone=1106, each=227,
+              more=0.0012, maxnreg=168),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=2700, alone=1412, each=258,
+              more=0.0012, maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
 FEW = 512  # up to this many rows the kernel nearly always wins, with an adapter always
@@ -89,8 +88,8 @@ def plan(M, N, K, cores, exact=False):
             if rest:
                 ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
             # the last program reads all splits' sums of a tile, an SM writes those of its programs
-            ns += (split > 1) * (820 + partial * (0.14 * split + 0.33 * programs / cores))
-            ns += 4000 * (slots - makers < programs <= slots)  # some of them wait for a place
+            ns += (split > 1) * (1670 + partial * (0.15 * split + 0.23 * programs / cores))
+            ns += 3400 * (slots - makers < programs <= slots)  # some of them wait for a place
             found.append((ns, t | {"split": split, "whole": whole if split > 1 else 0}))
     return min(found, key=lambda plan: plan[0])
 

@@ -198,10 +198,10 @@ def test_attention_of_eight_query_heads_without_bias():
 
 @torch.no_grad()
 def test_a_long_sequence_in_more_splits_than_are_loaded_at_once():
-    """Ten and nine splits of 32 tokens for eight loads in flight; the last of the nine ends one token into its second block."""
-    c = M.Config(301, 128, 128, 1, 4, 1, 32, max_position_embeddings=512)
-    for processors in (32, 2):  # 2: two splits of three blocks
-        check_hidden(build(c, rank=0), [290, 273], processors)
+    """Ten splits, nine; sixteen that end in a second block of one token, and of two; two of three blocks. Eight loads are in flight."""
+    c = M.Config(301, 128, 128, 1, 4, 1, 32, max_position_embeddings=4096)
+    for processors, lengths in ((32, (1170, 1100)), (16, (2064, 2065)), (2, (700, 600))):
+        check_hidden(build(c, rank=0), lengths, processors)
 
 
 def check_hidden(m, lengths=(40, 7), processors=2):

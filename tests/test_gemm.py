@@ -379,14 +379,14 @@ def test_plans_stay_within_their_buffers(N, K):
 
 def test_plans_are_near_the_fastest_that_was_measured():
     """The times that plan adds up are worth what they choose: a decode step with its tiles takes 2.4% longer than with the best of
-    those that were tried in it; the times of before, 5.3%."""
+    those that were tried in it, up to 51; the times of before, 3.2%."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "tiles_h200.json").read_text()):
         t = plan.plan(r["M"], *bench_report.linear(r["shape"]), 132)[1]
         own = " ".join(f"{k}={t[k]}" for k in ("BM", "BN", "warps", "stages", "split", "whole", "maxnreg") if k in t)
         if own in r["us"]:
             loss.append((r["us"][own] - min(r["us"].values())) * r["blocks"] / r["step_us"])
-    assert len(loss) > 120 and 4 * sum(loss) / len(loss) < 0.026
+    assert len(loss) > 320 and 4 * sum(loss) / len(loss) < 0.025
 
 
 def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
@@ -400,6 +400,13 @@ def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
         if us and (not few or (t["BM"], t["stages"]) == (128, {64: 3, 128: 2}[t["BN"]])):  # the tiles that were timed
             loss.append(us / min(r["many_us"], *r["us"].values()) - 1)
     assert len(loss) > 45 and sum(loss) / len(loss) < 0.01 and max(loss) < 0.06
+
+
+def test_many_rows_take_large_tiles():
+    """Fitted to at most 2,048 rows: beyond, the times of before called tiles of 32 and 64 rows the fastest, and an update of
+    --engine exact, which multiplies all its rows so, took 1.5 to 2.0 times as long as the other, not 1.2 to 1.3."""
+    for size, layer in itertools.product(("0.5b", "1.5b", "3b", "7b", "32b"), bench_report.LAYERS):
+        assert plan.plan(16384, *bench_report.linear(f"{size}.{layer}"), 132, exact=True)[1]["BM"] == 128, (size, layer)
 
 
 def test_rows_that_pay_for_decoding_the_weight_first():
