@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton import next_power_of_2 as power
 
-from fast import gemm
+from fast import attention, gemm
 from fast.adapter import lora_kernel, product32, wait
 from fast.draw import EOS, pick_kernel, record_kernel, stats_kernel
 from fast.linears import exact, linears_of, refresh
@@ -325,8 +325,9 @@ class Step:
         fill = max(1, 2 * self.sms // (B * HKV))
         W = 1 if self.exact else 1 << min(5, fill.bit_length() - 1)
         # two programs of long blocks fit an SM, three of short ones
-        many = B * HKV > 2 * self.sms
-        BLOCK, warps, stages = (64, 1, 3) if self.exact else (32, 4, 3) if many else (128, 4, 2)
+        BLOCK, warps, stages = (128, 4, 2) if B * HKV <= 2 * self.sms else (32, 4, 3)
+        if self.exact:
+            BLOCK, warps, stages = attention.B, 1, 3
         out, several = qkv.new_empty(B, H * D), W if W > 1 else 0
         parts = qkv.new_empty(several, B, H * D, dtype=torch.float32)
         ms, ls = (qkv.new_empty(several, B, H, dtype=torch.float32) for _ in range(2))
