@@ -52,14 +52,16 @@ def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
 def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags, M, N, K, sx, sc,
          ss, sb, scaling, b0, b1, FMT: tl.constexpr, BLOCK: tl.constexpr, DECODE: tl.constexpr,
          ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
-         WHOLE: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-         RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr, AT: tl.constexpr, Z: tl.constexpr,
-         ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr, GLU: tl.constexpr,
-         BIAS: tl.constexpr, RES: tl.constexpr, PDL: tl.constexpr, TMA: tl.constexpr,
-         EARLY: tl.constexpr):
+         EXACT: tl.constexpr, RANGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+         W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr,
+         AT: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr,
+         GLU: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, PDL: tl.constexpr,
+         TMA: tl.constexpr, EARLY: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res. A program does BN rows of
     the weight, BM rows of x and one of SPLIT splits of K, or all of K in the first WHOLE rows of
-    tiles; with an adapter, the first programs compute x A^T (adapter_in).
+    tiles; with an adapter, the first programs compute x A^T (adapter_in). EXACT: the sums of all of
+    K are those of a fixed number of ranges, added up in order, whether each is a split or a program
+    computes RANGES of them one after another.
 
     GLU: the weight is gate stacked on up, and out (M, N / 2) is silu(gate) * up; of 16 rows of a
     tile, 8 are gate's, 8 up's. g: global scales (N,); part, count: the splits' partial sums and
@@ -79,7 +81,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             return
         pid -= makers
     KB = K // 128  # chunks
-    tile, split, per, cut = pid // (MT * SPLIT), pid // MT % SPLIT, tl.cdiv(KB, SPLIT), True
+    tile, split, cut = pid // (MT * SPLIT), pid // MT % SPLIT, True
+    per = tl.cdiv(KB, SPLIT * RANGES)
     if WHOLE > 0:
         at = pid - WHOLE * MT
         cut = at >= 0
@@ -116,28 +119,33 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     if RES and BM <= 16:  # more would not fit the registers
         rs = tl.load(res + m.to(tl.int64)[None, :] * N + row[:, None], mask=inside & ok[:, None],
                      other=0.0)
-    for i in tl.range(0, tl.minimum(per, KB - split * per), num_stages=STAGES):
-        kc = k + i * 128
-        if ASM:  # touch the sum, so that the tensor core is done with the last iteration's codes:
-            # Triton 3.6 decodes the next into registers that the tensor core may still be reading
-            acc = tl.inline_asm_elementwise(TOUCH, "=f,0", [acc], dtype=tl.float32, is_pure=False,
-                                            pack=1)
-        w = tl.load(wp)
-        if TMA:
-            xl, xh = xd.load([pid % MT * BM, kc]).T, xd.load([pid % MT * BM, kc + 64]).T
-        else:
-            xl, xh = tl.load(xp), tl.load(xp + 64)
-        s = load_scales(sp, kc, FMT, BLOCK)
-        a, b, cc, d = extract(w, s, FMT, DECODE, ASM, BN)
-        low, high = arrange(a, b, BN, W, ASM), arrange(cc, d, BN, W, ASM)
-        acc = tl.dot(low, xl.to(T), acc, input_precision="ieee")  # (BN, 64) @ (64, BM)
-        acc = tl.dot(high, xh.to(T), acc, input_precision="ieee")
-        wp += 128  # words of 8 rows' chunk
-        xp += 128
+    for turn in range(RANGES):
+        one, first = tl.zeros((BN, BM), tl.float32), turn * per * 128
+        wr, xr = wp + first, xp + first
+        for i in tl.range(0, tl.minimum(per, KB - (split + turn) * per), num_stages=STAGES):
+            kc = k + first + i * 128
+            if ASM:  # touch the sum, so that the tensor core is done with the last iteration's
+                # codes: Triton 3.6 decodes the next into registers that it may still be reading
+                one = tl.inline_asm_elementwise(TOUCH, "=f,0", [one], dtype=tl.float32,
+                                                is_pure=False, pack=1)
+            w = tl.load(wr)
+            if TMA:
+                xl, xh = xd.load([pid % MT * BM, kc]).T, xd.load([pid % MT * BM, kc + 64]).T
+            else:
+                xl, xh = tl.load(xr), tl.load(xr + 64)
+            s = load_scales(sp, kc, FMT, BLOCK)
+            a, b, cc, d = extract(w, s, FMT, DECODE, ASM, BN)
+            low, high = arrange(a, b, BN, W, ASM), arrange(cc, d, BN, W, ASM)
+            one = tl.dot(low, xl.to(T), one, input_precision="ieee")  # (BN, 64) @ (64, BM)
+            one = tl.dot(high, xh.to(T), one, input_precision="ieee")
+            wr += 128  # words of 8 rows' chunk
+            xr += 128
+        acc = acc + one if RANGES > 1 else one
     if PDL and not EARLY:  # from here on, the next kernel fills SMs as programs end; signalled at
         # the start, its programs would pile up on some of the SMs
         tl.extra.cuda.gdc_launch_dependents()
-    acc = unscaled(acc, FMT) * gs[:, None]
+    if SPLIT == 1 or not EXACT:  # exact sums come first: a product could be fused with an addition
+        acc = unscaled(acc, FMT) * gs[:, None]
     done = split == 0
     if SPLIT > 1:  # each split stores its sum; the last to arrive adds them in order of split
         slot = (tile - WHOLE) * MT + pid % MT
@@ -156,6 +164,8 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
                 acc = tl.load(spot, cache_modifier=".cg")
                 for other in tl.static_range(1, SPLIT):
                     acc += tl.load(spot + other * (BN * BM), cache_modifier=".cg")
+                if EXACT:
+                    acc = unscaled(acc, FMT) * gs[:, None]
         if R > 0:
             n = tile * BN if ONE else row  # ONE: all rows of the tile belong to one part
             own = (n >= b0).to(tl.int32) + (n >= b1).to(tl.int32)
@@ -225,7 +235,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
              glu=False, early=False, exact=False, **override):
     """The decoding kernel itself, for any M; the arguments are linear_decode's, but for the result,
     which is `out`, if given. exact: each sum is taken in an order that M does not change. Further
-    keywords, those of TILES and `split`, replace what `plan` chose."""
+    keywords, those of TILES, `split` and `ranges`, replace what `plan` chose."""
     (M, K), N, cuda = x.shape, q.shape[0], x.is_cuda
     out = x.new_empty(M, N // 2 if glu else N) if out is None else out
     if M == 0:
@@ -234,7 +244,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         x = x.contiguous()
     t = plan(M, N, K, sms(x.device), exact)[1]
     if override:
-        t = t | {"whole": 0, "maxnreg": None} | override
+        t = t | {"whole": 0, "maxnreg": None, "ranges": 1} | override
     hopper = not cuda or torch.cuda.get_device_capability(x.device)[0] >= 9
     pdl = cuda and hopper
     part, count, _ = space(x.device)
@@ -252,8 +262,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         x, xd, q.codes, scale_bits(q.scale), q.global_scale, bias, A, B, residual, out, part, count,
         *work, M, N, K, x.stride(0), q.codes.stride(0), q.scale.stride(0), sb, float(scaling),
         *(*bounds, N, N)[:2], FMT=q.fmt,
-        **decoder(FORMATS[q.fmt], cuda), BM=t["BM"], BN=t["BN"],
-        SPLIT=t["split"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
+        **decoder(FORMATS[q.fmt], cuda), BM=t["BM"], BN=t["BN"], SPLIT=t["split"], EXACT=exact,
+        RANGES=t["ranges"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
         RES=residual is not None, PDL=pdl, TMA=tma,
         EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"],

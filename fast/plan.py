@@ -55,10 +55,19 @@ def space(device):
     return SPACE[device]
 
 
+def ranges(N, K, cores):
+    """In how many ranges of K, of at least 12 chunks, an exact sum is taken, whatever M is: as many
+    as give three programs of 64 outputs to an SM."""
+    chunks = -(-K // CHUNK)
+    most = max(1, min(3 * cores // -(-N // 64), chunks // 12))
+    return -(-chunks // -(-chunks // most))  # none of them empty
+
+
 @functools.lru_cache(1 << 12)
 def plan(M, N, K, cores, exact=False):
     """(ns, tile): the expected time, and the tile of TILES, with its split of K, that should be
-    fastest for this shape on `cores` SMs; exact: K is not split.
+    fastest for this shape on `cores` SMs. exact: K is split in `ranges`, or each program computes
+    the sum of one range after another.
 
     Programs run in waves of as many as fit. Splits fill one wave better, at the cost of the partial
     sums that they write and read. The times were fitted to kernels timed alone, then to what a
@@ -66,12 +75,15 @@ def plan(M, N, K, cores, exact=False):
     tiles in place of this one (results/tiles_h200.json), and those of tiles of 128 rows to prompts
     of 256 to 2,048 (results/gemm_tiles_h100.json)."""
     found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
+    sums = ranges(N, K, cores) if exact else 1
     for t in (t for t in TILES if t["BM"] <= most):
+        if sums > 1 and t["BN"] == 128:
+            continue  # two sums do not fit its registers
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
         tiles = -(-N // t["BN"]) * MT
         waves = tiles // slots
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
-        rest, each = tiles - whole * MT, t["each"] * (1 + M * t.get("more", 0))
+        rest, each = tiles - whole * MT, t["each"] * (1 + min(M, 2048) * t.get("more", 0))
         # about how many make x A^T first (adapter.adapter_work)
         makers = max(16, M) if M <= 64 else 2048 // t["BM"]
 
@@ -79,10 +91,10 @@ def plan(M, N, K, cores, exact=False):
             return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
 
         # only the splits that leave no program idle
-        most_splits = 1 if exact else 16
-        for split in sorted({-(-blocks // -(-blocks // s)) for s in range(1, most_splits + 1)}):
+        splits = {1, sums} if exact else {-(-blocks // -(-blocks // s)) for s in range(1, 17)}
+        for split in sorted(splits):
             programs = rest * split
-            if split > 1 and (programs > slots or programs * partial > PARTIALS):
+            if split > 1 and (programs > slots or programs * partial > PARTIALS or exact and whole):
                 break
             ns = 1900 + waves * wave(blocks, t["fit"])
             if rest:
@@ -90,7 +102,8 @@ def plan(M, N, K, cores, exact=False):
             # the last program reads all splits' sums of a tile, an SM writes those of its programs
             ns += (split > 1) * (1670 + partial * (0.15 * split + 0.23 * programs / cores))
             ns += 3400 * (slots - makers < programs <= slots)  # some of them wait for a place
-            found.append((ns, t | {"split": split, "whole": whole if split > 1 else 0}))
+            found.append((ns, t | {"split": split, "ranges": max(1, sums // split),
+                                   "whole": whole if split > 1 else 0}))
     return min(found, key=lambda plan: plan[0])
 
 

@@ -137,6 +137,8 @@ def main(arch=90):
         x = torch.zeros(512, 512, dtype=torch.bfloat16)
         for R, rows in product((16, 256), (t["BM"], t["BM"] - 1)):  # of 128 rows by the copy unit, of 127 not
             gemm.gemm_few(x[:rows], q, A=x[:R], B=x[:, :R].contiguous(), **t)
+        for split, ranges in ((2, 1), (1, 2)):
+            gemm.gemm_few(x[: t["BM"]], q, A=x[:16], B=x[:, :16].contiguous(), exact=True, split=split, ranges=ranges, **t)
     for name, variants in sorted(made.items()):
         good = [v for v in variants.values() if not isinstance(v, Exception)]
         products = [v.asm["ptx"].count("wgmma.mma_async") for v in good]

@@ -17,8 +17,10 @@ import model as M
 import sample
 from fast import batches, decode, engine, gemm, linears, logprobs, packed
 from fast.adapter import adapter_work
+from fast.layout import tile
 from fast.linears import linears_of
 from fast.plan import TILES, plan
+from nvfp4 import quantize
 
 gpu = pytest.mark.gpu
 EXACT = SimpleNamespace(exact=True)
@@ -57,15 +59,31 @@ def test_the_recorded_log_prob_is_the_update_kernels(greedy):
 
 
 def test_no_sum_depends_on_the_number_of_rows():
-    """Neither how often K is cut, nor how often x A^T's is."""
-    for K in (896, 1536, 8960):
+    """Neither the ranges of K, split or one after another in a program, nor those of x A^T."""
+    for K, ranges in ((896, 1), (3072, 2), (8960, 5)):
         x, A = torch.empty(1, 1), torch.empty(96, K)
         made = [adapter_work(x.expand(M, K), A, 3, t["BM"], exact=True)[1] for M in (1, 64, 9000) for t in TILES]
         assert {w["Z"] for w in made} == {min(16, 1 << (-(-K // 256) - 1).bit_length())} and {w["ZR"] for w in made} == {1}
         for rows in (1, 8, 100, 5000):
             t = plan(rows, 4096, K, 132, exact=True)[1]
-            assert t["split"] == 1 and t["whole"] == 0
-    assert plan(1, 4096, 8960, 132)[1]["split"] > 1
+            assert t["split"] * t["ranges"] == ranges and t["whole"] == 0
+            assert t["split"] == (1 if rows == 5000 else ranges)
+            assert plan(rows, 4096, K, 132)[1]["ranges"] == 1
+
+
+@pytest.mark.parametrize(("fmt", "chunks", "ranges"), [("nvfp4", 26, 2), ("nf4", 8, 3)])
+def test_ranges_of_k_are_added_up_alike_by_splits_and_by_one_program(fmt, chunks, ranges):
+    """To the last bit, with all that is added behind them. In tiles of as many rows: on the CPU the order within a product depends on
+    that. The last of three ranges is shorter."""
+    g = torch.Generator().manual_seed(0)
+    q = tile(quantize(torch.randn(72, 128 * chunks, generator=g), fmt))
+    x, A = (torch.randn(n, 128 * chunks, generator=g).to(torch.bfloat16) for n in (20, 3))
+    B, residual = (torch.randn(n, k, generator=g).to(torch.bfloat16) for n, k in ((72, 3), (20, 72)))
+    splits, program, once = (
+        gemm.gemm_few(x, q, A=A, B=B, residual=residual, out=torch.empty(20, 72), exact=True, BM=16, split=split, ranges=n)
+        for split, n in ((ranges, 1), (1, ranges), (1, 1)))
+    assert torch.equal(splits, program) and not torch.equal(splits, once)
+    torch.testing.assert_close(splits, once, rtol=1e-4, atol=1e-3)
 
 
 def test_the_head_always_multiplies_as_many_rows(monkeypatch):
@@ -171,7 +189,7 @@ def test_what_cannot_be_exact_is_refused(monkeypatch):
 
 # ---- on the device
 
-WIDE = M.Config(2003, 512, 1408, 2, 8, 2, 128, max_position_embeddings=2048)
+WIDE = M.Config(2003, 512, 3328, 2, 8, 2, 128, max_position_embeddings=2048)  # down: in two ranges of K
 
 
 @gpu

@@ -409,6 +409,13 @@ def test_many_rows_take_large_tiles():
         assert plan.plan(16384, *bench_report.linear(f"{size}.{layer}"), 132, exact=True)[1]["BM"] == 128, (size, layer)
 
 
+def test_two_sums_take_a_tile_that_has_room():
+    """An exact sum of several ranges beside the sum of one: of 128 x 128 outputs they would spill."""
+    t = plan.plan(16384, *bench_report.linear("7b.down"), 132, exact=True)[1]
+    assert t["ranges"] == 7 and t["BN"] == 64
+    assert plan.plan(16384, *bench_report.linear("7b.gate_up"), 132, exact=True)[1]["BN"] == 128
+
+
 def test_rows_that_pay_for_decoding_the_weight_first():
     """As measured (results/kernels_h200.json): the kernel is the faster for the 7B's gate_up at 1,024 rows, but for no linear at
     2,048, where it took 1,089 us for 32b.down and the dequantized weight's backward 820."""
