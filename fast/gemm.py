@@ -36,6 +36,8 @@ from fast.layout import CHUNK, Tiled
 from fast.plan import few, plan, sms, space
 from nvfp4 import FORMATS, QuantLinear, scale_bits
 
+SLAB = tl.constexpr(16)  # tiles of 128 rows of x: of more, programs side by side overflow L2
+
 
 @triton.jit
 def weight_row(tile, r, N, BN: tl.constexpr, GLU: tl.constexpr):
@@ -81,15 +83,19 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             return
         pid -= makers
     KB = K // 128  # chunks
-    tile, split, cut = pid // (MT * SPLIT), pid // MT % SPLIT, True
+    mt, tile, split, cut = pid % MT, pid // (MT * SPLIT), pid // MT % SPLIT, True
     per = tl.cdiv(KB, SPLIT * RANGES)
+    if SPLIT == 1 and BM == 128:
+        top = pid // (tl.cdiv(N, BN) * SLAB) * SLAB
+        height, at = tl.minimum(MT - top, SLAB), pid - top * tl.cdiv(N, BN)
+        mt, tile = top + at % height, at // height
     if WHOLE > 0:
         at = pid - WHOLE * MT
         cut = at >= 0
         tile = tl.where(cut, WHOLE + at // (MT * SPLIT), pid // MT)
         split = tl.where(cut, at // MT % SPLIT, 0)
         per = tl.where(cut, per, KB)
-    m = pid % MT * BM + tl.arange(0, BM)
+    m = mt * BM + tl.arange(0, BM)
     inside = (m < M)[None, :]
     r = tl.arange(0, BN)
     row, ok = weight_row(tile, r, N, BN, GLU)
@@ -130,7 +136,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
                                                 is_pure=False, pack=1)
             w = tl.load(wr)
             if TMA:
-                xl, xh = xd.load([pid % MT * BM, kc]).T, xd.load([pid % MT * BM, kc + 64]).T
+                xl, xh = xd.load([mt * BM, kc]).T, xd.load([mt * BM, kc + 64]).T
             else:
                 xl, xh = tl.load(xr), tl.load(xr + 64)
             s = load_scales(sp, kc, FMT, BLOCK)
@@ -148,7 +154,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         acc = unscaled(acc, FMT) * gs[:, None]
     done = split == 0
     if SPLIT > 1:  # each split stores its sum; the last to arrive adds them in order of split
-        slot = (tile - WHOLE) * MT + pid % MT
+        slot = (tile - WHOLE) * MT + mt
         spot = part + slot.to(tl.int64) * (SPLIT * BN * BM) + (
             r[:, None] * BM + tl.arange(0, BM)[None, :])
         if cut:
@@ -157,7 +163,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             done = tl.atomic_add(count + slot, 1, sem="acq_rel") == SPLIT - 1
     if done:  # no other program stores this tile or reads res there, so out may be res
         if R > 0:
-            adapter_awaited(flags + pid % MT, BM // BA * AT * ZR, tl.cdiv(N, BN), ASM)
+            adapter_awaited(flags + mt, BM // BA * AT * ZR, tl.cdiv(N, BN), ASM)
         if SPLIT > 1:
             if cut:  # these loads and the adapter's are in flight together
                 tl.store(count + slot, 0)
@@ -172,8 +178,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             acc *= 1 / scaling  # a second accumulator would not fit the registers
             for p in tl.static_range(1 if ONE else P):
                 for r0 in tl.static_range(0, R, RP):
-                    h = adapter_out(sums, pid % MT, MT, own if ONE else p, r0, R, RP, P * R, Z, ZR,
-                                    BM, T)
+                    h = adapter_out(sums, mt, MT, own if ONE else p, r0, R, RP, P * R, Z, ZR, BM, T)
                     b = bt
                     if r0 > 0:
                         b = tl.load(B + row[:, None] * sb + (r0 + rr)[None, :],

@@ -20,8 +20,8 @@ from fast.layout import CHUNK
 # A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
 # on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is
 # one, `each` ns a program if there are many; each row of x adds a share `more` to `each`. At most
-# 111 KB of shared memory.
-TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1660, alone=480, each=295),
+# 111 KB of shared memory, or 125 KB for the last, which sums ranges of K one after another.
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1660, alone=480, each=270),
          dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1100, alone=377, each=374, maxnreg=80),
          dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=3690, alone=483, each=93, more=0.004),
          dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=2120, alone=583, each=91, more=0.004),
@@ -30,7 +30,8 @@ TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1660, alone=480, each=
          dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=900, alone=1106, each=227,
               more=0.0012, maxnreg=168),
          dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=2700, alone=1412, each=258,
-              more=0.0012, maxnreg=128)]
+              more=0.0012, maxnreg=128),
+         dict(BM=128, BN=128, stages=3, warps=8, fit=1, wave=2700, alone=1200, each=0)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
 FEW = 512  # up to this many rows the kernel nearly always wins, with an adapter always
@@ -77,8 +78,8 @@ def plan(M, N, K, cores, exact=False):
     found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
     sums = ranges(N, K, cores) if exact else 1
     for t in (t for t in TILES if t["BM"] <= most):
-        if sums > 1 and t["BN"] == 128:
-            continue  # two sums do not fit its registers
+        if t["BN"] == 128 and (t["fit"] == 1) != (sums > 1):
+            continue  # the sums of two ranges take the registers of two programs
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
         tiles = -(-N // t["BN"]) * MT
         waves = tiles // slots
