@@ -427,8 +427,8 @@ def test_two_sums_take_a_tile_that_has_room():
 
 
 def test_rows_that_pay_for_decoding_the_weight_first():
-    """As measured (results/kernels_h200.json): the kernel is the faster for the 7B's gate_up at 1,024 rows, but for no linear at
-    2,048, where it took 1,089 us for 32b.down and the dequantized weight's backward 820."""
+    """As measured on an H200: the kernel is the faster for the 7B's gate_up at 1,024 rows, but for no linear at 2,048, where it took
+    900 us for 32b.down (results/LOG.md) and the weight decoded first takes 823 (results/kernels_h200.json)."""
     def few(M, names=tuple(f"{size}.{layer}" for size in ("7b", "32b") for layer in bench_report.LAYERS)):
         return [plan.few(M, *bench_report.linear(name), 132) for name in names]
 
