@@ -3,15 +3,15 @@ The FP4 GEMM: y = x w_hat^T for activations x (M, K) in bfloat16 and a four-bit 
 fast/layout.py lays it out, in Triton. marlin_triton.py is the same product, to be read first.
 
 A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight
-costs: `gemm` streams the codes at up to 86% (H100) or 75% (H200) of the read bandwidth, and
+costs: `gemm` streams the codes at up to 86% (H100) or 76% (H200) of the read bandwidth, and
 fast/bits.py turns them into 16 bits in registers. With many rows (prefill, log-probs, update) it is
 unpacking the codes that costs, so `to_16bit_kernel` writes the weight once to a scratch that all
 layers share, and cuBLAS multiplies. `matmul` picks; its gradient in x uses the scratch too.
 
 The tensor core sums in float32; the power of two that bits.py leaves there, the row's global scale
 (float32), the bias and the LoRA term are applied in the epilogue. So only the sum and the output
-are rounded: relative error 1.65e-3 in bfloat16 against a float64 product, 2.8e-3 for NF4, whose
-values times scales round too.
+are rounded: relative error at most 1.7e-3 in bfloat16 against a float64 product, 3.2e-3 for NF4,
+whose values times scales round too.
 
 Few rows. The weight is the MMA's long side, so that one row of x pads to 8, not to 64. Where tiles
 are few, K is split (SPLIT): each split leaves a float32 partial sum, and the program that finishes
