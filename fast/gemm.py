@@ -108,8 +108,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     sp = scale + rl.to(tl.int64) * ss
     # rows past the last repeat the first ones and are never stored: a mask would be computed for
     # each load, and if all repeated the same row, every SM would read it at once (twice the time)
-    mx = m % M
-    xp = x + mx.to(tl.int64)[None, :] * sx + (k + j)[:, None]
+    xp = x + (m % M).to(tl.int64)[None, :] * sx + (k + j)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     # the epilogue's operands are loaded now, to arrive while the weight streams: loaded at the end,
     # they would have to be waited for
