@@ -31,6 +31,13 @@ def wait(PDL: tl.constexpr):
     """From here on, what earlier kernels of the step wrote may be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def signal(PDL: tl.constexpr):
+    """Once all programs have signalled or ended, the next kernel's begin wherever an SM has room,
+    and run up to their own wait."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -66,7 +73,8 @@ def adapter_in(x, a, sums, flags, M, K, sx, pid, MT, AT, PR: tl.constexpr, Z: tl
     end = tl.minimum(K, z * per + per)
     acc = tl.zeros((RA, BA), tl.float32)
     left = tl.load(ap + z * per, mask=here & (z * per + j < end)[None, :], other=0.0)
-    wait(PDL)  # the others decide when the next kernel begins: all programs must signal
+    wait(PDL)
+    signal(PDL)  # the others decide when the next kernel begins
     for k in tl.range(z * per, end, 128):
         right = tl.load(xp + k, mask=rows & (k + j < end)[:, None], other=0.0)
         # (RA, 128) @ (128, BA)
@@ -156,6 +164,7 @@ def lora_kernel(y, bias, residual, out, b, B, N, stride, split1, split2, scaling
     if BIAS:
         bs = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
     wait(PDL)
+    signal(PDL)
     row = y + rows.to(tl.int64) * stride
     h, at = row + N, rows[None, :].to(tl.int64) * width + n[:, None]
     acc = tl.load(row[None, :] + n[:, None], mask=ok, other=0)  # (BN, RB)

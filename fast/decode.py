@@ -32,7 +32,7 @@ import triton.language as tl
 from triton import next_power_of_2 as power
 
 from fast import attention, gemm
-from fast.adapter import lora_kernel, product32, wait
+from fast.adapter import lora_kernel, product32, signal, wait
 from fast.draw import EOS, pick_kernel, record_kernel, stats_kernel
 from fast.linears import exact, linears_of, refresh
 from fast.logprobs import head, score
@@ -49,21 +49,28 @@ def norm_weight(weight, noise, c, C):
 
 
 @triton.jit
-def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """RMSNorm of a row of x (B, C) -> a row of out, whose rows are `stride` apart."""
+def norm_kernel(x, weight, noise, out, C, stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr,
+                EARLY: tl.constexpr = False):
+    """RMSNorm of a row of x (B, C) -> a row of out, whose rows are `stride` apart. EARLY: as in
+    normed."""
     r, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     w = norm_weight(weight, noise, c, C)  # no kernel of this step writes these
+    if EARLY:
+        signal(PDL)
     wait(PDL)
+    if not EARLY:
+        signal(PDL)
     v = tl.load(x + r * C + c, mask=c < C, other=0).to(tl.float32)
     h = v * tl.rsqrt(tl.sum(v * v) / C + eps) * w
     tl.store(out + r * stride + c, h.to(out.dtype.element_ty), mask=c < C)
 
 
-def normed(x, m, E=0, **launch):
-    """RMSNorm m of x (S, C) -> (S, C + E), whose last E columns are left as they are."""
+def normed(x, m, E=0, early=False, **launch):
+    """RMSNorm m of x (S, C) -> (S, C + E), whose last E columns are left as they are. early: the
+    next kernel may begin while the one before this still runs."""
     (S, C), out = x.shape, x.new_empty(x.shape[0], x.shape[1] + E)
     norm_kernel[(S,)](x, m.weight, m.noise, out, C, C + E, m.eps, BLOCK=power(C), num_warps=8,
-                      **launch)
+                      EARLY=early, **launch)
     return out
 
 
@@ -73,6 +80,7 @@ def swiglu_kernel(gate_up, out, F, stride, BLOCK: tl.constexpr, PDL: tl.constexp
     of a row. silu is rounded, as in the module."""
     r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait(PDL)
+    signal(PDL)
     gate = tl.load(gate_up + r * 2 * F + c, mask=c < F, other=0).to(tl.float32)
     up = tl.load(gate_up + r * 2 * F + F + c, mask=c < F, other=0).to(tl.float32)
     silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
@@ -198,6 +206,8 @@ def attend_kernel(qkv, k_cache, v_cache, length, prompt, cos, sin, out, parts, m
     k1, k2, v = load_block(keys, values, t, ok, D)
     co, si = tl.load(cos + n * HALF + d), tl.load(sin + n * HALF + d)
     wait(PDL)
+    if W == 1:
+        signal(PDL)
     base = qkv + b.to(tl.int64) * ((HKV * G + 2 * HKV) * D)
     q1 = tl.load(base + (h * G + g[:, None]) * D + d[None, :],
                  mask=g[:, None] < G, other=0).to(tl.float32)
@@ -246,6 +256,7 @@ def attend_kernel(qkv, k_cache, v_cache, length, prompt, cos, sin, out, parts, m
     head = b * (HKV * G) + h * G + g
     live = g < G
     if W > 1:
+        signal(PDL)  # earlier, o_proj's programs would pile up on the SMs that are done first
         stride = B * (HKV * G)  # from a split's heads to the next one's
         tl.store(parts + (s * stride + head)[:, None] * D + e[None, :], acc, mask=live[:, None])
         tl.store(ms + s * stride + head, m, mask=live)
@@ -352,9 +363,10 @@ class Step:
         """Block i on x (B, C), which is overwritten. attend: qkv (B, (H + 2 Hkv) D) -> (B, H*D)."""
         qkv_proj, o_proj, gate_up_proj, down_proj = self.layers[i]
         before, between = self.blocks[i].input_layernorm, self.blocks[i].post_attention_layernorm
-        y = attend(self.linear(qkv_proj, normed(x, before, **self.launch), early=True))
+        h = normed(x, before, early=True, **self.launch)
+        y = attend(self.linear(qkv_proj, h, early=True))
         x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
-        h = normed(x, between, **self.launch)
+        h = normed(x, between, **self.launch)  # early, gate_up's programs would pile up
         y = self.linear(gate_up_proj, h, glu=True)  # (B, C) -> (B, F)
         return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
 

@@ -11,7 +11,7 @@ Shapes: B rows, S cache slots, V vocabulary, NB blocks of it.
 import triton
 import triton.language as tl
 
-from fast.adapter import wait
+from fast.adapter import signal, wait
 
 EOS = tl.constexpr(128)  # stop tokens that a step can compare with
 # of splitmix64, as in sample.py
@@ -26,6 +26,7 @@ def stats_kernel(logits, inverse_temperature, top, total, best, V, stride, NB, B
     the index of m."""
     b, j = tl.program_id(0), tl.program_id(1)
     wait(PDL)
+    signal(PDL)
     v = j * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b.to(tl.int64) * stride + v,
                 mask=v < V, other=-float("inf")) * tl.load(inverse_temperature)
@@ -67,6 +68,7 @@ def pick_kernel(logits, inverse_temperature, top, total, best, key, token, lengt
     and its log-prob."""
     b = tl.program_id(0)
     wait(PDL)
+    signal(PDL)
     i, w = tl.arange(0, NBP), tl.arange(0, BLOCK)
     m = tl.load(top + b * NB + i, mask=i < NB, other=-float("inf"))
     best_of = tl.load(best + b * NB + i, mask=i < NB, other=1 << 30)

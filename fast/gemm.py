@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work
+from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work, signal, wait
 from fast.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
 from fast.layout import CHUNK, Tiled
 from fast.plan import few, plan, sms, space
@@ -118,10 +118,9 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     if R > 0:
         bt = tl.load(B + row[:, None] * sb + rr[None, :], mask=ok[:, None] & (rr < R)[None, :],
                      other=0.0)
-    if PDL:  # the kernel before may still be running: wait before reading its output or writing
-        tl.extra.cuda.gdc_wait()
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
+    wait(PDL)  # the kernel before may still be running: nothing is written before this either
+    if EARLY:
+        signal(PDL)
     if RES and BM <= 16:  # more would not fit the registers
         rs = tl.load(res + m.to(tl.int64)[None, :] * N + row[:, None], mask=inside & ok[:, None],
                      other=0.0)
@@ -147,9 +146,10 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             wr += 128  # words of 8 rows' chunk
             xr += 128
         acc = acc + one if RANGES > 1 else one
-    if PDL and not EARLY:  # from here on, the next kernel fills SMs as programs end; signalled at
-        # the start, its programs would pile up on some of the SMs
-        tl.extra.cuda.gdc_launch_dependents()
+    if not EARLY:
+        # from here on, the next kernel fills SMs as programs end; signalled at the start, its
+        # programs would pile up on some of the SMs
+        signal(PDL)
     if SPLIT == 1 or not EXACT:  # exact sums come first: a product could be fused with an addition
         acc = unscaled(acc, FMT) * gs[:, None]
     done = split == 0
