@@ -366,7 +366,8 @@ class Step:
         h = normed(x, before, early=True, **self.launch)
         y = attend(self.linear(qkv_proj, h, early=True))
         x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
-        h = normed(x, between, **self.launch)  # early, gate_up's programs would pile up
+        few = gate_up_proj.N <= 192 * self.sms  # more of gate_up's programs would pile up
+        h = normed(x, between, early=few, **self.launch)
         y = self.linear(gate_up_proj, h, glu=True)  # (B, C) -> (B, F)
         return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
 
