@@ -20,7 +20,7 @@ size, S cached positions, V vocabulary, N and K outputs and inputs of a linear.
 import copy
 from dataclasses import dataclass
 
-from plumbing import checkpoint, layouts
+from plumbing import checkpoint
 
 import torch
 import torch.nn as nn
@@ -460,7 +460,7 @@ def tensors(piece, path=""):
                     raise ValueError(f"{name}: its codes lie as the kernels read them; call "
                                      "fast.uninstall(model) first")
                 else:
-                    yield from layouts.tensors(name, m.q, rows)
+                    yield from checkpoint.packed_tensors(name, m.q, rows)
                 if m.bias is not None:
                     yield f"{name}.bias", m.bias[rows]
         elif isinstance(m, nn.Embedding):

@@ -25,7 +25,7 @@ import sys
 import warnings
 from dataclasses import dataclass, field
 
-from plumbing import checkpoint, command, datasets, flags, layouts, policy
+from plumbing import checkpoint, command, config, datasets, flags, policy
 from plumbing.tokenizer import Tokenizer
 
 import torch
@@ -329,7 +329,7 @@ def load_policy(args):
     stored = checkpoint.read_config(folder)["quantization"]
     if stored and args.quant == "none":  # nor could --lora-rank 0 train them
         raise ValueError(f"--quant none: the weights in {folder} have four bits already; use "
-                         f"--quant {layouts.format_of(stored, folder)}")
+                         f"--quant {config.format_of(stored, folder)}")
     tok = Tokenizer(folder)
     calibration = None
     # a quantized base already has the scales that its adapter asks for (see policy.check)

@@ -1,12 +1,20 @@
 """
 Checkpoints as files: the hub, and sharded safetensors in Hugging Face layout. What config.json says
-is config.py's, how four-bit weights are stored layouts.py's; model.py makes a model of the tensors
-(`load`, `stream`) and gives them back (`tensors`).
+is config.py's; model.py makes a model of the tensors (`load`, `stream`) and gives them back
+(`tensors`).
+
+Four-bit weights are stored as compressed-tensors does, so that other engines can serve them: each
+original projection, q, k and v apart, is codes (N, K/2), two a byte, scales of blocks (N, K/block)
+and, in NVFP4, the reciprocal of one scale of the whole tensor. Formats with a codebook (NF4), for
+which compressed-tensors has none, are stored in the same way under the quant_method qerl. lm_head
+and embeddings stay in 16 bits; so do activations and KV caches that a checkpoint wants in fewer.
 
     source = Checkpoint(fetch("Qwen/Qwen2.5-3B-Instruct"))
     w = source.get("model.norm.weight", (2048,))
     with Writer("out/", folder, fmt="nvfp4", format=FORMATS["nvfp4"]) as writer:
         writer.add("model.norm.weight", w)
+
+Shapes: N rows of one projection, K columns.
 """
 import hashlib
 import math
@@ -15,8 +23,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from plumbing import hub, layouts
-from plumbing.config import read_config
+from plumbing import hub
+from plumbing.config import format_of, quantization_config, read_config
 from plumbing.files import TINY, beside, check_out, read_json, whole, write_json
 
 import torch
@@ -26,6 +34,9 @@ from safetensors.torch import save_file
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
           "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
           "merges.txt", "merged.json")
+# what a checkpoint may hold beside its weights, to quantize activations and the KV cache
+OF_ACTIVATIONS = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale",
+                  "v_scale")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unquantized weights
 # what is read of a repository; others beside it are the same weights in other precisions
 HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -126,7 +137,7 @@ class Checkpoint:
         raw = read_config(self.folder)["quantization"]
         if not raw:
             return None
-        self.fmt = layouts.format_of(raw, self.folder, formats)
+        self.fmt = format_of(raw, self.folder, formats)
         self.format = formats[self.fmt]
         if quant not in ("none", self.fmt):
             raise ValueError(f"--quant {quant}: {self.folder} is quantized to {self.fmt} already; "
@@ -145,8 +156,16 @@ class Checkpoint:
     def packed(self, names, K, device):
         """(codes, scale, global scale) of the projections names, {name: rows}, stacked, for an
         nvfp4.Quantized."""
-        parts = [layouts.read(self, self.fmt, self.format, name, n, K, device)
-                 for name, n in names.items()]
+        parts, block = [], self.format.block
+        for name, n in names.items():
+            codes = self.take(f"{name}.weight_packed", (n, K // 2), [torch.uint8])
+            scale = self.take(f"{name}.weight_scale", (n, K // block), [self.format.scale_dtype])
+            top = torch.ones((), device=device)
+            if self.fmt == "nvfp4":
+                name = f"{name}.weight_global_scale"
+                shape = () if name in self and self.read(name).dim() == 0 else (1,)
+                top = 1 / self.take(name, shape, [torch.float32]).to(device).squeeze()
+            parts.append((codes.to(device), scale.to(device), top.expand(n)))
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def check_tied_head(self, embedding):
@@ -160,7 +179,7 @@ class Checkpoint:
 
     def check_all_used(self):
         """ValueError if tensors are left that fit nowhere."""
-        free = ("rotary_emb.inv_freq", *layouts.OF_ACTIVATIONS * bool(self.fmt))
+        free = ("rotary_emb.inv_freq", *OF_ACTIVATIONS * bool(self.fmt))
         unused = sorted(n for n in self.unused if not n.endswith(free))
         if unused:
             raise ValueError(f"{self.folder}: {len(unused)} tensors fit nowhere in this model, the "
@@ -193,7 +212,7 @@ def fingerprint(path_or_hub_id):
     C, stored = config["hidden_size"], "none"
     ends = some("model.norm.weight", C) + some("model.embed_tokens.weight", 64 * C)
     if config["quantization"]:
-        stored = layouts.format_of(config["quantization"], folder)
+        stored = format_of(config["quantization"], folder)
     norms = [told for name, told in each if name.endswith("layernorm.weight")]
     return {"base": digest(ends), "norms": digest(repr(norms).encode()),
             "weights": f"{stored}:{digest(f'({each!r}, {shape})'.encode())}"}
@@ -218,6 +237,15 @@ class RandomCheckpoint(Checkpoint):
 
 
 # ---- the way out
+
+
+def packed_tensors(name, q, rows):
+    """Yields (name, tensor) of one projection in four bits: `rows` of the quantized weight q in
+    which it is stacked."""
+    yield f"{name}.weight_packed", q.codes[rows]
+    yield f"{name}.weight_scale", q.scale[rows]
+    if q.fmt == "nvfp4":
+        yield f"{name}.weight_global_scale", 1 / q.global_scale[rows][:1]
 
 
 class Writer:
@@ -284,7 +312,6 @@ class Writer:
         raw.pop("quantization_config", None)
         raw["dtype" if "dtype" in raw else "torch_dtype"] = self.dtype  # what other tools cast to
         if self.fmt:
-            raw["quantization_config"] = layouts.quantization_config(self.fmt, self.format,
-                                                                     self.dense)
+            raw["quantization_config"] = quantization_config(self.fmt, self.format, self.dense)
         write_json(self.partial / "config.json", raw)
         self.partial.rename(self.out)

@@ -1,7 +1,6 @@
 """
 config.json: what a checkpoint says of itself, and which of it this project supports. The rest is an
-error that names it: a model that ignored its sliding windows would still talk. layouts.py reads the
-`quantization_config`.
+error that names it: a model that ignored its sliding windows would still talk.
 
     fields = read_config("Qwen2.5-0.5B-Instruct/")
 """
@@ -80,3 +79,37 @@ def unsupported(raw, rope, scaling):
         "partial_rotary_factor": partial != 1.0,
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
     }
+
+
+# ---- four bits
+
+
+def format_of(raw, where, formats=None):
+    """The format, of nvfp4.FORMATS, that a `quantization_config` declares. ValueError for what
+    cannot be read, and for a format that is not in `formats`."""
+    method, groups = raw.get("quant_method"), (raw.get("config_groups") or {}).values()
+    found = {raw.get("format"), *(g.get("format") for g in groups)} - {None}
+    kind = " and ".join(sorted(found))
+    fmt = kind.removesuffix("-pack-quantized")
+    known = {"compressed-tensors": ("nvfp4", "mxfp4"), "qerl": formats or (fmt,)}
+    if fmt not in known.get(method, ()):
+        quant = "nf4" if method == "bitsandbytes" else "nvfp4"
+        raise ValueError(f"{where}/config.json: quantization_config has quant_method {method!r} "
+                         f"with {kind!r}, which cannot be read; docs/guide.md lists what can. Give "
+                         f"the 16-bit checkpoint and --quant {quant}: it is rounded while it "
+                         "loads, in seconds")
+    return fmt
+
+
+def quantization_config(fmt, format, dense=()):
+    """The `quantization_config` of a checkpoint whose projections are in `fmt`, of nvfp4.Format
+    `format`, but for those named in `dense`."""
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": format.block,
+               "dynamic": False, "strategy": "tensor_group" if fmt == "nvfp4" else "group",
+               "scale_dtype": str(format.scale_dtype)}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None,
+             "output_activations": None}
+    return {"quant_method": "qerl" if format.codebook else "compressed-tensors",
+            "format": f"{fmt}-pack-quantized", "ignore": ["lm_head", *dense],
+            "quantization_status": "compressed", "kv_cache_scheme": None,
+            "config_groups": {"group_0": group}}

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from plumbing import checkpoint, layouts
+from plumbing import checkpoint
 from plumbing.files import read_json
 
 import pytest
@@ -42,7 +42,7 @@ def test_packing_by_hand():
     codes = torch.tensor([[1, 2, 15, 0] + [0] * 11 + [8]], dtype=torch.uint8)
     scale = torch.tensor([[1.5]]).to(torch.float8_e4m3fn)
     q = Quantized("nvfp4", (1, 16), pack(codes), scale, torch.tensor([0.25]))
-    out = dict(layouts.tensors("model.layers.0.self_attn.o_proj", q, slice(0, 1)))
+    out = dict(checkpoint.packed_tensors("model.layers.0.self_attn.o_proj", q, slice(0, 1)))
     name = "model.layers.0.self_attn.o_proj.weight"
     assert out[f"{name}_packed"].tolist() == [[0x21, 0x0F, 0, 0, 0, 0, 0, 0x80]]
     assert out[f"{name}_scale"].view(torch.uint8).tolist() == [[0x3C]]
@@ -76,7 +76,7 @@ def test_a_global_scale_may_be_a_scalar(tmp_path):
 def test_what_we_declare_is_what_compressed_tensors_declares(name, fmt):
     """Serving engines pick their kernel by these fields."""
     theirs = json.loads((FIXTURES / name / "config.json").read_text())["quantization_config"]
-    ours = layouts.quantization_config(fmt, FORMATS[fmt])
+    ours = checkpoint.quantization_config(fmt, FORMATS[fmt])
     for field in ("quant_method", "format", "ignore", "quantization_status", "kv_cache_scheme"):
         assert ours[field] == theirs[field]
     a, b = ours["config_groups"]["group_0"], theirs["config_groups"]["group_0"]
@@ -296,7 +296,7 @@ def test_a_head_in_four_bits_and_parts_in_16_beside_others_in_four_are_refused(t
     state = load_file(file)
     if what == "head":
         del state["lm_head.weight"]
-        state |= dict(layouts.tensors("lm_head", quantize(head), slice(0, 48)))
+        state |= dict(checkpoint.packed_tensors("lm_head", quantize(head), slice(0, 48)))
     else:
         state = {k: t for k, t in state.items() if not k.startswith(name)} | {name: plain[name]}
     save_file(state, file)
@@ -384,7 +384,7 @@ def test_a_quant_that_contradicts_the_checkpoint_is_an_error(tmp_path):
 
 def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
     """Killed half-way (nothing cleans up), or stopped by an error: no folder of that name, and the partial one does not load."""
-    folder, real = base(tmp_path), layouts.tensors
+    folder, real = base(tmp_path), checkpoint.packed_tensors
     calls = []
 
     def stop(q, parts, where):
@@ -393,7 +393,7 @@ def test_an_interrupted_run_leaves_nothing_that_loads(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         yield from real(q, parts, where)
 
-    monkeypatch.setattr(layouts, "tensors", stop)
+    monkeypatch.setattr(checkpoint, "packed_tensors", stop)
     with pytest.raises(KeyboardInterrupt):
         convert.convert(folder, tmp_path / "q", shard_bytes=5_000)
     assert len(calls) == 5 and sorted(p.name for p in tmp_path.iterdir()) == ["base"]
