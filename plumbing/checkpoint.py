@@ -32,16 +32,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-          "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-          "merges.txt", "merged.json")
+          "generation_config.json", "merged.json")  # what goes with the weights
 # what a checkpoint may hold beside its weights, to quantize activations and the KV cache
 OF_ACTIVATIONS = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale",
                   "v_scale")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of unquantized weights
 # what is read of a repository; others beside it are the same weights in other precisions
-HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-             "chat_template.jinja", "model.safetensors", "model-?????-of-?????.safetensors",
-             "model.safetensors.index.json", "merged.json")
+HUB_FILES = ("config.json", "model.safetensors", "model-?????-of-?????.safetensors",
+             "model.safetensors.index.json", *BESIDE)
 
 
 # ---- where tensors come from
