@@ -40,26 +40,26 @@ def read(name, split, levels=None):
 
 def files_of(name, split, levels):
     """The files that hold a split of the set called `name`: one, or its parts."""
-    if not name.strip():
-        raise ValueError("--data: is empty; name a set, a file or a folder")
-    local, at, revision = name.partition("@")  # the hub's; a file's name may have an @ as well
-    if local == "bigmath":
+    place, at, revision = name.partition("@")  # the hub's; a file's name may have an @ as well
+    if place not in HUB:
+        if Path(name).is_dir():
+            return find_split(Path(name), split)
+        if Path(name).is_file():
+            return [Path(name)]
+        if name.endswith((".jsonl", ".parquet")) or not hub.ID.fullmatch(name):
+            raise FileNotFoundError(f"--data {name}: no such file or folder, nor one of "
+                                    f"arithmetic, {', '.join(HUB)}")
+    owner, repo, *folders = HUB.get(place, place).split("/")
+    if place == "bigmath":
         if split == "test":
             raise FileNotFoundError("bigmath has no test split")
         if (chosen := sorted(levels or ())) not in ([3, 4, 5], [4, 5]):
             raise ValueError("--levels: --data bigmath comes as 3,4,5 or 4,5; choose one")
-        folder = f"level_{'_'.join(map(str, chosen))}"
-        return from_hub(f"{HUB[local]}/{folder}", split, at + revision)
-    if local in HUB:
-        return from_hub(HUB[local], split, at + revision)
-    if Path(name).is_dir():
-        return find_split(Path(name), split)
-    if Path(name).is_file():
-        return [Path(name)]
-    if hub.ID.fullmatch(name) and not name.endswith((".jsonl", ".parquet")):
-        return from_hub(local, split, at + revision)
-    raise FileNotFoundError(f"--data {name}: no such file or folder, nor one of arithmetic, "
-                            f"{', '.join(HUB)}")
+        folders = [f"level_{'_'.join(map(str, chosen))}"]
+    under = "".join(f"{folder}/" for folder in folders)
+    home = hub.download(f"{owner}/{repo}{at}{revision}", "dataset", tuple(
+        f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")))
+    return find_split(home / under, split)
 
 
 def find_split(folder, split):
@@ -139,15 +139,6 @@ def read_rows(path):
     # pandas writes NaN where there is nothing
     return [(f"{path}, row {i}", {k: None if v != v else v for k, v in raw.items()})
             for i, raw in enumerate(rows, 1)]
-
-
-def from_hub(place, split, revision=""):
-    """The files of a split of owner/name or owner/name/folder on the hub. revision: "" or @..."""
-    owner, name, *folders = place.split("/")
-    under = "".join(f"{folder}/" for folder in folders)
-    home = hub.download(f"{owner}/{name}{revision}", "dataset", tuple(
-        f"{under}*{split}{end}" for end in (".jsonl", ".parquet", "-*.parquet")))
-    return find_split(home / under, split)
 
 
 def texts(path):
