@@ -24,10 +24,17 @@ WORKED = re.compile(r"\S\s*\n\s*\S|(?:\b[A-Za-z]{2,}[,.]? ){5}")  # lines or a s
 
 def read(name, split, levels=None):
     """Rows of the set called `name`: a name of HUB, a .jsonl or .parquet file, a folder with
-    {split}.jsonl or .parquet, or the id of a set on the hub. levels: keep rows whose "level" is in
-    it; bigmath comes in two configurations, 3, 4, 5 and 4, 5."""
+    {split}.jsonl or .parquet, or the id of a set on the hub. Rows without an answer are left out,
+    and counted on stderr. levels: keep rows whose "level" is in it; bigmath comes in two
+    configurations, 3, 4, 5 and 4, 5."""
     files = files_of(name, split, levels)
-    rows = graded(files)
+    found = [row_of(raw, where) for path in files for where, raw in read_rows(path)]
+    rows = [row for row in found if row["answer"]]
+    if not rows:
+        raise ValueError(f"{files[0]}: no rows with an answer")
+    if len(rows) < len(found):
+        print(f"{files[0]}: {len(found) - len(rows)} of {len(found)} rows have an empty answer, or "
+              "a solution without \\boxed{}, and are left out", file=sys.stderr)
     chosen = name.partition("@")[0] == "bigmath"  # by its configuration
     if levels is not None and not chosen:
         if any(row.get("level") is None for row in rows):
@@ -78,18 +85,6 @@ def find_split(folder, split):
         raise ValueError(f"{parts[0]}: {len(parts)} of {int(count[1])} parts are here; get the "
                          "others")
     return parts
-
-
-def graded(paths):
-    """The rows of the files; those without an answer are left out, and counted on stderr."""
-    rows = [row_of(raw, where) for path in paths for where, raw in read_rows(path)]
-    graded = [row for row in rows if row["answer"]]
-    if not graded:
-        raise ValueError(f"{paths[0]}: no rows with an answer")
-    if len(graded) < len(rows):
-        print(f"{paths[0]}: {len(rows) - len(graded)} of {len(rows)} rows have an empty answer, or "
-              "a solution without \\boxed{}, and are left out", file=sys.stderr)
-    return graded
 
 
 def asked(raw, where):
