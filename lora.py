@@ -135,9 +135,8 @@ def adapter_state(model):
 
 def save_adapter(model, folder, base_model=""):
     """Write the adapter to `folder`, in PEFT's layout and float32."""
-    layers = lora_layers(model)
-    first, targets = layers[0][1], {part for _, m in layers for part in m.parts}
-    peft.save(folder, adapter_state(model), first.rank, first.scaling, targets, base_model)
+    first = lora_layers(model)[0][1]
+    peft.save(folder, adapter_state(model), first.rank, first.scaling, base_model)
 
 
 def read_adapter(model, folder):

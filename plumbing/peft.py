@@ -73,7 +73,7 @@ def base_norms(model):
 # ---- files
 
 
-def save(folder, state, rank, scaling, targets, base_model=""):
+def save(folder, state, rank, scaling, base_model=""):
     """Write `state`, {PEFT's name: tensor}, and its config to `folder`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def save(folder, state, rank, scaling, targets, base_model=""):
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
               "base_model_name_or_path": base, "revision": commit, "r": rank, "lora_alpha": alpha,
               "lora_dropout": 0.0, "bias": "none",
-              "target_modules": [t for t in TARGETS if t in targets],
+              "target_modules": [t for t in TARGETS if any(f".{t}." in name for name in state)],
               "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,
               "inference_mode": True}
     if norms := [n for n in NORMS if any(name.endswith(f".{n}.weight") for name in state)]:

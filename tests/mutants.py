@@ -506,7 +506,7 @@ MUTANTS = {
         ("a norm that is not there is the base's", "        if not any(name.endswith(", "        if False and not any(name.endswith(",
          "lora::a_norm_that_is_not_there_and_targets_that_are_no_projections_are_named"),
         ("the base has the adapter's norms", "        m.weight = m.of_base[0]\n", "        pass\n", "lora::norms_of_an_adapters_own"),
-        ('every projection has an adapter', '[t for t in TARGETS if t in targets]',
+        ('every projection has an adapter', '[t for t in TARGETS if any(f".{t}." in name for name in state)]',
          'list(TARGETS)',
          "lora::only_what_has_an_adapter_is_named"),
         ('the saved alpha is the scaling', 'alpha = round(scaling * rank, 9)',
