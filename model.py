@@ -359,7 +359,7 @@ def load(path_or_hub_id, device="cpu", dtype=torch.bfloat16, quant="none", calib
 
 
 def read_config(folder):
-    """The Config of a checkpoint folder (or of a config.json itself)."""
+    """The Config of a checkpoint folder."""
     return Config(**checkpoint.read_config(folder))
 
 

@@ -6,7 +6,7 @@ engine plans its rows by it, and by it frees them when the update would not fit 
 Counted from the configuration alone; nothing is loaded. Weights, adapter, keys and values are
 exact. Temporary tensors are an estimate; the table's is for 16-bit activations.
 
-    python nvfp4.py --plan config.json --rank 16 --tokens 8192
+    python nvfp4.py --plan Qwen/Qwen2.5-7B-Instruct --rank 16 --tokens 8192
 
 Shapes: C hidden, F intermediate, L layers, N rows, K columns, V vocabulary.
 """

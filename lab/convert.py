@@ -118,9 +118,8 @@ def quantize_body(argv):
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, count, what = p.add_argument, command.number, p.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="16-bit checkpoint folder or hub id, to quantize")
-    what.add_argument(
-        "--plan", metavar="MODEL",
-        help="only print what a checkpoint, hub id or config.json costs in each format")
+    what.add_argument("--plan", metavar="MODEL",
+                      help="only print what a checkpoint, or hub id, costs in each format")
     add("--out", help="folder to write; must not exist")
     add("--fmt", choices=list(FORMATS), default="nvfp4", help="number format")
     add("--awq", action="store_true",
@@ -137,9 +136,8 @@ def quantize_body(argv):
     if args.plan:
         from fast import memory  # here: fast/ may have been deleted
 
-        local = Path(args.plan).suffix == ".json" or Path(args.plan).exists()
-        where = args.plan if local else checkpoint.fetch(args.plan, weights=False)
-        print(memory.table(qwen.read_config(where), args.rank, args.tokens))
+        config = qwen.read_config(checkpoint.fetch(args.plan, weights=False))
+        print(memory.table(config, args.rank, args.tokens))
         return
     if args.calib and not args.awq:
         p.error("--calib: plain rounding uses no text; add --awq")

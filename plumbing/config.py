@@ -17,10 +17,9 @@ LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 
 
 def read_config(folder):
-    """The fields of model.Config for a checkpoint folder (or for a config.json itself), in their
-    order; ValueError for what the model cannot honour."""
-    path = Path(folder)
-    path = path if path.suffix == ".json" else path / "config.json"
+    """The fields of model.Config for a checkpoint folder, in their order; ValueError for what the
+    model cannot honour."""
+    path = Path(folder) / "config.json"
     raw = read_json(path)
     if raw.get("model_type") == "mistral":
         raw.setdefault("sliding_window", 4096)

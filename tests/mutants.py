@@ -1573,7 +1573,7 @@ MUTANTS = {
          "lora::an_adapter_of_awqs_weights_is_merged_into_those"),
         ("a plan fetches the weights", "checkpoint.fetch(args.plan, weights=False)", "checkpoint.fetch(args.plan)",
          "memory::a_plan_of_a_hub_id_fetches_its_config_alone"),
-        ("--tokens is ignored", "read_config(where), args.rank, args.tokens", "read_config(where), args.rank",
+        ("--tokens is ignored", "table(config, args.rank, args.tokens)", "table(config, args.rank)",
          "memory::the_plan_of_the_published_shapes"),
         ("all tensors are cast on the way", 'device, quant="none" if use_awq else fmt)',
          'device, torch.bfloat16, quant="none" if use_awq else fmt)',

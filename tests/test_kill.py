@@ -54,7 +54,7 @@ def flags(tmp_path_factory):
     shutil.copytree(ROOT / "assets" / "tiny", home / "model", ignore=shutil.ignore_patterns("*.py", "model.*"))
     config = home / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | small))
-    model = qwen.build(qwen.read_config(config), checkpoint.RandomCheckpoint())
+    model = qwen.build(qwen.read_config(home / "model"), checkpoint.RandomCheckpoint())
     save_file(dict(qwen.tensors(model)), home / "model" / "model.safetensors")
     (home / "d.jsonl").write_text("".join(json.dumps({"question": f"What is {i}+1?", "answer": i + 1}) + "\n" for i in range(20)))
     (home / "r.py").write_text("import zlib\n\ndef f(text, row):\n    return zlib.crc32(text.encode()) % 100 / 100\n")

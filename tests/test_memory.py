@@ -45,10 +45,10 @@ def test_the_plan_of_the_published_shapes(tmp_path, capsys):
     assert memory.lora_parameters(c, 16) == 40_370_176 and memory.kv_per_token(c) == 57344
     assert abs(sum(memory.weights(c, "none").values()) / 2 - 7_615_616_512) < 5e5  # the model card's 7.62 B
     C, F, L, H, kv, V, tied = SIZES["7b"]
-    (tmp_path / "7b.json").write_text(json.dumps(dict(
+    (tmp_path / "config.json").write_text(json.dumps(dict(
         model_type="qwen2", vocab_size=V, hidden_size=C, intermediate_size=F, num_hidden_layers=L, num_attention_heads=H,
         num_key_value_heads=kv, tie_word_embeddings=tied)))
-    convert.main("quantize", ["--plan", str(tmp_path / "7b.json"), "--rank", "16", "--tokens", "4096"])
+    convert.main("quantize", ["--plan", str(tmp_path), "--rank", "16", "--tokens", "4096"])
     out = capsys.readouterr().out
     assert all(word in out for word in ("nvfp4", "LoRA r=16", "kept for 4096 tokens", "training peak", "24 GB", "141 GB", "40.4 M", "56.0 KiB a token"))
 
