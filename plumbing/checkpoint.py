@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from plumbing import hub
@@ -246,7 +247,7 @@ def packed_tensors(name, q, rows):
         yield f"{name}.weight_global_scale", 1 / q.global_scale[rows][:1]
 
 
-class Writer:
+class Writer(AbstractContextManager):
     """A checkpoint folder that appears whole or not at all: everything goes to a folder of a new
     name beside it, which is renamed at the end; an exception removes it. `add` holds one shard in
     host memory. config.json, with `fmt` (None: 16 bits; `format` is its nvfp4.Format), and the
@@ -259,9 +260,6 @@ class Writer:
         self.shard_bytes, self.shard, self.size, self.total = shard_bytes, {}, 0, 0
         self.shards, self.notes, self.dtype = [], {}, None
         self.dense = []  # projections in 16 bits
-
-    def __enter__(self):
-        return self
 
     def add(self, name, tensor):
         t = tensor.detach().to("cpu").contiguous()
