@@ -9,8 +9,7 @@ A run draws its own at its end (plumbing/run.py), lab/plot.py those of several i
 import math
 from pathlib import Path
 
-from plumbing import files
-from plumbing.files import saved, whole
+from plumbing.files import read_log, saved, whole
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
@@ -32,7 +31,7 @@ def read(run):
     """A run folder -> the rows of its metrics.jsonl, step by step. FileNotFoundError without the
     file; ValueError for a broken line before the last, or no row at all."""
     path = Path(run) / "metrics.jsonl"
-    rows = [*files.read_log(path)]
+    rows = [*read_log(path)]
     if not rows:
         raise ValueError(f"{path}: no complete row yet; wait for the first step")
     return rows
