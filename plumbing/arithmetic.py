@@ -34,7 +34,8 @@ def problems(split, n, seed=0):
             ops.append((op, k))
             value = after
         chain = f"{start}" + "".join(f"{op}{k}" for op, k in ops)
-        if len(ops) < 3 or chain in seen or in_test(chain) != (split == "test"):
+        tested = hashlib.sha256(chain.encode()).digest()[0] < 26  # a tenth of all chains
+        if len(ops) < 3 or chain in seen or tested != (split == "test"):
             continue
         seen.add(chain)
         kind = rng.choice(FORMS)
@@ -45,10 +46,6 @@ def problems(split, n, seed=0):
 
 def apply(value, op, k):
     return value + k if op == "+" else value - k if op == "-" else value * k
-
-
-def in_test(chain):
-    return hashlib.sha256(chain.encode()).digest()[0] < 26  # a tenth of all chains
 
 
 def steps(chain):

@@ -2329,7 +2329,7 @@ MUTANTS = {
          'problems("test", 4096)', 'awq::calibration_text_comes_from_files_or_the_embedded_task'),
     ],
     "plumbing/arithmetic.py": [
-        ("test problems are trained on", 'in_test(chain) != (split == "test")', "False",
+        ("test problems are trained on", 'tested != (split == "test")', "False",
          "data::arithmetic_train_and_test_are_disjoint"),
         ("who loses finds", '"-": ["loses {}"', '"-": ["finds {} more"',
          "data::every_form_asks_for_the_steps_of_its_chain"),
