@@ -1488,7 +1488,7 @@ MUTANTS = {
          "hub::a_run_keeps_its_commits_and_goes_on_and_is_evaluated_with_them"),
     ],
     "plumbing/checkpoint.py": [
-        ("what is merged into a repository is not known", ', "merged.json")\n\n\n# ---- where', ')\n\n\n# ---- where',
+        ("what is merged into a repository is not known", ', "merged.json")', ')',
          "hub::other_precisions_and_other_programs_files_stay_where_they_are"),
         ("scales in bfloat16 are loaded", "[self.format.scale_dtype])", "[self.format.scale_dtype, torch.bfloat16])",
          "checkpoint::each_tensor_missing_of_a_wrong_shape_or_type_is_named"),
@@ -1541,7 +1541,7 @@ MUTANTS = {
          "hub::other_precisions_and_other_programs_files_stay_where_they_are"),
         ("weights are downloaded in every precision", '"model-?????-of-?????.safetensors"', '"model*.safetensors"',
          "hub::other_precisions_and_other_programs_files_stay_where_they_are"),
-        ("stop tokens stay behind", '"chat_template.jinja",\n          "generation_config.json")', '"chat_template.jinja")',
+        ("stop tokens stay behind", '"chat_template.jinja",\n          "generation_config.json", ', '"chat_template.jinja", ',
          "checkpoint::what_a_tokenizer_reads_comes_along"),
         ("a merged checkpoint says it is quantized", '        raw.pop("quantization_config", None)\n', "",
          "lora::a_quantized_checkpoint_is_merged"),
