@@ -5,7 +5,6 @@ When a sequence ends, a waiting one takes its slot; when none waits, the last on
 hole and the batch shrinks. The next few steps are launched before the host looks at the tokens of
 the last ones, so a sequence that has ended meanwhile is decoded in vain for these.
 """
-import time
 from collections import deque
 
 import torch
@@ -34,13 +33,13 @@ class Scheduler:
 
     def __init__(self, model, engine, rows, eos, slots, on_token):
         self.model, self.engine, self.eos, self.on_token = model, engine, eos, on_token
-        self.waiting, self.total = deque(rows), len(rows)
+        self.waiting = deque(rows)
         self.live, self.held = [None] * slots, [None] * slots
         self.launched = {id(row): 0 for row in rows}
         self.empty_steps = 0  # slots that have stood empty, times steps
 
     def run(self, bar):
-        begin, tokens, in_flight = time.perf_counter(), 0, deque()
+        in_flight = deque()
         while self.waiting or any(self.live):
             self.refill()
             if not self.waiting:
@@ -49,12 +48,8 @@ class Scheduler:
             while len(in_flight) <= self.engine.ahead and (launched := self.launch()):
                 in_flight.append(launched)
             steps, slots, fetch = in_flight.popleft()
-            tokens += self.collect(slots, *fetch())
-            empty = self.live.count(None)
-            self.empty_steps += empty * steps
-            n = len(self.live) - empty
-            bar.update(self.total - len(self.waiting) - n - bar.n)
-            bar.set_postfix_str(f"{n} live, {tokens / (time.perf_counter() - begin):.0f} tokens/s")
+            bar.update(self.collect(slots, *fetch()))
+            self.empty_steps += self.live.count(None) * steps
         bar.close()
 
     def refill(self):
@@ -130,20 +125,20 @@ class Scheduler:
 
     def collect(self, slots, ids, logprobs):
         """Give the live rows their tokens, from lists [slot][step] of steps at whose launch they
-        were in `slots`; returns how many they took."""
-        tokens = 0
+        were in `slots`; returns how many have ended."""
+        ended = 0
         for slot, row in enumerate(self.live):
             place = slots.get(id(row))
             if row is None or place is None:  # a hole, or it began after the launch
                 continue
             new = self.take(row, ids[place], logprobs[place])
-            tokens += len(new)
             if row.ended:
                 self.live[slot] = None
+                ended += 1
             if self.on_token:
                 for token in new:
                     self.on_token(row.p, row.j, token)
-        return tokens
+        return ended
 
     def take(self, row, ids, logprobs):
         """Drawn tokens into the row's sample, up to its end; returns them."""
