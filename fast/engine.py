@@ -262,7 +262,8 @@ def prepare(model, args, longest):
     again at the first longer prompt, while all other ranks wait."""
     rows = args.group_size * -(-args.prompts_per_step // ranks.world)
     top_p = 0.95 if args.eval_n and args.eval_temperature else 1.0
-    return engine_for(model, min(rows, args.max_rows), longest, top_p)
+    return engine_for(model, min(rows, args.max_rows), longest, top_p,
+                      longest - args.max_new_tokens)
 
 
 def fingerprint(model):
@@ -306,12 +307,13 @@ def own_code(model):
     return None
 
 
-def engine_for(model, slots, max_len, top_p):
-    """The model's Graphs engine for (at most) `slots` rows of max_len tokens; the last call's if it
-    will do. ValueError if not even one row fits the free memory."""
+def engine_for(model, slots, max_len, top_p, longest=1):
+    """The model's Graphs engine for (at most) `slots` rows of max_len tokens, whose prompts have up
+    to `longest`; the last call's if it will do. ValueError if not even one row fits the free
+    memory."""
     mark, old, wanted = ENGINES.get(model, (None, None, 0))
     if (mark == fingerprint(model) and old.max_len >= max_len and max(old.slots, wanted) >= slots
-            and (old.top_p < 1 or top_p == 1)):
+            and (old.top_p < 1 or top_p == 1) and old.prefill_tokens >= longest):
         return old
     if old is not None:  # training and evaluation take turns: make one that serves both
         slots, max_len = max(slots, wanted), max(max_len, old.max_len)
@@ -322,11 +324,10 @@ def engine_for(model, slots, max_len, top_p):
     free = free_bytes()
     row = max_len * memory.kv_per_token(model.config, model.embed.weight.element_size())
     row += working_bytes(model, 1, top_p) - working_bytes(model, 0, top_p)
-    # exact sums: no prompt is computed in parts, and the head multiplies rows that are not there
-    sizes, spare = memory.PREFILL_TOKENS, 0
-    if exact(model):
-        sizes, spare = sizes[:1], 8 * logprobs.ROWS * model.config.vocab_size
-    for prefill_tokens in sizes:
+    # for exact sums the head multiplies rows that are not there
+    spare = 8 * logprobs.ROWS * model.config.vocab_size * exact(model)
+    for size in memory.PREFILL_TOKENS:
+        prefill_tokens = max(size, longest)  # a prompt is computed at once
         fixed = working_bytes(model, 0, top_p, prefill_tokens) + spare
         fit = int((free - fixed) // row)
         if fit >= min(slots, 8):
@@ -342,35 +343,16 @@ def engine_for(model, slots, max_len, top_p):
 
 def prefill(model, engine, prompts, slots):
     """Fill the cache of slots[i] with all of prompts[i] but its last token, which the first decode
-    step reads; at most engine.prefill_tokens at a time.
-
-    Prompts run laid end to end, the longest first; one that is longer than that runs in parts, by
-    the model's modules."""
-    most = engine.prefill_tokens
-    todo = [(p[:-1], slot) for p, slot in zip(prompts, slots, strict=True) if len(p) > 1]
-    todo.sort(key=lambda t: len(t[0]), reverse=True)
-    while todo and len(todo[0][0]) > most:
-        if exact(model):
-            raise ValueError(f"--engine exact: a prompt of {len(todo[0][0]) + 1} tokens, and at "
-                             f"most {most} are computed at once; take --engine fast")
-        prefill_long(model, engine, *todo.pop(0))
-    while todo:
-        batch, total = [], 0
-        while todo and total + len(todo[0][0]) <= most:
-            batch.append(todo.pop(0))
-            total += len(batch[-1][0])
+    step reads. Prompts run laid end to end, at most engine.prefill_tokens at a time."""
+    batches, total = [], 0  # total: tokens of the last batch
+    for prompt, slot in zip(prompts, slots, strict=True):
+        tokens = prompt[:-1]
+        if not tokens:
+            continue
+        if not batches or total + len(tokens) > engine.prefill_tokens:
+            batches.append([])
+            total = 0
+        batches[-1].append((tokens, slot))
+        total += len(tokens)
+    for batch in batches:
         engine.prompts.run(model, *zip(*batch, strict=True), engine.capture)
-
-
-def prefill_long(model, engine, tokens, slot):
-    """prefill of one long prompt, straight to its slot: beside it there may be no room for a second
-    cache."""
-    most = engine.prefill_tokens
-    cache = engine.cache.rows(slot, slot + 1)
-    cache.length, cache.used = torch.zeros_like(cache.length), 0
-    ids = torch.tensor([tokens], device=cache.k.device)
-    # for a part that sees earlier ones, attention keeps the scores, in float32
-    later = max(1, min(most, 512 * most // len(tokens)))
-    for part in (ids[:, :most], *ids[:, most:].split(later, dim=1)):
-        model.hidden(part, cache)
-        cache.length += part.shape[1]

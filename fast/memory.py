@@ -18,7 +18,7 @@ BITS = {"none": 16} | {name: f.bits for name, f in FORMATS.items()}
 # GiB that the driver reports of a card sold as such (RTX 4090, A100, L40S, H100, H200)
 CARDS = {"24 GB": 23.5, "40 GB": 39.4, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 139.8}
 RESERVE = 1.5 * GIB  # CUDA context, kernels, what the allocator cannot fill
-# tokens that a prefill may hold: the first of these that leaves room for eight rows
+# tokens that a prefill may hold: the first of these that leaves room for eight rows, or one prompt
 PREFILL_TOKENS = 8192, 4096, 2048, 1024
 
 

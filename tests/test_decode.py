@@ -472,25 +472,26 @@ def test_a_fingerprint_is_of_all_that_a_graph_holds_on_to():
 
 
 def test_an_engine_is_made_anew_only_where_the_last_one_does_not_serve(monkeypatch):
-    """Captured at each change between training and evaluation, or kept where its rows are too short, its sort has no room, or the
-    weights have moved."""
+    """Captured at each change between training and evaluation, or kept where its rows are too short, its sort or a long prompt has no
+    room, or the weights have moved."""
     made, m = [], build()
 
     def graphs(model, slots, max_len, top_p, prefill_tokens):
-        made.append((slots, max_len, top_p))
+        made.append((slots, max_len, top_p, prefill_tokens))
         m.norm.weight.data = m.norm.weight.clone()  # as where an adapter's A goes below each weight
-        return SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p)
+        return SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p, prefill_tokens=prefill_tokens)
 
     monkeypatch.setattr(engine, "Graphs", graphs)
     monkeypatch.setattr(engine, "working_bytes", lambda *a: 0)
     monkeypatch.setattr(engine, "free_bytes", lambda: 3.5 * 128 * memory.kv_per_token(CPU, 4))
-    asked = [(8, 60, 1.0), (4, 64, 1.0), (4, 64, 0.9), (7, 100, 1.0), (8, 128, 1.0), (2, 50, 0.5), (9, 20, 1.0)]
+    asked = [(8, 60, 1.0), (4, 64, 1.0), (4, 64, 0.9), (7, 100, 1.0), (8, 128, 1.0), (2, 50, 0.5), (9, 20, 1.0),
+             (2, 50, 1.0, 9000)]
     ways = [engine.engine_for(m, *wanted) for wanted in asked]
     # seven rows of 64 fit, or three of 128: eight were wanted all the same, and no more would fit if they were asked for again
-    assert made == [(7, 64, 1.0), (7, 64, 0.9), (3, 128, 0.9), (3, 128, 0.9)]
+    assert made == [(7, 64, 1.0, 1024), (7, 64, 0.9, 1024), (3, 128, 0.9, 1024), (3, 128, 0.9, 1024), (3, 128, 0.9, 9000)]
     assert ways[1] is ways[0] and ways[3] is ways[4] is ways[5]
     m.valid_vocab -= 1
-    assert engine.engine_for(m, 1, 10, 1.0) is not ways[-1] and len(made) == 5
+    assert engine.engine_for(m, 1, 10, 1.0) is not ways[-1] and len(made) == 6
     monkeypatch.setattr(engine, "free_bytes", lambda: 0)
     with pytest.raises(ValueError, match="--max-new-tokens: one row of 192 tokens"):
         engine.engine_for(m, 1, 129, 1.0)
@@ -503,10 +504,10 @@ def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
     monkeypatch.setattr(engine.ranks, "world", 2)
     for max_rows, eval_n, temperature in ((1000, 1, 0.6), (20, 0, 0.6), (20, 1, 0.0)):
         asked = dict(eval_n=eval_n, eval_temperature=temperature)
-        args = SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, **asked)
+        args = SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, max_new_tokens=200, **asked)
         assert engine.prepare("model", args, 300) == "engine"
     # held-out questions would have it made anew for their sort
-    assert made == [("model", 24, 300, 0.95), ("model", 20, 300, 1.0), ("model", 20, 300, 1.0)]
+    assert made == [("model", 24, 300, 0.95, 100), ("model", 20, 300, 1.0, 100), ("model", 20, 300, 1.0, 100)]
 
 
 def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
@@ -784,7 +785,7 @@ def test_a_weight_that_moved_makes_a_new_engine(exact):
 def test_a_longer_prompt_goes_through_the_engine_that_was_made_for_it():
     """Made anew for it, all graphs are captured again: a second in which all other ranks wait."""
     m = installed()
-    engine.prepare(m, SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, eval_n=0), 300)
+    engine.prepare(m, SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, eval_n=0, max_new_tokens=200), 300)
     made = engine.ENGINES[m][1]
     for length in (5, 200, 280):
         sample.generate(m, [[1] * length, [2, 3]], 2, 20, max_rows=8)

@@ -32,7 +32,7 @@ class Slots:
 
     stall, ahead, most, capture, prefill_tokens = 2, 1, 2, None, 8192
 
-    def __init__(self, model, slots, max_len, top_p=1.0):
+    def __init__(self, model, slots, max_len, top_p=1.0, longest=1):
         self.model, self.slots, self.max_len = model, slots, max_len
         self.cache = M.KVCache(model, slots, max_len)
         self.token, self.key = torch.zeros(2, slots, dtype=torch.long)
@@ -179,20 +179,14 @@ def test_greedy_decoding_sorts_nothing(monkeypatch, on_slots):
 
 
 def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_path):
-    """Nothing to fill in beside more than a prefill holds at once: chunks, and the short row's own positions. Where a chunk sees others,
-    the GPU's attention keeps all its scores; and long keys and values have no room beside the cache that was planned."""
+    """Nothing to fill in beside more than a prefill was to hold: the short row's own positions, and memory for the whole of the longest
+    prompt, which is computed at once."""
     m, long, kw = small(positions=1300), [i * i % 297 for i in range(1200)], dict(max_new_tokens=[2, 2, 4, 4, 4], temperature=0)
-    want = sample.generate(m, prompts := [[5], [1, 2], long[:257], [3, 4], long], **kw)  # 257: a prefill is full
-    attention, scores, caches = M.F.scaled_dot_product_attention, [], []
-
-    def attend(q, k, v, attn_mask, **kw):
-        scores.append(0 if attn_mask is None else q.shape[2] * k.shape[2])
-        return attention(q, k, v, attn_mask=attn_mask, **kw)
-
-    run, taken = packed.Prefill.run, []
-    monkeypatch.setattr(packed.Prefill, "run", lambda self, m, rows, *a: taken.append(sum(map(len, rows))) or run(self, m, rows, *a))
+    want = sample.generate(m, prompts := [[5], [1, 2], long[:257], [3, 4, 6], long], **kw)
+    run, taken, working, planned = packed.Prefill.run, [], engine.working_bytes, []
+    monkeypatch.setattr(packed.Prefill, "run", lambda self, m, rows, *a: taken.append([*map(len, rows)]) or run(self, m, rows, *a))
+    monkeypatch.setattr(engine, "working_bytes", lambda m, *a: planned.append(a) or working(m, *a))
     monkeypatch.setattr(memory, "PREFILL_TOKENS", (256,))
-    monkeypatch.setattr(M.F, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(engine, "KVCache", lambda m, rows, length: caches.append((rows, length)) or M.KVCache(m, rows, length))
     compare(sample.generate(on_fast_path(m), prompts, max_rows=3, **kw), want)  # the longest beside a short one, where others ended
-    assert 0 < max(scores) <= 512 * 256 and caches == [(3, 1216)] and max(taken) == 256
+    assert planned[-1] == (0, 1.0, 1200) and taken == [[1, 256], [2], [1199]]
+    assert engine.ENGINES[m][1].prefill_tokens == 1200
