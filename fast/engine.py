@@ -235,19 +235,15 @@ def make_room(model):
         release(model)
 
 
-def training_bytes(params):
-    """Bytes that come with the first update: gradients and two moments."""
-    return 12 * sum(p.numel() for p in params)
-
-
-def plan_update(model, args, params):
-    """Settle train.py's --micro-batch-tokens and --checkpointing by the free memory, and print what
-    takes how much. A resumed run keeps its micro-batches: others round differently."""
+def plan_update(model, args, params, share=1.0):
+    """Settle train.py's --micro-batch-tokens and --checkpointing by the free memory (share: 2 for
+    all of it, not half), and print what takes how much. A resumed run keeps its micro-batches:
+    others round differently."""
     longest = args.max_prompt + args.max_new_tokens
-    later = training_bytes(params)
+    later = 12 * sum(p.numel() for p in params)  # gradients and two moments, at the first update
     free = min(ranks.gather(free_bytes())) - later
-    tokens, recompute = memory.fit_update(model.config, free, longest, args.micro_batch_tokens,
-                                          args.checkpointing)
+    tokens, recompute = memory.fit_update(model.config, free * share, longest,
+                                          args.micro_batch_tokens, args.checkpointing)
     peak = sum(memory.update_bytes(model.config, max(tokens, longest), recompute))
     UPDATES[model] = later + peak
     gib = [n / memory.GIB for n in (torch.cuda.memory_allocated(), later, peak, free)]

@@ -253,21 +253,18 @@ def phases(row, c, ceiling, args):
     model, made = build(c, row["quant"])
     row |= made
     optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6)
-    later = engine.training_bytes(optimizer.params)
-    length, rows = args.prompt + args.new, args.completions
-    row["micro_batch"], row["checkpointing"] = memory.fit_update(
-        c, (engine.free_bytes() - later) * args.share, length)
-    model.checkpointing = row["checkpointing"]
+    settings = train_flags("--max-prompt", args.prompt, "--max-new-tokens", args.new)
+    engine.plan_update(model, settings, optimizer.params, args.share)
+    model.checkpointing = settings.checkpointing == "on"
+    row["micro_batch"], row["checkpointing"] = settings.micro_batch_tokens, model.checkpointing
+    rows = args.completions
     if args.rollout:
         prompts = random_prompts(rows, args.prompt)
         torch.cuda.reset_peak_memory_stats()
         row["capture_s"], _ = draw(model, prompts, 1, 2)  # compiles and captures
         row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
         row["rollout_gib"] = peak_gib()
-        engine.UPDATES[model] = later + sum(memory.update_bytes(
-            c, max(row["micro_batch"], length), model.checkpointing))
         engine.make_room(model)
-    settings = update_flags(row["micro_batch"])
     completions = random_completions(rows, args.prompt, args.new, args.group)
     # a prompt's states are computed once for several of its completions
     row["tokens"] = sum(map(batches.size, batches.by_prompt(completions, row["micro_batch"])))
@@ -299,9 +296,9 @@ def plain(args):
         record(args.out, {"size": size} | by_paths(size, ("plain",)), ("size", "rows"))
 
 
-def update_flags(tokens):
-    """train.py's flags for an update of `tokens` a micro-batch: the paper's, but for that."""
-    return flags.parse(train.COMMAND, ["--model", "random", "--micro-batch-tokens", str(tokens)])
+def train_flags(*given):
+    """train.py's flags: the paper's, but for those given."""
+    return flags.parse(train.COMMAND, ["--model", "random", *map(str, given)])
 
 
 def by_paths(size, paths, rows=0):
@@ -311,7 +308,8 @@ def by_paths(size, paths, rows=0):
     model.checkpointing = True
     optimizer, out = grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6), {}
     completions = random_completions(8, 256, 1024)
-    update = partial(grpo.update, model, optimizer, completions, update_flags(16384))
+    settings = train_flags("--micro-batch-tokens", 16384)
+    update = partial(grpo.update, model, optimizer, completions, settings)
     torch.cuda.reset_peak_memory_stats()
     for path in paths:
         sample.set_engine(model, path)

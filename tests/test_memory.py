@@ -126,6 +126,8 @@ def test_a_run_plans_its_micro_batches_by_what_is_free_and_says_so(monkeypatch, 
         # the first update of all makes them while keys and values stand by, each later one the gradients
         assert engine.UPDATES[model] == 12 * memory.GIB + sum(memory.update_bytes(model.config, tokens, checkpointing == "on"))
         assert "12.0 gradients and moments" in capsys.readouterr().out
+    engine.plan_update(model, args := SimpleNamespace(**settings), params, share=2.0)  # all that is free, as lab/bench.py may ask
+    assert args.checkpointing == "off"
     args = SimpleNamespace(**settings | {"micro_batch_tokens": 100})
     engine.plan_update(model, args, params)
     assert engine.UPDATES[model] == 12 * memory.GIB + sum(memory.update_bytes(model.config, 4352, args.checkpointing == "on"))
