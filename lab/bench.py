@@ -285,15 +285,13 @@ def plain(args):
     """One of --engine's paths beside another: a decode step and an update of 8 completions of 1,024
     tokens with checkpointing, NVFP4 and LoRA 16. The fastest of three measurements of the step and
     of four updates: a card that lowers its clock for a moment has spoiled single ones."""
-    slow, quick = args.paths
+    slow, quick = args.paths[0], args.paths[-1]
     for size in args.sizes:
         rows = 64 if size in ("0.5b", "1.5b", "3b") else 8
         row = {"size": size, "rows": rows} | by_paths(size, args.paths, rows)
         for what in ("step_ms", "update_s"):
             row[f"times_{what}"] = row[f"{slow}_{what}"] / row[f"{quick}_{what}"]
         record(args.out, row, ("size", "rows"))
-    for size in args.largest:
-        record(args.out, {"size": size} | by_paths(size, ("plain",)), ("size", "rows"))
 
 
 def train_flags(*given):
@@ -301,9 +299,8 @@ def train_flags(*given):
     return flags.parse(train.COMMAND, ["--model", "random", *map(str, given)])
 
 
-def by_paths(size, paths, rows=0):
-    """Figures of a row of `plain`: a decode step of `rows` rows, if any, and an update by each
-    path, the plain one first."""
+def by_paths(size, paths, rows):
+    """Figures of a row of `plain`: a decode step of `rows` rows and an update by each path."""
     model, _ = build(config(size), "nvfp4", "plain")
     model.checkpointing = True
     optimizer, out = grpo.AdamW(lora.add_lora(model, 16, 16), 1e-6), {}
@@ -313,10 +310,9 @@ def by_paths(size, paths, rows=0):
     torch.cuda.reset_peak_memory_stats()
     for path in paths:
         sample.set_engine(model, path)
-        if rows:
-            prompts = random_prompts(rows, 257)  # no bucket ends within: one capture, and in both
-            steps = [decoding(model, prompts, 1, 144, warm=144)[1] for _ in range(3)]
-            out[f"{path}_step_ms"] = 1e3 * min(steps)
+        prompts = random_prompts(rows, 257)  # no bucket ends within: one capture, and in both
+        steps = [decoding(model, prompts, 1, 144, warm=144)[1] for _ in range(3)]
+        out[f"{path}_step_ms"] = 1e3 * min(steps)
         out[f"{path}_update_s"] = min(timed(update)[0] for _ in range(4))  # the first compiles
         out[f"{path}_gib"] = peak_gib()
         torch.cuda.reset_peak_memory_stats()
@@ -364,10 +360,9 @@ def parse_args(argv=None):
     add("--card-gib", type=float, default=0, help="limit the memory, as of a smaller card")
     add("--no-rollout", dest="rollout", action="store_false", help="the update alone")
     add = each["plain"].add_argument
-    add("--sizes", nargs="*", choices=SIZES, default=["0.5b", "3b", "7b"], help="both paths")
-    add("--paths", nargs=2, choices=("plain", "fast", "exact"), default=["plain", "fast"],
-        help="the slower one first")
-    add("--largest", **some, choices=SIZES, default=[], help="an update by the plain path alone")
+    add("--sizes", **some, choices=SIZES, default=["0.5b", "3b", "7b"], help="models")
+    add("--paths", **some, choices=("plain", "fast", "exact"), default=["plain", "fast"],
+        help="one, or two, the slower one first")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error(f"{args.what}: needs a CUDA device")
