@@ -273,13 +273,6 @@ def fingerprint(model):
             model.config.rope_scaling)
 
 
-def working_bytes(model, *args):
-    """memory.rollout_bytes(model.config, *args), minus the scratch that is there already."""
-    held = sum(t.nbytes for t in plan.SPACE.get(model.embed.weight.device, ()))
-    scratch = memory.gemm_scratch(model.config)
-    return memory.rollout_bytes(model.config, *args) - min(held, scratch)
-
-
 def own_code(model):
     """What of the model the kernels do not have, in a few words: a function, a noise, a forward or
     a hook of the user's own, a parameter that gets no gradient; None if there is none."""
@@ -317,14 +310,15 @@ def engine_for(model, slots, max_len, top_p, longest=1):
         del old
         release(model)
     max_len = -(-max_len // 64) * 64
-    free = free_bytes()
-    row = max_len * memory.kv_per_token(model.config, model.embed.weight.element_size())
-    row += working_bytes(model, 1, top_p) - working_bytes(model, 0, top_p)
+    config, weight = model.config, model.embed.weight
+    scratch = sum(t.nbytes for t in plan.SPACE.get(weight.device, ()))  # what is there already
+    free = free_bytes() + min(scratch, memory.gemm_scratch(config))
+    row = memory.row_bytes(config, max_len, top_p, weight.element_size())
     # for exact sums the head multiplies rows that are not there
-    spare = 8 * logprobs.ROWS * model.config.vocab_size * exact(model)
+    spare = logprobs.ROWS * memory.row_bytes(config, 0) * exact(model)
     for size in memory.PREFILL_TOKENS:
         prefill_tokens = max(size, longest)  # a prompt is computed at once
-        fixed = working_bytes(model, 0, top_p, prefill_tokens) + spare
+        fixed = memory.prefill_bytes(config, prefill_tokens) + spare
         fit = int((free - fixed) // row)
         if fit >= min(slots, 8):
             break

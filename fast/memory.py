@@ -100,14 +100,18 @@ def fit_update(c, free, longest, tokens=0, checkpointing="auto"):
 # ---- rollouts
 
 
-def rollout_bytes(c, rows, top_p=1.0, prefill_tokens=PREFILL_TOKENS[0]):
-    """Bytes of a rollout beside weights, adapter, keys and values: a prefill's activations, the
-    FP4 GEMM's scratch, `rows` rows of logits and the sort of top_p."""
-    prefill = prefill_tokens * (4 * c.hidden_size + 3 * c.intermediate_size) * 4
+def prefill_bytes(c, tokens):
+    """Bytes of a rollout beside weights, adapter and what each row takes: the activations of a
+    prefill of `tokens`, and the FP4 GEMM's scratch."""
+    activations = tokens * (4 * c.hidden_size + 3 * c.intermediate_size) * 4
+    return activations + gemm_scratch(c) + (1 << 29)
+
+
+def row_bytes(c, max_len, top_p=1.0, itemsize=2):
+    """Bytes of a row of a rollout: keys and values of max_len tokens, logits, the sort of top_p."""
     # float32 logits, twice because the allocator keeps the rehearsal's apart from the graph's;
     # log-probs, values and indices twice
-    logits = rows * c.vocab_size * (8 if top_p == 1 else 48)
-    return prefill + gemm_scratch(c) + logits + (1 << 29)
+    return max_len * kv_per_token(c, itemsize) + c.vocab_size * (8 if top_p == 1 else 48)
 
 
 # ---- the table

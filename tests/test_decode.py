@@ -482,8 +482,10 @@ def test_an_engine_is_made_anew_only_where_the_last_one_does_not_serve(monkeypat
         return SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p, prefill_tokens=prefill_tokens)
 
     monkeypatch.setattr(engine, "Graphs", graphs)
-    monkeypatch.setattr(engine, "working_bytes", lambda *a: 0)
-    monkeypatch.setattr(engine, "free_bytes", lambda: 3.5 * 128 * memory.kv_per_token(CPU, 4))
+    monkeypatch.setattr(memory, "prefill_bytes", lambda *a: 0)
+    monkeypatch.setattr(memory, "row_bytes", lambda c, max_len, *_: max_len)
+    monkeypatch.setattr(plan, "SPACE", {})
+    monkeypatch.setattr(engine, "free_bytes", lambda: 3.5 * 128)
     asked = [(8, 60, 1.0), (4, 64, 1.0), (4, 64, 0.9), (7, 100, 1.0), (8, 128, 1.0), (2, 50, 0.5), (9, 20, 1.0),
              (2, 50, 1.0, 9000)]
     ways = [engine.engine_for(m, *wanted) for wanted in asked]
@@ -513,34 +515,38 @@ def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
 def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
     """The scratch of the largest weight comes after the keys and values are made: unplanned, it runs out of memory. What is
     there already is not free memory and must not be counted again."""
-    m = build(rank=0)
+    monkeypatch.setattr(engine, "Graphs", lambda model, slots, *_: SimpleNamespace(slots=slots))
     monkeypatch.setattr(plan, "SPACE", {})
-    whole = engine.working_bytes(m, 8, 1.0)
-    assert whole == memory.rollout_bytes(CPU, 8) > memory.gemm_scratch(CPU)
+    monkeypatch.setattr(engine, "free_bytes", lambda: planned(100, 64) - held)
+    held = 0
+    assert engine.engine_for(build(rank=0), 10**6, 64, 1.0).slots == 100
     held = sum(t.nbytes for t in plan.space(torch.device("cpu")))
-    assert engine.working_bytes(m, 8, 1.0) == whole - held
+    assert engine.engine_for(build(rank=0), 10**6, 64, 1.0).slots == 100 and held < memory.gemm_scratch(CPU)
+
+
+def planned(rows, max_len, top_p=1.0, tokens=8192):
+    """Bytes of a rollout, beside weights and adapter, of a prefill of `tokens` and so many rows."""
+    return memory.prefill_bytes(CPU, tokens) + rows * memory.row_bytes(CPU, max_len, top_p, 4)
 
 
 def test_rows_are_planned_by_what_each_of_them_takes(monkeypatch):
     """Logits and the sort of top_p are of the rows that fit, not of those asked for: they took memory from keys and values, and
     were called the needs of one row."""
     monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, top_p, _: SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p))
+    monkeypatch.setattr(plan, "SPACE", {})
     for top_p in (1.0, 0.9):
-        m = build(rank=0)
-        need = engine.working_bytes(m, 9, top_p) + 9 * 64 * memory.kv_per_token(CPU, 4)
-        monkeypatch.setattr(engine, "free_bytes", lambda need=need: need)
-        assert engine.engine_for(m, 10**6, 64, top_p).slots == 9
+        monkeypatch.setattr(engine, "free_bytes", lambda top_p=top_p: planned(9, 64, top_p))
+        assert engine.engine_for(build(rank=0), 10**6, 64, top_p).slots == 9
 
 
 def test_where_few_rows_fit_a_prefill_takes_fewer_tokens(monkeypatch):
     """The activations of 8,192 tokens take more of a small card, beside the weights of 32B, than is left of it."""
     monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, top_p, prefill_tokens: SimpleNamespace(
         slots=slots, max_len=max_len, top_p=top_p, prefill_tokens=prefill_tokens))
+    monkeypatch.setattr(plan, "SPACE", {})
     for rows, asked, tokens in ((8, 100, 2048), (8, 8, 2048), (3, 100, 1024), (3, 3, 2048)):
-        m = build(rank=0)
-        need = engine.working_bytes(m, rows, 1.0, 2048) + rows * 64 * memory.kv_per_token(CPU, 4)
-        monkeypatch.setattr(engine, "free_bytes", lambda need=need: need)
-        made = engine.engine_for(m, asked, 64, 1.0)
+        monkeypatch.setattr(engine, "free_bytes", lambda rows=rows: planned(rows, 64, tokens=2048))
+        made = engine.engine_for(build(rank=0), asked, 64, 1.0)
         assert made.prefill_tokens == tokens and made.slots >= rows
 
 
@@ -987,7 +993,8 @@ def test_rows_queue_when_memory_is_short_and_an_error_when_none_fits(exact, monk
     """KV memory is planned: what does not fit waits; when not even one row fits, the message says what would."""
     kw = dict(n=4, max_new_tokens=20, seed=3)
     want = plainly(exact, PROMPTS, **kw)
-    free = engine.working_bytes(exact, 3, 1.0, memory.PREFILL_TOKENS[-1]) + 3 * 64 * memory.kv_per_token(GPU, 4)
+    scratch = min(memory.gemm_scratch(GPU), sum(t.nbytes for t in plan.SPACE.get(exact.embed.weight.device, ())))
+    free = memory.prefill_bytes(GPU, memory.PREFILL_TOKENS[-1]) + 3 * memory.row_bytes(GPU, 64, itemsize=4) - scratch
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free - cached, 0))
     same_draws(exact, sample.generate(exact, PROMPTS, **kw), want, **kw)

@@ -69,9 +69,9 @@ def test_a_plan_of_a_hub_id_fetches_its_config_alone(monkeypatch, capsys):
 def test_rollouts_plan_float32_logits_and_the_sort_of_top_p():
     """Rows are made as many as the rest of the memory holds: too few bytes a row, and the first step runs out of it."""
     c = config("7b")
-    rows, sort = ([memory.rollout_bytes(c, n, top_p) for n in (0, 100)] for top_p in (1.0, 0.95))
-    assert rows[1] - rows[0] == 2 * 4 * 100 * c.vocab_size and sort[1] - sort[0] == 6 * (rows[1] - rows[0])
-    assert rows[0] > memory.PREFILL_TOKENS[0] * 3 * c.intermediate_size * 4 + memory.gemm_scratch(c)  # a prefill's MLP
+    logits, sort = (memory.row_bytes(c, 100, top_p) - 100 * memory.kv_per_token(c) for top_p in (1.0, 0.95))
+    assert logits == 2 * 4 * c.vocab_size and sort == 6 * logits
+    assert memory.prefill_bytes(c, 8192) > 8192 * 3 * c.intermediate_size * 4 + memory.gemm_scratch(c)  # a prefill's MLP
 
 
 def test_the_table_says_what_fits_a_card_and_how_much_is_left():

@@ -183,10 +183,10 @@ def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_pat
     prompt, which is computed at once."""
     m, long, kw = small(positions=1300), [i * i % 297 for i in range(1200)], dict(max_new_tokens=[2, 2, 4, 4, 4], temperature=0)
     want = sample.generate(m, prompts := [[5], [1, 2], long[:257], [3, 4, 6], long], **kw)
-    run, taken, working, planned = packed.Prefill.run, [], engine.working_bytes, []
+    run, taken, activations, planned = packed.Prefill.run, [], memory.prefill_bytes, []
     monkeypatch.setattr(packed.Prefill, "run", lambda self, m, rows, *a: taken.append([*map(len, rows)]) or run(self, m, rows, *a))
-    monkeypatch.setattr(engine, "working_bytes", lambda m, *a: planned.append(a) or working(m, *a))
+    monkeypatch.setattr(memory, "prefill_bytes", lambda c, tokens: planned.append(tokens) or activations(c, tokens))
     monkeypatch.setattr(memory, "PREFILL_TOKENS", (256,))
     compare(sample.generate(on_fast_path(m), prompts, max_rows=3, **kw), want)  # the longest beside a short one, where others ended
-    assert planned[-1] == (0, 1.0, 1200) and taken == [[1, 256], [2], [1199]]
+    assert planned == [1200] and taken == [[1, 256], [2], [1199]]
     assert engine.ENGINES[m][1].prefill_tokens == 1200
