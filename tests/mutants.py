@@ -2078,7 +2078,7 @@ MUTANTS = {
         ("the divergence of the clean policy from the noisy one", "noisy.exp() * (noisy - clean)", "clean.exp() * (clean - noisy)",
          "ideas::the_documented_size_of_a_noise_is_its_divergence"),
     ],
-    "lab/bench_report.py": [
+    "lab/bench.py": [
         ("other formats count as NVFP4", 'r["fmt"] == "nvfp4" and', "", "bench::tables_are_made"),
         ("a backward pass counts as forward", 'and r["pass"] == "forward"', "", "bench::tables_are_made"),
         ("what is no measurement of rows is in their table", 'if r["kind"] == "rows"', "", "bench::tables_are_made"),

@@ -1,9 +1,9 @@
-"""lab/bench.py and lab/bench_report.py: what they do without a GPU; the measurements themselves need one."""
+"""lab/bench.py: what it does without a GPU; the measurements themselves need one."""
 import json
 
 import pytest
 
-from lab import bench, bench_report
+from lab import bench
 
 
 def test_rows_measured_again_replace_the_old_ones(tmp_path, capsys):
@@ -11,7 +11,7 @@ def test_rows_measured_again_replace_the_old_ones(tmp_path, capsys):
     there twice."""
     out, key = tmp_path / "new" / "r.json", ("shape", "M")
     for M, us in ((1, 3.0), (2, 4.0), (2, 50000.49)):
-        bench_report.record(out, {"shape": "a", "M": M, "us": us}, key)
+        bench.record(out, {"shape": "a", "M": M, "us": us}, key)
     assert json.loads(out.read_text()) == [{"shape": "a", "M": 1, "us": 3.0},
                                            {"shape": "a", "M": 2, "us": 50000.0}]
     assert list(out.parent.iterdir()) == [out]
@@ -23,22 +23,22 @@ def test_what_does_not_fit_is_a_row_among_the_others(tmp_path):
     out, key = tmp_path / "r.json", ("size", "micro_batch")
     rows = [{"size": "7b", "micro_batch": 2048, "update_s": 1.5}, {"size": "72b", "out_of_memory": True}]
     for row in rows + rows:
-        bench_report.record(out, row, key)
+        bench.record(out, row, key)
     assert json.loads(out.read_text()) == rows
 
 
 def test_floor_of_a_7b_step():
     """The arithmetic behind every floor: 3.67 GB of four-bit weights, 1.09 GB of head, 80 MB of
     adapter, 56 KiB a token."""
-    floor = bench_report.floor_bytes(bench_report.config("7b"), "nvfp4", 16, 8, 512)
+    floor = bench.floor_bytes(bench.config("7b"), "nvfp4", 16, 8, 512)
     assert floor == {"linear": pytest.approx(3.67e9, rel=0.01), "head": 152064 * 3584 * 2,
                      "lora": pytest.approx(8.07e7, rel=0.01), "kv": 8 * 512 * 57344}
-    tied = bench_report.config("0.5b")  # its head is the embedding, and is read all the same
-    assert tied.tie_word_embeddings and bench_report.floor_bytes(tied, "nvfp4", 0, 1, 1)["head"] == 151936 * 896 * 2
+    tied = bench.config("0.5b")  # its head is the embedding, and is read all the same
+    assert tied.tie_word_embeddings and bench.floor_bytes(tied, "nvfp4", 0, 1, 1)["head"] == 151936 * 896 * 2
 
 
 def test_shapes_are_found_by_name():
-    assert (bench_report.linear("0.5b.down"), bench_report.linear("7b.qkv")) == ((896, 4864), (4608, 3584))
+    assert (bench.linear("0.5b.down"), bench.linear("7b.qkv")) == ((896, 4864), (4608, 3584))
 
 
 @pytest.mark.parametrize("argv, told", [
@@ -55,7 +55,7 @@ def test_bad_arguments_are_told(argv, told):
                                          ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090")])
 def test_results_are_named_after_the_card(name, short):
     """Rows of an H200 once went among those of the H100."""
-    assert bench_report.card(name) == short
+    assert bench.card(name) == short
 
 
 def test_what_is_measured_by_default_can_be_named():
@@ -65,7 +65,7 @@ def test_what_is_measured_by_default_can_be_named():
 
 def test_every_peer_says_what_was_measured_and_how():
     """A figure without its version, card and method, or one that belongs to no number of rows."""
-    for peer in bench_report.PEERS.values():
+    for peer in bench.PEERS.values():
         assert all(peer[k] for k in ("what", "version", "card", "method"))
         for values in [*peer.get("speedup", {}).values(), peer.get("geometric_mean")]:
             assert values is None or len(values) == len(peer["rows"])
@@ -74,11 +74,11 @@ def test_every_peer_says_what_was_measured_and_how():
 def test_tables_are_made(tmp_path, monkeypatch, capsys):
     """Marlin's and vLLM's figures beside another shape or number of rows than they belong to. And a traceback, at a file in results/
     whose name was taken for a card's."""
-    bench_report.tables()
+    bench.tables()
     assert "| 7b:nvfp4:16 | 404 (190) |" in capsys.readouterr().out
-    monkeypatch.setattr(bench_report, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
     rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 1.0 if s == "3b.o" else 2.0}
-            for s in [*bench_report.PEERS["marlin"]["speedup"], "3b.o"] for m in bench_report.ROWS]
+            for s in [*bench.PEERS["marlin"]["speedup"], "3b.o"] for m in bench.ROWS]
     rows += [rows[0] | other | {"speedup": 9.0} for other in ({"fmt": "mxfp4"}, {"pass": "backward"})]  # no forward pass of NVFP4
     (tmp_path / "kernels_l40s.json").write_text(json.dumps([r for r in rows if r["shape"] == "3b.o"]))  # none of Marlin's shapes
     for card in ("h100", "h200"):  # the others' ratios were measured on an H100
@@ -90,7 +90,7 @@ def test_tables_are_made(tmp_path, monkeypatch, capsys):
     row = {"size": "7b", "quant": "nvfp4", "completions": 2, "group": 1, "new": 2048, "card_gib": 0, "rollout_s": 5.0, "update_s": 1.0}
     other = [row | {"quant": "none", "rollout_s": 8.0}, row | {"card_gib": 24.0, "update_s": 9.0}, row | {"size": "3b", "new": 512}]
     (tmp_path / "step_h100.json").write_text(json.dumps([row, *other, {k: v for k, v in row.items() if k != "rollout_s"} | {"completions": 8}]))
-    bench_report.tables()
+    bench.tables()
     out = capsys.readouterr().out
     assert "| completions | 2 |\n|---|---|\n| 7b:nvfp4 | 6.00 (1.50) |\n| 7b:none | 9.00 (1.00) |\n" in out
     assert "| 3b:none:16 | 380 (-) |" in out
@@ -102,6 +102,6 @@ def test_tables_are_made(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.gpu
 def test_the_plan_is_within_five_percent_of_what_a_model_takes():
-    _, r = bench.build(bench_report.config("7b"), "nvfp4")
+    _, r = bench.build(bench.config("7b"), "nvfp4")
     assert abs(r["weights_gib"] / r["planned_gib"] - 1) < 0.05 and r["weights_gib"] < 5.6
     assert r["load_peak_gib"] < r["weights_gib"] + 4

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from fast import bits, gemm, layout, memory, plan
 from fast.adapter import adapter_work
 from fast.layout import Tiled, pack, untile
-from lab import bench_report
+from lab import bench
 from model import Config
 from nvfp4 import E2M1, FORMATS, NF4, Format, quantize
 
@@ -392,7 +392,7 @@ def test_plans_are_near_the_fastest_that_was_measured():
     those that were tried in it, up to 51; the times of before, 3.2%."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "tiles_h200.json").read_text()):
-        t = plan.plan(r["M"], *bench_report.linear(r["shape"]), 132)[1]
+        t = plan.plan(r["M"], *bench.linear(r["shape"]), 132)[1]
         own = " ".join(f"{k}={t[k]}" for k in ("BM", "BN", "warps", "stages", "split", "whole", "maxnreg") if k in t)
         if own in r["us"]:
             loss.append((r["us"][own] - min(r["us"].values())) * r["blocks"] / r["step_us"])
@@ -404,7 +404,7 @@ def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
     of three to five on average; fitted to decode steps alone they were 2.5% from it, and up to 31."""
     loss = []
     for r in json.loads((Path(__file__).parents[1] / "results" / "gemm_tiles_h100.json").read_text()):
-        shape = r["M"], *bench_report.linear(r["shape"]), 132
+        shape = r["M"], *bench.linear(r["shape"]), 132
         t, few = plan.plan(*shape)[1], plan.few(*shape)
         us = r["us"].get("BN={BN} split={split} whole={whole}".format_map(t)) if few else r["many_us"]
         if us and (not few or (t["BM"], t["stages"]) == (128, {64: 3, 128: 2}[t["BN"]])):  # the tiles that were timed
@@ -415,22 +415,22 @@ def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
 def test_many_rows_take_large_tiles():
     """Fitted to at most 2,048 rows: beyond, the times of before called tiles of 32 and 64 rows the fastest, and an update of
     --engine exact, which multiplies all its rows so, took 1.5 to 2.0 times as long as the other, not 1.2 to 1.3."""
-    for size, layer in itertools.product(("0.5b", "1.5b", "3b", "7b", "32b"), bench_report.LAYERS):
-        assert plan.plan(32768, *bench_report.linear(f"{size}.{layer}"), 132, exact=True)[1]["BM"] == 128, (size, layer)
+    for size, layer in itertools.product(("0.5b", "1.5b", "3b", "7b", "32b"), bench.LAYERS):
+        assert plan.plan(32768, *bench.linear(f"{size}.{layer}"), 132, exact=True)[1]["BM"] == 128, (size, layer)
 
 
 def test_two_sums_take_a_tile_that_has_room():
     """An exact sum of several ranges beside the sum of one: of 128 x 128 outputs, two programs an SM would spill."""
     for name, ranges, fit in (("7b.down", 7, 1), ("7b.gate_up", 1, 2)):
-        t = plan.plan(16384, *bench_report.linear(name), 132, exact=True)[1]
+        t = plan.plan(16384, *bench.linear(name), 132, exact=True)[1]
         assert (t["ranges"], t["BN"], t["fit"]) == (ranges, 128, fit)
 
 
 def test_rows_that_pay_for_decoding_the_weight_first():
     """As measured on an H200: the kernel is the faster for the 7B's gate_up at 1,024 rows, but for no linear at 2,048, where it took
     900 us for 32b.down (results/LOG.md) and the weight decoded first takes 823 (results/kernels_h200.json)."""
-    def few(M, names=tuple(f"{size}.{layer}" for size in ("7b", "32b") for layer in bench_report.LAYERS)):
-        return [plan.few(M, *bench_report.linear(name), 132) for name in names]
+    def few(M, names=tuple(f"{size}.{layer}" for size in ("7b", "32b") for layer in bench.LAYERS)):
+        return [plan.few(M, *bench.linear(name), 132) for name in names]
 
     assert all(few(512)) and few(1024, ["7b.gate_up", "7b.down"]) == [True, False] and not any(few(2048))
 

@@ -16,7 +16,7 @@ import lora
 import model as M
 from fast import engine, memory
 from lab import convert
-from lab.bench_report import SIZES, config
+from lab.bench import SIZES, config
 from nvfp4 import FORMATS
 from tests import conftest
 
