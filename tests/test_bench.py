@@ -45,7 +45,7 @@ def test_shapes_are_found_by_name():
     (["rollout", "7b:fp3:16:1"], "size:format:rank:rows"),
     (["rollout", "7b:nvfp4:16:x"], "7b:nvfp4"), (["rollout", "7b:nvfp4:16:0"], "7b:nvfp4:16:0"),
     (["rollout", "7b:nvfp4:16:1,"], "7b:nvfp4:16:1,"),
-    (["kernels", "--sizes", "8b"], "0.5b"), (["step", "--sizes", "8b"], "0.5b")])
+    (["rollout"], "CONFIG"), (["step", "--sizes", "8b"], "0.5b")])
 def test_bad_arguments_are_told(argv, told):
     with pytest.raises(ValueError, match=told):
         bench.parse_args(argv)
@@ -56,11 +56,6 @@ def test_bad_arguments_are_told(argv, told):
 def test_results_are_named_after_the_card(name, short):
     """Rows of an H200 once went among those of the H100."""
     assert bench.card(name) == short
-
-
-def test_what_is_measured_by_default_can_be_named():
-    """A default that the command itself would refuse."""
-    assert [bench.rollout_config(c) for c in bench.ROLLOUTS] == bench.ROLLOUTS
 
 
 def test_every_peer_says_what_was_measured_and_how():
