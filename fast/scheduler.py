@@ -48,8 +48,8 @@ class Scheduler:
             # the engine has its next steps before the host waits for the last ones
             while len(in_flight) <= self.engine.ahead and (launched := self.launch()):
                 in_flight.append(launched)
-            steps, slots, fetch = in_flight.popleft()
-            bar.update(self.collect(slots, *fetch()))
+            steps, rows, fetch = in_flight.popleft()
+            bar.update(self.collect(rows, *fetch()))
             self.empty_steps += self.live.count(None) * steps
         bar.close()
 
@@ -113,40 +113,33 @@ class Scheduler:
                     self.live[slot] = row
 
     def launch(self):
-        """Launch the live rows' next steps: (how many, {id of a row: its slot now}, a function that
+        """Launch the live rows' next steps: (how many, the row in each slot now, a function that
         waits for their tokens), or None if no row has steps left to launch."""
-        slots = {id(row): slot for slot, row in enumerate(self.live) if row}
         left = max(row.limit - self.launched[id(row)] for row in self.live if row)
         if left <= 0:
             return None
         steps, fetch = self.engine.run(len(self.live), left)
-        for row in slots:
-            self.launched[row] += steps
-        return steps, slots, fetch
+        for row in self.live:
+            if row:
+                self.launched[id(row)] += steps
+        return steps, [*self.live], fetch
 
-    def collect(self, slots, ids, logprobs):
-        """Give the live rows their tokens, from lists [slot][step] of steps at whose launch they
-        were in `slots`; returns how many have ended."""
+    def collect(self, rows, ids, logprobs):
+        """Give rows their tokens, up to their ends, from lists [slot][step] of steps that were
+        launched for these `rows`; returns how many have ended."""
         ended = 0
-        for slot, row in enumerate(self.live):
-            place = slots.get(id(row))
-            if row is None or place is None:  # a hole, or it began after the launch
+        for row, new, logp in zip(rows, ids, logprobs, strict=True):
+            if row is None or row.ended:  # a hole, or its end was in earlier steps
                 continue
-            new = self.take(row, ids[place], logprobs[place])
-            if row.ended:
-                self.live[slot] = None
-                ended += 1
+            new = new[: row.limit - len(row.sample.ids)]
+            end = next((i + 1 for i, token in enumerate(new) if token in self.eos), None)
+            new = new[:end]
+            row.sample.finished = end is not None
+            row.sample.ids += new
+            row.sample.logprobs += logp[: len(new)]
+            ended += row.ended
             if self.on_token:
                 for token in new:
                     self.on_token(row.p, row.j, token)
+        self.live = [row if row and not row.ended else None for row in self.live]
         return ended
-
-    def take(self, row, ids, logprobs):
-        """Drawn tokens into the row's sample, up to its end; returns them."""
-        ids = ids[: row.limit - len(row.sample.ids)]
-        end = next((i + 1 for i, token in enumerate(ids) if token in self.eos), None)
-        row.sample.finished = end is not None
-        ids = ids[:end]
-        row.sample.ids += ids
-        row.sample.logprobs += logprobs[: len(ids)]
-        return ids
