@@ -73,12 +73,12 @@ def linear(name):
 
 
 def floor_bytes(c, quant, rank, rows, length):
-    """Bytes that one decode step must read, by part: weights, LM head, adapter in 16 bits, keys and
-    values of `length` tokens."""
+    """Bytes that one decode step must read: weights, LM head, adapter in 16 bits, keys and values
+    of `length` tokens."""
     w = memory.weights(c, quant)
-    return {"linear": w["attention"] + w["mlp"], "head": w["lm_head"] or w["embeddings"],
-            "lora": 2 * memory.lora_parameters(c, rank),
-            "kv": rows * length * memory.kv_per_token(c)}
+    head = w["lm_head"] or w["embeddings"]
+    return (w["attention"] + w["mlp"] + head + 2 * memory.lora_parameters(c, rank)
+            + rows * length * memory.kv_per_token(c))
 
 
 def card(name=None):
@@ -106,16 +106,13 @@ def record(path, row, key):
 
 
 def build(c, quant, path="fast"):
-    """A model of random weights on the GPU, and the memory that it takes, beside the plan."""
+    """A model of random weights on the GPU, and the GiB that it takes."""
     gc.collect()  # a model before this one may be part of a reference cycle
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     model = qwen.build(c, checkpoint.RandomCheckpoint(), "cuda", quant=quant)
     sample.set_engine(model, path)
-    return model, {"weights_gib": (torch.cuda.memory_allocated() - before) / memory.GIB,
-                   "planned_gib": sum(memory.weights(c, quant).values()) / memory.GIB,
-                   "load_peak_gib": peak_gib()}
+    return model, (torch.cuda.memory_allocated() - before) / memory.GIB
 
 
 def timed(f):
@@ -210,17 +207,20 @@ def rollout(args):
     for text in args.configs:
         size, quant, rank, todo = text.split(":")
         rank, c = int(rank), config(size)
-        model, made = build(c, quant)
+        model, weights_gib = build(c, quant)
         if rank:
             for p in lora.add_lora(model, rank, rank):
                 torch.nn.init.normal_(p, std=0.01)
         torch.cuda.reset_peak_memory_stats()
-        floors = partial(floor_bytes, c, quant, rank)
         for what in todo.split(","):
             row = {"size": size, "quant": quant, "lora_rank": rank, "prompt": args.prompt,
-                   "new": args.new, "weights_gib": made["weights_gib"]}
-            row |= (queue(model, args) if what == "queue" else
-                    rows_alive(model, floors, what, args, ceiling))
+                   "new": args.new, "weights_gib": weights_gib}
+            if what == "queue":
+                row |= queue(model, args)
+            else:
+                row |= rows_alive(model, what, args)
+                floor = floor_bytes(c, quant, rank, row["rows"], args.prompt + args.new / 2)
+                row["floor_ms"] = floor / ceiling / 1e6
             record(args.out, row | {"peak_gib": peak_gib()},
                    ("size", "quant", "lora_rank", "rows", "kind"))
         engine.release(model)
@@ -255,15 +255,15 @@ def decoding(model, prompts, n, new, warm):
     return first, (last - first) / (new - 1)
 
 
-def rows_alive(model, floors, what, args, ceiling):
+def rows_alive(model, what, args):
     """`what`: "8" rows of one prompt, or "8x16": 16 samples of each of 8 prompts."""
     groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
     rows = groups * n
-    engine.engine_for(model, rows, args.prompt + args.new, 1.0)  # one engine, whatever is drawn
+    # one engine, whatever is drawn
+    engine.engine_for(model, rows, args.prompt + args.new, 1.0, args.prompt)
     first, step = decoding(model, random_prompts(groups, args.prompt), n, args.new, warm=2)
-    floor = sum(floors(rows, args.prompt + args.new / 2).values()) / ceiling / 1e9
     return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step,
-            "step_ms": 1e3 * step, "prefill_s": first, "floor_ms": 1e3 * floor}
+            "step_ms": 1e3 * step, "prefill_s": first}
 
 
 def queue(model, args, requests=256, slots=64):
@@ -273,7 +273,7 @@ def queue(model, args, requests=256, slots=64):
     lengths = torch.randn(requests, generator=g).mul(0.7).exp().mul(300).clamp(8, 2048).int()
     lengths = lengths.tolist()
     prompts = random_prompts(requests, args.prompt)
-    graphs = engine.engine_for(model, slots, args.prompt + max(lengths), 1.0)
+    graphs = engine.engine_for(model, slots, args.prompt + max(lengths), 1.0, args.prompt)
     for rows in graphs.sizes:  # capture each batch size
         draw(model, prompts[:1], rows, 2)
     first, _ = draw(model, prompts[:slots], 1, 1)
@@ -307,8 +307,7 @@ def step(args):
 
 def phases(row, c, ceiling, args):
     """Measure one size and format and add the figures to its row."""
-    model, made = build(c, row["quant"])
-    row |= made
+    model, row["weights_gib"] = build(c, row["quant"])
     optimizer = grpo.AdamW(lora.add_lora(model, args.rank, args.rank), 1e-6)
     settings = train_flags("--max-prompt", args.prompt, "--max-new-tokens", args.new)
     engine.plan_update(model, settings, optimizer.params, args.share)
