@@ -9,6 +9,7 @@ fewer tokens and 22% less time. Here a group is a few completions of one prompt.
 Shapes: S tokens, C hidden. Completions are grpo.Completion's: a prompt and ids, lists of token ids.
 """
 import math
+from itertools import chain
 
 from plumbing import ranks
 
@@ -50,14 +51,8 @@ def micro_batches(model, completions, token_budget):
     tokens = sum(size([c]) for c in completions)
     groups = by_prompt(completions, min(token_budget, tokens // ranks.world))
     share = ranks.share(groups, size)[ranks.rank]
-    lists, total = [], 0  # total: of the last list
-    for group in sorted(share, key=size):
-        if not lists or total + size(group) > token_budget:
-            lists.append([])
-            total = 0
-        lists[-1] += group
-        total += size(group)
-    return lists
+    lists = engine.together(sorted(share, key=size), size, token_budget)
+    return [[*chain(*groups)] for groups in lists]
 
 
 def completion_logprobs(model, completions, temperature, blocks=None):

@@ -331,18 +331,21 @@ def engine_for(model, slots, max_len, top_p, longest=1):
     return engine
 
 
+def together(items, size, most):
+    """Lists of neighbouring items whose sizes come to `most` or less; a larger item is alone."""
+    lists, total = [], 0  # total: of the last list
+    for item in items:
+        if not lists or total + size(item) > most:
+            lists.append([])
+            total = 0
+        lists[-1].append(item)
+        total += size(item)
+    return lists
+
+
 def prefill(model, engine, prompts, slots):
     """Fill the cache of slots[i] with all of prompts[i] but its last token, which the first decode
     step reads. Prompts run laid end to end, at most engine.prefill_tokens at a time."""
-    batches, total = [], 0  # total: tokens of the last batch
-    for prompt, slot in zip(prompts, slots, strict=True):
-        tokens = prompt[:-1]
-        if not tokens:
-            continue
-        if not batches or total + len(tokens) > engine.prefill_tokens:
-            batches.append([])
-            total = 0
-        batches[-1].append((tokens, slot))
-        total += len(tokens)
-    for batch in batches:
+    todo = [(p[:-1], slot) for p, slot in zip(prompts, slots, strict=True) if len(p) > 1]
+    for batch in together(todo, lambda t: len(t[0]), engine.prefill_tokens):
         engine.prompts.run(model, *zip(*batch, strict=True), engine.capture)

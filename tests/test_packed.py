@@ -280,6 +280,7 @@ def test_micro_batches_keep_completions_of_a_prompt_together_and_count_no_paddin
     for p in range(3):
         assert sum(any(c.prompt[0] == p for c in batch) for batch in lists) == 1
     assert batches.micro_batches("model", [], 32) == []
+    assert engine.together([3, 1, 1, 2, 2, 9, 1], int, 4) == [[3, 1], [1, 2], [2], [9], [1]]
 
 
 def test_an_update_makes_room_for_itself(monkeypatch):
