@@ -115,14 +115,14 @@ class Graphs:
         # Step.step's greedy and nucleus: but for top_p's sort, temperature is read from memory
         self.way = temperature == 0, (temperature, top_p) if top_p < 1 else None
 
-    def start(self, slots, tokens, lengths, limits, keys):
-        """Begin rows in `slots`: `lengths` tokens of each prompt are in the cache, its last, in
-        `tokens`, comes next, and at most `limits` are drawn."""
+    def start(self, slots, rows):
+        """Begin `rows` in `slots`: of each prompt all but the last token is in the cache."""
         st = self.step
-        at, token, length, limit, key = to_device([slots, tokens, lengths, limits, keys],
+        state = [(row.prompt[-1], row.key, len(row.prompt), row.limit) for row in rows]
+        at, token, key, prompt, limit = to_device([slots, *zip(*state, strict=True)],
                                                   self.cache.k.device)
-        st.token[at], st.key[at], st.prompt[at] = token, key, length + 1
-        st.cache.length[at], st.stop[at] = length, length + limit
+        st.token[at], st.key[at], st.prompt[at] = token, key, prompt
+        st.cache.length[at], st.stop[at] = prompt - 1, prompt - 1 + limit
         st.alive.index_fill_(0, at, 1)
 
     def copy_row(self, source, first, end, length):

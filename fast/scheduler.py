@@ -91,12 +91,9 @@ class Scheduler:
                 list(fresh.values()))
         self.copy(late, holder)
 
-        rows = [self.live[slot] for slot in slots]
-        for slot, row in zip(slots, rows, strict=True):
-            self.held[slot] = row.p
-        self.engine.start(slots, [row.prompt[-1] for row in rows],
-                          [len(row.prompt) - 1 for row in rows], [row.limit for row in rows],
-                          [row.key for row in rows])
+        for slot in slots:
+            self.held[slot] = self.live[slot].p
+        self.engine.start(slots, [self.live[slot] for slot in slots])
 
     def copy(self, copies, holder):
         for p, first, end in copies:

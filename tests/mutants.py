@@ -852,8 +852,6 @@ MUTANTS = {
         ("MXFP4's scales overflow", "> 154", "> 254", "fast::what_the_kernels_do_not_take_is_refused_with_a_reason"),
     ],
     "fast/scheduler.py": [
-        ("rows that begin together have one limit", "[row.limit for row in rows],\n", "[rows[0].limit for row in rows],\n",
-         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("the stop token is cut off", "next((i + 1 for", "next((i for", "scheduler::refill_and_shrink_keep_every_sample"),
         ("no completion is finished", "row.sample.finished = end is not None", "row.sample.finished = False",
          "scheduler::refill_and_shrink_keep_every_sample"),
@@ -1036,6 +1034,8 @@ MUTANTS = {
          "packed::another_adapter_or_weight_is_what_the_next_pass_takes"),
     ],
     "fast/engine.py": [
+        ("rows that begin together have one limit", "len(row.prompt), row.limit)", "len(row.prompt), rows[0].limit)",
+         "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("a prefill is of all prompts at once", "len(t[0]), engine.prefill_tokens)", "0, engine.prefill_tokens)",
          "scheduler::a_prompt_of_one_token_beside_one_of_a_thousand"),
         ("a prompt of two tokens is one of one", "if len(p) > 1]", "if len(p) > 2]",

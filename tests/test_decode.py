@@ -352,7 +352,7 @@ def test_a_row_that_moves_takes_everything_along():
     """Its random numbers, its limit or its newest keys left behind: from there on it is another completion."""
     e = engine.Graphs(build(), 3, 64)
     e.begin(1.0, 1.0, {3}, sample.draw)
-    e.start([0, 1, 2], [7, 8, 9], [4, 5, 6], [10, 20, 30], [11, 12, 13])
+    e.start([0, 1, 2], [sample.Row(0, i, [1] * (4 + i) + [7 + i], 10 + 10 * i, 11 + i, sample.Sample()) for i in range(3)])
     e.cache.k.normal_()
     e.cache.v.normal_()
     rows = [e.step.token, e.step.key, e.cache.length, e.step.stop, e.step.alive]

@@ -141,7 +141,7 @@ def test_a_row_that_moves_takes_its_prompts_length_along():
     m = build(ONE, "nvfp4", 3)
     m.fast = EXACT
     ours = engine.Graphs(m, 3, 64)
-    ours.start([0, 2], [5, 6], [3, 8], [9, 9], [1, 2])
+    ours.start([0, 2], [sample.Row(0, 0, [1] * n, 9, 1, sample.Sample()) for n in (4, 9)])
     ours.move(2, 1, 8)
     assert ours.step.exact and ours.step.prompt.tolist() == [4, 9, 9]
 

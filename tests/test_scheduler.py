@@ -47,8 +47,9 @@ class Slots:
     def begin(self, temperature, top_p, eos_ids, draw):
         self.draw, self.how = draw, (temperature, top_p)
 
-    def start(self, slots, tokens, lengths, limits, keys):
-        self.token[slots], self.cache.length[slots], self.key[slots] = map(torch.tensor, (tokens, lengths, keys))
+    def start(self, slots, rows):
+        self.token[slots], self.key[slots] = torch.tensor([row.prompt[-1] for row in rows]), torch.tensor([row.key for row in rows])
+        self.cache.length[slots] = torch.tensor([len(row.prompt) - 1 for row in rows])
 
     copy_row = engine.Graphs.copy_row
 
