@@ -80,10 +80,9 @@ class Graphs:
     stall = 2  # about how many decode steps a prefill costs the rows that wait for it
     ahead = 1  # runs that may be launched while the results of an earlier one are not fetched yet
 
-    def __init__(self, model, slots, max_len, top_p=1.0, prefill_tokens=memory.PREFILL_TOKENS[0]):
+    def __init__(self, model, slots, max_len, prefill_tokens=memory.PREFILL_TOKENS[0]):
         self.slots, self.max_len, self.prefill_tokens = slots, max_len, prefill_tokens
         self.sizes = [*(b for b in (*BUCKETS, *range(64, slots, 64)) if b < slots), slots]
-        self.top_p = top_p  # if < 1, the memory plan has room for its sort
         self.cache = KVCache(model, slots, max_len)
         self.step = decode.Step(model, self.cache)
         self.graphs = {}  # (batch size, greedy, nucleus) -> replay
@@ -257,9 +256,7 @@ def prepare(model, args, longest):
     makes a larger one). If it were made for the first step's rows, it would have to be captured
     again at the first longer prompt, while all other ranks wait."""
     rows = args.group_size * -(-args.prompts_per_step // ranks.world)
-    top_p = 0.95 if args.eval_n and args.eval_temperature else 1.0
-    return engine_for(model, min(rows, args.max_rows), longest, top_p,
-                      longest - args.max_new_tokens)
+    return engine_for(model, min(rows, args.max_rows), longest, longest - args.max_new_tokens)
 
 
 def fingerprint(model):
@@ -296,26 +293,25 @@ def own_code(model):
     return None
 
 
-def engine_for(model, slots, max_len, top_p, longest=1):
+def engine_for(model, slots, max_len, longest):
     """The model's Graphs engine for (at most) `slots` rows of max_len tokens, whose prompts have up
     to `longest`; the last call's if it will do. ValueError if not even one row fits the free
     memory."""
     mark, old, wanted = ENGINES.get(model, (None, None, 0))
-    if (mark == fingerprint(model) and old.max_len >= max_len and max(old.slots, wanted) >= slots
-            and (old.top_p < 1 or top_p == 1) and old.prefill_tokens >= longest):
+    if (mark == fingerprint(model) and max(old.slots, wanted) >= slots
+            and old.max_len >= max_len and old.prefill_tokens >= longest):
         return old
     if old is not None:  # training and evaluation take turns: make one that serves both
         slots, max_len = max(slots, wanted), max(max_len, old.max_len)
-        top_p = min(top_p, old.top_p)
         del old
         release(model)
     max_len = -(-max_len // 64) * 64
     config, weight = model.config, model.embed.weight
     scratch = sum(t.nbytes for t in plan.SPACE.get(weight.device, ()))  # what is there already
     free = free_bytes() + min(scratch, memory.gemm_scratch(config))
-    row = memory.row_bytes(config, max_len, top_p, weight.element_size())
+    row = memory.row_bytes(config, max_len, weight.element_size())
     # for exact sums the head multiplies rows that are not there
-    spare = logprobs.ROWS * memory.row_bytes(config, 0) * exact(model)
+    spare = 8 * logprobs.ROWS * config.vocab_size * exact(model)
     for size in memory.PREFILL_TOKENS:
         prefill_tokens = max(size, longest)  # a prompt is computed at once
         fixed = memory.prefill_bytes(config, prefill_tokens) + spare
@@ -326,7 +322,7 @@ def engine_for(model, slots, max_len, top_p, longest=1):
         raise ValueError(f"--max-new-tokens: one row of {max_len} tokens needs "
                          f"{(row + fixed) / 2**30:.1f} GiB, {free / 2**30:.1f} are free; lower "
                          "it, shorten the prompts, or choose a smaller --model or another --quant")
-    engine = Graphs(model, min(slots, fit), max_len, top_p, prefill_tokens)
+    engine = Graphs(model, min(slots, fit), max_len, prefill_tokens)
     ENGINES[model] = (fingerprint(model), engine, slots)  # it may have moved the weights
     return engine
 

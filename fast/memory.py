@@ -107,11 +107,11 @@ def prefill_bytes(c, tokens):
     return activations + gemm_scratch(c) + (1 << 29)
 
 
-def row_bytes(c, max_len, top_p=1.0, itemsize=2):
+def row_bytes(c, max_len, itemsize=2):
     """Bytes of a row of a rollout: keys and values of max_len tokens, logits, the sort of top_p."""
-    # float32 logits, twice because the allocator keeps the rehearsal's apart from the graph's;
-    # log-probs, values and indices twice
-    return max_len * kv_per_token(c, itemsize) + c.vocab_size * (8 if top_p == 1 else 48)
+    # float32 logits, twice because the allocator keeps the rehearsal's apart from the graph's; for
+    # top_p also log-probs, values and indices twice
+    return max_len * kv_per_token(c, itemsize) + c.vocab_size * (8 + 40)
 
 
 # ---- the table

@@ -16,12 +16,12 @@ def decode(model, rows, temperature, top_p, eos, max_rows, draw, bar, on_token):
     """Fill the samples of `rows`, as sample.generate does; draw: sample.draw; bar: a tqdm."""
     if not rows:
         return
-    top_p = top_p if temperature else 1.0  # greedy: no sort to keep memory for
+    top_p = top_p if temperature else 1.0  # greedy: the fused sampler will do
     slots = min(len(rows), max_rows)
     max_len = max(len(row.prompt) + row.limit for row in rows)
     longest = max(len(row.prompt) for row in rows)
     with torch.cuda.device_of(model.embed.weight):  # streams and Triton go by the current device
-        engine = engine_for(model, slots, max_len, top_p, longest)
+        engine = engine_for(model, slots, max_len, longest)
         engine.begin(temperature, top_p, eos, draw)
         Scheduler(model, engine, rows, eos, min(slots, engine.slots), on_token).run(bar)
 

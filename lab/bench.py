@@ -260,7 +260,7 @@ def rows_alive(model, what, args):
     groups, n = map(int, what.split("x")) if "x" in what else (1, int(what))
     rows = groups * n
     # one engine, whatever is drawn
-    engine.engine_for(model, rows, args.prompt + args.new, 1.0, args.prompt)
+    engine.engine_for(model, rows, args.prompt + args.new, args.prompt)
     first, step = decoding(model, random_prompts(groups, args.prompt), n, args.new, warm=2)
     return {"rows": rows, "kind": what if "x" in what else "rows", "decode_tok_s": rows / step,
             "step_ms": 1e3 * step, "prefill_s": first}
@@ -273,7 +273,7 @@ def queue(model, args, requests=256, slots=64):
     lengths = torch.randn(requests, generator=g).mul(0.7).exp().mul(300).clamp(8, 2048).int()
     lengths = lengths.tolist()
     prompts = random_prompts(requests, args.prompt)
-    graphs = engine.engine_for(model, slots, args.prompt + max(lengths), 1.0, args.prompt)
+    graphs = engine.engine_for(model, slots, args.prompt + max(lengths), args.prompt)
     for rows in graphs.sizes:  # capture each batch size
         draw(model, prompts[:1], rows, 2)
     first, _ = draw(model, prompts[:slots], 1, 1)

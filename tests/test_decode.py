@@ -472,31 +472,30 @@ def test_a_fingerprint_is_of_all_that_a_graph_holds_on_to():
 
 
 def test_an_engine_is_made_anew_only_where_the_last_one_does_not_serve(monkeypatch):
-    """Captured at each change between training and evaluation, or kept where its rows are too short, its sort or a long prompt has no
-    room, or the weights have moved."""
+    """Captured at each change between training and evaluation, or kept where its rows are too short, a long prompt has no room, or the
+    weights have moved."""
     made, m = [], build()
 
-    def graphs(model, slots, max_len, top_p, prefill_tokens):
-        made.append((slots, max_len, top_p, prefill_tokens))
+    def graphs(model, slots, max_len, prefill_tokens):
+        made.append((slots, max_len, prefill_tokens))
         m.norm.weight.data = m.norm.weight.clone()  # as where an adapter's A goes below each weight
-        return SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p, prefill_tokens=prefill_tokens)
+        return SimpleNamespace(slots=slots, max_len=max_len, prefill_tokens=prefill_tokens)
 
     monkeypatch.setattr(engine, "Graphs", graphs)
     monkeypatch.setattr(memory, "prefill_bytes", lambda *a: 0)
     monkeypatch.setattr(memory, "row_bytes", lambda c, max_len, *_: max_len)
     monkeypatch.setattr(plan, "SPACE", {})
     monkeypatch.setattr(engine, "free_bytes", lambda: 3.5 * 128)
-    asked = [(8, 60, 1.0), (4, 64, 1.0), (4, 64, 0.9), (7, 100, 1.0), (8, 128, 1.0), (2, 50, 0.5), (9, 20, 1.0),
-             (2, 50, 1.0, 9000)]
+    asked = [(8, 60, 1), (4, 64, 1), (7, 100, 1), (8, 128, 1), (2, 50, 1), (9, 20, 1), (2, 50, 9000)]
     ways = [engine.engine_for(m, *wanted) for wanted in asked]
     # seven rows of 64 fit, or three of 128: eight were wanted all the same, and no more would fit if they were asked for again
-    assert made == [(7, 64, 1.0, 1024), (7, 64, 0.9, 1024), (3, 128, 0.9, 1024), (3, 128, 0.9, 1024), (3, 128, 0.9, 9000)]
-    assert ways[1] is ways[0] and ways[3] is ways[4] is ways[5]
+    assert made == [(7, 64, 1024), (3, 128, 1024), (3, 128, 1024), (3, 128, 9000)]
+    assert ways[1] is ways[0] and ways[2] is ways[3] is ways[4]
     m.valid_vocab -= 1
-    assert engine.engine_for(m, 1, 10, 1.0) is not ways[-1] and len(made) == 6
+    assert engine.engine_for(m, 1, 10, 1) is not ways[-1] and len(made) == 5
     monkeypatch.setattr(engine, "free_bytes", lambda: 0)
     with pytest.raises(ValueError, match="--max-new-tokens: one row of 192 tokens"):
-        engine.engine_for(m, 1, 129, 1.0)
+        engine.engine_for(m, 1, 129, 1)
 
 
 def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
@@ -504,12 +503,10 @@ def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
     made = []
     monkeypatch.setattr(engine, "engine_for", lambda *wanted: made.append(wanted) or "engine")
     monkeypatch.setattr(engine.ranks, "world", 2)
-    for max_rows, eval_n, temperature in ((1000, 1, 0.6), (20, 0, 0.6), (20, 1, 0.0)):
-        asked = dict(eval_n=eval_n, eval_temperature=temperature)
-        args = SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, max_new_tokens=200, **asked)
+    for max_rows in (1000, 20):
+        args = SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, max_new_tokens=200)
         assert engine.prepare("model", args, 300) == "engine"
-    # held-out questions would have it made anew for their sort
-    assert made == [("model", 24, 300, 0.95, 100), ("model", 20, 300, 1.0, 100), ("model", 20, 300, 1.0, 100)]
+    assert made == [("model", 24, 300, 100), ("model", 20, 300, 100)]
 
 
 def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
@@ -519,34 +516,33 @@ def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
     monkeypatch.setattr(plan, "SPACE", {})
     monkeypatch.setattr(engine, "free_bytes", lambda: planned(100, 64) - held)
     held = 0
-    assert engine.engine_for(build(rank=0), 10**6, 64, 1.0).slots == 100
+    assert engine.engine_for(build(rank=0), 10**6, 64, 1).slots == 100
     held = sum(t.nbytes for t in plan.space(torch.device("cpu")))
-    assert engine.engine_for(build(rank=0), 10**6, 64, 1.0).slots == 100 and held < memory.gemm_scratch(CPU)
+    assert engine.engine_for(build(rank=0), 10**6, 64, 1).slots == 100 and held < memory.gemm_scratch(CPU)
 
 
-def planned(rows, max_len, top_p=1.0, tokens=8192):
+def planned(rows, max_len, tokens=8192):
     """Bytes of a rollout, beside weights and adapter, of a prefill of `tokens` and so many rows."""
-    return memory.prefill_bytes(CPU, tokens) + rows * memory.row_bytes(CPU, max_len, top_p, 4)
+    return memory.prefill_bytes(CPU, tokens) + rows * memory.row_bytes(CPU, max_len, 4)
 
 
 def test_rows_are_planned_by_what_each_of_them_takes(monkeypatch):
     """Logits and the sort of top_p are of the rows that fit, not of those asked for: they took memory from keys and values, and
     were called the needs of one row."""
-    monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, top_p, _: SimpleNamespace(slots=slots, max_len=max_len, top_p=top_p))
+    monkeypatch.setattr(engine, "Graphs", lambda model, slots, *_: SimpleNamespace(slots=slots))
     monkeypatch.setattr(plan, "SPACE", {})
-    for top_p in (1.0, 0.9):
-        monkeypatch.setattr(engine, "free_bytes", lambda top_p=top_p: planned(9, 64, top_p))
-        assert engine.engine_for(build(rank=0), 10**6, 64, top_p).slots == 9
+    monkeypatch.setattr(engine, "free_bytes", lambda: planned(9, 64))
+    assert engine.engine_for(build(rank=0), 10**6, 64, 1).slots == 9
 
 
 def test_where_few_rows_fit_a_prefill_takes_fewer_tokens(monkeypatch):
     """The activations of 8,192 tokens take more of a small card, beside the weights of 32B, than is left of it."""
-    monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, top_p, prefill_tokens: SimpleNamespace(
-        slots=slots, max_len=max_len, top_p=top_p, prefill_tokens=prefill_tokens))
+    monkeypatch.setattr(engine, "Graphs", lambda model, slots, max_len, prefill_tokens: SimpleNamespace(
+        slots=slots, max_len=max_len, prefill_tokens=prefill_tokens))
     monkeypatch.setattr(plan, "SPACE", {})
     for rows, asked, tokens in ((8, 100, 2048), (8, 8, 2048), (3, 100, 1024), (3, 3, 2048)):
-        monkeypatch.setattr(engine, "free_bytes", lambda rows=rows: planned(rows, 64, tokens=2048))
-        made = engine.engine_for(build(rank=0), asked, 64, 1.0)
+        monkeypatch.setattr(engine, "free_bytes", lambda rows=rows: planned(rows, 64, 2048))
+        made = engine.engine_for(build(rank=0), asked, 64, 1)
         assert made.prefill_tokens == tokens and made.slots >= rows
 
 
@@ -791,7 +787,7 @@ def test_a_weight_that_moved_makes_a_new_engine(exact):
 def test_a_longer_prompt_goes_through_the_engine_that_was_made_for_it():
     """Made anew for it, all graphs are captured again: a second in which all other ranks wait."""
     m = installed()
-    engine.prepare(m, SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, eval_n=0, max_new_tokens=200), 300)
+    engine.prepare(m, SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, max_new_tokens=200), 300)
     made = engine.ENGINES[m][1]
     for length in (5, 200, 280):
         sample.generate(m, [[1] * length, [2, 3]], 2, 20, max_rows=8)

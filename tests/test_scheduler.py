@@ -32,7 +32,7 @@ class Slots:
 
     stall, ahead, most, capture, prefill_tokens = 2, 1, 2, None, 8192
 
-    def __init__(self, model, slots, max_len, top_p=1.0, longest=1):
+    def __init__(self, model, slots, max_len, longest):
         self.model, self.slots, self.max_len = model, slots, max_len
         self.cache = M.KVCache(model, slots, max_len)
         self.token, self.key = torch.zeros(2, slots, dtype=torch.long)
@@ -170,13 +170,12 @@ def test_more_stop_tokens_than_a_step_compares_with_are_refused(on_fast_path):
 
 
 def test_greedy_decoding_sorts_nothing(monkeypatch, on_slots):
-    """The engine was made anew, for fewer rows, with room for the sort of the evaluation's top-p."""
-    m, asked, made, begin = on_slots(small()), [], [], Slots.begin
-    monkeypatch.setattr(scheduler, "engine_for", lambda *wanted: made.append(wanted[3]) or Slots(*wanted))
+    """At the evaluation's top-p; nor is there a step of its own to be captured."""
+    m, asked, begin = on_slots(small()), [], Slots.begin
     monkeypatch.setattr(Slots, "begin", lambda self, *args: asked.append(args[:2]) or begin(self, *args))
     for temperature in (0, 0.6):
         sample.generate(m, PROMPTS[:2], max_new_tokens=1, temperature=temperature, top_p=0.95)
-    assert made == [1.0, 0.95] and asked == [(0, 1.0), (0.6, 0.95)]
+    assert asked == [(0, 1.0), (0.6, 0.95)]
 
 
 def test_a_prompt_of_one_token_beside_one_of_a_thousand(monkeypatch, on_fast_path):
