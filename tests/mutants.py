@@ -1123,8 +1123,6 @@ MUTANTS = {
          "memory::a_run_plans_its_micro_batches_by_what_is_free_and_says_so"),
         ("rows are no longer than a micro-batch", "max(tokens, longest), recompute", "tokens, recompute",
          "memory::a_run_plans_its_micro_batches_by_what_is_free_and_says_so"),
-        ("a stop token too many ends no row", "if len(eos_ids) > len(st.eos):", "if False:",
-         "scheduler::more_stop_tokens_than_a_step_compares_with_are_refused"),
         ("weights that are trained will do", "if trained and (not known or name", "if False and (name",
          "fast::weights_that_are_trained_go_back_to_the_plain_functions"),
         ("norms of heads are trained in vain", '(not known or name.endswith((".q_norm", ".k_norm")))', "not known",
