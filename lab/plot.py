@@ -6,7 +6,6 @@ the steps that all of them have. The legend names the flags that differ.
 
     python lab/plot.py runs/bf16 runs/nvfp4 runs/nvfp4_aqn --out compare.png
 """
-import argparse
 import math
 import sys
 from os.path import commonprefix
@@ -121,10 +120,9 @@ def draw(lines, out):
 
 def main(argv=None):
     parser = command.Parser(
-        description="Plot the curves of training runs from their metrics.jsonl.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        description="Plot the curves of training runs from their metrics.jsonl.")
     parser.add_argument("runs", **archive.ARGUMENT)
-    parser.add_argument("--out", default="compare.png", help="picture to write")
+    parser.add_argument("--out", default="compare.png", help="picture (default: %(default)s)")
 
     def body():
         args = parser.parse_args(argv)
