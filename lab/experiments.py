@@ -103,7 +103,7 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
     # How a flag groups the runs. Flags that group them alike are one change: quant and lr, of runs
     # none 5e-4 and nvfp4 1e-3. With a third, nvfp4 5e-4, they are two, and those runs are no pair.
     grouping = {flag: tuple(map(column.index, column)) for flag, column in values.items()}
-    found = {}  # {(what lines are sorted by, the change as text): {seed: [gains by question]}}
+    found = {}  # {the change as text: {seed: [gains by question]}}
     for pair in combinations(runs, 2):
         one, other = (used[run] for run in pair)
         if one == other:
@@ -113,15 +113,14 @@ def compare(runs, growth=False, entropy=False, interval=False, pairs=False):
         if "seed" in causes or len({grouping[f] for f in causes}) > 1:
             continue
         flag = causes[0]
-        (low, base), (high, changed) = sorted((sort_key(used[run][flag], values[flag]), run)
-                                              for run in pair)
-        change = (flag, low, high), change_text(used[base], used[changed], causes, values)
+        base, changed = sorted(pair, key=lambda run: sort_key(used[run][flag], values[flag]))
+        change = change_text(used[base], used[changed], causes, values)
         gains = [100 * (b - a) for a, b in zip(after[base], after[changed], strict=True)]
         draw = pair if pairs else used[base].get("seed")
         found.setdefault(change, {}).setdefault(draw, []).append(gains)
     unit = "hundredths of a nat" if entropy else "points"
-    return [f"{text}: {effect([*found[order, text].values()], unit, interval, pairs)}"
-            for order, text in sorted(found)]
+    return [f"{change}: {effect([*seeds.values()], unit, interval, pairs)}"
+            for change, seeds in sorted(found.items())]
 
 
 def change_text(base, changed, causes, values):
