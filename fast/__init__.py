@@ -124,6 +124,7 @@ class Fast:
         self.micro_batches = batches.micro_batches
         self.completion_logprobs = batches.completion_logprobs
         self.plan_update = engine.plan_update
+        self.plan_rollouts = batches.plan_rollouts
 
     def knows(self, model):
         """Whether the kernels still know the model; else it goes back to the plain functions.
@@ -138,16 +139,3 @@ class Fast:
             model.checkpointing = True  # the plain functions keep more than was planned for
             print(f"engine: plain from here on, since {why}", file=sys.stderr)
         return why is None
-
-    def plan_rollouts(self, model, args, longest):
-        """Make the sampler for all rollouts, with rows of `longest` tokens; compile its kernels and
-        the update's."""
-        from fast import batches, engine
-        from fast.compiling import compiling
-
-        if self.knows(model):
-            tokens = args.micro_batch_tokens // 2 if self.exact else 16
-            with compiling():  # the sampler's first: they take longer
-                engine.prepare(model, args, longest).rehearse()
-                engine.make_room(model)
-                batches.rehearse_update(model, tokens)

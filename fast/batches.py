@@ -17,6 +17,7 @@ import torch
 
 import grpo
 from fast import engine, packed
+from fast.compiling import compiling
 from fast.linears import exact
 from fast.logprobs import token_logprobs
 from model import to_device
@@ -64,6 +65,20 @@ def completion_logprobs(model, completions, temperature, blocks=None):
     logp, entropy = token_logprobs(hidden, model.lm_head.weight, targets, temperature,
                                    model.valid_vocab, exact=same_sums)
     return grpo.in_rows(completions, logp, entropy)
+
+
+def plan_rollouts(model, args, longest):
+    """Make the sampler for all rollouts of train.py, with rows of `longest` tokens (evaluating more
+    rows makes a larger one); compile its kernels and the update's. Made for the first step's rows,
+    it would have to be captured again at the first longer prompt, while all other ranks wait."""
+    if not model.fast.knows(model):
+        return
+    rows = args.group_size * -(-args.prompts_per_step // ranks.world)
+    with compiling():  # the sampler's first: they take longer
+        engine.engine_for(model, min(rows, args.max_rows), longest,
+                          longest - args.max_new_tokens).rehearse()
+        engine.make_room(model)
+        rehearse_update(model, args.micro_batch_tokens // 2 if exact(model) else 16)
 
 
 def rehearse_update(model, tokens=16):

@@ -248,14 +248,6 @@ def plan_update(model, args, params, share=1.0):
     args.micro_batch_tokens, args.checkpointing = tokens, "on" if recompute else "off"
 
 
-def prepare(model, args, longest):
-    """The engine for train.py's rollouts, with rows of `longest` tokens (evaluating more rows
-    makes a larger one). If it were made for the first step's rows, it would have to be captured
-    again at the first longer prompt, while all other ranks wait."""
-    rows = args.group_size * -(-args.prompts_per_step // ranks.world)
-    return engine_for(model, min(rows, args.max_rows), longest, longest - args.max_new_tokens)
-
-
 def fingerprint(model):
     """What a captured graph holds on to: projections, where the other weights lie, and what it has
     as numbers."""

@@ -501,12 +501,13 @@ def test_an_engine_is_made_anew_only_where_the_last_one_does_not_serve(monkeypat
 def test_a_run_has_one_engine_however_long_its_next_prompt(monkeypatch):
     """Made for the prompts of the first step, it was captured again when a longer one came: 0.9 to 1.5 s of a rollout."""
     made = []
-    monkeypatch.setattr(engine, "engine_for", lambda *wanted: made.append(wanted) or "engine")
+    monkeypatch.setattr(engine, "engine_for", lambda *wanted: made.append(wanted[1:]) or SimpleNamespace(rehearse=lambda: None))
+    monkeypatch.setattr(batches, "rehearse_update", lambda *a: None)
+    model = SimpleNamespace(fast=SimpleNamespace(knows=lambda model: True))
     monkeypatch.setattr(engine.ranks, "world", 2)
     for max_rows in (1000, 20):
-        args = SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, max_new_tokens=200)
-        assert engine.prepare("model", args, 300) == "engine"
-    assert made == [("model", 24, 300, 100), ("model", 20, 300, 100)]
+        batches.plan_rollouts(model, SimpleNamespace(group_size=8, prompts_per_step=5, max_rows=max_rows, max_new_tokens=200), 300)
+    assert made == [(24, 300, 100), (20, 300, 100)]
 
 
 def test_memory_plan_counts_the_fp4_gemms_buffers(monkeypatch):
@@ -787,7 +788,7 @@ def test_a_weight_that_moved_makes_a_new_engine(exact):
 def test_a_longer_prompt_goes_through_the_engine_that_was_made_for_it():
     """Made anew for it, all graphs are captured again: a second in which all other ranks wait."""
     m = installed()
-    engine.prepare(m, SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, max_new_tokens=200), 300)
+    m.fast.plan_rollouts(m, SimpleNamespace(group_size=2, prompts_per_step=2, max_rows=8, max_new_tokens=200), 300)
     made = engine.ENGINES[m][1]
     for length in (5, 200, 280):
         sample.generate(m, [[1] * length, [2, 3]], 2, 20, max_rows=8)

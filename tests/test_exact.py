@@ -152,11 +152,11 @@ def test_an_update_of_many_tokens_is_compiled_before_the_first(exact, tokens, mo
     m, seen = random_model(ONE, "nvfp4"), []
     monkeypatch.setattr(engine, "own_code", lambda model: None)
     monkeypatch.setattr(batches, "rehearse_update", lambda *a: seen.append(a))
-    monkeypatch.setattr(engine, "prepare", lambda *a: SimpleNamespace(rehearse=lambda: seen.append(a)))
+    monkeypatch.setattr(engine, "engine_for", lambda *a: SimpleNamespace(rehearse=lambda: seen.append(a)))
     monkeypatch.setattr(engine, "make_room", lambda model: seen.append("room"))  # the sampler may have taken all
-    args = SimpleNamespace(micro_batch_tokens=8192)
-    fast.Fast(exact).plan_rollouts(m, args, 96)
-    assert seen == [(m, args, 96), "room", (m, tokens)]
+    m.fast = fast.Fast(exact)
+    m.fast.plan_rollouts(m, SimpleNamespace(group_size=2, prompts_per_step=3, max_rows=9, max_new_tokens=60, micro_batch_tokens=8192), 96)
+    assert seen == [(m, 6, 96, 36), "room", (m, tokens)]
 
 
 def test_what_cannot_be_exact_is_refused(monkeypatch):
