@@ -93,9 +93,7 @@ def keep(run, out, commit):
 def add(runs, group, commit):
     """Add folders to the archive."""
     def pack(file):  # the same bytes on every machine
-        file.mode, file.mtime, file.uid, file.gid = 0o644, 0, 0, 0
-        file.uname = file.gname = ""
-        return file
+        return file.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="", deep=False)
 
     if not re.fullmatch(r"\w[\w.-]*", group):
         raise ValueError(f"--group {group}: is no name of letters, digits, _, - and .")

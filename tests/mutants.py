@@ -2012,7 +2012,7 @@ MUTANTS = {
         ("a path of another machine is kept", 'LEFT_OUT = (*command.IDLE, "command"', 'LEFT_OUT = ("command"',
          "archive::kept_runs_print_what_their_folders_print"),
         ("a run is there twice", "            if out.exists():", "            if False:", "archive::what_is_no_run_is_named"),
-        ("the day is in every byte", "file.mode, file.mtime, file.uid, file.gid = 0o644, 0, 0, 0", "pass", "archive::the_same_runs_are_the_same_bytes"),
+        ("the day is in every byte", "return file.replace(mtime=0, ", "return file.replace(", "archive::the_same_runs_are_the_same_bytes"),
         ("a run counts as often as it is named", "yield [*{Path(run).resolve(): run for run in found}.values()]", "yield found",
          "archive::kept_runs_print_what_their_folders_print"),
         ("nothing matches, and nothing is said", "            if not files:", "            if False:", "archive::what_is_no_run_is_named"),
