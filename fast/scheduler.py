@@ -116,9 +116,8 @@ class Scheduler:
         if left <= 0:
             return None
         steps, fetch = self.engine.run(len(self.live), left)
-        for row in self.live:
-            if row:
-                self.launched[id(row)] += steps
+        for row in filter(None, self.live):
+            self.launched[id(row)] += steps
         return steps, [*self.live], fetch
 
     def collect(self, rows, ids, logprobs):

@@ -313,15 +313,14 @@ def phases(row, c, ceiling, args):
     engine.plan_update(model, settings, optimizer.params, args.share)
     model.checkpointing = settings.checkpointing == "on"
     row["micro_batch"], row["checkpointing"] = settings.micro_batch_tokens, model.checkpointing
-    rows = args.completions
     if args.rollout:
-        prompts = random_prompts(rows, args.prompt)
+        prompts = random_prompts(args.completions, args.prompt)
         torch.cuda.reset_peak_memory_stats()
         row["capture_s"], _ = draw(model, prompts, 1, 2)  # compiles and captures
         row["rollout_s"] = draw(model, prompts, 1, args.new)[0]
         row["rollout_gib"] = peak_gib()
         engine.make_room(model)
-    completions = random_completions(rows, args.prompt, args.new, args.group)
+    completions = random_completions(args.completions, args.prompt, args.new, args.group)
     # a prompt's states are computed once for several of its completions
     row["tokens"] = sum(map(batches.size, batches.by_prompt(completions, row["micro_batch"])))
     torch.cuda.reset_peak_memory_stats()
@@ -333,7 +332,7 @@ def phases(row, c, ceiling, args):
     # forward and dL/dx of the blocks, and of the head on the completions; no recomputation counted
     blocks = sum(n * k for n, k, _ in memory.linears(c).values()) * c.num_hidden_layers
     head = c.vocab_size * c.hidden_size
-    flops = 4 * (row["tokens"] * blocks + rows * args.new * head)
+    flops = 4 * (row["tokens"] * blocks + args.completions * args.new * head)
     row["share"] = flops / row["update_s"] / 1e12 / ceiling
 
 
