@@ -43,13 +43,10 @@ BUCKET = 256  # a graph's attention looks at a multiple of this many positions
 # ---- how a token is drawn
 
 
-def signed(x):
-    """A 64-bit number as torch's int64 holds it."""
-    return (x + 2**63) % 2**64 - 2**63
-
-
-# splitmix64 (Steele, Lea and Flood 2014): the golden ratio, and its finalizer's multipliers
-GOLDEN, MIX1, MIX2 = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# splitmix64 (Steele, Lea and Flood 2014): the golden ratio, and its finalizer's multipliers, as
+# int64 holds them
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+MIX1, MIX2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def mix(z):
@@ -63,7 +60,7 @@ def mix(z):
 def row_keys(seed, prompt, sample):
     """int64 key of each row from its prompt and sample index (int64 tensors); `uniform` turns it
     into numbers."""
-    key = mix(torch.full_like(prompt, signed(seed)) + GOLDEN)
+    key = mix(torch.full_like(prompt, seed) + GOLDEN)
     return mix(mix(key + prompt * GOLDEN) + sample * GOLDEN)
 
 
