@@ -114,10 +114,10 @@ def projections(model):
             for i, block in enumerate(model.layers) for name in PROJECTIONS]
 
 
-def prefix(path):
-    """The checkpoint's name of the module at `path`, without the projection:
-    layers.3.attn.qkv_proj -> model.layers.3.self_attn."""
-    return "model." + path.rsplit(".", 1)[0].replace(".attn", ".self_attn")
+def stored_name(path):
+    """The checkpoint's name of the module at `path`: layers.3.attn -> model.layers.3.self_attn."""
+    name = {"embed": "model.embed_tokens", "lm_head": "lm_head"}.get(path, f"model.{path}")
+    return name.replace(".attn", ".self_attn")
 
 
 def to_device(values, device, dtype=torch.long):
@@ -402,19 +402,13 @@ def stream(model, source, device="cpu", dtype=None, quant="none"):
             if path.endswith("_proj"):
                 model.set_submodule(path, read_linear(m, path, source, quant, fmt, dtype, device))
             elif hasattr(m, "weight"):
-                w = source.get(weight_name(path), m.weight.shape, dtype, device)
+                w = source.get(f"{stored_name(path)}.weight", m.weight.shape, dtype, device)
                 m.weight = nn.Parameter(w, requires_grad=False)
         if piece == "embed" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.embed.weight
             source.check_tied_head(model.embed.weight)
         yield piece
     source.check_all_used()
-
-
-def weight_name(path):
-    """The checkpoint's name of the weight of a norm, of the embedding or of the head."""
-    name = {"embed": "model.embed_tokens", "lm_head": "lm_head"}.get(path, f"model.{path}")
-    return name.replace(".attn.", ".self_attn.") + ".weight"
 
 
 def read_linear(m, path, source, quant, fmt, dtype, device):
@@ -426,7 +420,8 @@ def read_linear(m, path, source, quant, fmt, dtype, device):
     is quantized already they are taken unchanged, and a fused projection that it left in 16 bits
     stays a Linear."""
     K, bias = m.shape[1], None
-    names = {f"{prefix(path)}.{part}": n for part, n in m.parts.items()}
+    home = stored_name(path.rpartition(".")[0])
+    names = {f"{home}.{part}": n for part, n in m.parts.items()}
     if m.bias is not None:
         bias = torch.cat([source.get(f"{name}.bias", (n,), dtype, device)
                           for name, n in names.items()])
@@ -450,9 +445,9 @@ def tensors(piece, path=""):
     embedding = None
     for at, m in piece.named_modules(prefix=path):
         if at.endswith("_proj"):
-            row = 0
+            home, row = stored_name(at.rpartition(".")[0]), 0
             for part, n in m.parts.items():
-                name, rows = f"{prefix(at)}.{part}", slice(row, row + n)
+                name, rows = f"{home}.{part}", slice(row, row + n)
                 row += n
                 if m.q is None:
                     yield f"{name}.weight", m.base.weight[rows]
@@ -465,6 +460,6 @@ def tensors(piece, path=""):
                     yield f"{name}.bias", m.bias[rows]
         elif isinstance(m, nn.Embedding):
             embedding = m.weight
-            yield weight_name(at), m.weight
+            yield f"{stored_name(at)}.weight", m.weight
         elif isinstance(m, RMSNorm) or (at == "lm_head" and m.weight is not embedding):
-            yield weight_name(at), m.weight
+            yield f"{stored_name(at)}.weight", m.weight

@@ -518,7 +518,7 @@ MUTANTS = {
          "lora::adapters_that_do_not_fit_are_refused_before_the_model_changes"),
     ],
     "lora.py": [
-        ("one scaling is all layers'", "B * (m.scaling / scaling)", "B", "lora::layers_that_a_script_scales_otherwise_are_loaded_as_they_were_trained"),
+        ("one scaling is all layers'", "B * (m.scaling / first.scaling)", "B", "lora::layers_that_a_script_scales_otherwise_are_loaded_as_they_were_trained"),
         ("the scaling is alpha", "LoRALinear(m, rank, alpha / rank, g)",
          "LoRALinear(m, rank, alpha, g)",
          "lora::each_projection_of_a_fused_group_has_its_own_a_and_b"),
