@@ -314,12 +314,8 @@ def train(args, argv):
               f"{args.micro_batch_tokens} tokens a micro-batch, checkpointing {args.checkpointing}")
         try:
             learn(run, model, tok, optimizer, prompts, score, held_out)
-            if args.steps % args.save_every:  # otherwise `learn` has saved
-                run.save(optimizer)
             after = evaluate(run, model, tok, score, held_out) if args.eval_n else None
-            if after and args.eval_every and args.lora_rank:  # the best, perhaps: for --resume
-                run.save(optimizer)
-            run.finish(after)
+            run.finish(optimizer, after)
         except KeyboardInterrupt:
             return run.stop(optimizer)
         except Exception:

@@ -693,7 +693,7 @@ def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
     r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))})
     r.state.step = 7
     r.evaluated(after)
-    r.finish(after)
+    r.finish(None, after)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["held-out accuracy after 0 steps: 33.3%", "held-out accuracy after 7 steps: 66.7%"]
     assert lines[3:] == ["held-out accuracy: 33.3% before, 66.7% after 7 steps (+33.3 +- 66.7 points)"]
