@@ -16,7 +16,7 @@ Left out: few-shot prompts, majority votes.
 import math
 import sys
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, product
 from statistics import fmean
 
 from plumbing import checkpoint, flags, policy, ranks
@@ -145,20 +145,11 @@ def run(args, argv):
         ids = tok.prompt_ids(sets[0][1][0]["question"], args.prompt_style)
         check_adapter(model, ids, args.adapter)
 
-    results = []  # (set, arm, evaluate's dict)
-    try:
-        ask(args, model, tok, score, sets, results)
-    finally:  # a stop in a later set must not lose these
-        if results:
-            show_results(results, args.reward)
-
-
-def ask(args, model, tok, score, sets, results):
-    """Evaluate base and adapter on each set; fills `results` and --out as it goes."""
     # a run without an adapter has trained all of the model
     arms = ["base", "adapter"] if args.adapter else ["trained" if args.run else "base"]
-    for name, rows in sets:
-        for arm in arms:
+    results = []  # (set, arm, evaluate's dict)
+    try:
+        for (name, rows), arm in product(sets, arms):
             with nullcontext() if arm == "adapter" else lora.disabled(model):
                 r = evaluate(
                     model, tok, rows, style=args.prompt_style, n=args.n,
@@ -166,11 +157,14 @@ def ask(args, model, tok, score, sets, results):
                     max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
                     max_rows=args.max_rows, seed=args.seed, score=score, ks=args.k or ())
             results.append((name, arm, r))
+            if arm == "adapter":
+                r["gain"], r["stderr_gain"] = gain(results[-2][2]["rows"], r["rows"])
             if args.out and ranks.rank == 0:
                 write_jsonl(args.out, ({"data": name, "model": arm, **row}
                                        for name, arm, r in results for row in r["rows"]))
-        if args.adapter:
-            r["gain"], r["stderr_gain"] = gain(results[-2][2]["rows"], r["rows"])
+    finally:  # a stop in a later set must not lose these
+        if results:
+            show_results(results, args.reward)
 
 
 def main(argv=None):
