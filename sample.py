@@ -90,7 +90,7 @@ def sample_ids(logits, u, temperature=1.0, top_p=1.0):
         # the first id whose cdf exceeds u * total; an id of probability 0 does not raise the cdf,
         # so it is never drawn
         ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-        ids = ids.clamp(max=cdf.shape[1] - 1)  # NaN gives V: samples_of refuses it
+        ids = ids.clamp(max=cdf.shape[1] - 1)  # NaN gives V: `generate` refuses it
         ids = (ids if order is None else order.gather(1, ids))[:, 0]
     return ids, logp.gather(1, ids[:, None])[:, 0]
 
@@ -155,11 +155,22 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     rows = [Row(p, j, prompts[p], max_new_tokens[p], keys[p][j], Sample())
             for p in range(len(prompts)) for j in range(n)]
     # a live line, in a terminal that does not show the tokens themselves
-    bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False,
-               disable=bool(on_token) or None)
+    with tqdm(total=len(rows), unit="row", desc="sample", leave=False,
+              disable=bool(on_token) or None) as bar:
+        decode(model, rows, temperature, top_p, eos_ids, max_rows, bar, on_token)
+
+    lost = sum(not math.isfinite(sum(row.sample.logprobs)) for row in rows)
+    if lost:
+        raise ValueError(f"{lost} of {len(rows)} samples have log-probs that are NaN or inf: the "
+                         "model overflows; check --model and --adapter, or train with a lower --lr")
+    return [[row.sample for row in rows[p * n : (p + 1) * n]] for p in range(len(prompts))]
+
+
+def decode(model, rows, temperature, top_p, eos_ids, max_rows, bar, on_token):
+    """Fill the samples of `rows`; bar: a tqdm that counts those that have ended."""
     if model.fast and model.fast.knows(model):
-        model.fast.decode(model, rows, temperature, top_p, eos_ids, max_rows, draw, bar, on_token)
-        return samples_of(rows, len(prompts), n)
+        return model.fast.decode(model, rows, temperature, top_p, eos_ids, max_rows, draw, bar,
+                                 on_token)
 
     for first in range(0, len(rows), max_rows):
         decoder = Decoder(model, rows[first : first + max_rows], temperature, top_p)
@@ -182,17 +193,6 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
             most = len(decoder.rows) // 2 if decoder.graphs else len(decoder.rows) - 1
             if len(live) <= most:
                 decoder.keep(live)
-    bar.close()
-    return samples_of(rows, len(prompts), n)
-
-
-def samples_of(rows, prompts, n):
-    """The Samples of `rows`, a list of n for each prompt; ValueError if one is not finite."""
-    lost = sum(not math.isfinite(sum(row.sample.logprobs)) for row in rows)
-    if lost:
-        raise ValueError(f"{lost} of {len(rows)} samples have log-probs that are NaN or inf: the "
-                         "model overflows; check --model and --adapter, or train with a lower --lr")
-    return [[row.sample for row in rows[p * n : (p + 1) * n]] for p in range(prompts)]
 
 
 class Decoder:

@@ -19,7 +19,7 @@ import nvfp4
 from model import projections
 
 TABLE = (  # what is replaced, by what, why that is faster, the test that holds the two equal
-    ("sample.generate", "scheduler.decode",
+    ("sample.decode", "scheduler.decode",
      "one CUDA graph of fused kernels a step; slots are refilled as rows end; the host "
      "works a few steps behind",
      "test_scheduler.py::test_generate_equals_the_plain_function"),
