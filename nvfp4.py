@@ -109,8 +109,11 @@ class Quantized:
         return FORMATS[self.fmt]
 
     def dequantize(self):
-        """w_hat (N, K) float32."""
-        return to_values(unpack(self.codes), self.fmt, self.scale, self.global_scale)
+        """w_hat (N, K) float32: value[code] * block scale (exact for E2M1) * global scale."""
+        values = torch.tensor(self.format.values, device=self.codes.device)
+        w = values[unpack(self.codes).int()]  # (N, K)
+        w = w.unflatten(1, (-1, self.format.block)) * scale_value(self.scale, self.fmt)[..., None]
+        return w.flatten(1) * self.global_scale[:, None]
 
 
 # ---- rounding
@@ -174,13 +177,6 @@ def nearest(w, fmt, scale, global_scale):
         return round_e2m1(x)
     table = torch.tensor(book, device=x.device)  # ascending
     return torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
-
-
-def to_values(codes, fmt, scale, global_scale):
-    """w_hat (N, K) float32: value[code] * block scale (exact for E2M1) * global scale."""
-    values = torch.tensor(FORMATS[fmt].values, device=codes.device)[codes.int()]  # (N, K)
-    values = values.unflatten(1, (-1, FORMATS[fmt].block)) * scale_value(scale, fmt)[..., None]
-    return values.flatten(1) * global_scale[:, None]
 
 
 def scale_value(scale, fmt):
@@ -290,13 +286,11 @@ class Stats:
 
     def __init__(self, K, device):
         self.H, self.mean = torch.zeros(K, K, device=device), torch.zeros(K, device=device)
-        self.n = 0
 
     def __call__(self, module, args):
         x = args[0].reshape(-1, self.mean.numel()).float()  # (B*T, K)
         self.H += x.T @ x  # (K, B*T) @ (B*T, K)
         self.mean += x.abs().sum(0)
-        self.n += x.shape[0]
 
 
 def output_error(D, H):
@@ -404,11 +398,11 @@ def quantize_pair(owner, names, norm, first_row, G, D, stats, fmt):
         divide = torch.ones(producer.shape[0], device=mean.device)
         divide[first_row:] = consumed.s.view(-1, G, D).mean(1).flatten()  # the G heads' are equal
         produced = search(producer.dense(), inputs.H, inputs.mean, fmt,
-                          lambda s: foldable(norm.weight, s), divide)
+                          lambda s: fold(norm.weight, s)[1], divide)
         if produced.awq <= produced.rtn:
             break
 
-    norm.weight.data = folded(norm.weight, produced.s)
+    norm.weight.data, _ = fold(norm.weight, produced.s)
     if (bias := producer.bias) is not None:
         bias = (bias.float() / divide).to(bias.dtype)
     setattr(owner, names[0], QuantLinear(produced.q, producer.parts, bias))
@@ -417,15 +411,12 @@ def quantize_pair(owner, names, norm, first_row, G, D, stats, fmt):
             for name, r in zip(names, (produced, consumed), strict=True)]
 
 
-def folded(weight, s):
-    """A norm's weight (C,) / s, in its dtype; unchanged where that is 0 or infinite."""
+def fold(weight, s):
+    """A norm's weight (C,) / s in its dtype, unchanged where that is 0 or infinite; and the s that
+    it was divided by, rounding included."""
     w = (weight / s).to(weight.dtype)
-    return torch.where((w != 0) & torch.isfinite(w), w, weight)
-
-
-def foldable(weight, s):
-    """The s that `folded` divides by, rounding included; 1 where the weight is 0."""
-    return torch.where(weight == 0, 1.0, weight.float() / folded(weight, s).float())
+    w = torch.where((w != 0) & torch.isfinite(w), w, weight)
+    return w, torch.where(weight == 0, 1.0, weight.float() / w.float())
 
 
 @torch.no_grad()
@@ -463,8 +454,8 @@ def gather(block, x, rope):
     for hook in hooks:
         hook.remove()
     for s in stats.values():
-        s.H /= s.n
-        s.mean /= s.n
+        s.H /= x.shape[0] * x.shape[1]
+        s.mean /= x.shape[0] * x.shape[1]
     return stats
 
 
