@@ -254,17 +254,6 @@ class Prompts:
         return chosen
 
 
-def plan_update(model, args, params):
-    """Apply --engine; set what an update holds at once (on the fast path, by free memory)."""
-    sample.set_engine(model, args.engine)
-    if model.fast:
-        model.fast.plan_update(model, args, params)
-    args.micro_batch_tokens = args.micro_batch_tokens or 16384
-    if args.checkpointing == "auto":
-        args.checkpointing = "on"
-    model.checkpointing = args.checkpointing == "on"
-
-
 def save_weights(model, args, folder):
     """What was trained, into `folder`: an adapter in PEFT's layout or, with --lora-rank 0, a
     Hugging Face checkpoint."""
@@ -298,7 +287,15 @@ def train(args, argv):
     else:
         params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr)
-    plan_update(model, args, params)
+
+    # What an update holds at once: on the fast path by free memory.
+    sample.set_engine(model, args.engine)
+    if model.fast:
+        model.fast.plan_update(model, args, params)
+    args.micro_batch_tokens = args.micro_batch_tokens or 16384
+    if args.checkpointing == "auto":
+        args.checkpointing = "on"
+    model.checkpointing = args.checkpointing == "on"
 
     # The run folder; with --resume it says where the run stands.
     with Run(COMMAND, args, argv, lambda folder: save_weights(model, args, folder)) as run:

@@ -478,10 +478,12 @@ def test_the_fast_path_plans_the_update_and_then_the_longest_row_of_the_run(tmp_
 
 @pytest.mark.parametrize(("given", "tokens", "recompute"), [([], 16384, True), (["--micro-batch-tokens", "99", "--checkpointing", "off"], 99, False),
                                                             (["--checkpointing", "on"], 16384, True)])
-def test_the_plain_path_recomputes_blocks_unless_told(small, given, tokens, recompute):
+def test_the_plain_path_recomputes_blocks_unless_told(tmp_path, monkeypatch, given, tokens, recompute):
     """Without a plan of the memory, a long micro-batch that keeps all activations ends the first update."""
-    args, model = flags.parse(train.COMMAND, ["--model", "m", "--engine", "plain", *given]), qwen.load(small)
-    train.plan_update(model, args, [])
+    seen = []
+    monkeypatch.setattr(train, "learn", lambda run, model, *a: seen.extend([run.args, model]))
+    assert run(tmp_path / "run", "--engine", "plain", "--micro-batch-tokens", "0", "--checkpointing", "auto", *given) == 0
+    args, model = seen
     assert (args.micro_batch_tokens, args.checkpointing == "on", model.checkpointing, model.fast) == (tokens, recompute, recompute, None)
 
 
