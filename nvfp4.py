@@ -426,13 +426,13 @@ def calibrated(model, pieces, fmt, ids, device, report=None):
 
     ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
     calibrated on what the 16-bit model feeds it, and one pass a layer is enough."""
-    x, rope = None, model.rope(torch.arange(ids.shape[1], device=device)[None])
+    rope = model.rope(torch.arange(ids.shape[1], device=device)[None])
     for path in pieces:
+        if path == "embed":
+            x = model.embed(ids.to(device))  # (B, T, C)
         if path.startswith("layers."):
             block = model.get_submodule(path)
-            if x is None:  # the embedding came first, and may be stored in another dtype
-                dtype = block.attn.qkv_proj.weight.dtype
-                x = model.embed(ids.to(device)).to(dtype)  # (B, T, C)
+            x = x.to(block.attn.qkv_proj.weight.dtype)  # the embedding may be stored in another
             stats = gather(block, x, rope)
             rows = quantize_block(block, stats, model.config, fmt)
             if report is not None:
