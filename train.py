@@ -22,7 +22,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from plumbing import checkpoint, flags, metrics, ranks
+from plumbing import checkpoint, console, flags, metrics, ranks
 from plumbing.command import number
 from plumbing.flags import Flag
 from plumbing.run import Run, resolve_flags
@@ -304,11 +304,7 @@ def train(args, argv):
         prompts.cursor = run.state.cursor
         if model.fast:
             model.fast.plan_rollouts(model, args, len(longest) + args.max_new_tokens)
-        weight = model.embed.weight
-        print(f"{len(rows)} training prompts ({skipped} longer than --max-prompt), {args.steps} "
-              f"steps, {sum(p.numel() for p in params):,} trainable parameters, "
-              f"{weight.device.type}, {str(weight.dtype).removeprefix('torch.')}; updates of "
-              f"{args.micro_batch_tokens} tokens a micro-batch, checkpointing {args.checkpointing}")
+        console.show_start(args, len(rows), skipped, params, model.embed.weight)
         try:
             learn(run, model, tok, optimizer, prompts, score, held_out)
             after = evaluate(run, model, tok, score, held_out) if args.eval_n else None

@@ -167,8 +167,6 @@ MUTANTS = {
         ("less than a step of prompts is none", "max(1, len(rows) // args.prompts_per_step)",
          "len(rows) // args.prompts_per_step",
          "loop::a_pass_is_of_the_prompts_that_fit_and_at_least_a_step"),
-        ("prompts are skipped in silence", "({skipped} longer", "({0} longer",
-         "loop::a_pass_is_of_the_prompts_that_fit_and_at_least_a_step"),
         ("the fast path is made for shorter rows than will come", "plan_rollouts(model, args, len(longest) + args.max_new_tokens)",
          "plan_rollouts(model, args, len(longest))", "train::the_fast_path_plans_the_update_and_then_the_longest_row_of_the_run"),
         ("the fast path plans no update", "        model.fast.plan_update(model, args, params)",
@@ -1816,6 +1814,8 @@ MUTANTS = {
          "train::a_relative_out_is_the_folder_it_was_at_the_start"),
     ],
     "plumbing/console.py": [
+        ("prompts are skipped in silence", "({skipped} longer", "({0} longer",
+         "loop::a_pass_is_of_the_prompts_that_fit_and_at_least_a_step"),
         ("a step's line breaks", "step_line(row, args)[: width()]", "step_line(row, args)", "train::a_steps_line_fits_the_terminal"),
         ("the format that is not followed is what to try", 'other = "tags" if args.prompt_style == "boxed" else "boxed"', 'other = "boxed"',
          "train::a_run_that_cannot_learn_is_told_what_to_do"),
