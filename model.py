@@ -366,11 +366,8 @@ def read_config(folder):
 def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None):
     """A Transformer of `config` with the tensors of `source`, a checkpoint.Checkpoint."""
     model = skeleton(config)
-    filling = stream(model, source, device, dtype, quant if calibration is None else "none")
-    if calibration is not None:
-        filling = nvfp4.calibrated(model, filling, quant, calibration, device)
-    for _ in filling:  # a piece is in the model when it is yielded
-        pass
+    for _ in stream(model, source, device, dtype, quant, calibration):
+        pass  # a piece is in the model when it is yielded
     return model.eval()
 
 
@@ -388,12 +385,16 @@ def pieces(config):
 
 
 @torch.no_grad()
-def stream(model, source, device="cpu", dtype=None, quant="none"):
+def stream(model, source, device="cpu", dtype=None, quant="none", calibration=None, report=None):
     """Fill a skeleton from `source`; yields the path of each of `pieces` when it is done. Each
     projection is rounded to `quant` as it is read, and one tensor at a time moves to the device:
     memory holds the pieces that the caller has not dropped (model.layers[i] = None) and one
-    projection as stored. dtype None: as stored. ValueError at the end if tensors are left that fit
-    nowhere."""
+    projection as stored. dtype None: as stored. calibration, report: as in nvfp4.calibrated, which
+    then does the rounding. ValueError at the end if tensors are left that fit nowhere."""
+    if calibration is not None:
+        unrounded = stream(model, source, device, dtype)
+        yield from nvfp4.calibrated(model, unrounded, quant, calibration, device, report)
+        return
     fmt = source.check_format(quant, nvfp4.FORMATS)
     for piece in pieces(model.config):
         for path, m in list(model.get_submodule(piece).named_modules(prefix=piece)):
