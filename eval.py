@@ -66,18 +66,17 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
              max_new_tokens=None, max_prompt=None, max_rows=256, seed=0, score=None, ks=()):
     """Sample n completions a question and grade them, with AQN's noise off.
 
-    max_new_tokens None: 4096, or fewer if positions run out. score: from data.scorer (the
-    style's by default). Returns `summary`'s dict, skipped (longer than max_prompt), and rows:
-    [{"question", "answer", "accuracy", "samples": [{"text", "reward", "given", "correct", "format",
-    "length", "finished"}]}]."""
+    max_new_tokens: as in sample.generate. score: of data.scorer (the style's by default). Returns
+    `summary`'s dict, skipped (longer than max_prompt), and rows: [{"question", "answer",
+    "accuracy", "samples": [{"text", "reward", "given", "correct", "format", "length",
+    "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
     mine = ranks.mine(range(len(kept)))  # the questions that this rank asks
     asked = [kept[i] for i in mine]
-    limits = [sample.limit(model, row["ids"], max_new_tokens) for row in asked]
     with aqn.clean(model):
         groups = sample.generate(
-            model, [row["ids"] for row in asked], n, limits, temperature, top_p, tok.eos_ids, seed,
-            max_rows, indices=mine)
+            model, [row["ids"] for row in asked], n, max_new_tokens, temperature, top_p,
+            tok.eos_ids, seed, max_rows, indices=mine)
 
     # Grade all samples side by side, then put them together by question.
     drawn = [*chain(*groups)]

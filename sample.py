@@ -138,11 +138,14 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n
     Samples.
 
-    max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
-    together. on_token(prompt, sample, id) is called as tokens arrive, for streaming. indices: of
-    the prompts in the larger set that they come from (default: 0, 1, ...): a part draws what it
-    would in the whole. ValueError if a prompt does not fit the model, or the model's output is not
-    finite."""
+    max_new_tokens: an int, or one per prompt; None is 4096, or fewer if positions run out.
+    temperature 0: greedy. max_rows: rows that decode together. on_token(prompt, sample, id) is
+    called as tokens arrive, for streaming. indices: of the prompts in the larger set that they come
+    from (default: 0, 1, ...): a part draws what it would in the whole. ValueError if a prompt does
+    not fit the model, or the model's output is not finite."""
+    if max_new_tokens is None:
+        room = model.config.max_position_embeddings
+        max_new_tokens = [max(1, min(4096, room - len(prompt))) for prompt in prompts]
     if not isinstance(max_new_tokens, list | tuple):
         max_new_tokens = [max_new_tokens] * len(prompts)
     assert n > 0 and min(max_new_tokens, default=1) > 0
@@ -354,12 +357,6 @@ def set_engine(model, engine):
         raise ValueError(f"--engine {engine}: {why}; take --engine auto or plain")
     if why:
         print(f"engine: plain, since {why}", file=sys.stderr)
-
-
-def limit(model, prompt, wanted):
-    """The most new tokens: `wanted`, else 4096, or fewer if the model's positions leave fewer."""
-    room = model.config.max_position_embeddings - len(prompt)
-    return max(1, min(4096, room)) if wanted is None else wanted
 
 
 if __name__ == "__main__":

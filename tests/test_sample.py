@@ -131,6 +131,16 @@ def test_edges(model):
     torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, long, s.ids), atol=1e-4, rtol=0)
 
 
+def test_the_limit_is_what_each_prompt_leaves(model, monkeypatch):
+    """Where none is given: one long question cut the answers to all others to what it left, 40% right to none."""
+    limits = []
+    monkeypatch.setattr(sample, "decode", lambda model, rows, *_: limits.append([row.limit for row in rows]))
+    sample.generate(model, PROMPTS, max_new_tokens=None)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 10_000)
+    sample.generate(model, PROMPTS, max_new_tokens=None)
+    assert limits == [[64 - len(prompt) for prompt in PROMPTS], [4096] * len(PROMPTS)]
+
+
 def test_a_forward_or_hook_of_ones_own_is_what_samples(monkeypatch):
     """Dropout put into LoRA's forward once never ran in a rollout."""
     m = M.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
