@@ -115,8 +115,7 @@ def set_noise(model, sigma, seed=0):
     """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`, float32, from a CPU generator seeded
     by (seed, layer, norm): the same on all devices. Zero every other noise buffer."""
     clear(model)
-    pairs = norms(model)
-    for layer, pair in enumerate(pairs if sigma else ()):
+    for layer, pair in enumerate(norms(model) if sigma else ()):
         for which, norm in enumerate(pair):
             gen = torch.Generator().manual_seed(noise_seed(seed, layer, which))
             norm.noise.copy_(sigma * torch.randn(norm.noise.shape, generator=gen))

@@ -71,12 +71,11 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
     "accuracy", "samples": [{"text", "reward", "given", "correct", "format", "length",
     "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
-    mine = ranks.mine(range(len(kept)))  # the questions that this rank asks
-    asked = [kept[i] for i in mine]
+    asked = ranks.mine(kept)  # the questions that this rank asks
     with aqn.clean(model):
         groups = sample.generate(
             model, [row["ids"] for row in asked], n, max_new_tokens, temperature, top_p,
-            tok.eos_ids, seed, max_rows, indices=mine)
+            tok.eos_ids, seed, max_rows, indices=ranks.mine(range(len(kept))))
 
     # Grade all samples side by side, then put them together by question.
     drawn = [*chain(*groups)]

@@ -377,26 +377,23 @@ def skeleton(config):
         return Transformer(config)
 
 
-def pieces(config):
-    """The paths of a model's pieces in the order of `stream`: embed, norm, lm_head (unless it is
-    the embedding), layers.0, layers.1, ..."""
-    ends = ["embed", "norm"] if config.tie_word_embeddings else ["embed", "norm", "lm_head"]
-    return ends + [f"layers.{i}" for i in range(config.num_hidden_layers)]
-
-
 @torch.no_grad()
 def stream(model, source, device="cpu", dtype=None, quant="none", calibration=None, report=None):
-    """Fill a skeleton from `source`; yields the path of each of `pieces` when it is done. Each
-    projection is rounded to `quant` as it is read, and one tensor at a time moves to the device:
-    memory holds the pieces that the caller has not dropped (model.layers[i] = None) and one
-    projection as stored. dtype None: as stored. calibration, report: as in nvfp4.calibrated, which
-    then does the rounding. ValueError at the end if tensors are left that fit nowhere."""
+    """Fill a skeleton from `source`, in pieces, and yield the path of each when it is done: embed,
+    norm, lm_head (unless it is the embedding), layers.0, layers.1, ... Each projection is rounded
+    to `quant` as it is read, and one tensor at a time moves to the device: memory holds the pieces
+    that the caller has not dropped (model.layers[i] = None) and one projection as stored. dtype
+    None: as stored. calibration, report: as in nvfp4.calibrated, which then does the rounding.
+    ValueError at the end if tensors are left that fit nowhere."""
     if calibration is not None:
         unrounded = stream(model, source, device, dtype)
         yield from nvfp4.calibrated(model, unrounded, quant, calibration, device, report)
         return
     fmt = source.check_format(quant, nvfp4.FORMATS)
-    for piece in pieces(model.config):
+    tied = model.config.tie_word_embeddings
+    pieces = ["embed", "norm"] if tied else ["embed", "norm", "lm_head"]
+    pieces += [f"layers.{i}" for i in range(len(model.layers))]
+    for piece in pieces:
         for path, m in list(model.get_submodule(piece).named_modules(prefix=piece)):
             if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or the user's own
                 m.noise = torch.zeros(noise.shape, dtype=noise.dtype, device=device)
@@ -405,7 +402,7 @@ def stream(model, source, device="cpu", dtype=None, quant="none", calibration=No
             elif hasattr(m, "weight"):
                 w = source.get(f"{stored_name(path)}.weight", m.weight.shape, dtype, device)
                 m.weight = nn.Parameter(w, requires_grad=False)
-        if piece == "embed" and model.config.tie_word_embeddings:
+        if piece == "embed" and tied:
             model.lm_head.weight = model.embed.weight
             source.check_tied_head(model.embed.weight)
         yield piece

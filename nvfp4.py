@@ -159,10 +159,9 @@ def block_scales(w, fmt, name="weight"):
 
 def encode(w, fmt, scale, global_scale):
     """w (N, K) rounded to the grid of given scales (as from block_scales) -> Quantized."""
-    codes, step = [], max(1, PORTION // w.shape[1])
-    for i in range(0, len(w), step):
-        rows = slice(i, i + step)
-        codes.append(pack(nearest(w[rows], fmt, scale[rows], global_scale[rows])))
+    step = max(1, PORTION // w.shape[1])
+    portions = zip(w.split(step), scale.split(step), global_scale.split(step), strict=True)
+    codes = [pack(nearest(rows, fmt, s, g)) for rows, s, g in portions]
     return Quantized(fmt, tuple(w.shape), torch.cat(codes), scale, global_scale)
 
 

@@ -60,9 +60,11 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
         if had := asked(folder):
             writer.notes["policy.json"] = {"quant": fmt} | had
         ids = datasets.calibration(calib, folder) if use_awq else None
-        pieces = qwen.stream(model, source, device, None, fmt, ids, report)
-        for path in tqdm(pieces, fmt, len(qwen.pieces(config)), disable=None):
+        bar = tqdm(desc=fmt, total=len(model.layers), disable=None)
+        for path in qwen.stream(model, source, device, None, fmt, ids, report):
             write(writer, model, path)
+            bar.update(path.startswith("layers."))
+        bar.close()
     return report
 
 
