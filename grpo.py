@@ -300,15 +300,13 @@ def record_trainer_logprobs(model, completions, settings):
     parameter moves (--old-logp trainer)."""
     chosen = trained(completions, settings.overlong)
     place = {id(c): i for i, c in enumerate(chosen)}
-    own = {}  # this rank's share, by place
+    own = []  # (place, log-probs) of each in this rank's share
     for batch in micro_batches(model, chosen, settings.micro_batch_tokens):
         logp, _, _ = completion_logprobs(model, batch, settings.temperature)
         rows = logp.tolist()  # all at once: each transfer waits for the device
-        for c, row in zip(batch, rows, strict=True):
-            own[place[id(c)]] = row[: len(c.ids)]
-    for share in ranks.gather(own):  # every rank needs them all
-        for i, logprobs in share.items():
-            chosen[i].trainer_logprobs = logprobs
+        own += [(place[id(c)], row[: len(c.ids)]) for c, row in zip(batch, rows, strict=True)]
+    for i, logprobs in chain(*ranks.gather(own)):  # every rank needs them all
+        chosen[i].trainer_logprobs = logprobs
 
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):

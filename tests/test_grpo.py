@@ -303,4 +303,4 @@ def test_a_rank_sends_no_log_probs_of_an_earlier_pass(monkeypatch):
     monkeypatch.setattr(grpo, "micro_batches", lambda *_: [])
     monkeypatch.setattr(grpo.ranks, "gather", lambda own: sent.append(own) or [own])
     grpo.record_trainer_logprobs(None, [c], conftest.settings())
-    assert sent == [{}]
+    assert sent == [[]]
