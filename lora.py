@@ -44,18 +44,6 @@ class LoRALinear(nn.Module):
         self.A = nn.Parameter(A.to(device))
         self.B = nn.Parameter(torch.zeros(N, rank, device=device))
 
-    @property
-    def q(self):
-        return self.base.q
-
-    @property
-    def bias(self):
-        return self.base.bias
-
-    @property
-    def adapter(self):
-        return self if self.enabled else None
-
     def by_part(self):
         """{part: (A (R, K), B (N_p, R))}, views of the parameters."""
         A = self.A.detach().split(self.rank)

@@ -74,15 +74,14 @@ class Linear(nn.Module):
 
         shape       (N, K)
         parts       {name: rows} of the checkpoint's projections, stacked in this order in W
-        bias        (N,) or None
-        base        the frozen linear: itself, or the one that an adapter wraps
-        q           base's nvfp4.Quantized weight, or None if `base.weight` is in 16 bits
-        adapter     None, or the enabled adapter: its A (P*R, K), B (N, R), rank R and scaling
         dense()     (N, K) float32: the weight that forward multiplies by, adapter included
-        base.weight_in(dtype)   its weight (N, K); for q, a cached copy, meant for the CPU
+        base        the frozen linear: itself, or the one that an adapter wraps
+        base.bias   (N,) or None
+        base.q      the nvfp4.Quantized weight, or None if `base.weight` is in 16 bits
+        base.weight_in(dtype)   the weight (N, K); for q, a cached copy, meant for the CPU
     """
 
-    q = adapter = None
+    q = None
 
     def __init__(self, in_features, parts, bias=False):
         super().__init__()
@@ -447,15 +446,15 @@ def tensors(piece, path=""):
             for part, n in m.parts.items():
                 name, rows = f"{home}.{part}", slice(row, row + n)
                 row += n
-                if m.q is None:
+                if m.base.q is None:
                     yield f"{name}.weight", m.base.weight[rows]
-                elif type(m.q) is not nvfp4.Quantized:
+                elif type(m.base.q) is not nvfp4.Quantized:
                     raise ValueError(f"{name}: its codes lie as the kernels read them; call "
                                      "fast.uninstall(model) first")
                 else:
-                    yield from checkpoint.packed_tensors(name, m.q, rows)
-                if m.bias is not None:
-                    yield f"{name}.bias", m.bias[rows]
+                    yield from checkpoint.packed_tensors(name, m.base.q, rows)
+                if m.base.bias is not None:
+                    yield f"{name}.bias", m.base.bias[rows]
         elif isinstance(m, nn.Embedding):
             embedding = m.weight
             yield f"{stored_name(at)}.weight", m.weight

@@ -60,8 +60,7 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 class Format:
     """block: columns that share a scale. scale_dtype: its stored type (uint8: an E8M0 exponent
     byte, 2^(s-127)). values: those of the 16 codes; with float32 scales they are looked up, with
-    others they are E2M1's. bits: a weight's, its share of the scale included. ValueError for a
-    block or values that the kernels cannot decode."""
+    others they are E2M1's. ValueError for a block or values that the kernels cannot decode."""
 
     block: int
     scale_dtype: torch.dtype
@@ -78,10 +77,6 @@ class Format:
     def codebook(self):
         """The values if codes are looked up, the last one being a block's absmax; None for E2M1."""
         return self.values if self.scale_dtype == torch.float32 else None
-
-    @property
-    def bits(self):
-        return 4 + 8 * self.scale_dtype.itemsize / self.block
 
 
 FORMATS = {
@@ -217,8 +212,6 @@ class QuantLinear(nn.Module):
 
     On the GPU codes are decoded in marlin_triton.py's kernel; on the CPU one dequantized copy is
     cached, because decoding costs more there than memory does."""
-
-    adapter = None
 
     def __init__(self, q, parts, bias=None):
         super().__init__()

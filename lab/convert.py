@@ -71,8 +71,8 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
 def in_16_bits(m):
     """A model.Linear with the weight that the linear `m` multiplies by, adapter included."""
     with torch.device("meta"):
-        out = Linear(m.shape[1], m.parts, m.bias is not None)
-    out.weight, out.bias = nn.Parameter(m.dense().to(torch.bfloat16)), m.bias
+        out = Linear(m.shape[1], m.parts, m.base.bias is not None)
+    out.weight, out.bias = nn.Parameter(m.dense().to(torch.bfloat16)), m.base.bias
     return out
 
 
