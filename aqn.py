@@ -99,14 +99,14 @@ def noise_seed(*key):
 
 
 def buffers(model):
-    """{name: buffer} of all noise, in whatever module, that of your own code included."""
-    return {name: b for name, b in model.named_buffers() if name.rpartition(".")[2] == "noise"}
+    """All noise buffers, in whatever module, those of your own code included."""
+    return [b for name, b in model.named_buffers() if name.rpartition(".")[2] == "noise"]
 
 
 @torch.no_grad()
 def clear(model):
     """Zero every noise buffer: the clean model, bit for bit."""
-    for b in buffers(model).values():
+    for b in buffers(model):
         b.zero_()
 
 
@@ -115,8 +115,7 @@ def set_noise(model, sigma, seed=0):
     """Draw Z ~ N(0, sigma^2) for each norm of `norms(model)`, float32, from a CPU generator seeded
     by (seed, layer, norm): the same on all devices. Zero every other noise buffer."""
     clear(model)
-    pairs = norms(model)
-    for layer, pair in enumerate(pairs if sigma else ()):
+    for layer, pair in enumerate(norms(model) if sigma else ()):
         for which, norm in enumerate(pair):
             gen = torch.Generator().manual_seed(noise_seed(seed, layer, which))
             norm.noise.copy_(sigma * torch.randn(norm.noise.shape, generator=gen))
@@ -127,13 +126,13 @@ def set_noise(model, sigma, seed=0):
 def clean(model):
     """No noise inside the `with` block, and the same noise as before after it, even if the block
     raises."""
-    saved = {name: b.clone() for name, b in buffers(model).items()}
+    saved = [(b, b.clone()) for b in buffers(model)]
     try:
         clear(model)
         yield
     finally:
-        for name, b in buffers(model).items():
-            b.copy_(saved.get(name, b))  # one that came within the block stays
+        for b, noise in saved:
+            b.copy_(noise)
 
 
 def main(argv=None):

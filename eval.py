@@ -16,7 +16,7 @@ Left out: few-shot prompts, majority votes.
 import math
 import sys
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, product
 from statistics import fmean
 
 from plumbing import checkpoint, flags, policy, ranks
@@ -66,18 +66,16 @@ def evaluate(model, tok, rows, *, style="tags", n=4, temperature=0.6, top_p=0.95
              max_new_tokens=None, max_prompt=None, max_rows=256, seed=0, score=None, ks=()):
     """Sample n completions a question and grade them, with AQN's noise off.
 
-    max_new_tokens None: 4096, or fewer if positions run out. score: from data.scorer (the
-    style's by default). Returns `summary`'s dict, skipped (longer than max_prompt), and rows:
-    [{"question", "answer", "accuracy", "samples": [{"text", "reward", "given", "correct", "format",
-    "length", "finished"}]}]."""
+    max_new_tokens: as in sample.generate. score: of data.scorer (the style's by default). Returns
+    `summary`'s dict, skipped (longer than max_prompt), and rows: [{"question", "answer",
+    "accuracy", "samples": [{"text", "reward", "given", "correct", "format", "length",
+    "finished"}]}]."""
     kept, skipped = data.prompts(tok, rows, style, max_prompt)
-    mine = ranks.mine(range(len(kept)))  # the questions that this rank asks
-    asked = [kept[i] for i in mine]
-    limits = [sample.limit(model, row["ids"], max_new_tokens) for row in asked]
+    asked = ranks.mine(kept)  # the questions that this rank asks
     with aqn.clean(model):
         groups = sample.generate(
-            model, [row["ids"] for row in asked], n, limits, temperature, top_p, tok.eos_ids, seed,
-            max_rows, indices=mine)
+            model, [row["ids"] for row in asked], n, max_new_tokens, temperature, top_p,
+            tok.eos_ids, seed, max_rows, indices=ranks.mine(range(len(kept))))
 
     # Grade all samples side by side, then put them together by question.
     drawn = [*chain(*groups)]
@@ -145,20 +143,11 @@ def run(args, argv):
         ids = tok.prompt_ids(sets[0][1][0]["question"], args.prompt_style)
         check_adapter(model, ids, args.adapter)
 
-    results = []  # (set, arm, evaluate's dict)
-    try:
-        ask(args, model, tok, score, sets, results)
-    finally:  # a stop in a later set must not lose these
-        if results:
-            show_results(results, args.reward)
-
-
-def ask(args, model, tok, score, sets, results):
-    """Evaluate base and adapter on each set; fills `results` and --out as it goes."""
     # a run without an adapter has trained all of the model
     arms = ["base", "adapter"] if args.adapter else ["trained" if args.run else "base"]
-    for name, rows in sets:
-        for arm in arms:
+    results = []  # (set, arm, evaluate's dict)
+    try:
+        for (name, rows), arm in product(sets, arms):
             with nullcontext() if arm == "adapter" else lora.disabled(model):
                 r = evaluate(
                     model, tok, rows, style=args.prompt_style, n=args.n,
@@ -166,11 +155,14 @@ def ask(args, model, tok, score, sets, results):
                     max_new_tokens=args.max_new_tokens, max_prompt=args.max_prompt,
                     max_rows=args.max_rows, seed=args.seed, score=score, ks=args.k or ())
             results.append((name, arm, r))
+            if arm == "adapter":
+                r["gain"], r["stderr_gain"] = gain(results[-2][2]["rows"], r["rows"])
             if args.out and ranks.rank == 0:
                 write_jsonl(args.out, ({"data": name, "model": arm, **row}
                                        for name, arm, r in results for row in r["rows"]))
-        if args.adapter:
-            r["gain"], r["stderr_gain"] = gain(results[-2][2]["rows"], r["rows"])
+    finally:  # a stop in a later set must not lose these
+        if results:
+            show_results(results, args.reward)
 
 
 def main(argv=None):

@@ -90,16 +90,6 @@ def soft_overlong_penalty(length, max_len):
     return max(-1.0, min((max_len - buffer - length) / buffer, 0.0))
 
 
-def lengths_to_mask(lengths, width=None):
-    """lengths (B,) -> mask (B, width) bool, true on each row's first `length` places (width: the
-    longest row).
-
-    Masks come from lengths here and everywhere: with pad == eos, comparing ids would mask the stop
-    token, and the model would never be taught to stop."""
-    width = int(lengths.max()) if width is None else width
-    return torch.arange(width, device=lengths.device) < lengths[:, None]  # (B, width)
-
-
 # ---- objectives: level of the ratio, surrogate, normaliser
 
 
@@ -267,12 +257,16 @@ def completion_logprobs(model, completions, temperature):
 
 def in_rows(completions, logp, entropy):
     """Values of the tokens of B completions, one after the other (S,) -> padded rows (B, T), and
-    their mask."""
+    their mask (B, T), true on the tokens.
+
+    Masks come from lengths here and everywhere: with pad == eos, comparing ids would mask the stop
+    token, and the model would never be taught to stop."""
     lengths = [len(c.ids) for c in completions]
     # by their lengths: indexing by the mask would make the host wait for the GPU
     logp = pad_sequence(logp.split(lengths), batch_first=True)  # (S,) -> (B, T)
     entropy = pad_sequence(entropy.split(lengths), batch_first=True)
-    return logp, entropy, lengths_to_mask(to_device(lengths, logp.device), max(lengths))
+    places = torch.arange(max(lengths), device=logp.device)  # (T,)
+    return logp, entropy, places < to_device(lengths, logp.device)[:, None]
 
 
 def micro_batches(model, completions, token_budget):
@@ -306,15 +300,13 @@ def record_trainer_logprobs(model, completions, settings):
     parameter moves (--old-logp trainer)."""
     chosen = trained(completions, settings.overlong)
     place = {id(c): i for i, c in enumerate(chosen)}
-    own = {}  # this rank's share, by place
+    own = []  # (place, log-probs) of each in this rank's share
     for batch in micro_batches(model, chosen, settings.micro_batch_tokens):
         logp, _, _ = completion_logprobs(model, batch, settings.temperature)
         rows = logp.tolist()  # all at once: each transfer waits for the device
-        for c, row in zip(batch, rows, strict=True):
-            own[place[id(c)]] = row[: len(c.ids)]
-    for share in ranks.gather(own):  # every rank needs them all
-        for i, logprobs in share.items():
-            chosen[i].trainer_logprobs = logprobs
+        own += [(place[id(c)], row[: len(c.ids)]) for c, row in zip(batch, rows, strict=True)]
+    for i, logprobs in chain(*ranks.gather(own)):  # every rank needs them all
+        chosen[i].trainer_logprobs = logprobs
 
 
 def batch_loss(model, batch, settings, total_tokens, total_seqs):

@@ -26,7 +26,7 @@ from plumbing import command, peft
 import torch
 import torch.nn as nn
 
-from model import prefix, projections
+from model import projections, stored_name
 
 
 class LoRALinear(nn.Module):
@@ -43,18 +43,6 @@ class LoRALinear(nn.Module):
         A = (torch.rand(len(self.parts) * rank, K, generator=generator) * 2 - 1) * bound
         self.A = nn.Parameter(A.to(device))
         self.B = nn.Parameter(torch.zeros(N, rank, device=device))
-
-    @property
-    def q(self):
-        return self.base.q
-
-    @property
-    def bias(self):
-        return self.base.bias
-
-    @property
-    def adapter(self):
-        return self if self.enabled else None
 
     def by_part(self):
         """{part: (A (R, K), B (N_p, R))}, views of the parameters."""
@@ -117,26 +105,20 @@ def disabled(model):
 
 def names(path, part):
     """PEFT's names of the A and B of the original projection `part` in the fused one at `path`."""
-    where = f"base_model.model.{prefix(path)}.{part}"
+    where = f"base_model.model.{stored_name(path.rpartition('.')[0])}.{part}"
     return f"{where}.lora_A.weight", f"{where}.lora_B.weight"
 
 
-def adapter_state(model):
-    """PEFT's names -> the A (R, K) and B (N_p, R) of each original projection, and any norms that
-    belong to the adapter. All have the first layer's scaling, since only one is saved."""
-    scaling = lora_layers(model)[0][1].scaling
+def save_adapter(model, folder, base_model=""):
+    """Write the adapter, and any norms that belong to it, to `folder`, in PEFT's layout and
+    float32. One scaling is saved, the first layer's; B makes up for another."""
+    first = lora_layers(model)[0][1]
     state = {name: norm.weight.detach() for name, norm in peft.own_norms(model).items()}
     for path, m in lora_layers(model):
         for part, (A, B) in m.by_part().items():
             a, b = names(path, part)
-            state[a], state[b] = A, B * (m.scaling / scaling)
-    return state
-
-
-def save_adapter(model, folder, base_model=""):
-    """Write the adapter to `folder`, in PEFT's layout and float32."""
-    first = lora_layers(model)[0][1]
-    peft.save(folder, adapter_state(model), first.rank, first.scaling, base_model)
+            state[a], state[b] = A, B * (m.scaling / first.scaling)
+    peft.save(folder, state, first.rank, first.scaling, base_model)
 
 
 def read_adapter(model, folder):

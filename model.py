@@ -74,15 +74,13 @@ class Linear(nn.Module):
 
         shape       (N, K)
         parts       {name: rows} of the checkpoint's projections, stacked in this order in W
-        bias        (N,) or None
-        base        the frozen linear: itself, or the one that an adapter wraps
-        q           base's nvfp4.Quantized weight, or None if `base.weight` is in 16 bits
-        adapter     None, or the enabled adapter: its A (P*R, K), B (N, R), rank R and scaling
         dense()     (N, K) float32: the weight that forward multiplies by, adapter included
-        base.weight_in(dtype)   its weight (N, K); for q, a cached copy, meant for the CPU
+        base        the frozen linear: itself, or the one that an adapter wraps
+        base.bias   (N,) or None
+        base.q      the nvfp4.Quantized weight, or None if there is a `base.weight`
     """
 
-    q = adapter = None
+    q = None
 
     def __init__(self, in_features, parts, bias=False):
         super().__init__()
@@ -98,9 +96,6 @@ class Linear(nn.Module):
     def dense(self):
         return self.weight.float()
 
-    def weight_in(self, dtype):
-        return self.weight.to(dtype)
-
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
 
@@ -114,10 +109,10 @@ def projections(model):
             for i, block in enumerate(model.layers) for name in PROJECTIONS]
 
 
-def prefix(path):
-    """The checkpoint's name of the module at `path`, without the projection:
-    layers.3.attn.qkv_proj -> model.layers.3.self_attn."""
-    return "model." + path.rsplit(".", 1)[0].replace(".attn", ".self_attn")
+def stored_name(path):
+    """The checkpoint's name of the module at `path`: layers.3.attn -> model.layers.3.self_attn."""
+    name = {"embed": "model.embed_tokens", "lm_head": "lm_head"}.get(path, f"model.{path}")
+    return name.replace(".attn", ".self_attn")
 
 
 def to_device(values, device, dtype=torch.long):
@@ -366,11 +361,8 @@ def read_config(folder):
 def build(config, source, device="cpu", dtype=torch.bfloat16, quant="none", calibration=None):
     """A Transformer of `config` with the tensors of `source`, a checkpoint.Checkpoint."""
     model = skeleton(config)
-    filling = stream(model, source, device, dtype, quant if calibration is None else "none")
-    if calibration is not None:
-        filling = nvfp4.calibrated(model, filling, quant, calibration, device)
-    for _ in filling:  # a piece is in the model when it is yielded
-        pass
+    for _ in stream(model, source, device, dtype, quant, calibration):
+        pass  # a piece is in the model when it is yielded
     return model.eval()
 
 
@@ -380,41 +372,36 @@ def skeleton(config):
         return Transformer(config)
 
 
-def pieces(config):
-    """The paths of a model's pieces in the order of `stream`: embed, norm, lm_head (unless it is
-    the embedding), layers.0, layers.1, ..."""
-    ends = ["embed", "norm"] if config.tie_word_embeddings else ["embed", "norm", "lm_head"]
-    return ends + [f"layers.{i}" for i in range(config.num_hidden_layers)]
-
-
 @torch.no_grad()
-def stream(model, source, device="cpu", dtype=None, quant="none"):
-    """Fill a skeleton from `source`; yields the path of each of `pieces` when it is done. Each
-    projection is rounded to `quant` as it is read, and one tensor at a time moves to the device:
-    memory holds the pieces that the caller has not dropped (model.layers[i] = None) and one
-    projection as stored. dtype None: as stored. ValueError at the end if tensors are left that fit
-    nowhere."""
+def stream(model, source, device="cpu", dtype=None, quant="none", calibration=None, report=None):
+    """Fill a skeleton from `source`, in pieces, and yield the path of each when it is done: embed,
+    norm, lm_head (unless it is the embedding), layers.0, layers.1, ... Each projection is rounded
+    to `quant` as it is read, and one tensor at a time moves to the device: memory holds the pieces
+    that the caller has not dropped (model.layers[i] = None) and one projection as stored. dtype
+    None: as stored. calibration, report: as in nvfp4.calibrated, which then does the rounding.
+    ValueError at the end if tensors are left that fit nowhere."""
+    if calibration is not None:
+        unrounded = stream(model, source, device, dtype)
+        yield from nvfp4.calibrated(model, unrounded, quant, calibration, device, report)
+        return
     fmt = source.check_format(quant, nvfp4.FORMATS)
-    for piece in pieces(model.config):
+    tied = model.config.tie_word_embeddings
+    pieces = ["embed", "norm"] if tied else ["embed", "norm", "lm_head"]
+    pieces += [f"layers.{i}" for i in range(len(model.layers))]
+    for piece in pieces:
         for path, m in list(model.get_submodule(piece).named_modules(prefix=piece)):
             if (noise := getattr(m, "noise", None)) is not None:  # a norm's, or the user's own
                 m.noise = torch.zeros(noise.shape, dtype=noise.dtype, device=device)
             if path.endswith("_proj"):
                 model.set_submodule(path, read_linear(m, path, source, quant, fmt, dtype, device))
             elif hasattr(m, "weight"):
-                w = source.get(weight_name(path), m.weight.shape, dtype, device)
+                w = source.get(f"{stored_name(path)}.weight", m.weight.shape, dtype, device)
                 m.weight = nn.Parameter(w, requires_grad=False)
-        if piece == "embed" and model.config.tie_word_embeddings:
+        if piece == "embed" and tied:
             model.lm_head.weight = model.embed.weight
             source.check_tied_head(model.embed.weight)
         yield piece
     source.check_all_used()
-
-
-def weight_name(path):
-    """The checkpoint's name of the weight of a norm, of the embedding or of the head."""
-    name = {"embed": "model.embed_tokens", "lm_head": "lm_head"}.get(path, f"model.{path}")
-    return name.replace(".attn.", ".self_attn.") + ".weight"
 
 
 def read_linear(m, path, source, quant, fmt, dtype, device):
@@ -426,7 +413,8 @@ def read_linear(m, path, source, quant, fmt, dtype, device):
     is quantized already they are taken unchanged, and a fused projection that it left in 16 bits
     stays a Linear."""
     K, bias = m.shape[1], None
-    names = {f"{prefix(path)}.{part}": n for part, n in m.parts.items()}
+    home = stored_name(path.rpartition(".")[0])
+    names = {f"{home}.{part}": n for part, n in m.parts.items()}
     if m.bias is not None:
         bias = torch.cat([source.get(f"{name}.bias", (n,), dtype, device)
                           for name, n in names.items()])
@@ -450,21 +438,21 @@ def tensors(piece, path=""):
     embedding = None
     for at, m in piece.named_modules(prefix=path):
         if at.endswith("_proj"):
-            row = 0
+            home, row = stored_name(at.rpartition(".")[0]), 0
             for part, n in m.parts.items():
-                name, rows = f"{prefix(at)}.{part}", slice(row, row + n)
+                name, rows = f"{home}.{part}", slice(row, row + n)
                 row += n
-                if m.q is None:
+                if m.base.q is None:
                     yield f"{name}.weight", m.base.weight[rows]
-                elif type(m.q) is not nvfp4.Quantized:
+                elif type(m.base.q) is not nvfp4.Quantized:
                     raise ValueError(f"{name}: its codes lie as the kernels read them; call "
                                      "fast.uninstall(model) first")
                 else:
-                    yield from checkpoint.packed_tensors(name, m.q, rows)
-                if m.bias is not None:
-                    yield f"{name}.bias", m.bias[rows]
+                    yield from checkpoint.packed_tensors(name, m.base.q, rows)
+                if m.base.bias is not None:
+                    yield f"{name}.bias", m.base.bias[rows]
         elif isinstance(m, nn.Embedding):
             embedding = m.weight
-            yield weight_name(at), m.weight
+            yield f"{stored_name(at)}.weight", m.weight
         elif isinstance(m, RMSNorm) or (at == "lm_head" and m.weight is not embedding):
-            yield weight_name(at), m.weight
+            yield f"{stored_name(at)}.weight", m.weight

@@ -60,8 +60,7 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 class Format:
     """block: columns that share a scale. scale_dtype: its stored type (uint8: an E8M0 exponent
     byte, 2^(s-127)). values: those of the 16 codes; with float32 scales they are looked up, with
-    others they are E2M1's. bits: a weight's, its share of the scale included. ValueError for a
-    block or values that the kernels cannot decode."""
+    others they are E2M1's. ValueError for a block or values that the kernels cannot decode."""
 
     block: int
     scale_dtype: torch.dtype
@@ -78,10 +77,6 @@ class Format:
     def codebook(self):
         """The values if codes are looked up, the last one being a block's absmax; None for E2M1."""
         return self.values if self.scale_dtype == torch.float32 else None
-
-    @property
-    def bits(self):
-        return 4 + 8 * self.scale_dtype.itemsize / self.block
 
 
 FORMATS = {
@@ -109,8 +104,11 @@ class Quantized:
         return FORMATS[self.fmt]
 
     def dequantize(self):
-        """w_hat (N, K) float32."""
-        return to_values(unpack(self.codes), self.fmt, self.scale, self.global_scale)
+        """w_hat (N, K) float32: value[code] * block scale (exact for E2M1) * global scale."""
+        values = torch.tensor(self.format.values, device=self.codes.device)
+        w = values[unpack(self.codes).int()]  # (N, K)
+        w = w.unflatten(1, (-1, self.format.block)) * scale_value(self.scale, self.fmt)[..., None]
+        return w.flatten(1) * self.global_scale[:, None]
 
 
 # ---- rounding
@@ -156,10 +154,9 @@ def block_scales(w, fmt, name="weight"):
 
 def encode(w, fmt, scale, global_scale):
     """w (N, K) rounded to the grid of given scales (as from block_scales) -> Quantized."""
-    codes, step = [], max(1, PORTION // w.shape[1])
-    for i in range(0, len(w), step):
-        rows = slice(i, i + step)
-        codes.append(pack(nearest(w[rows], fmt, scale[rows], global_scale[rows])))
+    step = max(1, PORTION // w.shape[1])
+    portions = zip(w.split(step), scale.split(step), global_scale.split(step), strict=True)
+    codes = [pack(nearest(rows, fmt, s, g)) for rows, s, g in portions]
     return Quantized(fmt, tuple(w.shape), torch.cat(codes), scale, global_scale)
 
 
@@ -174,13 +171,6 @@ def nearest(w, fmt, scale, global_scale):
         return round_e2m1(x)
     table = torch.tensor(book, device=x.device)  # ascending
     return torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
-
-
-def to_values(codes, fmt, scale, global_scale):
-    """w_hat (N, K) float32: value[code] * block scale (exact for E2M1) * global scale."""
-    values = torch.tensor(FORMATS[fmt].values, device=codes.device)[codes.int()]  # (N, K)
-    values = values.unflatten(1, (-1, FORMATS[fmt].block)) * scale_value(scale, fmt)[..., None]
-    return values.flatten(1) * global_scale[:, None]
 
 
 def scale_value(scale, fmt):
@@ -223,8 +213,6 @@ class QuantLinear(nn.Module):
     On the GPU codes are decoded in marlin_triton.py's kernel; on the CPU one dequantized copy is
     cached, because decoding costs more there than memory does."""
 
-    adapter = None
-
     def __init__(self, q, parts, bias=None):
         super().__init__()
         self.fmt, self.shape, self.parts = q.fmt, q.shape, dict(parts)
@@ -245,6 +233,7 @@ class QuantLinear(nn.Module):
         return self.q.dequantize()
 
     def weight_in(self, dtype):
+        """w_hat (N, K) in a dtype, for the CPU: a copy that is kept."""
         # what it is a copy of: a noise of your own may be written to the scales
         source = dtype, [(t.data_ptr(), t._version) for t in self._buffers.values()]
         if self.copy is None or self.copy[0] != source:
@@ -290,13 +279,11 @@ class Stats:
 
     def __init__(self, K, device):
         self.H, self.mean = torch.zeros(K, K, device=device), torch.zeros(K, device=device)
-        self.n = 0
 
     def __call__(self, module, args):
         x = args[0].reshape(-1, self.mean.numel()).float()  # (B*T, K)
         self.H += x.T @ x  # (K, B*T) @ (B*T, K)
         self.mean += x.abs().sum(0)
-        self.n += x.shape[0]
 
 
 def output_error(D, H):
@@ -404,11 +391,11 @@ def quantize_pair(owner, names, norm, first_row, G, D, stats, fmt):
         divide = torch.ones(producer.shape[0], device=mean.device)
         divide[first_row:] = consumed.s.view(-1, G, D).mean(1).flatten()  # the G heads' are equal
         produced = search(producer.dense(), inputs.H, inputs.mean, fmt,
-                          lambda s: foldable(norm.weight, s), divide)
+                          lambda s: fold(norm.weight, s)[1], divide)
         if produced.awq <= produced.rtn:
             break
 
-    norm.weight.data = folded(norm.weight, produced.s)
+    norm.weight.data, _ = fold(norm.weight, produced.s)
     if (bias := producer.bias) is not None:
         bias = (bias.float() / divide).to(bias.dtype)
     setattr(owner, names[0], QuantLinear(produced.q, producer.parts, bias))
@@ -417,15 +404,12 @@ def quantize_pair(owner, names, norm, first_row, G, D, stats, fmt):
             for name, r in zip(names, (produced, consumed), strict=True)]
 
 
-def folded(weight, s):
-    """A norm's weight (C,) / s, in its dtype; unchanged where that is 0 or infinite."""
+def fold(weight, s):
+    """A norm's weight (C,) / s in its dtype, unchanged where that is 0 or infinite; and the s that
+    it was divided by, rounding included."""
     w = (weight / s).to(weight.dtype)
-    return torch.where((w != 0) & torch.isfinite(w), w, weight)
-
-
-def foldable(weight, s):
-    """The s that `folded` divides by, rounding included; 1 where the weight is 0."""
-    return torch.where(weight == 0, 1.0, weight.float() / folded(weight, s).float())
+    w = torch.where((w != 0) & torch.isfinite(w), w, weight)
+    return w, torch.where(weight == 0, 1.0, weight.float() / w.float())
 
 
 @torch.no_grad()
@@ -435,13 +419,13 @@ def calibrated(model, pieces, fmt, ids, device, report=None):
 
     ids (B, T): calibration text. Its hidden states go through the original blocks, so a layer is
     calibrated on what the 16-bit model feeds it, and one pass a layer is enough."""
-    x, rope = None, model.rope(torch.arange(ids.shape[1], device=device)[None])
+    rope = model.rope(torch.arange(ids.shape[1], device=device)[None])
     for path in pieces:
+        if path == "embed":
+            x = model.embed(ids.to(device))  # (B, T, C)
         if path.startswith("layers."):
             block = model.get_submodule(path)
-            if x is None:  # the embedding came first, and may be stored in another dtype
-                dtype = block.attn.qkv_proj.weight.dtype
-                x = model.embed(ids.to(device)).to(dtype)  # (B, T, C)
+            x = x.to(block.attn.qkv_proj.weight.dtype)  # the embedding may be stored in another
             stats = gather(block, x, rope)
             rows = quantize_block(block, stats, model.config, fmt)
             if report is not None:
@@ -463,8 +447,8 @@ def gather(block, x, rope):
     for hook in hooks:
         hook.remove()
     for s in stats.values():
-        s.H /= s.n
-        s.mean /= s.n
+        s.H /= x.shape[0] * x.shape[1]
+        s.mean /= x.shape[0] * x.shape[1]
     return stats
 
 

@@ -43,13 +43,10 @@ BUCKET = 256  # a graph's attention looks at a multiple of this many positions
 # ---- how a token is drawn
 
 
-def signed(x):
-    """A 64-bit number as torch's int64 holds it."""
-    return (x + 2**63) % 2**64 - 2**63
-
-
-# splitmix64 (Steele, Lea and Flood 2014): the golden ratio, and its finalizer's multipliers
-GOLDEN, MIX1, MIX2 = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# splitmix64 (Steele, Lea and Flood 2014): the golden ratio, and its finalizer's multipliers, as
+# int64 holds them
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+MIX1, MIX2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def mix(z):
@@ -63,7 +60,7 @@ def mix(z):
 def row_keys(seed, prompt, sample):
     """int64 key of each row from its prompt and sample index (int64 tensors); `uniform` turns it
     into numbers."""
-    key = mix(torch.full_like(prompt, signed(seed)) + GOLDEN)
+    key = mix(torch.full_like(prompt, seed) + GOLDEN)
     return mix(mix(key + prompt * GOLDEN) + sample * GOLDEN)
 
 
@@ -93,7 +90,7 @@ def sample_ids(logits, u, temperature=1.0, top_p=1.0):
         # the first id whose cdf exceeds u * total; an id of probability 0 does not raise the cdf,
         # so it is never drawn
         ids = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-        ids = ids.clamp(max=cdf.shape[1] - 1)  # NaN gives V: samples_of refuses it
+        ids = ids.clamp(max=cdf.shape[1] - 1)  # NaN gives V: `generate` refuses it
         ids = (ids if order is None else order.gather(1, ids))[:, 0]
     return ids, logp.gather(1, ids[:, None])[:, 0]
 
@@ -141,11 +138,14 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     """n completions of each prompt (lists of ids); returns, per prompt and in order, a list of n
     Samples.
 
-    max_new_tokens: an int, or one per prompt. temperature 0: greedy. max_rows: rows that decode
-    together. on_token(prompt, sample, id) is called as tokens arrive, for streaming. indices: of
-    the prompts in the larger set that they come from (default: 0, 1, ...): a part draws what it
-    would in the whole. ValueError if a prompt does not fit the model, or the model's output is not
-    finite."""
+    max_new_tokens: an int, or one per prompt; None is 4096, or fewer if positions run out.
+    temperature 0: greedy. max_rows: rows that decode together. on_token(prompt, sample, id) is
+    called as tokens arrive, for streaming. indices: of the prompts in the larger set that they come
+    from (default: 0, 1, ...): a part draws what it would in the whole. ValueError if a prompt does
+    not fit the model, or the model's output is not finite."""
+    if max_new_tokens is None:
+        room = model.config.max_position_embeddings
+        max_new_tokens = [max(1, min(4096, room - len(prompt))) for prompt in prompts]
     if not isinstance(max_new_tokens, list | tuple):
         max_new_tokens = [max_new_tokens] * len(prompts)
     assert n > 0 and min(max_new_tokens, default=1) > 0
@@ -158,11 +158,22 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
     rows = [Row(p, j, prompts[p], max_new_tokens[p], keys[p][j], Sample())
             for p in range(len(prompts)) for j in range(n)]
     # a live line, in a terminal that does not show the tokens themselves
-    bar = tqdm(total=len(rows), unit="row", desc="sample", leave=False,
-               disable=bool(on_token) or None)
+    with tqdm(total=len(rows), unit="row", desc="sample", leave=False,
+              disable=bool(on_token) or None) as bar:
+        decode(model, rows, temperature, top_p, eos_ids, max_rows, bar, on_token)
+
+    lost = sum(not math.isfinite(sum(row.sample.logprobs)) for row in rows)
+    if lost:
+        raise ValueError(f"{lost} of {len(rows)} samples have log-probs that are NaN or inf: the "
+                         "model overflows; check --model and --adapter, or train with a lower --lr")
+    return [[row.sample for row in rows[p * n : (p + 1) * n]] for p in range(len(prompts))]
+
+
+def decode(model, rows, temperature, top_p, eos_ids, max_rows, bar, on_token):
+    """Fill the samples of `rows`; bar: a tqdm that counts those that have ended."""
     if model.fast and model.fast.knows(model):
-        model.fast.decode(model, rows, temperature, top_p, eos_ids, max_rows, draw, bar, on_token)
-        return samples_of(rows, len(prompts), n)
+        return model.fast.decode(model, rows, temperature, top_p, eos_ids, max_rows, draw, bar,
+                                 on_token)
 
     for first in range(0, len(rows), max_rows):
         decoder = Decoder(model, rows[first : first + max_rows], temperature, top_p)
@@ -185,17 +196,6 @@ def generate(model, prompts, n=1, max_new_tokens=256, temperature=1.0, top_p=1.0
             most = len(decoder.rows) // 2 if decoder.graphs else len(decoder.rows) - 1
             if len(live) <= most:
                 decoder.keep(live)
-    bar.close()
-    return samples_of(rows, len(prompts), n)
-
-
-def samples_of(rows, prompts, n):
-    """The Samples of `rows`, a list of n for each prompt; ValueError if one is not finite."""
-    lost = sum(not math.isfinite(sum(row.sample.logprobs)) for row in rows)
-    if lost:
-        raise ValueError(f"{lost} of {len(rows)} samples have log-probs that are NaN or inf: the "
-                         "model overflows; check --model and --adapter, or train with a lower --lr")
-    return [[row.sample for row in rows[p * n : (p + 1) * n]] for p in range(prompts)]
 
 
 class Decoder:
@@ -357,12 +357,6 @@ def set_engine(model, engine):
         raise ValueError(f"--engine {engine}: {why}; take --engine auto or plain")
     if why:
         print(f"engine: plain, since {why}", file=sys.stderr)
-
-
-def limit(model, prompt, wanted):
-    """The most new tokens: `wanted`, else 4096, or fewer if the model's positions leave fewer."""
-    room = model.config.max_position_embeddings - len(prompt)
-    return max(1, min(4096, room)) if wanted is None else wanted
 
 
 if __name__ == "__main__":

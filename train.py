@@ -22,7 +22,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from plumbing import checkpoint, flags, metrics, ranks
+from plumbing import checkpoint, console, flags, metrics, ranks
 from plumbing.command import number
 from plumbing.flags import Flag
 from plumbing.run import Run, resolve_flags
@@ -254,17 +254,6 @@ class Prompts:
         return chosen
 
 
-def plan_update(model, args, params):
-    """Apply --engine; set what an update holds at once (on the fast path, by free memory)."""
-    sample.set_engine(model, args.engine)
-    if model.fast:
-        model.fast.plan_update(model, args, params)
-    args.micro_batch_tokens = args.micro_batch_tokens or 16384
-    if args.checkpointing == "auto":
-        args.checkpointing = "on"
-    model.checkpointing = args.checkpointing == "on"
-
-
 def save_weights(model, args, folder):
     """What was trained, into `folder`: an adapter in PEFT's layout or, with --lora-rank 0, a
     Hugging Face checkpoint."""
@@ -298,7 +287,15 @@ def train(args, argv):
     else:
         params = list(model.requires_grad_(True).parameters())
     optimizer = grpo.AdamW(params, args.lr)
-    plan_update(model, args, params)
+
+    # What an update holds at once: on the fast path by free memory.
+    sample.set_engine(model, args.engine)
+    if model.fast:
+        model.fast.plan_update(model, args, params)
+    args.micro_batch_tokens = args.micro_batch_tokens or 16384
+    if args.checkpointing == "auto":
+        args.checkpointing = "on"
+    model.checkpointing = args.checkpointing == "on"
 
     # The run folder; with --resume it says where the run stands.
     with Run(COMMAND, args, argv, lambda folder: save_weights(model, args, folder)) as run:
@@ -307,19 +304,11 @@ def train(args, argv):
         prompts.cursor = run.state.cursor
         if model.fast:
             model.fast.plan_rollouts(model, args, len(longest) + args.max_new_tokens)
-        weight = model.embed.weight
-        print(f"{len(rows)} training prompts ({skipped} longer than --max-prompt), {args.steps} "
-              f"steps, {sum(p.numel() for p in params):,} trainable parameters, "
-              f"{weight.device.type}, {str(weight.dtype).removeprefix('torch.')}; updates of "
-              f"{args.micro_batch_tokens} tokens a micro-batch, checkpointing {args.checkpointing}")
+        console.show_start(args, len(rows), skipped, params, model.embed.weight)
         try:
             learn(run, model, tok, optimizer, prompts, score, held_out)
-            if args.steps % args.save_every:  # otherwise `learn` has saved
-                run.save(optimizer)
             after = evaluate(run, model, tok, score, held_out) if args.eval_n else None
-            if after and args.eval_every and args.lora_rank:  # the best, perhaps: for --resume
-                run.save(optimizer)
-            run.finish(after)
+            run.finish(optimizer, after)
         except KeyboardInterrupt:
             return run.stop(optimizer)
         except Exception:

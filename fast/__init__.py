@@ -19,7 +19,7 @@ import nvfp4
 from model import projections
 
 TABLE = (  # what is replaced, by what, why that is faster, the test that holds the two equal
-    ("sample.generate", "scheduler.decode",
+    ("sample.decode", "scheduler.decode",
      "one CUDA graph of fused kernels a step; slots are refilled as rows end; the host "
      "works a few steps behind",
      "test_scheduler.py::test_generate_equals_the_plain_function"),
@@ -68,7 +68,7 @@ def refusal(model):
     except ModuleNotFoundError as e:
         return f"{e.name} is not installed"
     for path, m in projections(model):
-        if (q := m.q) is None:
+        if (q := m.base.q) is None:
             continue
         if q.shape[0] % 8 or q.shape[1] % layout.CHUNK:
             return f"{path} is {q.shape[0]} x {q.shape[1]}, no multiple of 8 x {layout.CHUNK}"
@@ -80,7 +80,7 @@ def refusal(model):
 
 def inexact(model):
     """Why sampler and trainer cannot agree to the last bit, or None."""
-    if any(m.q is None for _, m in projections(model)):
+    if any(m.base.q is None for _, m in projections(model)):
         return "cuBLAS multiplies 16-bit weights, in an order that depends on the number of rows"
     if model.config.qk_norm:
         return "the sampler and the trainer sum the norms of Qwen3's heads in different orders"

@@ -272,7 +272,7 @@ def own_code(model):
                     "alone")
         if changed(m):
             return f"{name or 'the model'} has a class, a forward or a hook of your own"
-        if name.endswith((".o_proj", ".gate_up_proj", ".down_proj")) and m.bias is not None:
+        if name.endswith((".o_proj", ".gate_up_proj", ".down_proj")) and m.base.bias is not None:
             return f"{name} has a bias, and the kernels add none there"
         trained = any(p is not None and p.requires_grad for p in m._parameters.values())
         known = isinstance(m, qwen.RMSNorm | lora.LoRALinear)

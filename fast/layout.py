@@ -43,8 +43,7 @@ class Tiled(Quantized):
     """A Quantized whose codes (N, K/2) uint8 have this file's layout."""
 
     def dequantize(self):
-        codes = unpack(self.codes, self.fmt)
-        return nvfp4.to_values(codes, self.fmt, self.scale, self.global_scale)
+        return untile(self).dequantize()
 
 
 def tile(q):

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+import lora
 from fast import gemm
 from fast.plan import FEW, few, sms
 from model import projections
@@ -27,17 +28,22 @@ def exact(model):
     return getattr(model.fast, "exact", False)
 
 
+def adapter_of(m):
+    """The lora.LoRALinear that a projection is, if it is enabled, or None."""
+    return m if isinstance(m, lora.LoRALinear) and m.enabled else None
+
+
 class FastLinear:
     """A linear and copies of its adapter: A (PR, K), padded_A (E, K), which is A with rows of zeros
     behind it, B (N, R), and tail = s B / alpha (N, E) with the parts of B on a block diagonal.
     alpha: as in gemm.decoded."""
 
     def __init__(self, m, dtype, exact=False):
-        self.base, self.adapter, self.q, self.exact = m.base, m.adapter, m.q, exact
+        self.base, self.adapter, self.q, self.exact = m.base, adapter_of(m), m.base.q, exact
         self.N, self.K = m.shape
         self.parts = [*m.parts.values()]
-        self.tiled = m.q is not None and m.q.codes.is_cuda  # else torch multiplies
-        self.alpha = (gemm.common_scale(m.q) or 1.0) if self.tiled else 1.0
+        self.tiled = self.q is not None and self.q.codes.is_cuda  # else torch multiplies
+        self.alpha = (gemm.common_scale(self.q) or 1.0) if self.tiled else 1.0
         self.E, self.scaling, self.bounds = 0, 0.0, ()
         self.A = self.B = self.tail = self.both = None
         if (a := self.adapter) is not None:
@@ -71,7 +77,7 @@ class FastLinear:
         next."""
         if self.tiled:
             return gemm.decoded(self.q, self.tail)
-        w = self.base.weight_in(dtype)
+        w = self.base.weight.to(dtype) if self.q is None else self.base.weight_in(dtype)
         return (gemm.beside(w, self.tail) if self.E else w), 1.0
 
     def forward(self, wide, residual):
@@ -93,7 +99,7 @@ def identity(m):
     """What changes if a weight or the adapter of a projection is replaced, or scaled otherwise: a
     global scale also by what is written to it. A FastLinear keeps what it read alive, so that
     nothing else comes to lie there."""
-    base, a = m.base, m.adapter
+    base, a = m.base, adapter_of(m)
     own = [*base._parameters.values(), *base._buffers.values()]
     if a is not None:
         own += a._parameters.values()
@@ -119,7 +125,7 @@ def linears_of(model):
     has been replaced."""
     modules = [m for _, m in projections(model)]
     kept = LINEARS.setdefault(model, {})
-    on = any(m.adapter is not None for m in modules)
+    on = any(adapter_of(m) for m in modules)
     if [p.made_from for p in kept.get(on, ())] != [*map(identity, modules)]:
         kept[on] = [FastLinear(m, model.embed.weight.dtype, exact(model)) for m in modules]
     return [kept[on][i : i + 4] for i in range(0, len(modules), 4)]

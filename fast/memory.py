@@ -14,7 +14,9 @@ from fast.plan import COUNTERS, FLAGS, PARTIALS
 from nvfp4 import FORMATS
 
 GIB = 2**30
-BITS = {"none": 16} | {name: f.bits for name, f in FORMATS.items()}
+# of a weight, its share of the scale included
+BITS = {"none": 16} | {name: 4 + 8 * f.scale_dtype.itemsize / f.block
+                       for name, f in FORMATS.items()}
 # GiB that the driver reports of a card sold as such (RTX 4090, A100, L40S, H100, H200)
 CARDS = {"24 GB": 23.5, "40 GB": 39.4, "48 GB": 44.4, "80 GB": 79.1, "141 GB": 139.8}
 RESERVE = 1.5 * GIB  # CUDA context, kernels, what the allocator cannot fill

@@ -13,7 +13,7 @@ from fast.engine import engine_for, prefill
 
 
 def decode(model, rows, temperature, top_p, eos, max_rows, draw, bar, on_token):
-    """Fill the samples of `rows`, as sample.generate does; draw: sample.draw; bar: a tqdm."""
+    """Fill the samples of `rows`, as sample.decode does; draw: sample.draw; bar: a tqdm."""
     if not rows:
         return
     top_p = top_p if temperature else 1.0  # greedy: the fused sampler will do
@@ -51,7 +51,6 @@ class Scheduler:
             steps, rows, fetch = in_flight.popleft()
             bar.update(self.collect(rows, *fetch()))
             self.empty_steps += self.live.count(None) * steps
-        bar.close()
 
     def refill(self):
         """Waiting rows take the free slots once these have stood empty for as long as a prefill

@@ -48,11 +48,10 @@ def answer(model, tok, args, texts):
             shown = text
 
     prompt = tok.chat_ids(turns(args, *texts))
-    most = sample.limit(model, prompt, args.max_new_tokens)
-    [[drawn]] = sample.generate(model, [prompt], 1, most, args.temperature,
+    [[drawn]] = sample.generate(model, [prompt], 1, args.max_new_tokens, args.temperature,
                                 args.top_p, tok.eos_ids, args.seed, on_token=show)
     text = tok.decode(drawn.ids)
-    print(text[len(shown) :] + ("" if drawn.finished else f" [cut after {most} tokens]"))
+    print(text[len(shown) :] + ("" if drawn.finished else f" [cut after {len(drawn.ids)} tokens]"))
     return text
 
 

@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 import lora
 import model as qwen
-import nvfp4
 from lab import chat
 from model import PROJECTIONS, Linear
 from nvfp4 import FORMATS
@@ -60,20 +59,20 @@ def convert(path_or_hub_id, out, fmt="nvfp4", device="cpu", use_awq=False, calib
     with checkpoint.Writer(out, folder, fmt, FORMATS[fmt], shard_bytes) as writer:
         if had := asked(folder):
             writer.notes["policy.json"] = {"quant": fmt} | had
-        pieces = qwen.stream(model, source, device, quant="none" if use_awq else fmt)
-        if use_awq:
-            ids = datasets.calibration(calib, folder)
-            pieces = nvfp4.calibrated(model, pieces, fmt, ids, device, report)
-        for path in tqdm(pieces, fmt, len(qwen.pieces(config)), disable=None):
+        ids = datasets.calibration(calib, folder) if use_awq else None
+        bar = tqdm(desc=fmt, total=len(model.layers), disable=None)
+        for path in qwen.stream(model, source, device, None, fmt, ids, report):
             write(writer, model, path)
+            bar.update(path.startswith("layers."))
+        bar.close()
     return report
 
 
 def in_16_bits(m):
     """A model.Linear with the weight that the linear `m` multiplies by, adapter included."""
     with torch.device("meta"):
-        out = Linear(m.shape[1], m.parts, m.bias is not None)
-    out.weight, out.bias = nn.Parameter(m.dense().to(torch.bfloat16)), m.bias
+        out = Linear(m.shape[1], m.parts, m.base.bias is not None)
+    out.weight, out.bias = nn.Parameter(m.dense().to(torch.bfloat16)), m.base.bias
     return out
 
 
@@ -93,10 +92,7 @@ def merge(path_or_hub_id, adapter, out, device="cpu", quant="none", calib=None,
         writer.notes |= {"merged.json": {"adapters": digests},
                          "policy.json": {"quant": "none"} | asked(adapter)}
         source = checkpoint.Checkpoint(folder)
-        pieces = qwen.stream(model, source, device, dtype, quant if calib is None else "none")
-        if calib is not None:
-            pieces = nvfp4.calibrated(model, pieces, quant, calib, device)
-        for path in pieces:
+        for path in qwen.stream(model, source, device, dtype, quant, calib):
             piece = model.get_submodule(path)
             for name in PROJECTIONS if path.startswith("layers.") else ():
                 m = lora.LoRALinear(piece.get_submodule(name), rank, scaling)

@@ -17,6 +17,14 @@ def show_flags(args):
     print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False))
 
 
+def show_start(args, rows, skipped, params, weight):
+    """Print how a run begins; weight: one of the base, for device and dtype."""
+    print(f"{rows} training prompts ({skipped} longer than --max-prompt), {args.steps} steps, "
+          f"{sum(p.numel() for p in params):,} trainable parameters, {weight.device.type}, "
+          f"{str(weight.dtype).removeprefix('torch.')}; updates of {args.micro_batch_tokens} "
+          f"tokens a micro-batch, checkpointing {args.checkpointing}")
+
+
 def show_step(row, samples, args, warned):
     """Print a row of metrics.jsonl as one line, its samples (rows of rollouts.jsonl) every
     SHOW_EVERY steps, and each warning once a run. warned: the set of those given so far."""

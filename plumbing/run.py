@@ -250,13 +250,14 @@ class Run(ExitStack):
             self.interrupt()
 
     def advance(self, step, cursor, optimizer):
-        """`step` steps are done: save where --save-every says so, stop if a signal has come."""
+        """`step` steps are done: save where --save-every says so, and after the last; stop if a
+        signal has come."""
         s = self.state
         s.step, s.cursor, s.seconds = step, cursor, self.seconds()
         self.phase(None)
         if self.interrupted:
             raise KeyboardInterrupt
-        if step % self.args.save_every == 0:
+        if step % self.args.save_every == 0 or step == self.args.steps:
             self.save(optimizer)
 
     # ---- checkpoints
@@ -338,9 +339,11 @@ class Run(ExitStack):
     # ---- the end
 
     @ranks.first
-    def finish(self, after):
+    def finish(self, optimizer, after):
         """Write eval_after.jsonl, summary.json and metrics.png, and print what was learned. after:
         the last evaluation, None with --eval-n 0."""
+        if self.state.best:  # by the last evaluation, perhaps: a --resume goes on from it
+            self.write_state(optimizer)
         before, gain, error = self.state.before, None, None
         if after:
             files.write_jsonl(self.out / "eval_after.jsonl", after["rows"])

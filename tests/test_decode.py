@@ -268,6 +268,11 @@ def unshifted(z, s):
     return x
 
 
+def signed(x):
+    """A 64-bit number as torch's int64 holds it."""
+    return (x + 2**63) % 2**64 - 2**63
+
+
 def test_the_largest_number_draws_an_id_that_there_is():
     """1 - 2^-24 of the sum of all: where ids are added up in another order, rounding leaves it past the last one."""
     logits = torch.randn(40, 6000, generator=torch.Generator().manual_seed(0))
@@ -275,11 +280,11 @@ def test_the_largest_number_draws_an_id_that_there_is():
     _, _, step = drawn(logits)
     z = unshifted(2**64 - 1, 31) * pow(sample.MIX2, -1, 2**64) % 2**64
     z = unshifted(z, 27) * pow(sample.MIX1, -1, 2**64) % 2**64
-    step.key.fill_(sample.signed(unshifted(z, 30) - 3 * sample.GOLDEN))
+    step.key.fill_(signed(unshifted(z, 30) - 3 * sample.GOLDEN))
     assert (sample.uniform(step.key, step.cache.length + 1) == 1 - 2**-24).all()
     step.sample(logits)
     assert (step.out_ids[1] >= 5990).all() and (step.out_ids[1] < 5993).all() and step.out_logp[1].isfinite().all()
-    step.key.fill_(sample.signed(-4 * sample.GOLDEN))  # the least number, 2^-24: more than the first id's share
+    step.key.fill_(signed(-4 * sample.GOLDEN))  # the least number, 2^-24: more than the first id's share
     step.sample(torch.cat([torch.full((40, 1), -20.0), torch.zeros(40, 5999)], 1) * torch.tensor([1.0, *[0.0] * 5999]))
     assert (step.out_ids[2] == 1).all()
 

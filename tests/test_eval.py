@@ -129,7 +129,7 @@ def test_arguments_reach_the_sampler(monkeypatch, tok, model):
     monkeypatch.setattr(sample, "generate", generate)
     evaluation.evaluate(model, tok, [{"question": "q", "answer": "7"}], n=3, temperature=0.4, top_p=0.8,
                         max_new_tokens=20, max_rows=5, seed=6)
-    want = [3, [20], 0.4, 0.8, tok.eos_ids, 6, 5]
+    want = [3, 20, 0.4, 0.8, tok.eos_ids, 6, 5]
     assert {name: seen[name] for name in names} == dict(zip(names, want, strict=True))
 
 
@@ -227,22 +227,6 @@ def test_rows_are_kept_set_by_set_and_no_file_is_overwritten(tmp_path, monkeypat
     assert [json.loads(line)["question"] for line in before.splitlines()] == ["a?"]
     assert exit_code(evaluation.main, argv) == 2 and f"--out {out}: exists already" in capsys.readouterr().err
     assert out.read_bytes() == before
-
-
-def test_the_limit_is_what_each_prompt_leaves(monkeypatch, tok, model):
-    """Where none is given: one long question cut the answers to all others to what it left, 40% right to none."""
-    limits = []
-
-    def generate(model, prompts, n, each, *_, **__):
-        limits.append(each)
-        return [[sample.Sample([1], [-1.0], True)] for _ in prompts]
-
-    monkeypatch.setattr(sample, "generate", generate)
-    rows = [{"question": q, "answer": "2"} for q in ("1", "1" * 90, "11")]
-    evaluation.evaluate(model, tok, rows, n=1)
-    monkeypatch.setattr(model.config, "max_position_embeddings", 10_000)
-    evaluation.evaluate(model, tok, rows, n=1)
-    assert limits == [[512 - len(tok.prompt_ids(row["question"])) for row in rows], [4096] * 3]
 
 
 def test_answers_are_graded_in_the_style_they_were_asked_in(monkeypatch, tok, model):

@@ -361,7 +361,7 @@ def test_a_plain_function_of_ones_own_goes_back_to_the_plain_functions(monkeypat
 
 # of what the plain path calls: what the fast one calls as well, and how rows of ids become tensors
 SHARED = {"model": {"to_device", "padded", "KVCache.__init__", "KVCache.rows"},
-          "sample": {"generate", "check_prompts", "samples_of", "row_keys", "signed", "Row.ended"}}
+          "sample": {"generate", "check_prompts", "decode", "row_keys", "Row.ended"}}
 
 
 def test_what_the_kernels_bypass_is_all_that_the_plain_functions_call():

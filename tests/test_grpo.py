@@ -21,6 +21,10 @@ def batch(seed=0, B=5, T=7, drift=0.4):
     return logp, old, adv, lengths
 
 
+def mask_of(lengths):
+    return torch.arange(lengths.max()) < lengths[:, None]
+
+
 def means(m):
     """As metrics.jsonl has them, with the entropy that grpo.batch_loss adds."""
     return metrics.mean_metrics(m | {"entropy": torch.zeros(())})
@@ -65,7 +69,7 @@ def test_each_objective_equals_numpy_and_its_gradient_finite_differences(loss, e
     if extra == "tis":
         kw |= {"trainer_logp": old + noise, "tis_cap": 1.1}
         hand |= {"own": old + noise, "cap": 1.1}
-    mask = grpo.lengths_to_mask(lengths)
+    mask = mask_of(lengths)
 
     def f(x):
         return grpo.policy_loss(x, old, adv, mask, loss, lo, hi, **kw)[0]
@@ -84,7 +88,7 @@ def test_each_objective_equals_numpy_and_its_gradient_finite_differences(loss, e
 def test_cispo_weighs_every_token_by_its_clipped_ratio():
     """A clip that stops the gradient, or one that flows through the weight: CISPO's gradient is clip(ratio) A d logp."""
     logp, old, adv, lengths = batch(drift=1.5)
-    mask, x = grpo.lengths_to_mask(lengths), logp.clone().requires_grad_()
+    mask, x = mask_of(lengths), logp.clone().requires_grad_()
     value, _ = grpo.policy_loss(x, old, adv, mask, "cispo", eps_low=0.5, eps_high=1.0)
     value.backward()
     weight = (logp - old).exp().clamp(0.5, 2.0) * adv[:, None] * mask / mask.sum()
@@ -154,7 +158,7 @@ def test_the_k3_estimate_of_almost_equal_policies_keeps_its_digits():
 def test_ratio_is_against_the_samplers_logprobs():
     """Old log-probs recomputed by the trainer make every ratio 1, so the clip never acts."""
     logp, old, adv, lengths = batch()
-    mask = grpo.lengths_to_mask(lengths)
+    mask = mask_of(lengths)
     off = grpo.policy_loss(logp, old, adv, mask)[1]
     on = grpo.policy_loss(logp, logp, adv, mask)[1]
     r = (logp - old).exp()
@@ -178,7 +182,7 @@ def test_a_clip_of_zero_is_not_the_default():
 def test_micro_batches_add_up_to_the_full_batch(loss):
     """DAPO's token mean: per-micro-batch means, or the last micro-batch's loss reported as the loss."""
     logp, old, adv, lengths = batch()
-    mask = grpo.lengths_to_mask(lengths)
+    mask = mask_of(lengths)
     kw = dict(loss=loss, ref_logp=old, beta=0.1, max_len=9)
     x = logp.clone().requires_grad_()
     full, whole = grpo.policy_loss(x, old, adv, mask, **kw)
@@ -203,7 +207,7 @@ def test_micro_batches_add_up_to_the_full_batch(loss):
 def test_padding_reaches_neither_loss_nor_gradient(loss):
     """-inf or nan in the padding times a zero mask is nan; a padding token must also not count as one."""
     logp, old, adv, lengths = batch()
-    mask = grpo.lengths_to_mask(lengths)
+    mask = mask_of(lengths)
     want = grpo.policy_loss(logp, old, adv, mask, loss, max_len=9, ref_logp=old, beta=0.1)
     dirty = logp.masked_fill(~mask, -torch.inf).requires_grad_()
     bad = old.masked_fill(~mask, torch.nan)
@@ -227,10 +231,10 @@ def test_masks_come_from_lengths():
     """With pad == eos, a mask made by comparing ids drops the stop token, and the model never learns to stop."""
     eos = pad = 2
     ids = torch.tensor([[5, 6, eos, pad], [eos, pad, pad, pad], [7, 8, 9, 4]])
-    mask = grpo.lengths_to_mask(torch.tensor([3, 1, 4]), 4)
+    batch = [grpo.Completion({}, [0], row[:n], [], True) for row, n in zip(ids.tolist(), (3, 1, 4), strict=True)]
+    mask = grpo.in_rows(batch, *torch.zeros(2, 8))[2]
     assert mask.tolist() == [[True] * 3 + [False], [True] + [False] * 3, [True] * 4]
     assert mask[ids == eos].sum() == 2 and (ids != pad).sum() < mask.sum()
-    assert grpo.lengths_to_mask(torch.tensor([2, 0])).tolist() == [[True, True], [False, False]]
     logp = torch.zeros(3, 4, requires_grad=True)
     grpo.policy_loss(logp, torch.zeros(3, 4), torch.ones(3), mask)[0].backward()
     assert (logp.grad != 0).equal(mask)
@@ -238,7 +242,7 @@ def test_masks_come_from_lengths():
 
 def test_overlong_rows_can_be_masked_or_penalised():
     """Cut completions counted as wrong answers; an all-masked batch must give 0, not nan."""
-    mask = grpo.lengths_to_mask(torch.tensor([3, 4]))
+    mask = mask_of(torch.tensor([3, 4]))
     logp = torch.zeros(2, 4, requires_grad=True)
     for loss in grpo.OBJECTIVES:
         for totals in ({}, {"total_tokens": 0, "total_seqs": 0}):
@@ -251,7 +255,7 @@ def test_overlong_rows_can_be_masked_or_penalised():
 def test_a_completion_without_tokens_to_train_on_is_not_counted(loss):
     """A mean over completions whose divisor knows the masked ones is smaller than the mean."""
     logp, old, adv, lengths = batch()
-    mask = grpo.lengths_to_mask(lengths)
+    mask = mask_of(lengths)
     mask[1] = False
     kept = [0, 2, 3, 4]
     whole = grpo.policy_loss(logp, old, adv, mask, loss, max_len=9)[0]
@@ -299,4 +303,4 @@ def test_a_rank_sends_no_log_probs_of_an_earlier_pass(monkeypatch):
     monkeypatch.setattr(grpo, "micro_batches", lambda *_: [])
     monkeypatch.setattr(grpo.ranks, "gather", lambda own: sent.append(own) or [own])
     grpo.record_trainer_logprobs(None, [c], conftest.settings())
-    assert sent == [{}]
+    assert sent == [[]]

@@ -71,7 +71,7 @@ def record(tmp_path, *argv):
     def spy_generate(model, prompts, n, max_new_tokens, temperature, **kw):
         r.sampled.append({"noise": noise_of(model), "prompts": prompts, "n": n, "limit": max_new_tokens,
                           "temperature": temperature, "valid_vocab": model.valid_vocab,
-                          "formats": {m.q and m.q.fmt for _, m in qwen.projections(model)}, **kw})
+                          "formats": {m.base.q and m.base.q.fmt for _, m in qwen.projections(model)}, **kw})
         return generate(model, prompts, n, max_new_tokens, temperature, **kw)
 
     def spy_update(model, optimizer, completions, settings):

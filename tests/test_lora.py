@@ -91,10 +91,11 @@ def test_only_the_adapter_is_trainable_and_all_of_it_gets_a_gradient():
         assert name not in trainable or p.dtype == torch.float32
 
 
-def test_each_projection_of_a_fused_group_has_its_own_a_and_b():
+def test_each_projection_of_a_fused_group_has_its_own_a_and_b(tmp_path):
     """k's B applied to q's A x is a model that trains, and an adapter that no other tool can load."""
     model, x = with_random_adapter(), torch.randn(4, 32)
-    m, state = model.layers[0].attn.qkv_proj, lora.adapter_state(model)
+    save_adapter(model, tmp_path)
+    m, state = model.layers[0].attn.qkv_proj, load_file(tmp_path / "adapter_model.safetensors")
     at, y = 0, m(x)
     for part, n in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16)):
         A, B = (state[f"base_model.model.model.layers.0.self_attn.{part}.lora_{k}.weight"] for k in "AB")

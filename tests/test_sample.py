@@ -131,6 +131,16 @@ def test_edges(model):
     torch.testing.assert_close(torch.tensor(s.logprobs), full_logprobs(model, long, s.ids), atol=1e-4, rtol=0)
 
 
+def test_the_limit_is_what_each_prompt_leaves(model, monkeypatch):
+    """Where none is given: one long question cut the answers to all others to what it left, 40% right to none."""
+    limits = []
+    monkeypatch.setattr(sample, "decode", lambda model, rows, *_: limits.append([row.limit for row in rows]))
+    sample.generate(model, PROMPTS, max_new_tokens=None)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 10_000)
+    sample.generate(model, PROMPTS, max_new_tokens=None)
+    assert limits == [[64 - len(prompt) for prompt in PROMPTS], [4096] * len(PROMPTS)]
+
+
 def test_a_forward_or_hook_of_ones_own_is_what_samples(monkeypatch):
     """Dropout put into LoRA's forward once never ran in a rollout."""
     m = M.build(CONFIG, checkpoint.RandomCheckpoint(1), dtype=torch.float32)
@@ -166,12 +176,12 @@ def test_uniform_is_a_pure_function_and_never_0_or_1():
     keys = sample.row_keys(0, torch.arange(200) // 10, torch.arange(200) % 10)
     assert len(set(keys.tolist())) == 200
     assert sample.row_keys(7, *torch.tensor([[3], [1]])).item() == 7781137402269926631  # or a seed draws what it never drew
-    assert sample.row_keys(2**63, *torch.ones(2, 1, dtype=torch.long)) not in keys  # the largest --seed; int64 ends one before
+    assert sample.row_keys(2**63 - 1, *torch.ones(2, 1, dtype=torch.long)) not in keys  # the largest --seed
     u = sample.uniform(keys[:, None], torch.arange(500)[None])
     assert 0 < u.min() < 1e-3 and 1 - 1e-3 < u.max() < 1 and abs(u.mean() - 0.5) < 0.005
     assert abs((u[:, 1:] * u[:, :-1]).mean() - 0.25) < 0.005 and abs((u[1:] * u[:-1]).mean() - 0.25) < 0.005
     assert (u * 2**23 % 1 == 0.5).all()
-    assert sample.mix(torch.tensor(sample.GOLDEN)) == sample.signed(0xE220A8397B1DCDAF)  # the first number of splitmix64
+    assert sample.mix(torch.tensor(sample.GOLDEN)) == 0xE220A8397B1DCDAF - 2**64  # the first number of splitmix64
     assert torch.equal(u[3, 7:9], sample.uniform(keys[3], torch.tensor([7, 8])))
 
 

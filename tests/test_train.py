@@ -363,7 +363,8 @@ def test_held_out_accuracy_by_step_and_the_best_adapter(tmp_path, monkeypatch):
     adapters = []
 
     def scripted(model, tok, rows, *a, **kw):
-        adapters.append({k: v.clone() for k, v in lora.adapter_state(model).items()})
+        lora.save_adapter(model, tmp_path / "now")
+        adapters.append(load_file(tmp_path / "now" / "adapter_model.safetensors"))
         mean, apart = next(answers), -0.1 if len(adapters) == 1 else 0.1
         rows = [{"question": "?", "answer": "1", "accuracy": a, "samples": []} for a in (mean + apart, mean - apart)]
         return {"accuracy": mean, "stderr": mean / 10, "reward": 0.5, "rows": rows}
@@ -477,10 +478,12 @@ def test_the_fast_path_plans_the_update_and_then_the_longest_row_of_the_run(tmp_
 
 @pytest.mark.parametrize(("given", "tokens", "recompute"), [([], 16384, True), (["--micro-batch-tokens", "99", "--checkpointing", "off"], 99, False),
                                                             (["--checkpointing", "on"], 16384, True)])
-def test_the_plain_path_recomputes_blocks_unless_told(small, given, tokens, recompute):
+def test_the_plain_path_recomputes_blocks_unless_told(tmp_path, monkeypatch, given, tokens, recompute):
     """Without a plan of the memory, a long micro-batch that keeps all activations ends the first update."""
-    args, model = flags.parse(train.COMMAND, ["--model", "m", "--engine", "plain", *given]), qwen.load(small)
-    train.plan_update(model, args, [])
+    seen = []
+    monkeypatch.setattr(train, "learn", lambda run, model, *a: seen.extend([run.args, model]))
+    assert run(tmp_path / "run", "--engine", "plain", "--micro-batch-tokens", "0", "--checkpointing", "auto", *given) == 0
+    args, model = seen
     assert (args.micro_batch_tokens, args.checkpointing == "on", model.checkpointing, model.fast) == (tokens, recompute, recompute, None)
 
 
@@ -692,7 +695,7 @@ def test_the_end_of_a_run_tells_what_was_learned(tmp_path, capsys, monkeypatch):
     r.evaluated({"accuracy": 1 / 3, "stderr": 0.1, "rows": rows("before", (1.0, 0.0, 0.0))})
     r.state.step = 7
     r.evaluated(after)
-    r.finish(after)
+    r.finish(None, after)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["held-out accuracy after 0 steps: 33.3%", "held-out accuracy after 7 steps: 66.7%"]
     assert lines[3:] == ["held-out accuracy: 33.3% before, 66.7% after 7 steps (+33.3 +- 66.7 points)"]
