@@ -15,7 +15,8 @@ Beside 16-bit weights cuBLAS multiplies, and LoRA's kernel after it does the res
 
 What earlier kernels of the step wrote is read only after gdc_wait(): on Hopper a kernel may start
 while its predecessor still runs (programmatic dependent launch), and meanwhile fetches what the
-step does not write.
+step does not write. When it may, the predecessor signals: programs that come too early pile up on
+the SMs that have room first, and the others stand empty.
 
     python lab/bench.py rollout 7b:nvfp4:16:1,8
 
