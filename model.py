@@ -77,7 +77,8 @@ class Linear(nn.Module):
         dense()     (N, K) float32: the weight that forward multiplies by, adapter included
         base        the frozen linear: itself, or the one that an adapter wraps
         base.bias   (N,) or None
-        base.q      the nvfp4.Quantized weight, or None if there is a `base.weight`
+        base.q      the nvfp4.Quantized weight, or None if `base.weight` is in 16 bits
+        base.weight_in(dtype)   the weight (N, K); for q, a cached copy, meant for the CPU
     """
 
     q = None
@@ -95,6 +96,9 @@ class Linear(nn.Module):
 
     def dense(self):
         return self.weight.float()
+
+    def weight_in(self, dtype):
+        return self.weight.to(dtype)
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)

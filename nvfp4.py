@@ -233,7 +233,6 @@ class QuantLinear(nn.Module):
         return self.q.dequantize()
 
     def weight_in(self, dtype):
-        """w_hat (N, K) in a dtype, for the CPU: a copy that is kept."""
         # what it is a copy of: a noise of your own may be written to the scales
         source = dtype, [(t.data_ptr(), t._version) for t in self._buffers.values()]
         if self.copy is None or self.copy[0] != source:

@@ -312,7 +312,7 @@ class Step:
                 self.exact)
         if p.A is None:
             if residual is not None:
-                return residual.addmm_(x, p.base.weight.to(x.dtype).T)  # (B, K) @ (K, N)
+                return residual.addmm_(x, p.base.weight_in(x.dtype).T)  # (B, K) @ (K, N)
             return swiglu(p.base(x), 512, **self.launch) if glu else p.base(x)
         bias, y = p.base.bias, product32(x, p.both.T)  # (B, K) @ (K, N + E)
         B, R, width = len(x), p.B.shape[1], p.N // (1 + glu)

@@ -99,6 +99,9 @@ class Graphs:
     def begin(self, temperature, top_p, eos_ids, draw=None):
         st = self.step
         st.draw = draw
+        if len(eos_ids) > len(st.eos):
+            raise ValueError(f"{len(eos_ids)} stop tokens: the GPU engine compares with at most "
+                             f"{len(st.eos)}")
         if any(p.E for block in st.layers for p in block):  # hundreds of copies in one launch
             self.refresh = self.refresh or self.capture(st.refresh)
             self.refresh()

@@ -77,7 +77,7 @@ class FastLinear:
         next."""
         if self.tiled:
             return gemm.decoded(self.q, self.tail)
-        w = self.base.weight.to(dtype) if self.q is None else self.base.weight_in(dtype)
+        w = self.base.weight_in(dtype)
         return (gemm.beside(w, self.tail) if self.E else w), 1.0
 
     def forward(self, wide, residual):

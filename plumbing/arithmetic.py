@@ -5,6 +5,7 @@ import hashlib
 import random
 import re
 
+MOST = 100_000  # problems drawn at a time: of a billion, as fast as it goes, it would take hours
 NUMBER_WORDS = "zero one two three four five six seven eight nine".split()
 TIMES = {2: "double", 3: "triple"}
 STORY = {"+": ["finds {} more", "wins {} more", "buys {} more"],
@@ -19,7 +20,10 @@ def problems(split, n, seed=0):
 
     A chain such as "7+15*3-8" is worked from left to right. A hash of the chain decides its split,
     whatever the form of the question and whatever the seed, so that no test problem can appear in
-    training."""
+    training. ValueError for more than MOST."""
+    if n > MOST:
+        raise ValueError(f"--data arithmetic: asked for {n} rows; at most {MOST} distinct ones are "
+                         "drawn")
     rng = random.Random(f"{split} {seed}")
     rows, seen = [], set()
     while len(rows) < n:

@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def stop(*_):
 def signals(handler):
     """Set `handler` for SIGNALS within the block, except for a SIGHUP that nohup has switched off;
     afterwards what was there before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can be asked to handle signals
+        return
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     before = [(n, signal.signal(n, handler)) for n in (SIGNALS[:2] if nohup else SIGNALS)]
     try:
@@ -104,9 +108,12 @@ numbers.__name__ = "comma-separated int"  # as argparse names it
 
 
 def become(script, *words):
-    """Run `script`, a file of this project, with the command line's own words after `words`."""
+    """Run `script`, a file of this project, with the command line's own words after `words`. It
+    imports the file that calls this, and gets the module that is there: no class exists twice."""
     path = Path(__file__).resolve().parents[1] / script
     if not path.is_file():
         sys.exit(f"error: {script} is not there; the command needs it")
+    main = sys.modules["__main__"]
+    sys.modules[Path(main.__file__).stem] = main
     sys.argv = [str(path), *words, *sys.argv[1:]]
     runpy.run_path(str(path), run_name="__main__")

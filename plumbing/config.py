@@ -24,6 +24,9 @@ def read_config(folder):
     if raw.get("model_type") == "mistral":
         raw.setdefault("sliding_window", 4096)
     raw = {k: v for k, v in raw.items() if v is not None}
+    if "model_type" not in raw:
+        raise ValueError(f"{path}: is no checkpoint's, it has no model_type; the folder of a run "
+                         "goes to eval.py --run")
     # the newer field, and the older one, which people add to files that have the newer
     rope = {k: v for name in ("rope_parameters", "rope_scaling")
             for k, v in raw.get(name, {}).items() if v is not None}

@@ -260,6 +260,7 @@ FLAGS = limits(
     ("nvfp4 --model model --out new", "device", "tpu"),
 )
 OTHERS = [
+    ("eval --data arithmetic --limit 99999999", nothing, "arithmetic|100000"),
     ("eval --data ''", nothing, "--data: is empty"),
     ("eval --data set,nowhere", nothing, "--data nowhere"),
     ("train --data bigmath --out new", nothing, "--levels"),

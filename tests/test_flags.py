@@ -44,6 +44,8 @@ def test_flags_that_contradict_each_other_are_refused(name, argv, says):
 
 def test_a_file_that_becomes_a_command_hands_on_its_words(tmp_path, monkeypatch, capsys):
     (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setitem(sys.modules, "lora", lora)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "lora.py", raising=False)
     monkeypatch.setattr(sys, "argv", ["lora.py", "--merge"])
     command.become(tmp_path / "s.py", "merge")
     assert capsys.readouterr().out == "['merge', '--merge']\n"

@@ -277,7 +277,7 @@ def test_missing_shards_and_indices_are_named(tmp_path):
     ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
     ({"model_type": "mistral", "sliding_window": 1024}, "sliding_window 1024 is not supported"),
     ({"model_type": "mistral", "sliding_window": ...}, "sliding_window 4096 is not supported"),  # what transformers takes
-    ({"model_type": ...}, "model_type None is not supported"),
+    ({"model_type": ...}, "it has no model_type; the folder of a run goes to eval.py --run"),
     ({"use_sliding_window": True}, "use_sliding_window is not supported"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding layer in layer_types is not supported"),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": ...}, "rope scaling 'dynamic' is not supported"),

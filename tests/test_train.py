@@ -515,10 +515,10 @@ def test_a_checkpoint_every_so_many_steps(tmp_path, monkeypatch):
 
 
 def test_a_model_that_is_not_there_is_told_before_the_data_are_read(tmp_path, capsys):
-    """A mistyped name was met after minutes of reading; so was the folder of a run."""
+    """A mistyped name was met after minutes of reading; of a run's folder, without a network, one read that the hub gave no data."""
     (tmp_path / "config.json").write_text('{"steps": 3}')
     for command in (lambda *argv: run(tmp_path / "run", *argv), lambda *argv: evaluation.main(argv)):
-        for model, said in (("nobody", "--model nobody"), (str(tmp_path), "model_type None is not supported")):
+        for model, said in (("nobody", "--model nobody"), (str(tmp_path), "goes to eval.py --run")):
             assert command("--model", model, "--data", "nothing.jsonl") == 2
             assert said in capsys.readouterr().err
 
