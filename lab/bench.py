@@ -2,14 +2,12 @@
 Benchmarks on one GPU: `kernels`, `rollout`, `step` and `plain`, described at the functions of these
 names. The first three measure their ceiling in the same run, before the numbers.
 
-Rows are merged into --out as they are measured, so that a long table can be made in parts; `tables`
-prints those of the first three, without a GPU. Kernels are timed as one CUDA graph of many
-launches, median of its replays: what is measured is the GPU, not Python. results/peers.json has
-others' figures, and how they were measured.
+Rows are merged into --out as they are measured, so that a long table can be made in parts;
+lab/tables.py prints those of the first three. Kernels are timed as one CUDA graph of many launches,
+median of its replays: what is measured is the GPU, not Python.
 
     python lab/bench.py kernels
     python lab/bench.py rollout 7b:nvfp4:16:1,8,64 7b:none:16:1,8,64
-    python lab/bench.py tables      # Markdown, others' figures in brackets
 
 Shapes: M rows, N outputs, K inputs of a GEMM.
 """
@@ -28,7 +26,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import checkpoint, command, flags
-from plumbing.command import cell
 from plumbing.files import whole
 from plumbing.run import peak_gib
 
@@ -46,9 +43,8 @@ from fast import batches, engine, memory
 from fast import gemm as fast_gemm
 from fast.layout import tile
 from lab import archive
+from lab.tables import RESULTS, ROWS, card
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-PEERS = json.loads((RESULTS / "peers.json").read_text())
 # hidden, intermediate, layers, heads, kv heads, vocabulary, tied head of Qwen2.5
 SIZES = {"0.5b": (896, 4864, 24, 14, 2, 151936, True),
          "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -58,7 +54,6 @@ SIZES = {"0.5b": (896, 4864, 24, 14, 2, 151936, True),
          "32b": (5120, 27648, 64, 40, 8, 152064, False),
          "72b": (8192, 29568, 80, 64, 8, 152064, False)}
 LAYERS = ("qkv", "o", "gate_up", "down")
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 
 def config(size):
@@ -79,14 +74,6 @@ def floor_bytes(c, quant, rank, rows, length):
     head = w["lm_head"] or w["embeddings"]
     return (w["attention"] + w["mlp"] + head + 2 * memory.lora_parameters(c, rank)
             + rows * length * memory.kv_per_token(c))
-
-
-def card(name=None):
-    """A card's name in the names of its results, this machine's by default: "NVIDIA H100 80GB HBM3"
-    -> h100."""
-    name = name or torch.cuda.get_device_name()
-    words = [w for w in re.split(r"[ -]", name) if not re.fullmatch(r"NVIDIA|\d+GB|HBM.*|SXM.*", w)]
-    return "-".join(words).lower()
 
 
 def record(path, row, key):
@@ -344,7 +331,7 @@ def plain(args):
     for size in args.sizes:
         rows = 64 if size in ("0.5b", "1.5b", "3b") else 8
         row = {"size": size, "rows": rows} | by_paths(size, args.paths, rows)
-        for what in ("step_ms", "update_s"):
+        for what in ("step_ms", "update_s") if slow != quick else ():
             row[f"times_{what}"] = row[f"{slow}_{what}"] / row[f"{quick}_{what}"]
         record(args.out, row, ("size", "rows"))
 
@@ -374,74 +361,6 @@ def by_paths(size, paths, rows):
     return out
 
 
-# ---- tables
-
-
-def peer(name, where):
-    """Another's figures (results/peers.json), {} unless they are of the same card: the ratio of
-    another card's to ours would say nothing."""
-    return PEERS[name] if card(PEERS[name]["card"]) == where else {}
-
-
-def grouped(rows, name, tick, value):
-    """{name: {tick: value}} of rows: a line of a table for each name, as "{size}:{quant}"."""
-    lines = {}
-    for row in rows:
-        lines.setdefault(name.format(**row), {})[row[tick]] = row[value]
-    return lines
-
-
-def speedups(rows, where):
-    """({shape: {M: speed-up of the NVFP4 GEMM}}, Marlin's), with their geometric means."""
-    rows = [r for r in rows if r["fmt"] == "nvfp4" and r["pass"] == "forward"]
-    ours, marlin = grouped(rows, "{shape}", "M", "speedup"), peer("marlin", where)
-    theirs = {shape: dict(zip(marlin["rows"], values, strict=True))
-              for shape, values in marlin.get("speedup", {}).items() if shape in ours}
-    for table in (ours, theirs):
-        if eight := [table[shape] for shape in PEERS["marlin"]["speedup"] if shape in table]:
-            shared = [M for M in ROWS if all(M in points for points in eight)]
-            table["geometric mean"] = {M: statistics.geometric_mean(p[M] for p in eight)
-                                       for M in shared}
-    return ours, theirs
-
-
-def throughputs(rows, where):
-    """({size:format:LoRA rank: {rows: tokens/s}}, vLLM's)."""
-    rows = [r for r in rows if r["kind"] == "rows"]
-    ours = grouped(rows, "{size}:{quant}:{lora_rank}", "rows", "decode_tok_s")
-    vllm = peer("vllm", where).get("tok_s", {})
-    return ours, {name: {int(n): v for n, v in points.items()} for name, points in vllm.items()}
-
-
-def whole_steps(rows, where):
-    """({size:format: {completions: seconds of rollout and update}} of the paper's shape, on the
-    whole card; how many times as long 16 bits take)."""
-    steps = [r | {"seconds": r["rollout_s"] + r["update_s"]} for r in rows
-             if (r["group"], r["new"], r["card_gib"]) == (1, 2048, 0)
-             and "rollout_s" in r and "update_s" in r]
-    ours, times = grouped(steps, "{size}:{quant}", "completions", "seconds"), {}
-    for name, points in ours.items():
-        base = ours.get(f"{name.partition(':')[0]}:none", {})
-        times[name] = {n: base[n] / s for n, s in points.items() if n in base}
-    return ours, times
-
-
-def tables():
-    """Markdown tables of what kernels, rollout and step left, in brackets others' figures or, for
-    steps, how many times as long 16 bits take."""
-    for what, figures, spec in (("kernels", speedups, ".2f"), ("rollout", throughputs, ".0f"),
-                                ("step", whole_steps, ".2f")):
-        for path in sorted(RESULTS.glob(f"{what}_*.json")):
-            ours, theirs = figures(json.loads(path.read_text()), path.stem.partition("_")[2])
-            ticks = sorted({n for points in ours.values() for n in points})
-            name = "completions" if what == "step" else "rows"
-            print(f"| {name} | {' | '.join(map(str, ticks))} |\n|{'---|' * (len(ticks) + 1)}")
-            for name, points in ours.items():
-                other = theirs.get(name, {})
-                cells = [f"{cell(points.get(n), spec)} ({cell(other.get(n), spec)})" for n in ticks]
-                print(f"| {name} | {' | '.join(cells)} |")
-
-
 # ---- flags
 
 
@@ -465,8 +384,6 @@ def parse_args(argv=None):
         each[name].set_defaults(run=f)
         each[name].add_argument("--out", type=Path, help="JSON list that the rows are merged into "
                                 f"(default: {name}_CARD.json in results/)")
-    each["tables"] = sub.add_parser("tables", help=tables.__doc__, description=tables.__doc__)
-    each["tables"].set_defaults(run=lambda args: tables())
     some = {"nargs": "+", "metavar": "NAME"}
     add = each["rollout"].add_argument
     add("configs", nargs="+", type=rollout_config, metavar="CONFIG",
@@ -489,10 +406,9 @@ def parse_args(argv=None):
     add("--paths", **some, choices=("plain", "fast", "exact"), default=["plain", "fast"],
         help="one, or two, the slower one first")
     args = parser.parse_args(argv)
-    if args.what != "tables":
-        if not torch.cuda.is_available():
-            parser.error(f"{args.what}: needs a CUDA device")
-        args.out = args.out or RESULTS / f"{args.what}_{card()}.json"
+    if not torch.cuda.is_available():
+        parser.error(f"{args.what}: needs a CUDA device")
+    args.out = args.out or RESULTS / f"{args.what}_{card()}.json"
     return args
 
 

@@ -2088,6 +2088,11 @@ MUTANTS = {
          "ideas::the_documented_size_of_a_noise_is_its_divergence"),
     ],
     "lab/bench.py": [
+        ("what did not fit takes all figures with it", "any(r.get(k) != row.get(k) for k in key)", "any(r[k] != row[k] for k in key)",
+         "bench::what_does_not_fit_is_a_row_among_the_others"),
+        ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]', "bench::floor_of_a_7b_step"),
+    ],
+    "lab/tables.py": [
         ("other formats count as NVFP4", 'r["fmt"] == "nvfp4" and', "", "bench::tables_are_made"),
         ("a backward pass counts as forward", 'and r["pass"] == "forward"', "", "bench::tables_are_made"),
         ("what is no measurement of rows is in their table", 'if r["kind"] == "rows"', "", "bench::tables_are_made"),
@@ -2096,9 +2101,6 @@ MUTANTS = {
         ("a step on part of a card is the paper's", '(r["group"], r["new"], r["card_gib"]) == (1, 2048, 0)',
          '(r["group"], r["new"]) == (1, 2048)', "bench::tables_are_made"),
         ("a step is its rollout", 'r["rollout_s"] + r["update_s"]', 'r["rollout_s"]', "bench::tables_are_made"),
-        ("what did not fit takes all figures with it", "any(r.get(k) != row.get(k) for k in key)", "any(r[k] != row[k] for k in key)",
-         "bench::what_does_not_fit_is_a_row_among_the_others"),
-        ("a tied head is never read", 'w["lm_head"] or w["embeddings"]', 'w["lm_head"]', "bench::floor_of_a_7b_step"),
         ("another model's linears are in the mean", '[table[shape] for shape in PEERS["marlin"]["speedup"] if shape in table]',
          "[*table.values()]", "bench::tables_are_made"),
         ("another card's ratios stand beside ours", 'if card(PEERS[name]["card"]) == where else {}', "", "bench::tables_are_made"),

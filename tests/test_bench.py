@@ -1,11 +1,11 @@
-"""lab/bench.py: what it does without a GPU; the measurements themselves need one."""
+"""lab/bench.py and lab/tables.py: what they do without a GPU; the measurements themselves need one."""
 import json
 
 import pytest
 import torch
 
 from fast import memory
-from lab import bench
+from lab import bench, tables
 
 
 def test_rows_measured_again_replace_the_old_ones(tmp_path, capsys):
@@ -64,7 +64,7 @@ def test_results_are_named_after_the_card(name, short):
 
 def test_every_peer_says_what_was_measured_and_how():
     """A figure without its version, card and method, or one that belongs to no number of rows."""
-    for peer in bench.PEERS.values():
+    for peer in tables.PEERS.values():
         assert all(peer[k] for k in ("what", "version", "card", "method"))
         for values in [*peer.get("speedup", {}).values(), peer.get("geometric_mean")]:
             assert values is None or len(values) == len(peer["rows"])
@@ -73,11 +73,11 @@ def test_every_peer_says_what_was_measured_and_how():
 def test_tables_are_made(tmp_path, monkeypatch, capsys):
     """Marlin's and vLLM's figures beside another shape or number of rows than they belong to. And a traceback, at a file in results/
     whose name was taken for a card's."""
-    bench.tables()
+    tables.tables()
     assert "| 7b:nvfp4:16 | 404 (190) |" in capsys.readouterr().out
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 1.0 if s == "3b.o" else 2.0}
-            for s in [*bench.PEERS["marlin"]["speedup"], "3b.o"] for m in bench.ROWS]
+            for s in [*tables.PEERS["marlin"]["speedup"], "3b.o"] for m in bench.ROWS]
     rows += [rows[0] | other | {"speedup": 9.0} for other in ({"fmt": "mxfp4"}, {"pass": "backward"})]  # no forward pass of NVFP4
     (tmp_path / "kernels_l40s.json").write_text(json.dumps([r for r in rows if r["shape"] == "3b.o"]))  # none of Marlin's shapes
     for card in ("h100", "h200"):  # the others' ratios were measured on an H100
@@ -89,7 +89,7 @@ def test_tables_are_made(tmp_path, monkeypatch, capsys):
     row = {"size": "7b", "quant": "nvfp4", "completions": 2, "group": 1, "new": 2048, "card_gib": 0, "rollout_s": 5.0, "update_s": 1.0}
     other = [row | {"quant": "none", "rollout_s": 8.0}, row | {"card_gib": 24.0, "update_s": 9.0}, row | {"size": "3b", "new": 512}]
     (tmp_path / "step_h100.json").write_text(json.dumps([row, *other, {k: v for k, v in row.items() if k != "rollout_s"} | {"completions": 8}]))
-    bench.tables()
+    tables.tables()
     out = capsys.readouterr().out
     assert "| completions | 2 |\n|---|---|\n| 7b:nvfp4 | 6.00 (1.50) |\n| 7b:none | 9.00 (1.00) |\n" in out
     assert "| 3b:none:16 | 380 (-) |" in out
