@@ -367,8 +367,9 @@ class Step:
         h = normed(x, before, early=True, **self.launch)
         y = attend(self.linear(qkv_proj, h, early=True))
         x = self.linear(o_proj, y, x)  # (B, H*D) -> (B, C)
-        few = gate_up_proj.N <= 192 * self.sms  # more of gate_up's programs would pile up
-        h = normed(x, between, early=few, **self.launch)
+        # with more outputs, or that many rows, gate_up's programs would pile up
+        early = gate_up_proj.N <= 192 * self.sms and not 8 < len(x) < 48
+        h = normed(x, between, early=early, **self.launch)
         y = self.linear(gate_up_proj, h, glu=True)  # (B, C) -> (B, F)
         return self.linear(down_proj, y, x)  # (B, F) -> (B, C)
 

@@ -86,7 +86,7 @@ def plan(M, N, K, cores, exact=False):
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
         rest, each = tiles - whole * MT, t["each"] * (1 + min(M, 2048) * t.get("more", 0))
         # about how many make x A^T first (adapter.adapter_work)
-        makers = max(16, M) if M <= 64 else 2048 // t["BM"]
+        makers = max(32, M) if M <= 64 else 2048 // t["BM"]
 
         def wave(chunks, programs, t=t, each=each):  # ns on an SM
             return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
