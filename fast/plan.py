@@ -85,8 +85,8 @@ def plan(M, N, K, cores, exact=False):
         waves = tiles // slots
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
         rest, each = tiles - whole * MT, t["each"] * (1 + min(M, 2048) * t.get("more", 0))
-        # about how many make x A^T first (adapter.adapter_work)
-        makers = max(32, M) if M <= 64 else 2048 // t["BM"]
+        # places of programs that make x A^T first (adapter.adapter_work), and of earlier kernels'
+        taken = max(32, M) if M <= 64 else 2048 // t["BM"]
 
         def wave(chunks, programs, t=t, each=each):  # ns on an SM
             return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
@@ -102,7 +102,7 @@ def plan(M, N, K, cores, exact=False):
                 ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
             # the last program reads all splits' sums of a tile, an SM writes those of its programs
             ns += (split > 1) * (1670 + partial * (0.15 * split + 0.23 * programs / cores))
-            ns += 3400 * (slots - makers < programs <= slots)  # some of them wait for a place
+            ns += 3400 * (slots - taken < programs <= slots)  # some of them wait for a place
             found.append((ns, t | {"split": split, "ranges": max(1, sums // split),
                                    "whole": whole if split > 1 else 0}))
     return min(found, key=lambda plan: plan[0])

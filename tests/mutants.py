@@ -710,7 +710,7 @@ MUTANTS = {
          "gemm::rows_that_pay_for_decoding_the_weight_first"),
         ("a narrow tile bears any number of rows", '* (1 + min(M, 2048) * t.get("more", 0))', "",
          "gemm::the_kernel_for_many_rows_is_near_the_fastest_that_was_measured"),
-        ("what makes x A^T takes no place", "slots - makers < programs", "slots < programs",
+        ("what makes x A^T takes no place", "slots - taken < programs", "slots < programs",
          "gemm::plans_are_near_the_fastest_that_was_measured"),
         ("a wave is never full", "programs * each)", "0)",
          "gemm::plans_are_near_the_fastest_that_was_measured"),
