@@ -105,7 +105,7 @@ def disabled(model):
 
 def names(path, part):
     """PEFT's names of the A and B of the original projection `part` in the fused one at `path`."""
-    where = f"base_model.model.{stored_name(path.rpartition('.')[0])}.{part}"
+    where = f"base_model.model.{stored_name(path, part)}"
     return f"{where}.lora_A.weight", f"{where}.lora_B.weight"
 
 

@@ -113,8 +113,10 @@ def projections(model):
             for i, block in enumerate(model.layers) for name in PROJECTIONS]
 
 
-def stored_name(path):
-    """The checkpoint's name of the module at `path`: layers.3.attn -> model.layers.3.self_attn."""
+def stored_name(path, part=None):
+    """The checkpoint's name of the module at `path`, or of a part of the fused projection there:
+    layers.3.attn.qkv_proj and k_proj -> model.layers.3.self_attn.k_proj."""
+    path = f"{path.rpartition('.')[0]}.{part}" if part else path
     name = {"embed": "model.embed_tokens", "lm_head": "lm_head"}.get(path, f"model.{path}")
     return name.replace(".attn", ".self_attn")
 
@@ -417,8 +419,7 @@ def read_linear(m, path, source, quant, fmt, dtype, device):
     is quantized already they are taken unchanged, and a fused projection that it left in 16 bits
     stays a Linear."""
     K, bias = m.shape[1], None
-    home = stored_name(path.rpartition(".")[0])
-    names = {f"{home}.{part}": n for part, n in m.parts.items()}
+    names = {stored_name(path, part): n for part, n in m.parts.items()}
     if m.bias is not None:
         bias = torch.cat([source.get(f"{name}.bias", (n,), dtype, device)
                           for name, n in names.items()])
@@ -442,9 +443,9 @@ def tensors(piece, path=""):
     embedding = None
     for at, m in piece.named_modules(prefix=path):
         if at.endswith("_proj"):
-            home, row = stored_name(at.rpartition(".")[0]), 0
+            row = 0
             for part, n in m.parts.items():
-                name, rows = f"{home}.{part}", slice(row, row + n)
+                name, rows = stored_name(at, part), slice(row, row + n)
                 row += n
                 if m.base.q is None:
                     yield f"{name}.weight", m.base.weight[rows]
