@@ -87,8 +87,8 @@ def tables():
         for path in sorted(RESULTS.glob(f"{what}_*.json")):
             ours, theirs = figures(json.loads(path.read_text()), path.stem.partition("_")[2])
             ticks = sorted({n for points in ours.values() for n in points})
-            name = "completions" if what == "step" else "rows"
-            print(f"| {name} | {' | '.join(map(str, ticks))} |\n|{'---|' * (len(ticks) + 1)}")
+            across = "completions" if what == "step" else "rows"
+            print(f"| {across} | {' | '.join(map(str, ticks))} |\n|{'---|' * (len(ticks) + 1)}")
             for name, points in ours.items():
                 other = theirs.get(name, {})
                 cells = [f"{cell(points.get(n), spec)} ({cell(other.get(n), spec)})" for n in ticks]
