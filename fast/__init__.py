@@ -97,7 +97,8 @@ def tile(model):
 
     for _, m in projections(model):
         if type(m.base) is nvfp4.QuantLinear:
-            m.base.codes, m.base.__class__ = layout.tile(m.base.q).codes, TiledLinear
+            t = layout.tile(m.base.q)
+            m.base.codes, m.base.scale, m.base.__class__ = t.codes, t.scale, TiledLinear
 
 
 def uninstall(model):
@@ -110,7 +111,8 @@ def uninstall(model):
     model.fast = None
     for _, m in projections(model):
         if type(m.base) is TiledLinear:
-            m.base.codes, m.base.__class__ = layout.untile(m.base.q).codes, nvfp4.QuantLinear
+            q = layout.untile(m.base.q)
+            m.base.codes, m.base.scale, m.base.__class__ = q.codes, q.scale, nvfp4.QuantLinear
 
 
 class Fast:

@@ -17,12 +17,14 @@ rotation and an AND; d, whose m does not fit beside its s, e, e, four: 9 instruc
 (One AND each is impossible: the bits 15, 8, 7, 6 would have to tile 16 bits by rotation, and they
 do not.)
 
-Where the scales go. E4M3's bits << 4 read as bfloat16 are the scale times 2^-120, subnormals
-included; times 2^127 that is the scale times 2^7. One packed multiplication by the value's 2^-126
-gives value * scale * 2^-119: 2 + 4 significant bits, which bfloat16 holds exactly. `unscaled` takes
-the 2^-119 out of the sum. MXFP4's exponent is a bfloat16 exponent already, carried at 2^100. A
-codebook's values, NF4's, come from byte permutes (PRMT is an 8-entry table, with four adjacent
-codes as its selector), 21 instructions for 8 codes, and their products are rounded.
+Where the scales go. E4M3 would need a multiplication more: its subnormals read right only at the
+low end of bfloat16's exponents, where the codes are. So scales are stored with float16's exponent
+(layout.wide_scales): such a byte << 4, with the bits 111 before it, reads as the scale times 2^112.
+One packed multiplication by the value's 2^-126 gives value * scale * 2^-14: 2 + 4 significant bits,
+which bfloat16 holds exactly. `unscaled` takes the 2^-14 out of the sum. MXFP4's exponent is a
+bfloat16 exponent already, carried at 2^100. A codebook's values, NF4's, come from byte permutes
+(PRMT is an 8-entry table, with four adjacent codes as its selector), 21 instructions for 8 codes,
+and their products are rounded.
 
 The decoders are PTX, to get exactly these instructions; `extract` without ASM does the same in
 plain Triton, which the interpreter can run. A test emulates the PTX on the CPU, word by word.
@@ -81,15 +83,14 @@ and.b32 s, $4, 0x77777777;   shl.b32 x, $4, 4;
 # ends a decoder: a to d, times their scales
 SCALED = """fma.rn.bf16x2 $0, a, $5, z;   fma.rn.bf16x2 $1, b, $5, z;
 fma.rn.bf16x2 $2, c, $6, z;   fma.rn.bf16x2 $3, d, $6, z; }"""
-# the four E4M3 scales in $4, each twice in a word, times 2^7: bits << 4 read as 2^-120 of a scale
-E4M3_ASM = tl.constexpr("""{ .reg .b32 a, b, p, z;   .reg .b16 u, v, x, y;
-mov.b32 p, 0x7f007f00;   mov.b32 z, 0x80008000;
-shl.b32 a, $4, 4;   and.b32 a, a, 0x07f007f0;   fma.rn.bf16x2 a, a, p, z;   mov.b32 {u, v}, a;
-shr.b32 b, $4, 4;   and.b32 b, b, 0x07f007f0;   fma.rn.bf16x2 b, b, p, z;   mov.b32 {x, y}, b;
+# the four scales in $4, as layout.wide_scales leaves them, each twice in a word, times 2^112
+SCALES_ASM = tl.constexpr("""{ .reg .b32 a, b;   .reg .b16 u, v, x, y;
+                               lop3.b32 a, $4, 0x0ff00ff0, 0x70007000, 0xea;   mov.b32 {u, v}, a;
+shf.r.wrap.b32 b, $4, $4, 8;   lop3.b32 b, b, 0x0ff00ff0, 0x70007000, 0xea;   mov.b32 {x, y}, b;
 mov.b32 $0, {u, u};   mov.b32 $1, {x, x};   mov.b32 $2, {v, v};   mov.b32 $3, {y, y}; }""")
-# codes read as 2^-126 times their value, E4M3 as 2^7 times, E8M0 as 2^100 times, so that products
-# with tiny scales are not subnormal
-UNSCALE4, UNSCALE8 = tl.constexpr(2.0**119), tl.constexpr(2.0**26)
+# codes read as 2^-126 times their value, NVFP4's scales as 2^112 times, E8M0 as 2^100 times, so
+# that products with tiny scales are not subnormal
+UNSCALE4, UNSCALE8 = tl.constexpr(2.0**14), tl.constexpr(2.0**26)
 
 
 @functools.cache
@@ -112,15 +113,15 @@ def words(codes, r, k, sc):
 
 
 @triton.jit
-def load_scales(p, k, FMT: tl.constexpr, BLOCK: tl.constexpr):
-    """The block scales of the chunk at column k as stored: bytes, four to an int32, (BN, 2 planes),
-    or float32, all that a plane has, (BN, 2 planes * 1, 2 or 4); p (BN,) points at the rows."""
+def load_scales(p, FMT: tl.constexpr, BLOCK: tl.constexpr):
+    """The block scales of a chunk as stored: bytes, four to an int32, (BN, 2 planes), or float32,
+    all that a plane has, (BN, 2 planes * 1, 2 or 4); p (BN,) points at the rows' first."""
     two = tl.arange(0, 2)
     if p.dtype.element_ty == tl.float32:
-        at = k // BLOCK + tl.arange(0, max(2, 128 // BLOCK)) // max(1, BLOCK // 64)
+        at = tl.arange(0, max(2, 128 // BLOCK)) // max(1, BLOCK // 64)
         return tl.load(p[:, None] + at[None, :])
     else:
-        at = k // (4 * BLOCK) + (two if FMT == "nvfp4" else two * 0)
+        at = two if FMT == "nvfp4" else two * 0
         return tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + at[None, :])
 
 
@@ -141,14 +142,11 @@ def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, BN
     if FMT == "nvfp4":
         if ASM:
             s0, s1, s2, s3 = tl.inline_asm_elementwise(
-                E4M3_ASM, "=r,=r,=r,=r,r", [s],
+                SCALES_ASM, "=r,=r,=r,=r,r", [s],
                 dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
-        else:  # e4m3 bits << 20 are a float32 of 2^-120 times the value, subnormals included;
-            # 2^127 makes it 2^7
-            s0 = ((s << 20) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
-            s1 = ((s << 12) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
-            s2 = ((s << 4) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
-            s3 = ((s >> 4) & 0x7F00000).to(tl.float32, bitcast=True) * 1.7014118346046923e38
+        else:  # the same bits at the same place of a float32
+            s0, s1, s2 = wide(s << 16), wide(s << 8), wide(s)
+            s3 = wide(((s >> 8) & 0xFFFFFF) | (s << 24))
         lo, hi = quarters(tl.join(tl.join(s0, s2), tl.join(s1, s3)), BN)
     elif FMT == "mxfp4":  # word w of a plane: block 2 * plane + w // 2
         even = exponent(s >> (tl.arange(0, 2) * 16)[None, :], ASM)
@@ -177,6 +175,12 @@ def extract(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr, BN
         d = ((w >> 2) & 0x3FFFFFFF | w << 30) & MASK & ~0x00400040
         d = value(d | (w << 6) & 0x00400040, hi)
     return a, b, c, d
+
+
+@triton.jit
+def wide(s):
+    """The byte in bits 27..20 of s, a wide scale, times 2^112, in float32."""
+    return ((s & 0xFF00000) | 0x70000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -105,7 +105,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     rl = tl.minimum(weight_row(tile, rl, N, BN, GLU)[0], N - 1)
     k, j = split * per * 128, tl.arange(0, 128)
     wp = words(codes, rl, k, sc)
-    sp = scale + rl.to(tl.int64) * ss
+    sp = scale + rl.to(tl.int64) * ss + k // BLOCK
     # rows past the last repeat the first ones and are never stored: a mask would be computed for
     # each load, and if all repeated the same row, every SM would read it at once (twice the time)
     xp = x + (m % M).to(tl.int64)[None, :] * sx + (k + j)[:, None]
@@ -126,20 +126,21 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
                      other=0.0)
     for turn in range(RANGES):
         one, skip = tl.zeros((BN, BM), tl.float32), turn * per * 128
-        wr, xr, first = wp + skip, xp + skip, k + skip
+        wr, sr, xr, first = wp + skip, sp + skip // BLOCK, xp + skip, k + skip
         end = tl.minimum(first + per * 128, K)
         for at in tl.range(first, end, 128, num_stages=STAGES):
             if ASM:  # touch the sum, so that the tensor core is done with the last iteration's
-                # codes: Triton 3.6 decodes the next into registers it may still be reading
+                # codes: Triton 3.6 decodes the next into registers that it may still be reading
                 one = tl.inline_asm_elementwise(TOUCH, "=f,0", [one], dtype=tl.float32,
                                                 is_pure=False, pack=1)
             if TMA:
                 xs = xd.load([mt * BM, at]).T
             else:
                 xs = tl.load(xr)
-            w = in_16_bits(tl.load(wr), load_scales(sp, at, FMT, BLOCK), FMT, DECODE, ASM, BN, W)
+            w = in_16_bits(tl.load(wr), load_scales(sr, FMT, BLOCK), FMT, DECODE, ASM, BN, W)
             one = tl.dot(w, xs.to(T), one, input_precision="ieee")  # (BN, 128) @ (128, BM)
             wr += 128  # words of 8 rows' chunk
+            sr += 128 // BLOCK
             xr += 128
         acc = acc + one if RANGES > 1 else one
     if not EARLY:
@@ -216,7 +217,7 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
     at = n[:, None].to(tl.int64) * so
     if k < K:
         w = words(codes, row, k, sc)
-        s = load_scales(scale + row * ss, k, FMT, BLOCK)
+        s = load_scales(scale + row * ss + k // BLOCK, FMT, BLOCK)
         v = in_16_bits(tl.load(w), s, FMT, DECODE, ASM, BN, 0)
         v = unscaled(v.to(tl.float32), FMT)
         if FOLD:

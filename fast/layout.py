@@ -40,22 +40,42 @@ SLICE = 1 << 24  # codes that pack and unpack take at a time: their int32 tempor
 
 
 class Tiled(Quantized):
-    """A Quantized whose codes (N, K/2) uint8 have this file's layout."""
+    """A Quantized whose codes (N, K/2) uint8 have this file's layout, and NVFP4's scales, (N, K/16)
+    uint8, that of wide_scales."""
 
     def dequantize(self):
         return untile(self).dequantize()
 
 
 def tile(q):
-    """A Quantized -> the same weight, Tiled."""
-    codes = pack(nvfp4.unpack(q.codes), q.fmt)
-    return Tiled(q.fmt, q.shape, codes, q.scale, q.global_scale)
+    """A Quantized -> the same weight, Tiled. A block whose scale is 0 gets codes 0."""
+    codes, scale = nvfp4.unpack(q.codes), q.scale
+    if q.fmt == "nvfp4":
+        if (zero := nvfp4.scale_bits(scale) == 0).any():
+            codes.masked_fill_(zero.repeat_interleave(q.format.block, 1), 0)
+        scale = wide_scales(scale)
+    return Tiled(q.fmt, q.shape, pack(codes, q.fmt), scale, q.global_scale)
 
 
 def untile(q):
     """The inverse of `tile`."""
     codes = nvfp4.pack(unpack(q.codes, q.fmt))
-    return Quantized(q.fmt, q.shape, codes, q.scale, q.global_scale)
+    scale = e4m3_scales(q.scale) if q.fmt == "nvfp4" else q.scale
+    return Quantized(q.fmt, q.shape, codes, scale, q.global_scale)
+
+
+def wide_scales(scale):
+    """Scales (N, K/16) in E4M3, none negative, as the kernel reads them: e, e, e, e, e, m, m, m as
+    float16 has them, which knows E4M3's subnormals as normal numbers. The four bytes of 64 columns
+    lie as a word rotated left by 4."""
+    byte = (scale.half().view(torch.int16) >> 7).to(torch.uint8)
+    return rotr(byte.view(torch.int32), 28).view(torch.uint8)
+
+
+def e4m3_scales(scale):
+    """The inverse of wide_scales."""
+    byte = rotr(scale.view(torch.int32), 4).view(torch.uint8)
+    return (byte.to(torch.int16) << 7).view(torch.float16).to(torch.float8_e4m3fn)
 
 
 def pack(codes, fmt):

@@ -615,7 +615,7 @@ MUTANTS = {
          "gemm::epilogue_multiplies_silu_of_gate_with_up"),
         ("a row takes another part's x A^T", "(own == p)", "(own == P - 1 - p)",
          "gemm::epilogue_adds_bias_lora_and_residual"),
-        ("ranges of K begin alike", "wr, xr, first = wp + skip, xp + skip,", "wr, xr, first = wp, xp,", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
+        ("ranges of K begin alike", "wr, sr, xr, first = wp + skip, sp + skip // BLOCK, xp + skip,", "wr, sr, xr, first = wp, sp, xp,", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("ranges of K are one sum", "one, skip = tl.zeros((BN, BM), tl.float32), turn", "one, skip = acc * 1, turn", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("an exact split is scaled before it is added", "if SPLIT == 1 or not EXACT:", "if True:", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("the last slab of rows is as high as the others", "tl.minimum(MT - top, SLAB)", "SLAB", "gemm::each_tile_is_multiplied_once_in_slabs"),
@@ -656,6 +656,7 @@ MUTANTS = {
     "fast/layout.py": [
         ("a slice ends within eight rows", "step = max(1, SLICE // (8 * K)) * 8", "step = max(1, SLICE // K)",
          "layout::packing_a_slice_at_a_time_changes_nothing"),
+        ("a block of scale 0 keeps its codes", "codes.masked_fill_(", "codes.masked_fill(", "layout::scales_lie_where_the_docstring_says"),
     ],
     "fast/adapter.py": [
         ("few rows cut an exact x A^T less", "most = 16 if exact else max(", "most = max(", "exact::no_sum_depends_on_the_number_of_rows"),
@@ -724,6 +725,7 @@ MUTANTS = {
          "gemm::what_the_ptx_makes_of_a_word"),
         ("E2M1's last pair without its mantissa", "0x00400040, d, 0xea", "0x00000040, d, 0xea",
          "gemm::what_the_ptx_makes_of_a_word"),
+        ("odd scales change places in PTX", "b, $4, $4, 8;   lop3", "b, $4, $4, 24;   lop3", "gemm::what_the_ptx_makes_of_four_scales"),
     ],
     "fast/compiling.py": [
         ("kernels are compiled by the process that waits for them", "                process.start()\n", "                make()\n                process.start()\n",
@@ -826,8 +828,7 @@ MUTANTS = {
          "fast::what_the_kernels_do_not_take_is_refused_with_a_reason"),
         ("heads of any size will do", "if config.head_dim not in (32, 64, 128):", "if False:",
          "fast::what_the_kernels_do_not_take_is_refused_with_a_reason"),
-        ("all codes are there twice", "            m.base.codes, m.base.__class__ = layout.tile(m.base.q).codes, TiledLinear\n",
-         "            m.base.old, m.base.codes, m.base.__class__ = m.base.codes, layout.tile(m.base.q).codes, TiledLinear\n",
+        ("all codes are there twice", "            t = layout.tile(m.base.q)\n", "            m.base.old = m.base.codes\n            t = layout.tile(m.base.q)\n",
          "fast::one_copy_of_the_codes_at_any_time"),
         ("codes are laid out twice", "type(m.base) is nvfp4.QuantLinear", "isinstance(m.base, nvfp4.QuantLinear)",
          "fast::a_model_that_was_laid_out_is_not_laid_out_again"),
@@ -837,7 +838,7 @@ MUTANTS = {
          "fast::uninstall_gives_the_plain_model_back_bit_for_bit"),
         ("keys and values outlive the kernels", "    engine.release(model)\n", "",
          "fast::uninstall_gives_the_plain_model_back_bit_for_bit"),
-        ("codes stay as they were laid out", "layout.untile(m.base.q).codes", "m.base.codes",
+        ("codes stay as they were laid out", "m.base.codes, m.base.scale, m.base.__class__ = q.codes", "_, m.base.scale, m.base.__class__ = q.codes",
          "fast::uninstall_gives_the_plain_model_back_bit_for_bit"),
         ("MXFP4's scales overflow", "> 154", "> 254", "fast::what_the_kernels_do_not_take_is_refused_with_a_reason"),
     ],

@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 
 from fast import bits, gemm, layout, memory, plan
 from fast.adapter import adapter_work
-from fast.layout import Tiled, pack, untile
+from fast.layout import pack, tile, untile, wide_scales
 from lab import bench
 from model import Config
-from nvfp4 import E2M1, FORMATS, NF4, Format, quantize
+from nvfp4 import E2M1, FORMATS, NF4, Format, Quantized, quantize
+from nvfp4 import pack as pack_pairs
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -39,8 +40,8 @@ def weight(fmt, N, K, seed=0, uniform=True):
     else:
         scale = torch.rand(N, K // block, generator=g)
     rows = torch.full((N,), 0.037) if uniform else torch.rand(N, generator=g) + 0.1
-    parts = (pack(codes, fmt), scale, rows)
-    return Tiled(fmt, (N, K), *(t.to(DEVICE) for t in parts))
+    parts = (pack_pairs(codes), scale, rows)
+    return tile(Quantized(fmt, (N, K), *(t.to(DEVICE) for t in parts)))
 
 
 def ptx(text, word, ops):
@@ -77,6 +78,19 @@ def test_what_the_ptx_makes_of_a_word(values):
         got = torch.tensor([r[pair] >> 16 * p & 0xFFFF for pair in "abcd" for p in (0, 1)]).to(torch.int16).view(torch.bfloat16)
         exact = got.double() * (1 if fmt == "nf4" else 2.0**126)
         assert torch.equal(exact, want[row, :, w, :, t].flatten().to(torch.bfloat16).double())
+
+
+def test_what_the_ptx_makes_of_four_scales():
+    """Every E4M3 number but the negative ones, in every place of a word; 0, whose codes are 0, is the smallest."""
+    byte = torch.arange(127, dtype=torch.uint8)[:, None].add(torch.arange(8, dtype=torch.uint8)) % 127
+    scale = byte.view(torch.float8_e4m3fn)
+    words = wide_scales(scale).view(torch.int32)
+    ops = {"lop3": choose, "shf.r.wrap": lambda a, b, n: (b << 32 | a) >> n}
+    for row, plane in itertools.product(range(127), range(2)):
+        r = ptx(bits.SCALES_ASM.value, words[row, plane].item(), ops)
+        got = torch.tensor([r[pair] >> 16 * p & 0xFFFF for p in (0, 1) for pair in "ab"]).to(torch.int16).view(torch.bfloat16)
+        want = scale[row, 4 * plane : 4 * plane + 4].double()
+        assert torch.equal(got.double() * 2.0**-112, torch.where(want > 0, want, 2.0**-15))
 
 
 def exact(q):

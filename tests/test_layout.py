@@ -11,8 +11,28 @@ from nvfp4 import FORMATS, quantize
 def test_a_tiled_weight_is_the_same_weight(N, K, fmt):
     q = quantize(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), fmt)
     tiled = layout.tile(q)
-    assert torch.equal(tiled.dequantize(), q.dequantize()) and torch.equal(layout.untile(tiled).codes, q.codes)
-    assert tiled.scale is q.scale and tiled.global_scale is q.global_scale  # nothing but codes is copied
+    back = layout.untile(tiled)
+    assert torch.equal(tiled.dequantize(), q.dequantize()) and torch.equal(back.codes, q.codes)
+    assert torch.equal(back.scale, q.scale) and back.scale.dtype == q.scale.dtype and tiled.global_scale is q.global_scale
+    assert fmt == "nvfp4" or tiled.scale is q.scale  # nothing but codes is copied
+
+
+def test_scales_lie_where_the_docstring_says():
+    """Each E4M3 number in each of a word's four places, and codes of a block whose scale is 0, which a foreign checkpoint may hold."""
+    for place in range(4):
+        scale = torch.zeros(127, 4, dtype=torch.uint8)
+        scale[:, place] = torch.arange(127)
+        scale = scale.view(torch.float8_e4m3fn)
+        got = layout.wide_scales(scale)
+        word = got.view(torch.int32)[:, 0].long() & 0xFFFFFFFF
+        byte = (word << 28 | word >> 4) >> 8 * place & 0xFF  # rotated right by 4
+        value = (8 + (byte & 7)).double() / 8 * 2.0 ** ((byte >> 3) - 15.0)
+        assert torch.equal(torch.where(byte > 0, value, 0), scale[:, place].double())
+        assert torch.equal(layout.e4m3_scales(got).double(), scale.double())
+    q = quantize(torch.randn(8, 128, generator=torch.Generator().manual_seed(0)), "nvfp4")
+    q.scale[3, 2] = 0
+    tiled = layout.tile(q)
+    assert torch.equal(tiled.dequantize(), q.dequantize()) and not layout.unpack(tiled.codes, "nvfp4")[3, 32:48].any()
 
 
 def drawing():
