@@ -33,7 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work, signal, wait
 from fast.bits import TOUCH, decoder, in_16_bits, load_scales, unscaled, words
 from fast.layout import CHUNK, Tiled
-from fast.plan import few, plan, sms, space
+from fast.plan import FEW, plan, sms, space
 from nvfp4 import FORMATS, QuantLinear, scale_bits
 
 SLAB = tl.constexpr(16)  # tiles of 128 rows of x: of more, programs side by side overflow L2
@@ -361,8 +361,7 @@ def linear_decode(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, resid
     is gate stacked on up, and the result is (M, N / 2). early: the next kernel has much to fetch
     before it needs the result, and may begin as soon as all programs of this one run. exact: as in
     gemm_few. The first call compiles kernels and makes buffers, which no CUDA graph can."""
-    (M, K), N = x.shape, q.shape[0]
-    if A is not None or exact or few(M, N, K, sms(x.device)):
+    if A is not None or exact or len(x) <= FEW:
         return gemm_few(x, q, bias, A, B, bounds, scaling, residual, residual, glu, early, exact)
     w, alpha = decoded(q)
     y = scaled(x, w.T, alpha, bias if residual is None else residual)

@@ -16,7 +16,7 @@ import torch
 
 import lora
 from fast import gemm
-from fast.plan import FEW, few, sms
+from fast.plan import FEW
 from model import projections
 
 LINEARS = WeakKeyDictionary()  # model -> {whether its adapters are on: its FastLinears}
@@ -68,9 +68,7 @@ class FastLinear:
     def few(self, rows):
         """Whether this many rows are better off with a decode step's linear, which reads its weight
         as it is."""
-        if self.q is None:
-            return rows <= FEW and self.E > 0 and self.A.is_cuda
-        return self.tiled and few(rows, self.N, self.K, sms(self.q.codes.device))
+        return rows <= FEW and (self.tiled or self.q is None and self.E > 0 and self.A.is_cuda)
 
     def weight(self, dtype):
         """(w (N, K + E), alpha): alpha * w is [w_hat | s B]; in the scratch, it lasts until the

@@ -1,10 +1,9 @@
 """
-Which tile a launch of the FP4 GEMM takes, when it is faster to decode the whole weight first, and
-the buffers that all launches share.
+Which tile a launch of the FP4 GEMM takes, and the buffers that all launches share.
 
 A table of times and a page of arithmetic instead of an autotuner: the choice costs nothing at run
 time, is the same in each run and on each rank, and can be tested without a GPU. The times are an
-H200's and, of tiles of 128 rows, an H100's.
+H200's.
 
     python -c "from fast.plan import plan; print(plan(8, 37888, 3584, 132))"
 
@@ -20,21 +19,22 @@ from fast.layout import CHUNK
 # A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
 # on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is
 # one, `each` ns a program if there are many; each row of x adds a share `more` to `each`. At most
-# 111 KB of shared memory, or 125 KB for the last, which sums ranges of K one after another.
-TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1660, alone=480, each=270),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1100, alone=377, each=374, maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=3690, alone=483, each=93, more=0.004),
-         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=2120, alone=583, each=91, more=0.004),
-         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=940, alone=565, each=80, more=0.0035),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=3240, alone=581, each=188, more=0.001),
-         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=900, alone=1106, each=227,
-              more=0.0012, maxnreg=168),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=2700, alone=1412, each=258,
-              more=0.0012, maxnreg=128),
-         dict(BM=128, BN=128, stages=3, warps=8, fit=1, wave=2700, alone=1200, each=0)]
+# 111 KB of shared memory.
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1390, alone=494, each=314),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=900, alone=473, each=322, maxnreg=80),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=5000, alone=447, each=141, more=0.0025),
+         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=4650, alone=787, each=80),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=2830, alone=575, each=92, more=0.004),
+         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=900, alone=584, each=89, more=0.0025),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=3510, alone=600, each=200,
+              more=0.00062),
+         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=4430, alone=1070, each=185,
+              more=0.00054, maxnreg=168),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=900, alone=1820, each=258,
+              maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
-FEW = 512  # up to this many rows the kernel nearly always wins, with an adapter always
+FEW = 768  # up to this many rows, the kernel is faster than decoding the whole weight for cuBLAS
 SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
 
 
@@ -74,11 +74,11 @@ def plan(M, N, K, cores, exact=False):
     sums that they write and read. The times were fitted to kernels timed alone, then to what a
     decode step of ten blocks with an adapter, replayed as a CUDA graph, takes with each of many
     tiles in place of this one (results/tiles_h200.json), and those of tiles of 128 rows to prompts
-    of 256 to 2,048 (results/gemm_tiles_h100.json)."""
+    of 256 to 2,048 (results/gemm_tiles_h200.json)."""
     found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
     sums = ranges(N, K, cores) if exact else 1
     for t in (t for t in TILES if t["BM"] <= most):
-        if t["BN"] == 128 and (t["fit"] == 1) != (sums > 1):
+        if t["BN"] == 128 and sums > 1:
             continue  # the sums of two ranges take the registers of two programs
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
         tiles = -(-N // t["BN"]) * MT
@@ -101,15 +101,8 @@ def plan(M, N, K, cores, exact=False):
             if rest:
                 ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
             # the last program reads all splits' sums of a tile, an SM writes those of its programs
-            ns += (split > 1) * (1670 + partial * (0.15 * split + 0.23 * programs / cores))
-            ns += 3400 * (slots - taken < programs <= slots)  # some of them wait for a place
+            ns += (split > 1) * (2140 + partial * (0.14 * split + 0.14 * programs / cores))
+            ns += 6060 * (slots - taken < programs <= slots)  # some of them wait for a place
             found.append((ns, t | {"split": split, "ranges": max(1, sums // split),
                                    "whole": whole if split > 1 else 0}))
     return min(found, key=lambda plan: plan[0])
-
-
-def few(M, N, K, cores):
-    """Whether M rows go through the decoding kernel rather than through cuBLAS (780 TFLOP/s) after
-    a kernel that dequantizes (2.6 TB/s): measured on an H100; other cards shift all three."""
-    dense = 5000 + N * K * (2.56 / 2600 + 2 * M / 780e3)
-    return M <= FEW or plan(M, N, K, cores)[0] * cores / 132 < dense

@@ -135,7 +135,7 @@ def main(arch=90):
     q = tile(quantize(torch.randn(512, 512), "nvfp4"))
     for t in TILES:
         x = torch.zeros(512, 512, dtype=torch.bfloat16)
-        for R, rows in product((16, 256), (t["BM"], t["BM"] - 1)):  # of 128 rows by the copy unit, of 127 not
+        for R, rows in product((16, 256), (t["BM"], t["BM"] // 2)):  # the copy unit takes no half of a tile
             gemm.gemm_few(x[:rows], q, A=x[:R], B=x[:, :R].contiguous(), **t)
         for split, ranges in ((2, 1), (1, 2)):
             gemm.gemm_few(x[: t["BM"]], q, A=x[:16], B=x[:, :16].contiguous(), exact=True, split=split, ranges=ranges, **t)

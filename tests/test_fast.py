@@ -63,11 +63,11 @@ def card(head_dim=64, **weight):
     return SimpleNamespace(embed=embed, config=config, layers=[], fast=None)
 
 
-def with_a_large_scale():
-    """A card's model with an MXFP4 scale of 2^28."""
+def with_a_scale(fmt, byte):
+    """A card's model of which one block has this scale."""
     m = card()
-    m.layers = random_model(ONE, "mxfp4").layers
-    m.layers[0].mlp.down_proj.base.scale[3, 1] = 155
+    m.layers = random_model(ONE, fmt).layers
+    nvfp4.scale_bits(m.layers[0].mlp.down_proj.base.scale)[3, 1] = byte
     return m
 
 
@@ -82,10 +82,11 @@ def with_a_narrow_projection():
     (card(is_cuda=False), (9, 0), "not on a CUDA device"), (card(), (7, 5), "an Ampere card"),
     (card(dtype=torch.float32), (9, 0), "in torch.float32"), (card(head_dim=80), (9, 0), "heads of 32, 64 or 128 numbers, not 80"),
     (card(), (8, 0), "a hook"), (card(dtype=torch.float16), (9, 0), "in torch.float16"),
-    (with_a_large_scale(), (9, 0), "layers.0.mlp.down_proj has a block scale over"),
+    (with_a_scale("mxfp4", 155), (9, 0), "layers.0.mlp.down_proj has a block scale that the kernels do not carry"),
+    (with_a_scale("nvfp4", 0x81), (9, 0), "layers.0.mlp.down_proj has a block scale that the kernels do not carry"),
     (with_a_narrow_projection(), (9, 0), "layers.0.mlp.down_proj is 128 x 192, no multiple of 8 x 128")])
 def test_what_the_kernels_do_not_take_is_refused_with_a_reason(monkeypatch, capsys, model, capability, says):
-    """Heads of 80 would be an error from a compiler, a scale of 2^28 another number; with auto it is one line."""
+    """Heads of 80 would be an error from a compiler, a scale of 2^28, or a negative one, another number; with auto it is one line."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(engine, "own_code", lambda model: "a hook of your own")
     assert says in fast.install(model) and model.fast is None
