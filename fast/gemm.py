@@ -106,8 +106,9 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     k, j = split * per * 128, tl.arange(0, 128)
     wp = words(codes, rl, k, sc)
     sp = scale + rl.to(tl.int64) * ss + k // BLOCK
-    # rows past the last repeat the first ones and are never stored: a mask would be computed for
-    # each load, and if all repeated the same row, every SM would read it at once (twice the time)
+    # rows past the last are never stored. Tiles of 8 leave them out; larger ones, slow about zeros,
+    # repeat the first rows: if all were the same row, every SM would read it at once
+    live = inside if BM == 8 else None
     xp = x + (m % M).to(tl.int64)[None, :] * sx + (k + j)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     # the epilogue's operands are loaded now, to arrive while the weight streams: loaded at the end,
@@ -136,7 +137,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             if TMA:
                 xs = xd.load([mt * BM, at]).T
             else:
-                xs = tl.load(xr)
+                xs = tl.load(xr, mask=live)
             w = in_16_bits(tl.load(wr), load_scales(sr, FMT, BLOCK), FMT, DECODE, ASM, BN, W)
             one = tl.dot(w, xs.to(T), one, input_precision="ieee")  # (BN, 128) @ (128, BM)
             wr += 128  # words of 8 rows' chunk
@@ -253,8 +254,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
-    # the copy unit is slow about small tiles, and about rows that are not there
-    tma = t["BM"] >= 32 and hopper and -M % t["BM"] <= t["BM"] // 4
+    # the copy unit gains nothing for smaller tiles, and is slow about rows that are not there
+    tma = t["BM"] >= 32 and hopper and -M % t["BM"] <= 8
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 128]) if tma else None
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
     programs = makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"])

