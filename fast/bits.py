@@ -222,7 +222,7 @@ def found(v, s, BOOK: tl.constexpr):
 
 
 @triton.jit
-def arrange(a, b, BN: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def arrange(a, b, BN: tl.constexpr, W: tl.constexpr):
     """Two (BN, 16, p) tensors, one plane, to (BN, 64): k in order, rows in the order in which an
     MMA's registers already hold them. W: warps; 0: no MMA, rows stay in place."""
     v = tl.join(a, b)  # (BN, 16, p, h)
@@ -231,7 +231,22 @@ def arrange(a, b, BN: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
     else:
         v = tl.permute(tl.reshape(v, (BN // (16 * W), 2, W, 8, 4, 4, 2, 2)),
                        (0, 2, 1, 3, 5, 7, 4, 6))
-    v = tl.reshape(v, (BN, 64))
+    return tl.reshape(v, (BN, 64))
+
+
+@triton.jit
+def in_16_bits(words, scales, k, end, FMT: tl.constexpr, BLOCK: tl.constexpr,
+               DECODE: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr):
+    """value * scale of the chunk at column k, (BN, 128), arranged; words (BN, 16) and scales (BN,)
+    point at it and at its rows. From column `end` on, if it is given, none is read."""
+    if end is None:
+        w, s = tl.load(words), load_scales(scales, k, FMT, BLOCK)
+    else:
+        w = tl.load(words, mask=tl.full((1, 16), k, tl.int32) < end, other=0)
+        s = load_scales(scales, tl.where(k < end, k, 0), FMT, BLOCK)
+    a, b, c, d = extract(w, s, FMT, DECODE, ASM, BN)
+    v = tl.join(arrange(a, b, BN, W), arrange(c, d, BN, W))  # (BN, 64, plane)
+    v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128))
     if ASM and W:  # Triton looks from the MMA back to the loads, and if there is a join on the
         # way, takes operands twice as wide, for which x must be moved: a tenth of the loop's time
         v = tl.inline_asm_elementwise(TOUCH, "=h,0", [v], dtype=v.dtype, is_pure=False, pack=1)

@@ -31,12 +31,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work, signal, wait
-from fast.bits import TOUCH, arrange, decoder, extract, load_scales, unscaled, words
+from fast.bits import TOUCH, decoder, in_16_bits, unscaled, words
 from fast.layout import CHUNK, Tiled
 from fast.plan import few, plan, sms, space
 from nvfp4 import FORMATS, QuantLinear, scale_bits
 
-SLAB = tl.constexpr(16)  # tiles of 128 rows of x: of more, programs side by side overflow L2
+SLAB = tl.constexpr(2048)  # rows of x: of more, programs side by side overflow L2
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
          W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr,
          AT: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr,
          GLU: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, PDL: tl.constexpr,
-         TMA: tl.constexpr, EARLY: tl.constexpr):
+         TMA: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res. A program does BN rows of
     the weight, BM rows of x and one of SPLIT splits of K, or all of K in the first WHOLE rows of
     tiles; with an adapter, the first programs compute x A^T (adapter_in). EXACT: the sums of all of
@@ -70,7 +70,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     arrivals; sums, flags, Z, ZR: see adapter_in; sx, sc, ss, sb: row strides of x, codes, scale, B;
     b0, b1: the rows at which LoRA parts 1 and 2 begin; BLOCK, DECODE, ASM: see decoder; W: warps;
     RP: how much of R a product takes, 16, 32 or 64; AT: how many tiles of RA rows A has; TMA: the
-    TMA unit copies x, from descriptor xd of tiles (BM, 64); EARLY: the next kernel may begin once
+    TMA unit copies x, from descriptor xd of tiles (BM, 128); EARLY: the next kernel may begin once
     all programs of this one have."""
     # Triton's interpreter cannot multiply bfloat16
     T: tl.constexpr = x.dtype.element_ty if ASM else tl.float32
@@ -85,9 +85,10 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     KB = K // 128  # chunks
     mt, tile, split, cut = pid % MT, pid // (MT * SPLIT), pid // MT % SPLIT, True
     per = tl.cdiv(KB, SPLIT * RANGES)
-    if SPLIT == 1 and BM == 128:
-        top = pid // (tl.cdiv(N, BN) * SLAB) * SLAB
-        height, at = tl.minimum(MT - top, SLAB), pid - top * tl.cdiv(N, BN)
+    if SPLIT == 1 and BM >= 128:
+        slab: tl.constexpr = SLAB // BM  # tiles
+        top = pid // (tl.cdiv(N, BN) * slab) * slab
+        height, at = tl.minimum(MT - top, slab), pid - top * tl.cdiv(N, BN)
         mt, tile = top + at % height, at // height
     if WHOLE > 0:
         at = pid - WHOLE * MT
@@ -103,7 +104,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     # warp, lane / 4) -> (block, warp, half, lane / 4)
     rl = r // (16 * W) * (16 * W) + (r // 8) % W * 16 + (r // (8 * W)) % 2 * 8 + r % 8
     rl = tl.minimum(weight_row(tile, rl, N, BN, GLU)[0], N - 1)
-    k, j = split * per * 128, tl.arange(0, 64)
+    k, j = split * per * 128, tl.arange(0, 128)
     wp = words(codes, rl, k, sc)
     sp = scale + rl.to(tl.int64) * ss
     # rows past the last repeat the first ones and are never stored: a mask would be computed for
@@ -125,25 +126,29 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         rs = tl.load(res + m.to(tl.int64)[None, :] * N + row[:, None], mask=inside & ok[:, None],
                      other=0.0)
     for turn in range(RANGES):
-        one, first = tl.zeros((BN, BM), tl.float32), turn * per * 128
-        wr, xr = wp + first, xp + first
-        for i in tl.range(0, tl.minimum(per, KB - (split + turn) * per), num_stages=STAGES):
-            kc = k + first + i * 128
-            if ASM:  # touch the sum, so that the tensor core is done with the last iteration's
-                # codes: Triton 3.6 decodes the next into registers that it may still be reading
-                one = tl.inline_asm_elementwise(TOUCH, "=f,0", [one], dtype=tl.float32,
-                                                is_pure=False, pack=1)
-            w = tl.load(wr)
+        one, skip = tl.zeros((BN, BM), tl.float32), turn * per * 128
+        wr, xr, first = wp + skip, xp + skip, k + skip
+        end = tl.minimum(first + per * 128, K)
+        if AHEAD:
+            w = in_16_bits(wr, sp, first, end, FMT, BLOCK, DECODE, ASM, BN, W)
+        for at in tl.range(first, end, 128, num_stages=STAGES):
             if TMA:
-                xl, xh = xd.load([mt * BM, kc]).T, xd.load([mt * BM, kc + 64]).T
+                xs = xd.load([mt * BM, at]).T
             else:
-                xl, xh = tl.load(xr), tl.load(xr + 64)
-            s = load_scales(sp, kc, FMT, BLOCK)
-            a, b, cc, d = extract(w, s, FMT, DECODE, ASM, BN)
-            low, high = arrange(a, b, BN, W, ASM), arrange(cc, d, BN, W, ASM)
-            one = tl.dot(low, xl.to(T), one, input_precision="ieee")  # (BN, 64) @ (64, BM)
-            one = tl.dot(high, xh.to(T), one, input_precision="ieee")
-            wr += 128  # words of 8 rows' chunk
+                xs = tl.load(xr)
+            if AHEAD:  # the next chunk is decoded while the tensor core multiplies this one
+                wr += 128  # words of 8 rows' chunk
+                after = in_16_bits(wr, sp, at + 128, end, FMT, BLOCK, DECODE, ASM, BN, W)
+                one = tl.dot(w, xs.to(T), one, input_precision="ieee")  # (BN, 128) @ (128, BM)
+                w = after
+            else:
+                if ASM:  # touch the sum, so that the tensor core is done with the last iteration's
+                    # codes: Triton 3.6 decodes the next into registers it may still be reading
+                    one = tl.inline_asm_elementwise(TOUCH, "=f,0", [one], dtype=tl.float32,
+                                                    is_pure=False, pack=1)
+                w = in_16_bits(wr, sp, at, None, FMT, BLOCK, DECODE, ASM, BN, W)
+                one = tl.dot(w, xs.to(T), one, input_precision="ieee")
+                wr += 128
             xr += 128
         acc = acc + one if RANGES > 1 else one
     if not EARLY:
@@ -219,12 +224,9 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
     row = tl.minimum(n, N - 1).to(tl.int64)
     at = n[:, None].to(tl.int64) * so
     if k < K:
-        w = tl.load(words(codes, row, k, sc))
-        s = load_scales(scale + row * ss, k, FMT, BLOCK)
-        a, b, cc, d = extract(w, s, FMT, DECODE, ASM, BN)
-        v = tl.join(arrange(a, b, BN, 0, ASM), arrange(cc, d, BN, 0, ASM))  # (BN, 64, plane)
-        v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128)).to(tl.float32)
-        v = unscaled(v, FMT)
+        w = words(codes, row, k, sc)
+        v = in_16_bits(w, scale + row * ss, k, None, FMT, BLOCK, DECODE, ASM, BN, 0)
+        v = unscaled(v.to(tl.float32), FMT)
         if FOLD:
             v *= tl.load(g + row)[:, None]
         j = k + tl.arange(0, 128)
@@ -260,7 +262,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
     # the copy unit gains nothing for smaller tiles, and is slow about rows that are not there
     tma = t["BM"] >= 128 and hopper and M % t["BM"] == 0
-    xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 64]) if tma else None
+    xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 128]) if tma else None
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
     programs = makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"])
     gemm[(programs,)](
@@ -270,7 +272,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         **decoder(FORMATS[q.fmt], cuda), BM=t["BM"], BN=t["BN"], SPLIT=t["split"], EXACT=exact,
         RANGES=t["ranges"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
-        RES=residual is not None, PDL=pdl, TMA=tma,
+        RES=residual is not None, PDL=pdl, TMA=tma, AHEAD=t.get('ahead', t['BM'] >= 128),
         EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"],
         maxnreg=t.get("maxnreg"), launch_pdl=pdl)
     return out
