@@ -235,15 +235,9 @@ def arrange(a, b, BN: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def in_16_bits(words, scales, k, end, FMT: tl.constexpr, BLOCK: tl.constexpr,
-               DECODE: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr):
-    """value * scale of the chunk at column k, (BN, 128), arranged; words (BN, 16) and scales (BN,)
-    point at it and at its rows. From column `end` on, if it is given, none is read."""
-    if end is None:
-        w, s = tl.load(words), load_scales(scales, k, FMT, BLOCK)
-    else:
-        w = tl.load(words, mask=tl.full((1, 16), k, tl.int32) < end, other=0)
-        s = load_scales(scales, tl.where(k < end, k, 0), FMT, BLOCK)
+def in_16_bits(w, s, FMT: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
+               BN: tl.constexpr, W: tl.constexpr):
+    """value * scale of a chunk's words (BN, 16) and scales: (BN, 128), rows as `arrange`d."""
     a, b, c, d = extract(w, s, FMT, DECODE, ASM, BN)
     v = tl.join(arrange(a, b, BN, W), arrange(c, d, BN, W))  # (BN, 64, plane)
     v = tl.reshape(tl.permute(v, (0, 2, 1)), (BN, 128))

@@ -31,12 +31,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work, signal, wait
-from fast.bits import TOUCH, decoder, in_16_bits, unscaled, words
+from fast.bits import TOUCH, decoder, in_16_bits, load_scales, unscaled, words
 from fast.layout import CHUNK, Tiled
 from fast.plan import few, plan, sms, space
 from nvfp4 import FORMATS, QuantLinear, scale_bits
 
-SLAB = tl.constexpr(2048)  # rows of x: of more, programs side by side overflow L2
+SLAB = tl.constexpr(16)  # tiles of 128 rows of x: of more, programs side by side overflow L2
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
          W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr, RA: tl.constexpr,
          AT: tl.constexpr, Z: tl.constexpr, ZR: tl.constexpr, BA: tl.constexpr, ONE: tl.constexpr,
          GLU: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, PDL: tl.constexpr,
-         TMA: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):
+         TMA: tl.constexpr, EARLY: tl.constexpr):
     """out (M, N) = x w_hat^T + bias + scaling * (x A_part^T) B^T + res. A program does BN rows of
     the weight, BM rows of x and one of SPLIT splits of K, or all of K in the first WHOLE rows of
     tiles; with an adapter, the first programs compute x A^T (adapter_in). EXACT: the sums of all of
@@ -85,10 +85,9 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     KB = K // 128  # chunks
     mt, tile, split, cut = pid % MT, pid // (MT * SPLIT), pid // MT % SPLIT, True
     per = tl.cdiv(KB, SPLIT * RANGES)
-    if SPLIT == 1 and BM >= 128:
-        slab: tl.constexpr = SLAB // BM  # tiles
-        top = pid // (tl.cdiv(N, BN) * slab) * slab
-        height, at = tl.minimum(MT - top, slab), pid - top * tl.cdiv(N, BN)
+    if SPLIT == 1 and BM == 128:
+        top = pid // (tl.cdiv(N, BN) * SLAB) * SLAB
+        height, at = tl.minimum(MT - top, SLAB), pid - top * tl.cdiv(N, BN)
         mt, tile = top + at % height, at // height
     if WHOLE > 0:
         at = pid - WHOLE * MT
@@ -129,26 +128,18 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
         one, skip = tl.zeros((BN, BM), tl.float32), turn * per * 128
         wr, xr, first = wp + skip, xp + skip, k + skip
         end = tl.minimum(first + per * 128, K)
-        if AHEAD:
-            w = in_16_bits(wr, sp, first, end, FMT, BLOCK, DECODE, ASM, BN, W)
         for at in tl.range(first, end, 128, num_stages=STAGES):
+            if ASM:  # touch the sum, so that the tensor core is done with the last iteration's
+                # codes: Triton 3.6 decodes the next into registers it may still be reading
+                one = tl.inline_asm_elementwise(TOUCH, "=f,0", [one], dtype=tl.float32,
+                                                is_pure=False, pack=1)
             if TMA:
                 xs = xd.load([mt * BM, at]).T
             else:
                 xs = tl.load(xr)
-            if AHEAD:  # the next chunk is decoded while the tensor core multiplies this one
-                wr += 128  # words of 8 rows' chunk
-                after = in_16_bits(wr, sp, at + 128, end, FMT, BLOCK, DECODE, ASM, BN, W)
-                one = tl.dot(w, xs.to(T), one, input_precision="ieee")  # (BN, 128) @ (128, BM)
-                w = after
-            else:
-                if ASM:  # touch the sum, so that the tensor core is done with the last iteration's
-                    # codes: Triton 3.6 decodes the next into registers it may still be reading
-                    one = tl.inline_asm_elementwise(TOUCH, "=f,0", [one], dtype=tl.float32,
-                                                    is_pure=False, pack=1)
-                w = in_16_bits(wr, sp, at, None, FMT, BLOCK, DECODE, ASM, BN, W)
-                one = tl.dot(w, xs.to(T), one, input_precision="ieee")
-                wr += 128
+            w = in_16_bits(tl.load(wr), load_scales(sp, at, FMT, BLOCK), FMT, DECODE, ASM, BN, W)
+            one = tl.dot(w, xs.to(T), one, input_precision="ieee")  # (BN, 128) @ (128, BM)
+            wr += 128  # words of 8 rows' chunk
             xr += 128
         acc = acc + one if RANGES > 1 else one
     if not EARLY:
@@ -225,7 +216,8 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
     at = n[:, None].to(tl.int64) * so
     if k < K:
         w = words(codes, row, k, sc)
-        v = in_16_bits(w, scale + row * ss, k, None, FMT, BLOCK, DECODE, ASM, BN, 0)
+        s = load_scales(scale + row * ss, k, FMT, BLOCK)
+        v = in_16_bits(tl.load(w), s, FMT, DECODE, ASM, BN, 0)
         v = unscaled(v.to(tl.float32), FMT)
         if FOLD:
             v *= tl.load(g + row)[:, None]
@@ -260,8 +252,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
-    # the copy unit gains nothing for smaller tiles, and is slow about rows that are not there
-    tma = t["BM"] >= 128 and hopper and M % t["BM"] == 0
+    # the copy unit is slow about rows that are not there
+    tma = t["BM"] >= 32 and hopper and M % t["BM"] == 0
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 128]) if tma else None
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
     programs = makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"])
@@ -272,7 +264,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         **decoder(FORMATS[q.fmt], cuda), BM=t["BM"], BN=t["BN"], SPLIT=t["split"], EXACT=exact,
         RANGES=t["ranges"], WHOLE=t["whole"], STAGES=t["stages"], W=t["warps"], P=P, **adapter,
         ONE=not glu and all(b % t["BN"] == 0 for b in bounds), GLU=glu, BIAS=bias is not None,
-        RES=residual is not None, PDL=pdl, TMA=tma, AHEAD=t.get('ahead', t['BM'] >= 128),
+        RES=residual is not None, PDL=pdl, TMA=tma,
         EARLY=early and programs <= t["fit"] * sms(x.device), num_warps=t["warps"],
         maxnreg=t.get("maxnreg"), launch_pdl=pdl)
     return out
