@@ -252,8 +252,8 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
     if A is not None:
         sb = B.stride(0)
         work, adapter, makers = adapter_work(x, A, P, t["BM"], exact)
-    # the copy unit is slow about rows that are not there
-    tma = t["BM"] >= 32 and hopper and M % t["BM"] == 0
+    # the copy unit is slow about small tiles, and about rows that are not there
+    tma = t["BM"] >= 32 and hopper and -M % t["BM"] <= t["BM"] // 4
     xd = TensorDescriptor(x, [M, K], [x.stride(0), 1], [t["BM"], 128]) if tma else None
     MT, rows = -(-M // t["BM"]), -(-N // t["BN"])
     programs = makers + MT * (t["whole"] + (rows - t["whole"]) * t["split"])

@@ -618,7 +618,7 @@ MUTANTS = {
         ("ranges of K begin alike", "wr, xr, first = wp + skip, xp + skip,", "wr, xr, first = wp, xp,", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("ranges of K are one sum", "one, skip = tl.zeros((BN, BM), tl.float32), turn", "one, skip = acc * 1, turn", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("an exact split is scaled before it is added", "if SPLIT == 1 or not EXACT:", "if True:", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
-        ("the last slab of rows is as high as the others", "tl.minimum(MT - top, slab)", "slab", "gemm::each_tile_is_multiplied_once_in_slabs"),
+        ("the last slab of rows is as high as the others", "tl.minimum(MT - top, SLAB)", "SLAB", "gemm::each_tile_is_multiplied_once_in_slabs"),
         ("a slab has the first one's rows", "mt, tile = top + at", "mt, tile = at", "gemm::each_tile_is_multiplied_once_in_slabs"),
         ("whole tiles are summed in part", "per = tl.where(cut, per, KB)", "per += 0",
          "gemm::only_the_last_tiles_are_split"),
