@@ -243,7 +243,7 @@ def gemm_few(x, q, bias=None, A=None, B=None, bounds=(), scaling=1.0, residual=N
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    t = plan(M, N, K, sms(x.device), exact)[1]
+    t = plan(M, N, K, sms(x.device), exact)
     if override:
         t = t | {"whole": 0, "maxnreg": None, "ranges": 1} | override
     hopper = not cuda or torch.cuda.get_device_capability(x.device)[0] >= 9

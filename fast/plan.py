@@ -63,9 +63,8 @@ def ranges(N, K, cores):
 
 @functools.lru_cache(1 << 12)
 def plan(M, N, K, cores, exact=False):
-    """(ns, tile): the expected time, and the tile of TILES, with its split of K, that should be
-    fastest for this shape on `cores` SMs. exact: K is split in `ranges`, or each program computes
-    the sum of one range after another.
+    """The tile of TILES, with its split of K, that should be the fastest for this shape on `cores`
+    SMs. exact: K is split in `ranges`, or each program computes the sum of one range after another.
 
     Programs run in waves of as many as fit. Splits fill one wave better, at the cost of the partial
     sums that they write and read. The times were fitted to kernels timed alone, then to what a
@@ -102,4 +101,4 @@ def plan(M, N, K, cores, exact=False):
             ns += 4580 * (slots - taken < programs <= slots)  # some of them wait for a place
             found.append((ns, t | {"split": split, "ranges": max(1, sums // split),
                                    "whole": whole if split > 1 else 0}))
-    return min(found, key=lambda plan: plan[0])
+    return min(found, key=lambda timed: timed[0])[1]

@@ -607,7 +607,7 @@ MUTANTS = {
     "fast/gemm.py": [
         ("x is read as if its rows lay end to end", "if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:", "if x.data_ptr() % 16:",
          "gemm::splits_of_k_sum_to_the_same_product_twice"),
-        ("an exact GEMM splits K", "sms(x.device), exact)[1]", "sms(x.device), False)[1]", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
+        ("an exact GEMM splits K", "t = plan(M, N, K, sms(x.device), exact)", "t = plan(M, N, K, sms(x.device), False)", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
         ("an exact x A^T is cut by rows", 't["BM"], exact)', 't["BM"], False)', "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
         ("many exact rows go to cuBLAS", "if A is not None or exact or len(x) <= FEW", "if A is not None or len(x) <= FEW", "exact::sampler_and_trainer_launch_the_same_exact_kernel"),
         ("the descriptor stays at the first chunk", "xd.load([mt * BM, at])", "xd.load([mt * BM, first])", "gemm::each_tile_matches"),

@@ -395,7 +395,7 @@ def test_an_adapter_on_more_rows_than_there_are_flags_for_is_an_error():
 def test_plans_stay_within_their_buffers(N, K):
     """Partial sums beyond the workspace, or a split with an idle program, would read what nobody wrote."""
     for M, cores in itertools.product((1, 8, 9, 32, 64, 65, 256, 300, 1024, 4096, 65536), (132, 320)):
-        t = plan.plan(M, N, K, cores)[1]
+        t = plan.plan(M, N, K, cores)
         tiles, blocks = (-(-N // t["BN"]) - t["whole"]) * -(-M // t["BM"]), -(-K // 128)  # that may be split
         assert (t["split"] - 1) * -(-blocks // t["split"]) < blocks
         assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= plan.PARTIALS and tiles <= 1 << 17
@@ -404,7 +404,7 @@ def test_plans_stay_within_their_buffers(N, K):
 def measured(name):
     """Rows of results/, and of each the name of the tile that plan takes."""
     for r in json.loads((Path(__file__).parents[1] / "results" / name).read_text()):
-        t = plan.plan(r["M"], *bench.linear(r["shape"]), 132)[1]
+        t = plan.plan(r["M"], *bench.linear(r["shape"]), 132)
         yield r, " ".join(f"{k}={t[k]}" for k in ("BM", "BN", "warps", "stages", "split", "whole", "maxnreg") if k in t)
 
 
@@ -430,13 +430,13 @@ def test_many_rows_take_large_tiles():
     """Fitted to at most 2,048 rows: beyond, the times of before called tiles of 32 and 64 rows the fastest, and an update of
     --engine exact, which multiplies all its rows so, took 1.5 to 2.0 times as long as the other, not 1.2 to 1.3."""
     for size, layer in itertools.product(("0.5b", "1.5b", "3b", "7b", "32b"), bench.LAYERS):
-        assert plan.plan(32768, *bench.linear(f"{size}.{layer}"), 132, exact=True)[1]["BM"] == 128, (size, layer)
+        assert plan.plan(32768, *bench.linear(f"{size}.{layer}"), 132, exact=True)["BM"] == 128, (size, layer)
 
 
 def test_two_sums_take_a_tile_that_has_room():
     """An exact sum of several ranges beside the sum of one: 128 x 128 outputs of both take 1.2 times as long."""
     for name, ranges, BN in (("7b.o", 2, 64), ("7b.gate_up", 1, 128)):
-        t = plan.plan(16384, *bench.linear(name), 132, exact=True)[1]
+        t = plan.plan(16384, *bench.linear(name), 132, exact=True)
         assert (t["ranges"], t["BN"]) == (ranges, BN)
 
 
