@@ -11,7 +11,6 @@ the plain functions, with one printed line.
     python train.py --engine plain       # the same run without this folder
     python train.py --engine exact       # log-probs of sampler and trainer equal to the last bit
 """
-import math
 import sys
 
 import torch
@@ -73,9 +72,10 @@ def refusal(model):
             continue
         if q.shape[0] % 8 or q.shape[1] % layout.CHUNK:
             return f"{path} is {q.shape[0]} x {q.shape[1]}, no multiple of 8 x {layout.CHUNK}"
-        # an E4M3 byte over 126 is negative or no number, an E8M0 byte the exponent plus 127
-        most = {"nvfp4": 126, "mxfp4": 154}.get(q.fmt, math.inf)
-        if type(q) is nvfp4.Quantized and (nvfp4.scale_bits(q.scale) > most).any():
+        # an E4M3 byte over 126 is negative or no number, an E8M0 byte the exponent plus 127; of a
+        # weight that is laid out already, they have been looked at
+        most = {"nvfp4": 126, "mxfp4": 154}.get(q.fmt) if type(q) is nvfp4.Quantized else None
+        if most and (nvfp4.scale_bits(q.scale) > most).any():
             return f"{path} has a block scale that the kernels do not carry: over 2^27, or negative"
     return engine.own_code(model)
 

@@ -116,12 +116,11 @@ def words(codes, r, k, sc):
 def load_scales(p, FMT: tl.constexpr, BLOCK: tl.constexpr):
     """The block scales of a chunk as stored: bytes, four to an int32, (BN, 2 planes), or float32,
     all that a plane has, (BN, 2 planes * 1, 2 or 4); p (BN,) points at the rows' first."""
-    two = tl.arange(0, 2)
     if p.dtype.element_ty == tl.float32:
         at = tl.arange(0, max(2, 128 // BLOCK)) // max(1, BLOCK // 64)
         return tl.load(p[:, None] + at[None, :])
     else:
-        at = two if FMT == "nvfp4" else two * 0
+        at = tl.arange(0, 2) * (1 if FMT == "nvfp4" else 0)
         return tl.load(p.to(tl.pointer_type(tl.int32))[:, None] + at[None, :])
 
 

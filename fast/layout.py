@@ -48,7 +48,8 @@ class Tiled(Quantized):
 
 
 def tile(q):
-    """A Quantized -> the same weight, Tiled. A block whose scale is 0 gets codes 0."""
+    """A Quantized -> the same weight, Tiled. A block whose scale is 0 gets codes 0: the kernel
+    reads such a scale as 2^-15."""
     codes, scale = nvfp4.unpack(q.codes), q.scale
     if q.fmt == "nvfp4":
         if (zero := nvfp4.scale_bits(scale) == 0).any():

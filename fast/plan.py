@@ -31,7 +31,7 @@ TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1270, alone=348, each=
               maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
-FEW = 896  # up to this many rows, the kernel is faster than decoding the whole weight for cuBLAS
+FEW = 896  # up to this many rows the kernel is, as a rule, faster than cuBLAS with what is decoded
 SPACE = {}  # device -> [partial sums, arrival counters, dequantized weight]
 
 
@@ -67,15 +67,15 @@ def plan(M, N, K, cores, exact=False):
     SMs. exact: K is split in `ranges`, or each program computes the sum of one range after another.
 
     Programs run in waves of as many as fit. Splits fill one wave better, at the cost of the partial
-    sums that they write and read. The times were fitted to kernels timed alone, then to what a
-    decode step of ten blocks with an adapter, replayed as a CUDA graph, takes with each of many
-    tiles in place of this one (results/tiles_h200.json), and those of tiles of 128 rows to prompts
-    of 256 to 2,048 (results/gemm_tiles_h200.json)."""
+    sums that they write and read. The times were fitted to what a decode step of ten blocks with an
+    adapter, replayed as a CUDA graph, takes with each of many tiles in place of this one
+    (results/tiles_h200.json), and to kernels of 256 to 2,048 rows (results/gemm_tiles_h200.json):
+    they are worth what they choose."""
     found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
     sums = ranges(N, K, cores) if exact else 1
-    for t in (t for t in TILES if t["BM"] <= most):
-        if t["BN"] == 128 and sums > 1:
-            continue  # the sums of two ranges take the registers of two programs
+    for t in TILES:  # the sums of two ranges take the registers of two programs of 128 x 128
+        if t["BM"] > most or t["BN"] == 128 and sums > 1:
+            continue
         MT, partial, slots = -(-M // t["BM"]), t["BM"] * t["BN"], t["fit"] * cores
         tiles = -(-N // t["BN"]) * MT
         waves = tiles // slots

@@ -26,19 +26,7 @@ import lora
 import model as M
 import nvfp4
 import sample
-from fast import (
-    attention,
-    batches,
-    decode,
-    engine,
-    gemm,
-    linears,
-    logprobs,
-    memory,
-    packed,
-    plan,
-    scheduler,
-)
+from fast import attention, batches, decode, engine, gemm, logprobs, memory, packed, plan, scheduler
 from fast.compiling import compiling
 from fast.layout import tile
 
@@ -968,7 +956,7 @@ def test_gpu_more_rows_than_the_decoding_kernel_takes(monkeypatch):
     """A graph of more tokens than plan.FEW decodes weights into a shared scratch: it must not be left with the old one when a
     larger weight takes a new one, nor synchronise while it is captured."""
     m = installed()
-    monkeypatch.setattr(linears, "FEW", 16)
+    monkeypatch.setattr("fast.linears.FEW", 16)
     monkeypatch.setattr(plan, "SPACE", {})  # other tests may have left a scratch that is large enough
     kw = dict(n=60, max_new_tokens=6, seed=1, max_rows=300)
     first = sample.generate(m, PROMPTS, **kw)

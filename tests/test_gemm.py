@@ -409,21 +409,24 @@ def measured(name):
 
 
 def test_plans_are_near_the_fastest_that_was_measured():
-    """The times that plan adds up are worth what they choose: a decode step with its tiles takes 2.4% longer than with the best of
+    """The times that plan adds up are worth what they choose: a decode step with its tiles takes 2.1% longer than with the best of
     those that were tried in it."""
     loss = [(r["us"][own] - min(r["us"].values())) * r["blocks"] / r["step_us"] for r, own in measured("tiles_h200.json") if own in r["us"]]
     assert len(loss) > 230 and 4 * sum(loss) / len(loss) < 0.025
 
 
 def test_the_kernel_for_many_rows_is_near_the_fastest_that_was_measured():
-    """Tile, splits, and whether the weight is decoded first, of nine linears at 256 to 2,048 rows, timed alone: 1.5% from the best
-    on average."""
-    loss = []
+    """Tile, splits, and whether the weight is decoded first, of nine linears at 256 to 2,048 rows, timed alone: 0.3% from the best
+    on average. Between 512 and 1,024, where it depends on the shape, the kernel takes 0.96 of decoding first."""
+    loss, between = [], []
     for r, own in measured("gemm_tiles_h200.json"):
         us = r["us"].get(own) if r["M"] <= plan.FEW else r["many_us"]
-        if us:
+        if us and 512 < r["M"] < 1024:
+            between.append(us / r["many_us"])
+        elif us:
             loss.append(us / min(r["many_us"], *r["us"].values()) - 1)
-    assert len(loss) > 50 and sum(loss) / len(loss) < 0.02
+    assert len(loss) > 30 and sum(loss) / len(loss) < 0.01 and max(loss) < 0.06
+    assert len(between) > 20 and sum(between) / len(between) < 0.98
 
 
 def test_many_rows_take_large_tiles():
