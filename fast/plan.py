@@ -70,7 +70,7 @@ def plan(M, N, K, cores, exact=False):
     sums that they write and read. The times were fitted to what a decode step of ten blocks with an
     adapter, replayed as a CUDA graph, takes with each of many tiles in place of this one
     (results/tiles_h200.json), and to kernels of 256 to 2,048 rows (results/gemm_tiles_h200.json):
-    they are worth what they choose."""
+    for the choice to be right, not each time by itself."""
     found, blocks, most = [], -(-K // CHUNK), max(8, 1 << (M - 1).bit_length())
     sums = ranges(N, K, cores) if exact else 1
     for t in TILES:  # the sums of two ranges take the registers of two programs of 128 x 128
