@@ -19,15 +19,15 @@ from fast.layout import CHUNK
 # A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
 # on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is
 # one, `each` ns a program if there are many. At most 111 KB of shared memory.
-TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1450, alone=391, each=231),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1050, alone=282, each=289, maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=3540, alone=494, each=193),
-         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=3540, alone=983, each=80),
-         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1430, alone=498, each=80),
-         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=1150, alone=397, each=80),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=4160, alone=459, each=101),
-         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=4980, alone=806, each=80, maxnreg=168),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=924, alone=1200, each=173,
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1502, alone=380, each=231),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1113, alone=328, each=292, maxnreg=80),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=4791, alone=391, each=137),
+         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=4749, alone=643, each=86),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1912, alone=466, each=106),
+         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=1376, alone=413, each=86),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=4367, alone=453, each=123),
+         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=5517, alone=799, each=98, maxnreg=168),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=1234, alone=1264, each=122,
               maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
@@ -97,8 +97,8 @@ def plan(M, N, K, cores, exact=False):
             if rest:
                 ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
             # the last program reads all splits' sums of a tile, an SM writes those of its programs
-            ns += (split > 1) * (1200 + partial * (0.11 * split + 0.16 * programs / cores))
-            ns += 4550 * (slots - taken < programs <= slots)  # some of them wait for a place
+            ns += (split > 1) * (1500 + partial * (0.11 * split + 0.12 * programs / cores))
+            ns += 5120 * (slots - taken < programs <= slots)  # some of them wait for a place
             found.append((ns, t | {"split": split, "ranges": max(1, sums // split),
                                    "whole": whole if split > 1 else 0}))
     return min(found, key=lambda timed: timed[0])[1]
