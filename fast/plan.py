@@ -19,15 +19,15 @@ from fast.layout import CHUNK
 # A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
 # on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is
 # one, `each` ns a program if there are many. At most 111 KB of shared memory.
-TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1502, alone=380, each=231),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1113, alone=328, each=292, maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=4791, alone=391, each=137),
-         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=4749, alone=643, each=86),
-         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1912, alone=466, each=106),
-         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=1376, alone=413, each=86),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=4367, alone=453, each=123),
-         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=5517, alone=799, each=98, maxnreg=168),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=1234, alone=1264, each=122,
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1476, alone=395, each=245),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1039, alone=328, each=292, maxnreg=80),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=4819, alone=390, each=155),
+         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=4603, alone=748, each=83),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1872, alone=467, each=103),
+         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=1312, alone=413, each=85),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=4313, alone=452, each=122),
+         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=5273, alone=790, each=106, maxnreg=168),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=1007, alone=1250, each=121,
               maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
