@@ -10,25 +10,23 @@ H200's.
 Shapes: M rows of x, N outputs, K inputs.
 """
 import functools
-import math
 
 import torch
 
 from fast.layout import CHUNK
 
 # A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
-# on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns if there is
-# one, `each` ns a program if there are many. At most 111 KB of shared memory.
-TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=1476, alone=395, each=245),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=1039, alone=328, each=292, maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=4819, alone=390, each=155),
-         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=4603, alone=748, each=83),
-         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=1872, alone=467, each=103),
-         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=1312, alone=413, each=85),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=4313, alone=452, each=122),
-         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=5273, alone=790, each=106, maxnreg=168),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=1007, alone=1250, each=121,
-              maxnreg=128)]
+# on an SM at once, which takes `wave` ns and, for each chunk of K, `alone` ns and `each` ns a
+# program. At most 111 KB of shared memory.
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=395, alone=224, each=183),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=164, alone=166, each=228, maxnreg=80),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=2380, alone=192, each=178),
+         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=2440, alone=475, each=99),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=777, alone=355, each=56),
+         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=363, alone=374, each=9),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=1333, alone=346, each=108),
+         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=2584, alone=473, each=135, maxnreg=168),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=129, alone=1158, each=11, maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
 FEW = 896  # up to this many rows the kernel is, as a rule, faster than cuBLAS with what is decoded
@@ -53,12 +51,16 @@ def space(device):
     return SPACE[device]
 
 
+def parts(chunks, most):
+    """Into how many parts, at most, `chunks` can be cut so that none is empty."""
+    return -(-chunks // -(-chunks // most))
+
+
 def ranges(N, K, cores):
     """In how many ranges of K, of at least 12 chunks, an exact sum is taken, whatever M is: as many
     as give three programs of 64 outputs to an SM."""
     chunks = -(-K // CHUNK)
-    most = max(1, min(3 * cores // -(-N // 64), chunks // 12))
-    return -(-chunks // -(-chunks // most))  # none of them empty
+    return parts(chunks, max(1, min(3 * cores // -(-N // 64), chunks // 12)))
 
 
 @functools.lru_cache(1 << 12)
@@ -82,23 +84,22 @@ def plan(M, N, K, cores, exact=False):
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
         rest = tiles - whole * MT
         # places of programs that make x A^T first (adapter.adapter_work), and of earlier kernels'
-        taken = max(32, M) if M <= 64 else 2048 // t["BM"]
+        taken = 192 if M <= 8 else max(32, M) if M <= 64 else 2048 // t["BM"]
 
         def wave(chunks, programs, t=t):  # ns on an SM
-            return t["wave"] + chunks * math.hypot(t["alone"], programs * t["each"])
+            return t["wave"] + chunks * (t["alone"] + programs * t["each"])
 
-        # only the splits that leave no program idle
-        splits = {1, sums} if exact else {-(-blocks // -(-blocks // s)) for s in range(1, 17)}
+        splits = {1, sums} if exact else {parts(blocks, n) for n in range(1, 17)}
         for split in sorted(splits):
             programs = rest * split
             if split > 1 and (programs > slots or programs * partial > PARTIALS or exact and whole):
                 break
-            ns = 1900 + waves * wave(blocks, t["fit"])
+            ns = waves * wave(blocks, t["fit"])
             if rest:
-                ns += wave(-(-blocks // split), min(t["fit"], -(-programs // cores)))
+                ns += wave(-(-blocks // split), min(t["fit"], max(1, programs / cores)))
             # the last program reads all splits' sums of a tile, an SM writes those of its programs
-            ns += (split > 1) * (1500 + partial * (0.11 * split + 0.12 * programs / cores))
-            ns += 5120 * (slots - taken < programs <= slots)  # some of them wait for a place
+            ns += (split > 1) * (1460 + partial * (0.1 * split + 0.09 * programs / cores))
+            ns += 2300 * (slots - taken < programs <= slots)  # some of them wait for a place
             found.append((ns, t | {"split": split, "ranges": max(1, sums // split),
                                    "whole": whole if split > 1 else 0}))
     return min(found, key=lambda timed: timed[0])[1]
