@@ -16,7 +16,7 @@ import torch
 from fast.layout import CHUNK
 
 # A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
-# on an SM at once, which takes `wave` ns and, for each chunk of K, `alone` ns and `each` ns a
+# on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns and `each` ns a
 # program. At most 111 KB of shared memory.
 TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=395, alone=224, each=183),
          dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=164, alone=166, each=228, maxnreg=80),
@@ -83,14 +83,13 @@ def plan(M, N, K, cores, exact=False):
         waves = tiles // slots
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
         rest = tiles - whole * MT
-        # places of programs that make x A^T first (adapter.adapter_work), and of earlier kernels'
+        # places of programs that make x A^T first (adapter_work), and of earlier kernels', fitted
         taken = 192 if M <= 8 else max(32, M) if M <= 64 else 2048 // t["BM"]
 
         def wave(chunks, programs, t=t):  # ns on an SM
             return t["wave"] + chunks * (t["alone"] + programs * t["each"])
 
-        splits = {1, sums} if exact else {parts(blocks, n) for n in range(1, 17)}
-        for split in sorted(splits):
+        for split in sorted({1, sums} if exact else {parts(blocks, n) for n in range(1, 17)}):
             programs = rest * split
             if split > 1 and (programs > slots or programs * partial > PARTIALS or exact and whole):
                 break

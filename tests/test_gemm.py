@@ -401,6 +401,13 @@ def test_plans_stay_within_their_buffers(N, K):
         assert t["split"] == 1 or tiles * t["split"] * t["BM"] * t["BN"] <= plan.PARTIALS and tiles <= 1 << 17
 
 
+def test_no_part_of_k_is_empty():
+    """A program without a chunk would leave its partial sums unwritten, and the last one adds them up."""
+    for chunks, most in itertools.product(range(1, 300), range(1, 17)):
+        n = plan.parts(chunks, most)
+        assert 1 <= n <= most and (n - 1) * -(-chunks // n) < chunks
+
+
 def measured(name):
     """Rows of results/, and of each the name of the tile that plan takes."""
     for r in json.loads((Path(__file__).parents[1] / "results" / name).read_text()):
