@@ -113,6 +113,12 @@ def words(codes, r, k, sc):
 
 
 @triton.jit
+def scales_at(scale, r, k, ss, BLOCK: tl.constexpr):
+    """Pointers (BN,) to the first scales of rows r in the chunk at column k, in groups as words."""
+    return scale + (r // 8).to(tl.int64) * (ss * 8) + (r % 8) * (128 // BLOCK) + 8 * k // BLOCK
+
+
+@triton.jit
 def load_scales(p, FMT: tl.constexpr, BLOCK: tl.constexpr):
     """The block scales of a chunk as stored: bytes, four to an int32, (BN, 2 planes), or float32,
     all that a plane has, (BN, 2 planes * 1, 2 or 4); p (BN,) points at the rows' first."""

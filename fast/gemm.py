@@ -31,7 +31,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fast.adapter import NONE, adapter_awaited, adapter_in, adapter_out, adapter_work, signal, wait
-from fast.bits import TOUCH, decoder, in_16_bits, load_scales, unscaled, words
+from fast.bits import TOUCH, decoder, in_16_bits, load_scales, scales_at, unscaled, words
 from fast.layout import CHUNK, Tiled
 from fast.plan import FEW, plan, sms, space
 from nvfp4 import FORMATS, QuantLinear, scale_bits
@@ -105,7 +105,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
     rl = tl.minimum(weight_row(tile, rl, N, BN, GLU)[0], N - 1)
     k, j = split * per * 128, tl.arange(0, 128)
     wp = words(codes, rl, k, sc)
-    sp = scale + rl.to(tl.int64) * ss + k // BLOCK
+    sp = scales_at(scale, rl, k, ss, BLOCK)
     # rows past the last are never stored. Tiles of 8 leave them out; larger ones, slow about zeros,
     # repeat the first rows: if all were the same row, every SM would read it at once
     live = inside if BM == 8 else None
@@ -127,7 +127,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
                      other=0.0)
     for turn in range(RANGES):
         one, skip = tl.zeros((BN, BM), tl.float32), turn * per * 128
-        wr, sr, xr, first = wp + skip, sp + skip // BLOCK, xp + skip, k + skip
+        wr, sr, xr, first = wp + skip, sp + 8 * skip // BLOCK, xp + skip, k + skip
         end = tl.minimum(first + per * 128, K)
         for at in tl.range(first, end, 128, num_stages=STAGES):
             if ASM:  # touch the sum, so that the tensor core is done with the last iteration's
@@ -141,7 +141,7 @@ def gemm(x, xd, codes, scale, g, bias, A, B, res, out, part, count, sums, flags,
             w = in_16_bits(tl.load(wr), load_scales(sr, FMT, BLOCK), FMT, DECODE, ASM, BN, W)
             one = tl.dot(w, xs.to(T), one, input_precision="ieee")  # (BN, 128) @ (128, BM)
             wr += 128  # words of 8 rows' chunk
-            sr += 128 // BLOCK
+            sr += 8 * 128 // BLOCK
             xr += 128
         acc = acc + one if RANGES > 1 else one
     if not EARLY:
@@ -218,7 +218,7 @@ def to_16bit_kernel(codes, scale, g, tail, out, N, K, sc, ss, so, FMT: tl.conste
     at = n[:, None].to(tl.int64) * so
     if k < K:
         w = words(codes, row, k, sc)
-        s = load_scales(scale + row * ss + k // BLOCK, FMT, BLOCK)
+        s = load_scales(scales_at(scale, row, k, ss, BLOCK), FMT, BLOCK)
         v = in_16_bits(tl.load(w), s, FMT, DECODE, ASM, BN, 0)
         v = unscaled(v.to(tl.float32), FMT)
         if FOLD:

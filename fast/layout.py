@@ -23,8 +23,10 @@ high plane).
 looked up, as NF4, has the eight of a word in turn, a0 in bits 3..0, a1, b0, b1, c0, c1, d0, and d1
 in 31..28. A lane reads its w0..w3, 16 bytes, and has its share of 8 steps: no shuffles, and
 activations stay in their natural order. Groups of 8 rows lie chunk by chunk, 8 x 64 bytes at a
-time, since DRAM dislikes strides. So N must be a multiple of 8 and K of 128, as in all Qwens.
-Nothing is lost: `unpack` gives the codes back in order.
+time, since DRAM dislikes strides, and so do their scales: a memory access brings 32 bytes, of which
+a chunk would use the row's 8, and L1, most of it given to the tiles, would lose the rest before the
+next chunk. So N must be a multiple of 8 and K of 128, as in all Qwens. Nothing is lost: `untile`
+gives the weight back in order.
 
     t = tile(quantize(w)); q = untile(t)
 
@@ -40,8 +42,8 @@ SLICE = 1 << 24  # codes that pack and unpack take at a time: their int32 tempor
 
 
 class Tiled(Quantized):
-    """A Quantized whose codes (N, K/2) uint8 have this file's layout, and NVFP4's scales, (N, K/16)
-    uint8, that of wide_scales."""
+    """A Quantized whose codes (N, K/2) uint8 and scales (N, K/block) have this file's layout; those
+    of NVFP4 are wide_scales."""
 
     def dequantize(self):
         return untile(self).dequantize()
@@ -55,13 +57,18 @@ def tile(q):
         if (zero := nvfp4.scale_bits(scale) == 0).any():
             codes.masked_fill_(zero.repeat_interleave(q.format.block, 1), 0)
         scale = wide_scales(scale)
+    scale = scale.view(q.shape[0] // 8, 8, q.shape[1] // CHUNK, -1)  # (group, row, chunk, block)
+    scale = scale.transpose(1, 2).reshape(q.scale.shape)
     return Tiled(q.fmt, q.shape, pack(codes, q.fmt), scale, q.global_scale)
 
 
 def untile(q):
     """The inverse of `tile`."""
     codes = nvfp4.pack(unpack(q.codes, q.fmt))
-    scale = e4m3_scales(q.scale) if q.fmt == "nvfp4" else q.scale
+    scale = q.scale.view(q.shape[0] // 8, q.shape[1] // CHUNK, 8, -1)  # (group, chunk, row, block)
+    scale = scale.transpose(1, 2).reshape(q.scale.shape)
+    if q.fmt == "nvfp4":
+        scale = e4m3_scales(scale)
     return Quantized(q.fmt, q.shape, codes, scale, q.global_scale)
 
 

@@ -615,7 +615,7 @@ MUTANTS = {
          "gemm::epilogue_multiplies_silu_of_gate_with_up"),
         ("a row takes another part's x A^T", "(own == p)", "(own == P - 1 - p)",
          "gemm::epilogue_adds_bias_lora_and_residual"),
-        ("ranges of K begin alike", "wr, sr, xr, first = wp + skip, sp + skip // BLOCK, xp + skip,", "wr, sr, xr, first = wp, sp, xp,", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
+        ("ranges of K begin alike", "wr, sr, xr, first = wp + skip, sp + 8 * skip // BLOCK, xp + skip,", "wr, sr, xr, first = wp, sp, xp,", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("ranges of K are one sum", "one, skip = tl.zeros((BN, BM), tl.float32), turn", "one, skip = acc * 1, turn", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("an exact split is scaled before it is added", "if SPLIT == 1 or not EXACT:", "if True:", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("the last slab of rows is as high as the others", "tl.minimum(MT - top, SLAB)", "SLAB", "gemm::each_tile_is_multiplied_once_in_slabs"),
@@ -657,6 +657,8 @@ MUTANTS = {
         ("a slice ends within eight rows", "step = max(1, SLICE // (8 * K)) * 8", "step = max(1, SLICE // K)",
          "layout::packing_a_slice_at_a_time_changes_nothing"),
         ("a block of scale 0 keeps its codes", "codes.masked_fill_(", "codes.masked_fill(", "layout::scales_lie_where_the_docstring_says"),
+        ("scales stay row by row", "    scale = scale.transpose(1, 2).reshape(q.scale.shape)\n    return", "    scale = scale.reshape(q.scale.shape)\n    return",
+         "layout::a_tiled_weight_is_the_same_weight"),
     ],
     "fast/adapter.py": [
         ("few rows cut an exact x A^T less", "most = 16 if exact else max(", "most = max(", "exact::no_sum_depends_on_the_number_of_rows"),

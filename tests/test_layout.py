@@ -1,4 +1,6 @@
 """How codes lie for the tensor core (fast/layout.py): bit by bit, and back."""
+import itertools
+
 import pytest
 import torch
 
@@ -14,7 +16,11 @@ def test_a_tiled_weight_is_the_same_weight(N, K, fmt):
     back = layout.untile(tiled)
     assert torch.equal(tiled.dequantize(), q.dequantize()) and torch.equal(back.codes, q.codes)
     assert torch.equal(back.scale, q.scale) and back.scale.dtype == q.scale.dtype and tiled.global_scale is q.global_scale
-    assert fmt == "nvfp4" or tiled.scale is q.scale  # nothing but codes is copied
+    at = tiled.scale.view(N // 8, K // 128, 8, -1)  # (group, chunk, row, block)
+    want = layout.wide_scales(q.scale) if fmt == "nvfp4" else q.scale
+    for row, chunk in itertools.product(range(N), range(K // 128)):
+        blocks = 128 // FORMATS[fmt].block
+        assert torch.equal(at[row // 8, chunk, row % 8], want[row, blocks * chunk : blocks * (chunk + 1)])
 
 
 def test_scales_lie_where_the_docstring_says():
