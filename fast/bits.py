@@ -114,7 +114,7 @@ def words(codes, r, k, sc):
 
 @triton.jit
 def scales_at(scale, r, k, ss, BLOCK: tl.constexpr):
-    """Pointers (BN,) to the first scales of rows r in the chunk at column k, in groups as words."""
+    """Pointers (BN,) to the first scales of rows r in the chunk at column k: they lie as words."""
     return scale + (r // 8).to(tl.int64) * (ss * 8) + (r % 8) * (128 // BLOCK) + 8 * k // BLOCK
 
 

@@ -57,19 +57,23 @@ def tile(q):
         if (zero := nvfp4.scale_bits(scale) == 0).any():
             codes.masked_fill_(zero.repeat_interleave(q.format.block, 1), 0)
         scale = wide_scales(scale)
-    scale = scale.view(q.shape[0] // 8, 8, q.shape[1] // CHUNK, -1)  # (group, row, chunk, block)
-    scale = scale.transpose(1, 2).reshape(q.scale.shape)
+    scale = transposed(scale, 8, q.shape[1] // CHUNK)
     return Tiled(q.fmt, q.shape, pack(codes, q.fmt), scale, q.global_scale)
 
 
 def untile(q):
     """The inverse of `tile`."""
     codes = nvfp4.pack(unpack(q.codes, q.fmt))
-    scale = q.scale.view(q.shape[0] // 8, q.shape[1] // CHUNK, 8, -1)  # (group, chunk, row, block)
-    scale = scale.transpose(1, 2).reshape(q.scale.shape)
+    scale = transposed(q.scale, q.shape[1] // CHUNK, 8)
     if q.fmt == "nvfp4":
         scale = e4m3_scales(scale)
     return Quantized(q.fmt, q.shape, codes, scale, q.global_scale)
+
+
+def transposed(scale, a, b):
+    """Scales (N, K/block) whose groups of 8 rows are (a, b, blocks of a chunk), as (b, a, ..): from
+    row by row to chunk by chunk, a = 8 rows and b = K/128 chunks, and with a and b changed back."""
+    return scale.view(len(scale) // 8, a, b, -1).transpose(1, 2).reshape(scale.shape)
 
 
 def wide_scales(scale):

@@ -616,6 +616,10 @@ MUTANTS = {
         ("a row takes another part's x A^T", "(own == p)", "(own == P - 1 - p)",
          "gemm::epilogue_adds_bias_lora_and_residual"),
         ("ranges of K begin alike", "wr, sr, xr, first = wp + skip, sp + 8 * skip // BLOCK, xp + skip,", "wr, sr, xr, first = wp, sp, xp,", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
+        ("the next chunk's scales are read row by row", "sr += 8 * 128 // BLOCK", "sr += 128 // BLOCK",
+         "gemm::kernel_matches_the_float64_product"),
+        ("decoding takes the scales of another chunk", "scales_at(scale, row, k, ss, BLOCK), FMT", "scales_at(scale, row, 0, ss, BLOCK), FMT",
+         "gemm::dequantization_is_exact"),
         ("ranges of K are one sum", "one, skip = tl.zeros((BN, BM), tl.float32), turn", "one, skip = acc * 1, turn", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("an exact split is scaled before it is added", "if SPLIT == 1 or not EXACT:", "if True:", "exact::ranges_of_k_are_added_up_alike_by_splits_and_by_one_program"),
         ("the last slab of rows is as high as the others", "tl.minimum(MT - top, SLAB)", "SLAB", "gemm::each_tile_is_multiplied_once_in_slabs"),
@@ -657,7 +661,7 @@ MUTANTS = {
         ("a slice ends within eight rows", "step = max(1, SLICE // (8 * K)) * 8", "step = max(1, SLICE // K)",
          "layout::packing_a_slice_at_a_time_changes_nothing"),
         ("a block of scale 0 keeps its codes", "codes.masked_fill_(", "codes.masked_fill(", "layout::scales_lie_where_the_docstring_says"),
-        ("scales stay row by row", "    scale = scale.transpose(1, 2).reshape(q.scale.shape)\n    return", "    scale = scale.reshape(q.scale.shape)\n    return",
+        ("scales stay row by row", "    scale = transposed(scale, 8, q.shape[1] // CHUNK)\n", "",
          "layout::a_tiled_weight_is_the_same_weight"),
     ],
     "fast/adapter.py": [
@@ -717,6 +721,8 @@ MUTANTS = {
         ("earlier kernels leave all places to a few rows", "192 if M <= 8 else ", "", "gemm::plans_are_near_the_fastest_that_was_measured"),
     ],
     "fast/bits.py": [
+        ("the rows of a group have one row's scales", " + (r % 8) * (128 // BLOCK)", "",
+         "gemm::kernel_matches_the_float64_product"),
         ("a plane's first scale is that of all its words", "tl.reshape(tl.join(s, s), (BN, 2 * s.shape[1]))",
          "tl.reshape(tl.permute(tl.join(s, s), (0, 2, 1)), (BN, 2 * s.shape[1]))",
          "gemm::kernels_take_a_codebook_of_ones_own"),

@@ -18,8 +18,8 @@ def test_a_tiled_weight_is_the_same_weight(N, K, fmt):
     assert torch.equal(back.scale, q.scale) and back.scale.dtype == q.scale.dtype and tiled.global_scale is q.global_scale
     at = tiled.scale.view(N // 8, K // 128, 8, -1)  # (group, chunk, row, block)
     want = layout.wide_scales(q.scale) if fmt == "nvfp4" else q.scale
+    blocks = 128 // FORMATS[fmt].block
     for row, chunk in itertools.product(range(N), range(K // 128)):
-        blocks = 128 // FORMATS[fmt].block
         assert torch.equal(at[row // 8, chunk, row % 8], want[row, blocks * chunk : blocks * (chunk + 1)])
 
 
