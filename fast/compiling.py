@@ -5,7 +5,10 @@ Python.
 
     with compiling():
         engine.rehearse()        # calls what launches the kernels of a decode step
+
+Whatever kernel is loaded, by them or later, is told how to divide an SM's memory.
 """
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -18,11 +21,26 @@ from unittest import mock
 from plumbing import ranks
 from plumbing.command import SIGNALS
 
+import torch
 import triton
 
 # seconds that a compiler waits for a core, since those who had one may have been killed, and then
 # may take: it may hang in a lock that another thread held when it was forked
 PATIENCE = 60
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver API
+
+
+def prefer_shared(module, function, *_):
+    """Triton's hook for a kernel that was loaded: of the memory that is L1 and shared memory, all
+    that can be is to be shared, which is Triton's own choice above 48 KB. A kernel that asks for
+    another division than the one that runs waits until an SM is empty, and cannot start early."""
+    if torch.version.cuda:
+        driver = ctypes.CDLL("libcuda.so.1")
+        error = driver.cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, 100)
+        assert not error, f"cuFuncSetAttribute: CUDA driver error {error}"
+
+
+triton.knobs.runtime.kernel_load_end_hook.add(prefer_shared)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 On the CPU the kernels run in Triton's interpreter, in float32; -m gpu runs them, and CUDA graphs of them, on the device."""
 import copy
+import ctypes
 import dataclasses
 import gc
 import os
@@ -27,7 +28,7 @@ import model as M
 import nvfp4
 import sample
 from fast import attention, batches, decode, engine, gemm, logprobs, memory, packed, plan, scheduler
-from fast.compiling import compiling
+from fast.compiling import CARVEOUT, compiling
 from fast.layout import tile
 
 gpu = pytest.mark.gpu
@@ -686,6 +687,18 @@ def test_a_compiler_that_is_killed_or_hangs_or_cannot_start_holds_up_none(tmp_pa
     keep its folder's lock."""
     out, files = on_a_card_that_is_not_there(LOST, tmp_path)
     assert out.split() == ["norm_kernel"] * 4 and files == {"lock", "closed"}
+
+
+@gpu
+def test_gpu_kernels_divide_the_memory_of_an_sm_alike():
+    """One that asks for another division than its predecessor's starts when an SM is empty: 8 rows of the 7B took 3% longer, 16 rows 6%."""
+    decode.normed(torch.zeros(2, 64, dtype=torch.bfloat16, device="cuda"), M.RMSNorm(64, 1e-6).cuda(), PDL=False)
+    driver, percent = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    kernels = [*decode.norm_kernel.device_caches[0][0].values()]
+    for kernel in kernels:
+        assert driver.cuFuncGetAttribute(ctypes.byref(percent), CARVEOUT, ctypes.c_void_p(kernel.function)) == 0
+        assert percent.value == 100
+    assert kernels
 
 
 @gpu
