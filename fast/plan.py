@@ -18,15 +18,17 @@ from fast.layout import CHUNK
 # A program takes BM rows of x and BN of w, in `stages` stages and `warps` warps. `fit` of them are
 # on an SM at once, which takes about `wave` ns and, for each chunk of K, `alone` ns and `each` ns a
 # program. At most 111 KB of shared memory.
-TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=395, alone=224, each=183),
-         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=164, alone=166, each=228, maxnreg=80),
-         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=2380, alone=192, each=178),
-         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=2440, alone=475, each=99),
-         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=777, alone=355, each=56),
-         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=363, alone=374, each=9),
-         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=1333, alone=346, each=108),
-         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=2584, alone=473, each=135, maxnreg=168),
-         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=129, alone=1158, each=11, maxnreg=128)]
+TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=66, alone=290, each=302),
+         dict(BM=8, BN=64, stages=4, warps=4, fit=7, wave=355, alone=81, each=357),
+         dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=94, alone=198, each=210, maxnreg=80),
+         dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1480, alone=208, each=176),
+         dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=249, alone=680, each=96),
+         dict(BM=32, BN=64, stages=5, warps=4, fit=3, wave=21, alone=80, each=492),
+         dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=398, alone=442, each=74),
+         dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=366, alone=291, each=100),
+         dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=1620, alone=396, each=162),
+         dict(BM=128, BN=64, stages=2, warps=4, fit=3, wave=2200, alone=501, each=216, maxnreg=168),
+         dict(BM=128, BN=128, stages=2, warps=8, fit=2, wave=268, alone=1492, each=2, maxnreg=128)]
 # float32 partial sums, int32 arrival counters of splits and flags of adapters that a launch may use
 PARTIALS, COUNTERS, FLAGS = 1 << 22, 1 << 17, 1 << 14
 FEW = 896  # up to this many rows the kernel is, as a rule, faster than cuBLAS with what is decoded
@@ -84,7 +86,7 @@ def plan(M, N, K, cores, exact=False):
         whole = waves * slots // MT  # rows of tiles in full waves; what is left may be split
         rest = tiles - whole * MT
         # places of programs that make x A^T first (adapter_work), and of earlier kernels', fitted
-        taken = 192 if M <= 8 else max(32, M) if M <= 64 else 2048 // t["BM"]
+        taken = max(32, M) if M <= 64 else 2048 // t["BM"]
 
         def wave(chunks, programs, t=t):  # ns on an SM
             return t["wave"] + chunks * (t["alone"] + programs * t["each"])
@@ -97,8 +99,8 @@ def plan(M, N, K, cores, exact=False):
             if rest:
                 ns += wave(-(-blocks // split), min(t["fit"], max(1, programs / cores)))
             # the last program reads all splits' sums of a tile, an SM writes those of its programs
-            ns += (split > 1) * (1460 + partial * (0.1 * split + 0.09 * programs / cores))
-            ns += 2300 * (slots - taken < programs <= slots)  # some of them wait for a place
+            ns += (split > 1) * (1300 + partial * (0.1 * split + 0.17 * programs / cores))
+            ns += 2640 * (slots - taken < programs <= slots)  # some of them wait for a place
             found.append((ns, t | {"split": split, "ranges": max(1, sums // split),
                                    "whole": whole if split > 1 else 0}))
     return min(found, key=lambda timed: timed[0])[1]

@@ -718,7 +718,6 @@ MUTANTS = {
         ("a wave is never full", 'programs * t["each"])', "0)",
          "gemm::plans_are_near_the_fastest_that_was_measured"),
         ("K is cut into parts of which some are empty", "-(-chunks // -(-chunks // most))", "most", "gemm::no_part_of_k_is_empty"),
-        ("earlier kernels leave all places to a few rows", "192 if M <= 8 else ", "", "gemm::plans_are_near_the_fastest_that_was_measured"),
     ],
     "fast/bits.py": [
         ("the rows of a group have one row's scales", " + (r % 8) * (128 // BLOCK)", "",

@@ -503,7 +503,7 @@ def test_kernels_compile_for_a_card_that_is_not_there(triton):
         assert 228 * 1024 // (kernels[name]["shared"] + 1024) >= t["fit"]
     # of two models, and dkdv of rows that continue others or not: however many tokens, no step of a run waits for a compiler
     assert [kernels[f"{name}_kernel"]["variants"] for name in ("forward", "dq", "dkdv")] == [2, 2, 4]
-    assert all(kernels[name]["products"] >= 8 for name in tiles if name != "gemm 8x64x3")  # some Tritons take no wgmma for so few rows
+    assert all(kernels[name]["products"] >= 8 for name in tiles if "gemm 8x" not in name)  # some Tritons take no wgmma for so few rows
 
 
 @gpu
