@@ -3,7 +3,7 @@ The FP4 GEMM: y = x w_hat^T for activations x (M, K) in bfloat16 and a four-bit 
 fast/layout.py lays it out, in Triton. marlin_triton.py is the same product, to be read first.
 
 A rollout decodes a handful of rows at a time, so a linear layer costs what reading its weight
-costs: `gemm` streams the codes at up to 86% (H100) or 80% (H200) of the read bandwidth, and
+costs: `gemm` streams the codes at up to 86% (H100) or 83% (H200) of the read bandwidth, and
 fast/bits.py turns them into 16 bits in registers. With many rows (prefill, log-probs, update) it is
 unpacking the codes that costs, so `to_16bit_kernel` writes the weight once to a scratch that all
 layers share, and cuBLAS multiplies. `matmul` picks; its gradient in x uses the scratch too.
