@@ -23,7 +23,6 @@ TILES = [dict(BM=8, BN=64, stages=3, warps=4, fit=7, wave=66, alone=290, each=30
          dict(BM=16, BN=64, stages=4, warps=4, fit=6, wave=94, alone=198, each=210, maxnreg=80),
          dict(BM=32, BN=64, stages=4, warps=4, fit=4, wave=1480, alone=208, each=176),
          dict(BM=32, BN=64, stages=3, warps=4, fit=5, wave=249, alone=680, each=96),
-         dict(BM=32, BN=64, stages=5, warps=4, fit=3, wave=21, alone=80, each=492),
          dict(BM=64, BN=64, stages=3, warps=4, fit=3, wave=398, alone=442, each=74),
          dict(BM=64, BN=64, stages=4, warps=4, fit=2, wave=366, alone=291, each=100),
          dict(BM=128, BN=64, stages=3, warps=4, fit=2, wave=1620, alone=396, each=162),
