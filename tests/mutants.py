@@ -734,6 +734,8 @@ MUTANTS = {
         ("odd scales change places in PTX", "b, $4, $4, 8;   lop3", "b, $4, $4, 24;   lop3", "gemm::what_the_ptx_makes_of_four_scales"),
     ],
     "fast/compiling.py": [
+        ("kernels divide an SM's memory each as it likes", "triton.knobs.runtime.kernel_load_end_hook.add(prefer_shared)\n", "",
+         "decode::each_kernel_that_is_loaded_is_told_how_to_divide_the_memory"),
         ("kernels are compiled by the process that waits for them", "                process.start()\n", "                make()\n                process.start()\n",
          "decode::kernels_are_compiled_by_processes_of_their_own"),
         ("what the cache has is compiled", "                kernel.set_result(make())\n        except", "                raise KeyError\n        except",

@@ -689,6 +689,21 @@ def test_a_compiler_that_is_killed_or_hangs_or_cannot_start_holds_up_none(tmp_pa
     assert out.split() == ["norm_kernel"] * 4 and files == {"lock", "closed"}
 
 
+def test_each_kernel_that_is_loaded_is_told_how_to_divide_the_memory(monkeypatch):
+    told, errors = [], [0, 1]
+    driver = SimpleNamespace(cuFuncSetAttribute=lambda f, *rest: told.append((f.value, *rest)) or errors.pop(0))
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.get)
+    load = decode.triton.knobs.runtime.kernel_load_end_hook
+    monkeypatch.setattr(torch.version, "cuda", None)
+    load("module", 7, "norm_kernel", {}, "hash")
+    assert not told  # not an NVIDIA card
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    load("module", 7, "norm_kernel", {}, "hash")
+    assert told == [(7, CARVEOUT, 100)]
+    with pytest.raises(AssertionError, match="driver error 1"):
+        load("module", 8, "norm_kernel", {}, "hash")
+
+
 @gpu
 def test_gpu_kernels_divide_the_memory_of_an_sm_alike():
     """One that asks for another division than its predecessor's starts when an SM is empty: 8 rows of the 7B took 3% longer, of the 3B 2%."""
