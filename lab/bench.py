@@ -3,7 +3,7 @@ Benchmarks on one GPU: `kernels`, `rollout`, `step` and `plain`, described at th
 names. The first three measure their ceiling in the same run, before the numbers.
 
 Rows are merged into --out as they are measured, so that a long table can be made in parts;
-lab/tables.py prints those of the first three. Kernels are timed as one CUDA graph of many launches,
+lab/tables.py puts them into docs/measured.md. Kernels are timed as one CUDA graph of many launches,
 median of its replays: what is measured is the GPU, not Python.
 
     python lab/bench.py kernels
@@ -17,6 +17,7 @@ import json
 import math
 import re
 import statistics
+import subprocess
 import sys
 import time
 from functools import partial
@@ -43,7 +44,7 @@ from fast import batches, engine, memory
 from fast import gemm as fast_gemm
 from fast.layout import tile
 from lab import archive
-from lab.tables import RESULTS, ROWS, card
+from lab.tables import HOME, RESULTS, ROWS, card
 
 # hidden, intermediate, layers, heads, kv heads, vocabulary, tied head of Qwen2.5
 SIZES = {"0.5b": (896, 4864, 24, 14, 2, 151936, True),
@@ -76,10 +77,17 @@ def floor_bytes(c, quant, rank, rows, length):
             + rows * length * memory.kv_per_token(c))
 
 
+def revision():
+    """The commit that is measured, with a + if files differ from it, results aside; "" without."""
+    ask = "git describe --always --abbrev=8 && git diff --quiet HEAD -- :!results || echo +"
+    out = subprocess.run(ask, shell=True, cwd=HOME, capture_output=True, text=True)
+    return "" if out.stderr else "".join(out.stdout.split())
+
+
 def record(path, row, key):
     """Print a row and write it into the JSON list at `path`, where it replaces one with the same
     values of `key`. A row of what did not fit lacks some of them."""
-    row = archive.short(row, 4)
+    row = archive.short(row, 4) | {"revision": revision()}
     print(*(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
           flush=True)
     old = json.loads(path.read_text()) if path.is_file() else []
@@ -209,7 +217,7 @@ def rollout(args):
                 floor = floor_bytes(c, quant, rank, row["rows"], args.prompt + args.new / 2)
                 row["floor_ms"] = floor / ceiling / 1e6
             record(args.out, row | {"peak_gib": peak_gib()},
-                   ("size", "quant", "lora_rank", "rows", "kind"))
+                   ("size", "quant", "lora_rank", "prompt", "rows", "kind"))
         engine.release(model)
         del model  # before the next one is built
 

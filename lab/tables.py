@@ -1,8 +1,8 @@
 """
-Markdown tables of what lab/bench.py left in results/, others' figures in brackets: those, and how
-they were measured, are in results/peers.json.
+The tables of docs/measured.md and the speeds in the README's, made of what lab/bench.py left in
+results/ and of others' figures in results/peers.json, which says how those were measured.
 
-    python lab/tables.py
+    python lab/tables.py        # writes them into the two files
 """
 import json
 import re
@@ -13,13 +13,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plumbing import command
-from plumbing.command import cell
+from plumbing.files import whole
 
 import torch
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+HOME = Path(__file__).resolve().parents[1]
+RESULTS = HOME / "results"
 PEERS = json.loads((RESULTS / "peers.json").read_text())
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+PAPER = {("7b", 2): 1.5, ("7b", 4): 1.4, ("7b", 8): 1.2,  # its whole steps over 16 bits
+         ("14b", 2): 1.4, ("14b", 4): 1.2, ("14b", 8): 1.2}
 
 
 def card(name=None):
@@ -30,74 +33,202 @@ def card(name=None):
     return "-".join(words).lower()
 
 
-def peer(name, where):
-    """Another's figures (results/peers.json), {} unless they are of the same card: the ratio of
-    another card's to ours would say nothing."""
-    return PEERS[name] if card(PEERS[name]["card"]) == where else {}
+# ---- the rows
 
 
-def grouped(rows, name, tick, value):
-    """{name: {tick: value}} of rows: a line of a table for each name, as "{size}:{quant}"."""
-    lines = {}
-    for row in rows:
-        lines.setdefault(name.format(**row), {})[row[tick]] = row[value]
-    return lines
+def results(what, where):
+    """The rows of bench.py `what` on a card, each with the card."""
+    return [r | {"card": where} for r in json.loads((RESULTS / f"{what}_{where}.json").read_text())]
 
 
-def speedups(rows, where):
-    """({shape: {M: speed-up of the NVFP4 GEMM}}, Marlin's), with their geometric means."""
-    rows = [r for r in rows if r["fmt"] == "nvfp4" and r["pass"] == "forward"]
-    ours, marlin = grouped(rows, "{shape}", "M", "speedup"), peer("marlin", where)
-    theirs = {shape: dict(zip(marlin["rows"], values, strict=True))
-              for shape, values in marlin.get("speedup", {}).items() if shape in ours}
-    for table in (ours, theirs):
-        if eight := [table[shape] for shape in PEERS["marlin"]["speedup"] if shape in table]:
-            shared = [M for M in ROWS if all(M in points for points in eight)]
-            table["geometric mean"] = {M: statistics.geometric_mean(p[M] for p in eight)
-                                       for M in shared}
-    return ours, theirs
+def speedups(where):
+    """{shape: {M: speed-up of the NVFP4 GEMM over cuBLAS}}."""
+    points = {}
+    for r in results("kernels", where):
+        if r["fmt"] == "nvfp4" and r["pass"] == "forward":
+            points.setdefault(r["shape"], {})[r["M"]] = r["speedup"]
+    return points
 
 
-def throughputs(rows, where):
-    """({size:format:LoRA rank: {rows: tokens/s}}, vLLM's)."""
-    rows = [r for r in rows if r["kind"] == "rows"]
-    ours = grouped(rows, "{size}:{quant}:{lora_rank}", "rows", "decode_tok_s")
-    vllm = peer("vllm", where).get("tok_s", {})
-    return ours, {name: {int(n): v for n, v in points.items()} for name, points in vllm.items()}
+def mean(points):
+    """{M: geometric mean} of {shape: {M: speed-up}}."""
+    return {M: statistics.geometric_mean(p[M] for p in points.values())
+            for M in ROWS if all(M in p for p in points.values())}
 
 
-def whole_steps(rows, where):
-    """({size:format: {completions: seconds of rollout and update}} of the paper's shape, on the
-    whole card; how many times as long 16 bits take)."""
-    steps = [r | {"seconds": r["rollout_s"] + r["update_s"]} for r in rows
-             if (r["group"], r["new"], r["card_gib"]) == (1, 2048, 0)
-             and "rollout_s" in r and "update_s" in r]
-    ours, times = grouped(steps, "{size}:{quant}", "completions", "seconds"), {}
-    for name, points in ours.items():
-        base = ours.get(f"{name.partition(':')[0]}:none", {})
-        times[name] = {n: base[n] / s for n, s in points.items() if n in base}
-    return ours, times
+def decode_rows(where, size, quant):
+    """{number of rows: row} with LoRA 16 after prompts of 256 tokens."""
+    return {r["rows"]: r for r in results("rollout", where) if r["kind"] == "rows"
+            and (r["size"], r["quant"], r["lora_rank"], r["prompt"]) == (size, quant, 16, 256)}
 
 
-def tables():
-    """Markdown tables of what kernels, rollout and step left, in brackets others' figures or, for
-    steps, how many times as long 16 bits take."""
-    for what, figures, spec in (("kernels", speedups, ".2f"), ("rollout", throughputs, ".0f"),
-                                ("step", whole_steps, ".2f")):
-        for path in sorted(RESULTS.glob(f"{what}_*.json")):
-            ours, theirs = figures(json.loads(path.read_text()), path.stem.partition("_")[2])
-            ticks = sorted({n for points in ours.values() for n in points})
-            across = "completions" if what == "step" else "rows"
-            print(f"| {across} | {' | '.join(map(str, ticks))} |\n|{'---|' * (len(ticks) + 1)}")
-            for name, points in ours.items():
-                other = theirs.get(name, {})
-                cells = [f"{cell(points.get(n), spec)} ({cell(other.get(n), spec)})" for n in ticks]
-                print(f"| {name} | {' | '.join(cells)} |")
+def paper_steps():
+    """{(size, format, completions): seconds of a whole step of the paper's shape, on an H200}."""
+    return {(r["size"], r["quant"], r["completions"]): r["rollout_s"] + r["update_s"]
+            for r in results("step", "h200") if is_papers(r)}
+
+
+def is_papers(r):
+    return (r["lora_rank"], r["group"], r["new"], r["card_gib"]) == (16, 1, 2048, 0)
+
+
+def other_steps():
+    """The steps of other shapes that fitted; of a shape the H200's, if it has one."""
+    found = {}
+    for r in results("step", "h100") + results("step", "h200"):
+        if not is_papers(r) and "update_s" in r:
+            shape = ("size", "quant", "lora_rank", "completions", "group", "new", "card_gib")
+            found[tuple(r[k] for k in shape)] = r
+    return sorted(found.values(), key=lambda r: float(r["size"][:-1]))
+
+
+def times_vllm(size):
+    """{rows: how many times as fast as in vLLM, on an H200}."""
+    name, both = f"{size}:nvfp4:16", PEERS["vllm_h200"]
+    return {int(n): ours / both["tok_s"][name][n] for n, ours in both["here"][name].items()}
+
+
+# ---- tables: lists of cells, which are text, numbers, or two numbers
+
+
+def gemm():
+    def line(name, points):
+        return [name, *map(points.get, some)]
+
+    some = [M for M in ROWS if M != 4]
+    yield ["GEMM", *(f"M = {M}" for M in some)]
+    for name, points in speedups("h200").items():
+        yield line(name, points)
+    yield line("geometric mean of the eight", mean(speedups("h200")))
+    yield line("on an H100", mean(speedups("h100")))
+    for name, peer in PEERS.items():
+        for key, who in (("geometric_mean", ""), ("here", "here, beside ")):
+            if "geometric_mean" in peer and key in peer:
+                who += f"{name.partition('_h200')[0]}, {card(peer['card']).upper()}"
+                yield line(who, dict(zip(peer["rows"], peer[key], strict=True)))
+
+
+def decoding():
+    sizes = ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b")
+    yield ["tokens/s", *map(str.upper, sizes)]
+    for n in (1, 8, 64, 128, 256, 512):
+        yield [f"{n} row{'s' * (n > 1)}",
+               *(tuple(decode_rows("h200", size, quant).get(n, {}).get("decode_tok_s")
+                       for quant in ("nvfp4", "none")) for size in sizes)]
+    for n in (1, 8, 64):
+        found = [decode_rows("h200", size, "nvfp4")[n] for size in sizes]
+        yield [f"a step of {n} / its bytes", *(r["step_ms"] / r["floor_ms"] for r in found)]
+
+
+def beside_vllm():
+    some, both, old = ("1", "2", "8", "32", "64"), PEERS["vllm_h200"], PEERS["vllm"]["tok_s"]
+    yield ["rows", *some]
+    for name in both["here"]:
+        size = name.partition(":")[0]
+        yield [size.upper(), *map(both["here"][name].get, some)]
+        yield [f"vLLM's {size.upper()}", *map(both["tok_s"][name].get, some)]
+        h100 = {str(n): r["decode_tok_s"] for n, r in decode_rows("h100", size, "nvfp4").items()}
+        yield ["times", *((times_vllm(size).get(int(n)), n in h100 and h100[n] / old[name][n])
+                          for n in some)]
+
+
+def whole_steps():
+    seconds, sizes = paper_steps(), ("3b", "7b", "14b", "32b")
+    yield ["completions", *(f"{size.upper()}, {what}" for size in sizes for what in ("s", "times")),
+           "7B NF4, s"]
+    for n in (2, 4, 8):
+        cells = [n]
+        for size in sizes:
+            four = seconds.get((size, "nvfp4", n))
+            cells += [four, four and (seconds[size, "none", n] / four, PAPER.get((size, n)))]
+        yield [*cells, seconds["7b", "nf4", n]]
+
+
+def listing(name, rows, *keys):
+    """Rows as they are, their names before these of their figures."""
+    yield [name, *keys]
+    for r in rows:
+        quant = "16 bits" if r.get("quant") == "none" else "NVFP4"
+        yield [f"{r['size'].upper()} {quant} {r['card'].upper()}", *map(r.get, keys)]
+
+
+def summary():
+    """Lines of the README's table."""
+    def between(values):
+        return f"{min(values):.1f} to {max(values):.1f} times"
+
+    def rates(quant):
+        return {n: r["decode_tok_s"] for n, r in decode_rows("h200", "7b", quant).items()}
+
+    def least(size, new):
+        peaks = [r["peak_gib"] for r in other_steps() if (r["size"], r["new"]) == (size, new)]
+        return f"{min(peaks):.1f}"
+
+    base, steps = rates("none"), paper_steps()
+    base = between([v / base[n] for n, v in rates("nvfp4").items() if n in base and n <= 128])
+    steps = between([steps[size, "none", n] / seconds
+                     for (size, quant, n), seconds in steps.items() if quant == "nvfp4"])
+    yield ["decoding", f"7B, NVFP4, LoRA: {between(times_vllm('7b').values())} vLLM's speed up to "
+           f"64 rows, {base} that of 16 bits up to 128", "[tables](docs/measured.md)"]
+    yield ["a step", f"of 2 to 8 completions of 2,048 tokens, 3B to 32B: {steps} as fast as 16 "
+           f"bits; a 7B update fits in {least('7b', 2048)} GiB", "[table](docs/measured.md)"]
+    yield ["memory", f"a step of the 14B fits in {least('14b', 2048)} GiB, of the 32B in "
+           f"{least('32b', 2048)}; of 1,024 tokens, the 32B with LoRA 8 in {least('32b', 1024)}, "
+           f"the 72B in {least('72b', 1024)}", "[table](docs/measured.md)"]
+
+
+# ---- into the files
+
+
+def cell(value):
+    """The Markdown of a value."""
+    if isinstance(value, tuple):
+        return cell(value[0]) + (f" ({cell(value[1])})" if value[0] and value[1] else "")
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+    return str(value or "")
+
+
+def filled(text, table):
+    """`text` with `table` in place of the one whose first cell is the same."""
+    lines = [f"| {' | '.join(map(cell, cells))} |" for cells in table]
+    lines.insert(1, "|" + "---|" * len(table[0]))
+    found = re.findall(rf"^\| {re.escape(table[0][0])} \|.*(?:\n\|.*)*", text, re.M)
+    if len(found) != 1:
+        raise ValueError(f"docs/measured.md: {len(found)} tables begin with {table[0][0]}, not one")
+    return text.replace(found[0], "\n".join(lines))
+
+
+def texts():
+    """{file: its text with the tables as the rows have them now}."""
+    readme, measured = HOME / "README.md", HOME / "docs" / "measured.md"
+    with_tables, with_lines = measured.read_text(), readme.read_text()
+    drawn = results("rollout", "h200")
+    step = ("completions", "group", "prompt", "new", "lora_rank", "card_gib", "rollout_s",
+            "update_s", "share", "peak_gib")
+    paths = [f"{who}_{what}" for what in ("step_ms", "update_s")
+             for who in ("plain", "fast", "times")]
+    for table in (gemm(), decoding(), beside_vllm(), whole_steps(),
+                  listing("long completions", [r for r in drawn if r["prompt"] > 256], "lora_rank",
+                          "rows", "prompt", "new", "decode_tok_s", "step_ms", "floor_ms"),
+                  listing("rollouts", [r for r in drawn if r["kind"] != "rows"], "kind",
+                          "prefill_s", "decode_tok_s"),
+                  listing("steps", other_steps(), *step),
+                  listing("plain", results("plain", "h100"), "rows", *paths)):
+        with_tables = filled(with_tables, list(table))
+    for cells in summary():
+        with_lines = re.sub(rf"^\| {cells[0]} \|.*$", f"| {' | '.join(cells)} |", with_lines,
+                            flags=re.M)
+    return {readme: with_lines, measured: with_tables}
 
 
 def main():
-    command.Parser(description=tables.__doc__).parse_args()
-    tables()
+    command.Parser(description=texts.__doc__).parse_args()
+    for path, text in texts().items():
+        if text != path.read_text():
+            print(f"{path.relative_to(HOME)}: tables made anew")
+            with whole(path) as part:
+                part.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """lab/bench.py and lab/tables.py: what they do without a GPU; the measurements themselves need one."""
 import json
+import subprocess
 
 import pytest
 import torch
@@ -8,25 +9,28 @@ from fast import memory
 from lab import bench, tables
 
 
-def test_rows_measured_again_replace_the_old_ones(tmp_path, capsys):
+def test_rows_measured_again_replace_the_old_ones(tmp_path, monkeypatch, capsys):
     """A table is made in parts: what is not measured this time stays, what is replaces, nothing is
     there twice."""
+    monkeypatch.setattr(bench, "revision", lambda: "1a2b")
     out, key = tmp_path / "new" / "r.json", ("shape", "M")
     for M, us in ((1, 3.0), (2, 4.0), (2, 50000.49)):
         bench.record(out, {"shape": "a", "M": M, "us": us}, key)
-    assert json.loads(out.read_text()) == [{"shape": "a", "M": 1, "us": 3.0},
-                                           {"shape": "a", "M": 2, "us": 50000.0}]
+    assert json.loads(out.read_text()) == [{"shape": "a", "M": 1, "us": 3.0, "revision": "1a2b"},
+                                           {"shape": "a", "M": 2, "us": 50000.0, "revision": "1a2b"}]
     assert list(out.parent.iterdir()) == [out]
-    assert capsys.readouterr().out == "shape=a M=1 us=3\nshape=a M=2 us=4\nshape=a M=2 us=50000\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"shape=a M={M} us={us} revision=1a2b" for M, us in ((1, 3), (2, 4), (2, 50000))]
 
 
-def test_what_does_not_fit_is_a_row_among_the_others(tmp_path):
+def test_what_does_not_fit_is_a_row_among_the_others(tmp_path, monkeypatch):
     """It has no micro-batch, which tells other rows apart: their figures must not be lost with it."""
+    monkeypatch.setattr(bench, "revision", lambda: "1a2b")
     out, key = tmp_path / "r.json", ("size", "micro_batch")
     rows = [{"size": "7b", "micro_batch": 2048, "update_s": 1.5}, {"size": "72b", "out_of_memory": True}]
     for row in rows + rows:
         bench.record(out, row, key)
-    assert json.loads(out.read_text()) == rows
+    assert json.loads(out.read_text()) == [row | {"revision": "1a2b"} for row in rows]
 
 
 def test_floor_of_a_7b_step():
@@ -70,33 +74,38 @@ def test_every_peer_says_what_was_measured_and_how():
             assert values is None or len(values) == len(peer["rows"])
 
 
-def test_tables_are_made(tmp_path, monkeypatch, capsys):
-    """Marlin's and vLLM's figures beside another shape or number of rows than they belong to. And a traceback, at a file in results/
-    whose name was taken for a card's."""
-    tables.tables()
-    assert "| 7b:nvfp4:16 | 404 (190) |" in capsys.readouterr().out
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    rows = [{"fmt": "nvfp4", "shape": s, "pass": "forward", "M": m, "speedup": 1.0 if s == "3b.o" else 2.0}
-            for s in [*tables.PEERS["marlin"]["speedup"], "3b.o"] for m in bench.ROWS]
-    rows += [rows[0] | other | {"speedup": 9.0} for other in ({"fmt": "mxfp4"}, {"pass": "backward"})]  # no forward pass of NVFP4
-    (tmp_path / "kernels_l40s.json").write_text(json.dumps([r for r in rows if r["shape"] == "3b.o"]))  # none of Marlin's shapes
-    for card in ("h100", "h200"):  # the others' ratios were measured on an H100
-        (tmp_path / f"kernels_{card}.json").write_text(json.dumps(rows))
-    rows = [{"size": "7b", "quant": q, "lora_rank": 16, "rows": n, "kind": "rows",
-             "decode_tok_s": 380.0 * n} for q in ("none", "nvfp4") for n in (1, 8, 16)[: 2 + (q != "none")]]
-    (tmp_path / "rollout_h100.json").write_text(json.dumps([*rows, rows[2] | {"kind": "length", "decode_tok_s": 9.0}]))
-    (tmp_path / "rollout_h200.json").write_text(json.dumps([rows[0] | {"size": "3b"}]))
-    row = {"size": "7b", "quant": "nvfp4", "completions": 2, "group": 1, "new": 2048, "card_gib": 0, "rollout_s": 5.0, "update_s": 1.0}
-    other = [row | {"quant": "none", "rollout_s": 8.0}, row | {"card_gib": 24.0, "update_s": 9.0}, row | {"size": "3b", "new": 512}]
-    (tmp_path / "step_h100.json").write_text(json.dumps([row, *other, {k: v for k, v in row.items() if k != "rollout_s"} | {"completions": 8}]))
-    tables.tables()
-    out = capsys.readouterr().out
-    assert "| completions | 2 |\n|---|---|\n| 7b:nvfp4 | 6.00 (1.50) |\n| 7b:none | 9.00 (1.00) |\n" in out
-    assert "| 3b:none:16 | 380 (-) |" in out
-    assert "| 7b.o | 2.00 (1.19) | 2.00 (1.20)" in out and "| geometric mean | 2.00 (1.82)" in out
-    assert "| 7b.o | 2.00 (-) | 2.00 (-)" in out
-    assert "| rows | 1 | 8 | 16 |" in out
-    assert "| 7b:nvfp4:16 | 380 (190) | 3040 (1552) | 6080 (-) |" in out
+def test_the_documents_tables_are_those_of_the_rows():
+    """Tables that were edited by hand, or rows that were measured again without `python lab/tables.py`."""
+    for path, text in tables.texts().items():
+        assert text == path.read_text(), path
+
+
+def test_a_table_takes_the_place_of_the_one_with_its_first_cell():
+    text = "a\n\n| a | 1 |\n|---|---|\n| x | 2 |\n| y | 3 |\n\n| b | a |\n|---|---|\n"
+    assert tables.filled(text, [["a", "2"], ["x", (1520.0, 2.0)], ["y", None]]) == (
+        "a\n\n| a | 2 |\n|---|---|\n| x | 1,520 (2.00) |\n| y |  |\n\n| b | a |\n|---|---|\n")
+    with pytest.raises(ValueError, match="0 tables begin with c"):
+        tables.filled(text, [["c"]])
+    with pytest.raises(ValueError, match="2 tables begin with a"):
+        tables.filled(text + text, [["a"]])
+
+
+def test_a_row_names_the_commit_that_was_measured(tmp_path, monkeypatch):
+    """And says if files differ from it: a figure of a working tree once stood under the commit before."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    monkeypatch.setattr(bench, "HOME", tmp_path)
+    assert bench.revision() == ""
+    (tmp_path / "results").mkdir()
+    for name in ("a.py", "results/r.json"):
+        (tmp_path / name).write_text("1")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"]):
+        subprocess.run(git + command, check=True)
+    commit = bench.revision()
+    assert len(commit) >= 8 and int(commit, 16) >= 0
+    (tmp_path / "results/r.json").write_text("2")  # rows that were just written
+    assert bench.revision() == commit
+    (tmp_path / "a.py").write_text("2")
+    assert bench.revision() == commit + "+"
 
 
 @pytest.mark.gpu
