@@ -92,20 +92,18 @@ def times_vllm(size):
 
 
 def gemm():
-    def line(name, points):
-        return [name, *map(points.get, some)]
-
-    some = [M for M in ROWS if M != 4]
-    yield ["GEMM", *(f"M = {M}" for M in some)]
-    for name, points in speedups("h200").items():
-        yield line(name, points)
-    yield line("geometric mean of the eight", mean(speedups("h200")))
-    yield line("on an H100", mean(speedups("h100")))
+    lines = speedups("h200")
+    lines["geometric mean of the eight"] = mean(lines)
+    lines["on an H100"] = mean(speedups("h100"))
     for name, peer in PEERS.items():
         for key, who in (("geometric_mean", ""), ("here", "here, beside ")):
             if "geometric_mean" in peer and key in peer:
                 who += f"{name.partition('_h200')[0]}, {card(peer['card']).upper()}"
-                yield line(who, dict(zip(peer["rows"], peer[key], strict=True)))
+                lines[who] = dict(zip(peer["rows"], peer[key], strict=True))
+    some = [M for M in ROWS if M != 4]
+    yield ["GEMM", *(f"M = {M}" for M in some)]
+    for name, points in lines.items():
+        yield [name, *map(points.get, some)]
 
 
 def decoding():
