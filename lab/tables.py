@@ -21,8 +21,10 @@ HOME = Path(__file__).resolve().parents[1]
 RESULTS = HOME / "results"
 PEERS = json.loads((RESULTS / "peers.json").read_text())
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-PAPER = {("7b", 2): 1.5, ("7b", 4): 1.4, ("7b", 8): 1.2,  # its whole steps over 16 bits
-         ("14b", 2): 1.4, ("14b", 4): 1.2, ("14b", 8): 1.2}
+# the paper's whole steps, and how many times as fast as in 16 bits they are there
+PAPER_STEP = {"lora_rank": 16, "group": 1, "prompt": 256, "new": 2048, "card_gib": 0}
+PAPER_TIMES = {("7b", 2): 1.5, ("7b", 4): 1.4, ("7b", 8): 1.2,
+                ("14b", 2): 1.4, ("14b", 4): 1.2, ("14b", 8): 1.2}
 
 
 def card(name=None):
@@ -56,6 +58,10 @@ def mean(points):
             for M in ROWS if all(M in p for p in points.values())}
 
 
+def billions(size):
+    return float(size[:-1])
+
+
 def decode_rows(where, size, quant):
     """{number of rows: row} with LoRA 16 after prompts of 256 tokens."""
     return {r["rows"]: r for r in results("rollout", where) if r["kind"] == "rows"
@@ -65,21 +71,21 @@ def decode_rows(where, size, quant):
 def paper_steps():
     """{(size, format, completions): seconds of a whole step of the paper's shape, on an H200}."""
     return {(r["size"], r["quant"], r["completions"]): r["rollout_s"] + r["update_s"]
-            for r in results("step", "h200") if is_papers(r)}
-
-
-def is_papers(r):
-    return (r["lora_rank"], r["group"], r["new"], r["card_gib"]) == (16, 1, 2048, 0)
+            for r in fitted("h200") if PAPER_STEP.items() <= r.items() and "rollout_s" in r}
 
 
 def other_steps():
-    """The steps of other shapes that fitted; of a shape the H200's, if it has one."""
+    """The steps of other shapes; of a shape the H200's, if it has one."""
     found = {}
-    for r in results("step", "h100") + results("step", "h200"):
-        if not is_papers(r) and "update_s" in r:
-            shape = ("size", "quant", "lora_rank", "completions", "group", "new", "card_gib")
-            found[tuple(r[k] for k in shape)] = r
-    return sorted(found.values(), key=lambda r: float(r["size"][:-1]))
+    for r in fitted("h100") + fitted("h200"):
+        if not PAPER_STEP.items() <= r.items():
+            found[tuple(r[k] for k in ("size", "quant", "completions", *PAPER_STEP))] = r
+    return sorted(found.values(), key=lambda r: billions(r["size"]))
+
+
+def fitted(where):
+    """The rows of steps but those that ran out of memory."""
+    return [r for r in results("step", where) if "update_s" in r]
 
 
 def times_vllm(size):
@@ -107,15 +113,16 @@ def gemm():
 
 
 def decoding():
-    sizes = ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b")
+    sizes = sorted({r["size"] for r in results("rollout", "h200")}, key=billions)
+    four, sixteen = ([decode_rows("h200", size, quant) for size in sizes]
+                     for quant in ("nvfp4", "none"))
     yield ["tokens/s", *map(str.upper, sizes)]
     for n in (1, 8, 64, 128, 256, 512):
-        yield [f"{n} row{'s' * (n > 1)}",
-               *(tuple(decode_rows("h200", size, quant).get(n, {}).get("decode_tok_s")
-                       for quant in ("nvfp4", "none")) for size in sizes)]
+        both = ([rows.get(n, {}).get("decode_tok_s") for rows in of] for of in (four, sixteen))
+        yield [f"{n} row{'s' * (n > 1)}", *zip(*both, strict=True)]
     for n in (1, 8, 64):
-        found = [decode_rows("h200", size, "nvfp4")[n] for size in sizes]
-        yield [f"a step of {n} / its bytes", *(r["step_ms"] / r["floor_ms"] for r in found)]
+        yield [f"a step of {n} / its bytes",
+               *(rows[n]["step_ms"] / rows[n]["floor_ms"] for rows in four)]
 
 
 def beside_vllm():
@@ -131,14 +138,15 @@ def beside_vllm():
 
 
 def whole_steps():
-    seconds, sizes = paper_steps(), ("3b", "7b", "14b", "32b")
+    seconds = paper_steps()
+    sizes = sorted({size for size, _, _ in seconds}, key=billions)
     yield ["completions", *(f"{size.upper()}, {what}" for size in sizes for what in ("s", "times")),
            "7B NF4, s"]
     for n in (2, 4, 8):
         cells = [n]
         for size in sizes:
             four = seconds.get((size, "nvfp4", n))
-            cells += [four, four and (seconds[size, "none", n] / four, PAPER.get((size, n)))]
+            cells += [four, four and (seconds[size, "none", n] / four, PAPER_TIMES.get((size, n)))]
         yield [*cells, seconds["7b", "nf4", n]]
 
 
@@ -155,15 +163,14 @@ def summary():
     def between(values):
         return f"{min(values):.1f} to {max(values):.1f} times"
 
-    def rates(quant):
-        return {n: r["decode_tok_s"] for n, r in decode_rows("h200", "7b", quant).items()}
-
     def least(size, new):
         peaks = [r["peak_gib"] for r in other_steps() if (r["size"], r["new"]) == (size, new)]
         return f"{min(peaks):.1f}"
 
-    base, steps = rates("none"), paper_steps()
-    base = between([v / base[n] for n, v in rates("nvfp4").items() if n in base and n <= 128])
+    four, sixteen = (decode_rows("h200", "7b", quant) for quant in ("nvfp4", "none"))
+    base = between([four[n]["decode_tok_s"] / sixteen[n]["decode_tok_s"]
+                    for n in sixteen if n <= 128])
+    steps = paper_steps()
     steps = between([steps[size, "none", n] / seconds
                      for (size, quant, n), seconds in steps.items() if quant == "nvfp4"])
     yield ["decoding", f"7B, NVFP4, LoRA: {between(times_vllm('7b').values())} vLLM's speed up to "

@@ -1,5 +1,6 @@
 """lab/bench.py and lab/tables.py: what they do without a GPU; the measurements themselves need one."""
 import json
+import statistics
 import subprocess
 
 import pytest
@@ -72,12 +73,24 @@ def test_every_peer_says_what_was_measured_and_how():
         assert all(peer[k] for k in ("what", "version", "card", "method"))
         for values in [*peer.get("speedup", {}).values(), peer.get("geometric_mean")]:
             assert values is None or len(values) == len(peer["rows"])
+        if "speedup" in peer:
+            assert peer["geometric_mean"] == [round(statistics.geometric_mean(of), 2) for of in zip(*peer["speedup"].values(), strict=True)]
 
 
 def test_the_documents_tables_are_those_of_the_rows():
     """Tables that were edited by hand, or rows that were measured again without `python lab/tables.py`."""
     for path, text in tables.texts().items():
         assert text == path.read_text(), path
+
+
+def test_what_did_not_fit_or_drew_nothing_is_no_whole_step(monkeypatch):
+    """lab/bench.py leaves such rows: one that ran out of memory in its update, one of --no-rollout."""
+    row = tables.PAPER_STEP | {"size": "7b", "quant": "nvfp4", "completions": 2, "rollout_s": 5.0, "update_s": 1.0}
+    others = [{k: v for k, v in row.items() if k != lacks} | {"completions": n} for lacks, n in (("update_s", 4), ("rollout_s", 8))]
+    capped = [row | {"card_gib": 24.0}, others[0] | {"card_gib": 16.0}]
+    monkeypatch.setattr(tables, "results", lambda what, where: [row, *others, *capped])
+    assert tables.paper_steps() == {("7b", "nvfp4", 2): 6.0}
+    assert tables.other_steps() == capped[:1]
 
 
 def test_a_table_takes_the_place_of_the_one_with_its_first_cell():
